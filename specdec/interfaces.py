@@ -57,6 +57,7 @@ class TokenSource(Protocol):
 
     Optional attributes (default in parentheses):
 
+    levels (the source alone): asynchronous sources whose passes ``Events.start`` begins by number.
     gives_probs (False): candidates are sampled and come with ``Candidates.probs``. Required by
         rejection verifiers.
     pass_bytes (bytes of the draft model): bytes of weights that one pass of the source reads.
@@ -124,11 +125,16 @@ class Events(Protocol):
     running: list[Ticket]
     """Draft passes in flight, in the order in which they began."""
 
-    def start(self, nodes: Nodes, k: int) -> Ticket:
+    def start(self, nodes: Nodes, k: int, level: int = 0) -> Ticket:
         """Starts a draft pass that proposes up to ``k`` children for each node.
 
-        The nodes must be unexpanded and in no other pass. A source that is not asynchronous runs
-        the pass now; its event follows.
+        The nodes must be unexpanded and in no other pass of that model. A source that is not
+        asynchronous runs the pass now; its event follows.
+
+        Args:
+            nodes, k: see ``TokenSource.expand``.
+            level: the model of a source that has several (``sources.ModelChain``). Candidates of
+                level 0 are stored in the trees; those of others come with their event. Default: 0.
         """
         ...
 

@@ -380,20 +380,20 @@ def _count_idle(request: RequestState) -> None:
 
 def batch_of(state: DecodeState, nodes: Nodes) -> Batch:
     """Packs selected nodes as the rows of a target batch, without prefill."""
-    trees = []
-    for request_id, ids in nodes.items:
-        request = state.requests[request_id]
-        tree = request.tree
-        slots = tree.slots(ids)
-        parents = tree.parents[slots]
-        trees.append(
-            TreeRows(
-                request=request_id,
-                prefix_len=request.prefix_len,
-                node_ids=ids,
-                tokens=tree.tokens[slots],
-                parent_ids=np.where(parents == NO_NODE, NO_NODE, tree.ids[parents]),
-                depths=tree.depths[slots],
-            )
-        )
-    return Batch(step=state.step, trees=tuple(trees))
+    requests = ((state.requests[request_id], ids) for request_id, ids in nodes.items)
+    trees = tuple(tree_rows(request, request.tree.slots(ids)) for request, ids in requests)
+    return Batch(step=state.step, trees=trees)
+
+
+def tree_rows(request: RequestState, slots: IntArray) -> TreeRows:
+    """Nodes of a request's tree, int64[W] slots, as rows of a target batch."""
+    tree = request.tree
+    parents = tree.parents[slots]
+    return TreeRows(
+        request=request.id,
+        prefix_len=request.prefix_len,
+        node_ids=tree.ids[slots],
+        tokens=tree.tokens[slots],
+        parent_ids=np.where(parents == NO_NODE, NO_NODE, tree.ids[parents]),
+        depths=tree.depths[slots],
+    )

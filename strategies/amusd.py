@@ -11,18 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from specdec.compose.presets import build_preset
 from specdec.parts.fields import DraftCount, validated
-from specdec.policies.tree_growth import (
-    append_best,
-    live_requests,
-    open_bottom,
-    ready_requests,
-    unsubmitted,
-)
-from specdec.types import NO_NODE, Commit, Event, EventKind, Nodes, Output
+from specdec.policies.free_draft import FreeDraft
+from specdec.policies.tree_growth import live_requests, ready_requests, unsubmitted
+from specdec.types import EventKind, Nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +23,7 @@ if TYPE_CHECKING:
     from specdec.compose.workbench import Parts, Workbench
     from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
+    from specdec.types import Commit, Output
 
 
 def build(bench: Workbench, *, ahead: int | None = None, wait: bool | None = None) -> Parts:
@@ -69,11 +63,11 @@ class FreeRunning:
         """
         self.ahead = ahead
         self.wait = wait
-        self._silent: dict[int, int] = {}  # request -> node without candidates
+        self._draft = FreeDraft(self.ahead)
 
     def open(self, request: RequestState) -> None:
         """No node is known to have no candidates."""
-        self._silent[request.id] = NO_NODE
+        self._draft.open(request)
 
     def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
@@ -88,13 +82,13 @@ class FreeRunning:
         """Drafts until the target is ready; where it has nothing to do, until there is a token."""
         idle = not any(request.awaiting for request in live_requests(state))
         while True:
-            self._start_passes(state, events)
+            self._draft.start_passes(state, events)
             waits = idle and bool(events.running)
             event = events.next_draft() if waits else events.next()
             if event.kind is EventKind.TARGET:
                 return False
             if event.kind is EventKind.DRAFT:
-                self._grow(state, event)
+                self._draft.grow(state, event)
                 if idle:
                     return True
 
@@ -103,33 +97,8 @@ class FreeRunning:
 
     def close(self, request_id: int) -> None:
         """Forgets the request."""
-        del self._silent[request_id]
+        self._draft.close(request_id)
 
     def _comes_later(self, request: RequestState) -> bool:
         """Whether the tree has the root alone, and a token below it will be drafted."""
-        return len(request.tree) == 1 and self._can_draft(request)
-
-    def _can_draft(self, request: RequestState) -> bool:
-        """Whether a pass on the end of the chain can add a token."""
-        slots = open_bottom(request)
-        return (
-            len(slots) > 0
-            and len(request.tree) <= self.ahead
-            and int(request.tree.ids[slots[0]]) != self._silent.get(request.id, NO_NODE)
-        )
-
-    def _start_passes(self, state: DecodeState, events: Events) -> None:
-        busy = {i for ticket in events.running for i, _ in ticket.nodes.items}
-        for request in live_requests(state):
-            if request.id not in busy and self._can_draft(request):
-                events.start(Nodes(((request.id, request.tree.ids[open_bottom(request)]),)), 1)
-
-    def _grow(self, state: DecodeState, event: Event) -> None:
-        """Makes the candidate of an ended pass a node."""
-        assert event.ticket is not None
-        for request_id, ids in event.ticket.nodes.items:
-            request = state.requests.get(request_id)
-            if request is None or (slot := int(request.tree.slots(ids)[0])) == NO_NODE:
-                continue
-            if not len(append_best(request.tree, np.array([slot]), 1, 1)):
-                self._silent[request_id] = int(ids[0])
+        return len(request.tree) == 1 and self._draft.can_draft(request)

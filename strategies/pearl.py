@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from specdec.clocks import LatencyProfile, Work
+from specdec.clocks import LatencyProfile
 from specdec.compose.presets import build_preset
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.chain import grow_chains
+from specdec.policies.pass_times import draft_passes
 from specdec.policies.tree_growth import Stateless, live_requests, ready_requests, unsubmitted
 from specdec.tree import TokenTree
 from specdec.types import Nodes
@@ -26,13 +27,16 @@ if TYPE_CHECKING:
     from specdec.interfaces import Events, TokenSource, Verifier
     from specdec.state import DecodeState
 
-RATIO, UNTIL_READY = "ratio", "until_ready"
+Length = Literal["auto", "ratio", "until_ready"]
+AUTO, RATIO, UNTIL_READY = "auto", "ratio", "until_ready"
+
+_UNPRICED = 6  # draft tokens of "auto" where no profile tells the times of passes
 
 
 def build(
     bench: Workbench,
     *,
-    gamma: int | Literal["ratio", "until_ready"] | None = None,
+    gamma: int | Length | None = None,
     verifier: Verifier | None = None,
 ) -> Parts:
     """PEARL on a target device and a draft device.
@@ -65,7 +69,7 @@ class Pearl(Stateless):
     def __init__(
         self,
         *,
-        gamma: DraftCount | Literal["ratio", "until_ready"],
+        gamma: DraftCount | Length,
         max_gamma: Count = 16,
         latency: int | None = 1,
         profile: LatencyProfile | None = None,
@@ -75,8 +79,8 @@ class Pearl(Stateless):
         Args:
             gamma: draft tokens per round. "ratio": t_target / t_draft of the latency profile,
                 rounded (the paper's choice); "until_ready": until the target's pass has ended, at
-                least one.
-            max_gamma: upper limit of "ratio" and "until_ready". Default: 16.
+                least one; "auto": "ratio", and 6 where no profile tells the times.
+            max_gamma: upper limit of the lengths that are no number. Default: 16.
             latency: steps of the executor from submission to answer. Default: 1.
             profile: of the clock; required by "ratio".
 
@@ -84,8 +88,14 @@ class Pearl(Stateless):
             ValueError: "ratio" without the times of a stage and of a draft pass.
         """
         steps = latency or 1
-        if gamma == RATIO:
-            gamma = min(_ratio(profile, steps), max_gamma)
+        if gamma in (AUTO, RATIO):
+            ratio = draft_passes(profile, stages=steps)
+            if ratio is None and gamma == RATIO:
+                raise ValueError(
+                    "gamma=ratio follows from a latency profile that prices stage and draft: use"
+                    " clock=simulated or clock=paced with one, gamma=until_ready, or a number"
+                )
+            gamma = min(_UNPRICED if ratio is None else max(1, round(ratio)), max_gamma)
         self.gamma = None if gamma == UNTIL_READY else int(gamma)
         self._limit = max_gamma if self.gamma is None else self.gamma
         self._per_step = -(-self._limit // steps)
@@ -115,16 +125,3 @@ class Pearl(Stateless):
 def _num_drafted(tree: TokenTree) -> int:
     """Number of nodes that the target does not have."""
     return int((tree.submitted_at < 0).sum())
-
-
-def _ratio(profile: LatencyProfile | None, stages: int) -> int:
-    """Draft passes beside a pass of the target, at least 1."""
-    target_ms, draft_ms = (
-        (0.0, 0.0) if profile is None else (profile.ms(w, 1) for w in (Work.STAGE, Work.DRAFT))
-    )
-    if not (target_ms and draft_ms):
-        raise ValueError(
-            "gamma=ratio follows from a latency profile that prices stage and draft: use"
-            " clock=simulated or clock=paced with one, gamma=until_ready, or a number"
-        )
-    return max(1, round(stages * target_ms / draft_ms))

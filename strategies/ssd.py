@@ -14,16 +14,19 @@ distribution exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
+from specdec.clocks import LatencyProfile
 from specdec.compose.presets import build_preset
 from specdec.parts.fields import DraftCount, NotNegative, expects, validated
 from specdec.policies.chain import first_path, grow_chains
+from specdec.policies.pass_times import draft_passes
 from specdec.policies.tree_growth import (
     NO_SLOTS,
+    append_best,
     as_nodes,
     expand,
     last_position,
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from specdec.interfaces import Events, TokenSource, Verifier
     from specdec.state import DecodeState, RequestState
 
+AUTO = "auto"
+_UNPRICED, _MOST = 4, 8  # draft tokens of "auto": without a profile, and at most
 _OPEN_SHARE = expects("it must be a number above 0 and below 1")
 OpenShare = Annotated[float, Field(gt=0, lt=1), _OPEN_SHARE]
 
@@ -47,21 +52,22 @@ OpenShare = Annotated[float, Field(gt=0, lt=1), _OPEN_SHARE]
 def build(
     bench: Workbench,
     *,
-    gamma: int | None = None,
+    gamma: int | Literal["auto"] | None = None,
     outcomes: int | None = None,
     acceptance: float | None = None,
     power: float | None = None,
+    spend: Literal["shares", "scores"] | None = None,
     verifier: Verifier | None = None,
 ) -> Parts:
     """SSD on a target device and a draft device.
 
     Args:
         bench: models, clock and seed.
-        gamma, outcomes, acceptance, power: see ``Ssd``.
+        gamma, outcomes, acceptance, power, spend: see ``Ssd``.
         verifier: the preset's ``match`` if omitted.
     """
     tree = {"policy.gamma": gamma, "policy.outcomes": outcomes}
-    shape = {"policy.acceptance": acceptance, "policy.power": power}
+    shape = {"policy.acceptance": acceptance, "policy.power": power, "policy.spend": spend}
     return build_preset("ssd", bench, {**tree, **shape}, verifier=verifier)
 
 
@@ -95,31 +101,45 @@ class Ssd:
         fan_outs: F_k, k = 0 .. gamma.
     """
 
-    value_dependent = False
     serial = True
 
     @validated
     def __init__(
         self,
         *,
-        gamma: DraftCount,
+        gamma: DraftCount | Literal["auto"],
         outcomes: DraftCount,
         acceptance: OpenShare = 0.8,
         power: NotNegative = 1.0,
+        spend: Literal["shares", "scores"] = "shares",
         latency: int | None = 1,
+        profile: LatencyProfile | None = None,
     ) -> None:
         """Sets the sizes.
 
         Args:
-            gamma: draft tokens per target pass.
+            gamma: draft tokens per target pass. "auto": as many as leave gamma + 1 draft passes
+                beside it by the latency profile, at most 8; 4 where there is none.
             outcomes: outcomes that are prepared for, the rows of a draft pass.
             acceptance, power: shape of the fan-out, see ``fan_outs``. Default: 0.8 and 1.
+            spend: "shares": the F_k best candidates after each accepted length k, as published.
+                "scores": the best over all lengths by the draft's probability of the outcome, the
+                product along its path; choosing by value refuses rejection verifiers. Default:
+                "shares".
             latency: steps of the executor from submission to answer. Default: 1.
+            profile: of the clock; read by "auto".
         """
-        self.gamma = gamma
-        self.fan_outs = fan_outs(gamma=gamma, outcomes=outcomes, acceptance=acceptance, power=power)
-        self._children = 1 + max(self.fan_outs)
-        self._per_step = -(-(gamma + 1) // (latency or 1))
+        if gamma == AUTO:
+            passes = draft_passes(profile, stages=latency or 1, rows=outcomes)
+            gamma = _UNPRICED if passes is None else min(max(1, int(passes + 1e-9) - 1), _MOST)
+        self.gamma = int(gamma)
+        self.fan_outs = fan_outs(
+            gamma=self.gamma, outcomes=outcomes, acceptance=acceptance, power=power
+        )
+        self.value_dependent = spend == "scores"
+        self._outcomes = outcomes
+        self._children = 1 + (outcomes if self.value_dependent else max(self.fan_outs))
+        self._per_step = -(-(self.gamma + 1) // (latency or 1))
         self._passes: dict[int, int] = {}  # request -> draft passes of its round so far
 
     def open(self, request: RequestState) -> None:
@@ -170,11 +190,14 @@ class Ssd:
         return np.flatnonzero(is_leaf & ((tree.submitted_at >= 0) == first))
 
     def _enumerate(self, request: RequestState) -> None:
-        """Makes the outcomes nodes: the F_k best other children of each node of the chain."""
+        """Makes the outcomes nodes: other children of the chain's nodes than those on it."""
         tree, limit = request.tree, last_position(request)
-        for slot, num in zip(first_path(tree), self.fan_outs, strict=False):
-            if int(tree.positions[slot]) < limit:
-                _take(tree, np.array([slot]), num)
+        chain = [slot for slot in first_path(tree) if int(tree.positions[slot]) < limit]
+        if self.value_dependent:
+            append_best(tree, np.array(chain, np.int64), self._outcomes, self._children)
+            return
+        for slot, num in zip(chain, self.fan_outs, strict=False):
+            _take(tree, np.array([slot]), num)
 
 
 def _take(tree: TokenTree, slots: IntArray, num: int) -> IntArray:

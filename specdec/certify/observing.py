@@ -168,10 +168,12 @@ class Watch:
                     self._record_beyond(request)
             submit(batch)
 
-        self.is_asynchronous = hasattr(parts.source, "start")
+        levels = getattr(parts.source, "levels", (parts.source,))
+        self.is_asynchronous = hasattr(levels[0], "start")
         self.in_thread = self.is_asynchronous and parts.clock.kind is ClockKind.MEASURED
         if self.is_asynchronous:
-            self._observe_passes(parts.source)
+            for number, level in enumerate(levels):
+                self._observe_passes(level, proposes=number == 0)
         _replace(parts.executor, "submit", observed_submit)
         self.records_expansions = _replace(parts.source, "expand", observed_expand)
 
@@ -180,8 +182,13 @@ class Watch:
         """The caches of draft models that can be inspected between steps."""
         return [s for s in self.shadows if s.runner.name != "target" and not self.in_thread]
 
-    def _observe_passes(self, source: Any) -> None:
-        """Observes the passes of an asynchronous source."""
+    def _observe_passes(self, source: Any, *, proposes: bool) -> None:
+        """Observes the passes of an asynchronous source.
+
+        Args:
+            source: the source, or a model of it.
+            proposes: whether its candidates go into the trees.
+        """
         start, poll = source.start, source.poll
 
         def observed_start(state: DecodeState, nodes: Nodes, k: int) -> Ticket:
@@ -191,7 +198,7 @@ class Watch:
 
         def observed_poll(ticket: Ticket) -> Candidates | None:
             candidates: Candidates | None = poll(ticket)
-            if candidates is not None:
+            if candidates is not None and proposes:
                 self._record_candidates(ticket.nodes, candidates)
             return candidates
 

@@ -85,7 +85,7 @@ class Subject:
             UserError: the strategy is transformers' own decoding, or ``compose`` refuses ``cfg``.
         """
         refuse(cfg)
-        self.cfg = cfg
+        self.cfg = cfg = _with_middle(cfg)
         self.name = str(cfg["strategy"]["name"])
         self.seed, self.batch_size = int(cfg["seed"]), int(cfg["batch_size"])
         self.small = _small(cfg)
@@ -117,7 +117,7 @@ class Subject:
         layers = int(self.small["model"]["num_layers"])
         section = dict(self.small["model"])
         section["draft_layers"] = layers if perfect else layers - 1
-        if self.cfg["model"].get("middle") or self.cfg["model"].get("middle_layers"):
+        if _names_middle(self.cfg["source"]):
             section["middle_layers"] = section["draft_layers"]
             section["draft_layers"] -= 1
         section["logit_scale"] = _PERFECT_SCALE if perfect else _MIXED_SCALE
@@ -331,6 +331,28 @@ def _has_exit(source: Any, kinds: tuple[str, ...] = _EXITS) -> bool:
     return str(source.get("_target_", "")).endswith(kinds) or any(
         _has_exit(part, kinds) for part in source.values()
     )
+
+
+def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration, in which a random pair has the middle model that the source runs."""
+    model = cfg["model"]
+    if (
+        model.get("kind") != "random"
+        or model.get("middle_layers")
+        or not _names_middle(cfg["source"])
+    ):
+        return cfg
+    layers = max(int(model["num_layers"]) // 2, int(model["draft_layers"]))
+    return {**cfg, "model": {**model, "middle_layers": layers}}
+
+
+def _names_middle(source: Any) -> bool:
+    """Whether a part of the ``source`` section, at any depth, runs the middle model."""
+    if isinstance(source, list):
+        return any(map(_names_middle, source))
+    if not isinstance(source, Mapping):
+        return False
+    return source.get("model") == "middle" or any(map(_names_middle, source.values()))
 
 
 def _shrink_exit(

@@ -176,7 +176,11 @@ class Workbench:
         assert isinstance(self.pair, HuggingFacePair), "only real drafts are run"
         if self._draft is None:
             shared = DraftPlan(
-                peers=place.ranks, model=ranks.model, clock=ranks.clock, threads=ranks.threads
+                peers=place.ranks,
+                model=ranks.model,
+                clock=ranks.clock,
+                threads=ranks.threads,
+                trace=ranks.trace,
             )
             self._draft = DraftGroup(
                 plan=shared,

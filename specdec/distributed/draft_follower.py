@@ -7,13 +7,14 @@ other ranks thus cache the same entries (for their own heads) and join the pass'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.attention.kv_cache import Rows, TreeCache
-from specdec.clocks import WallClock, Work
+from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.distributed.messages import Reader, pack_commit
@@ -129,7 +130,8 @@ class DraftSession:
 
         assert isinstance(pair, HuggingFacePair), "only pairs with a draft model share it"
         meter = Meter()
-        clock = build_clock(plan.clock, meter, rank=rank)
+        self._timeline = Timeline() if plan.trace else None
+        clock = build_clock(plan.clock, meter, rank=rank, timeline=self._timeline)
         assert isinstance(clock, WallClock), "other clocks start no ranks"
         self._rank = rank
         self._clock = clock
@@ -138,8 +140,10 @@ class DraftSession:
         self.rows = 0
         self.doing = "waiting for rank 0"
 
-    def replay(self, packed: IntArray) -> None:
-        """Replays a list of calls."""
+    def replay(self, step: int, packed: IntArray) -> None:
+        """Replays a list of calls of the loop's turn ``step``."""
+        if self._timeline is not None:
+            self._timeline.step = step
         reader, rows = Reader(packed), list[Rows]()
         while not reader.at_end:
             call = reader.ints(1)[0]
@@ -147,6 +151,10 @@ class DraftSession:
                 self._pass(reader, rows)
             else:
                 self._cache_call(call, reader, rows)
+
+    def report(self) -> dict[str, object]:
+        """The clock's report and the number of rows computed, as plain values."""
+        return {"clock": asdict(self._clock.report()), "rows": self.rows}
 
     def _cache_call(self, call: int, reader: Reader, rows: list[Rows]) -> None:
         number = reader.ints(1)[0]

@@ -29,6 +29,7 @@ class DraftGroup:
 
     Attributes:
         runner: rank 0's share, with the interface of a whole draft's ``ModelRunner``.
+        step: turn of the loop, for traces of the others; set by the executor.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class DraftGroup:
             RankFailure: a rank ends while it loads.
             UserError: a rank refuses the configuration, or there are too few ranks.
         """
+        self.step = 0
         self._timeout_s = timeout_s
         self._handle = GroupHandle(num_ranks, threads=plan.threads)
         self._group = self._handle.group
@@ -70,7 +72,16 @@ class DraftGroup:
 
     def send_calls(self, parts: Sequence[IntArray]) -> None:
         """Sends the other ranks the calls to replay."""
-        self._group.send(pack_message(Kind.DRAFT, self._session, 0, *parts), self._members)
+        calls = pack_message(Kind.DRAFT, self._session, self.step, *parts)
+        self._group.send(calls, self._members)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Clock reports, rows computed, bytes sent and CPU seconds of the other ranks.
+
+        Raises:
+            RankFailure: a rank has ended.
+        """
+        return self._group.reports(self._session, self._members)
 
     def failed(self, lost: PeerLost, waited_s: float) -> BaseException:
         """The cause of a forward pass that failed after ``waited_s`` seconds."""

@@ -256,6 +256,8 @@ class DistributedExecutor:
         if self._times is not None:
             self._next_rows = self._rows_in_flight()
             self._times.end(pruned, self._next_rows, answered=bool(output.answers))
+        if self._draft is not None:
+            self._draft.step = self._step + 1
         self._in_step = False
 
     def close(self, request_id: int) -> None:
@@ -269,7 +271,15 @@ class DistributedExecutor:
         Raises:
             RankFailure: a rank has ended.
         """
-        return self._group.reports(self._session, len(self._ranks))
+        return self._group.reports(self._session, self._ranks)
+
+    def draft_reports(self) -> list[dict[str, Any]]:
+        """As ``reports``, of the ranks that share the draft with rank 0.
+
+        Raises:
+            RankFailure: a rank has ended.
+        """
+        return [] if self._draft is None else self._draft.reports()
 
     @property
     def pids(self) -> list[int] | None:

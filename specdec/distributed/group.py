@@ -7,7 +7,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -118,15 +118,15 @@ class RankGroup:
         """Process ids of the ranks; None if a launcher has started them, perhaps elsewhere."""
         return None if self._processes is None else self._processes.pids
 
-    def reports(self, session: int, num_ranks: int) -> list[dict[str, Any]]:
-        """``Worker.report`` of ranks 1 .. ``num_ranks``.
+    def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """``Worker.report`` of ``ranks``, which have the session.
 
         Raises:
             RankFailure: a rank has ended.
         """
         number = next(self._report_ids)
-        self.send(pack_message(Kind.REPORT, session, number), range(1, num_ranks + 1))
-        keys = [store_keys.report(session, number, rank) for rank in range(1, num_ranks + 1)]
+        self.send(pack_message(Kind.REPORT, session, number), ranks)
+        keys = [store_keys.report(session, number, rank) for rank in ranks]
         self.wait_for(keys)
         reports = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:

@@ -137,9 +137,11 @@ class DraftPlan(_Plan):
 
     Attributes:
         peers: rank 0, then the others.
+        trace: whether the others record timelines.
     """
 
     peers: tuple[int, ...]
+    trace: bool = False
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -174,7 +174,7 @@ class Worker:
             stage.begin(tick, unpack_entry(packed))
         elif kind is Kind.DRAFT:
             self._current = draft = self._drafts[session]
-            draft.replay(packed)
+            draft.replay(tick, packed)
         elif kind is Kind.SETUP:
             self._set_up(session, unpack_json(packed))
         elif kind is Kind.REPORT:
@@ -245,7 +245,8 @@ class Worker:
         """The session's report, bytes sent and CPU seconds used, as plain values."""
         sent = self.control.num_bytes + (self._data[1].num_bytes if self._data else 0)
         used = {"bytes_sent": sent, "cpu_s": time.process_time()}
-        return {**self._sessions[session].report(), **used}
+        ran = self._sessions[session] if session in self._sessions else self._drafts[session]
+        return {**ran.report(), **used}
 
     def _send_heartbeats(self) -> None:
         """Thread: reports that the process is alive, and its current operation."""

@@ -5,6 +5,7 @@ from specdec.executors.early_exit import EarlyExitExecutor, ExitFront
 from specdec.executors.exits import ExitHead, ExitReader, ExitStage
 from specdec.executors.local import LocalExecutor
 from specdec.executors.pipeline import PipelineExecutor
+from specdec.executors.replicas import ReplicasExecutor
 from specdec.executors.stage import ModelStage, NullStage, Stage
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "ModelStage",
     "NullStage",
     "PipelineExecutor",
+    "ReplicasExecutor",
     "Stage",
 ]

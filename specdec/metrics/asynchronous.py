@@ -98,3 +98,66 @@ def amusd_time(*, alpha: float, target: float, draft: float) -> float:
         judged = drafted - (floor((passes - 1) * ratio + 1e-9) + 1)
         passes += 1
     return time / tokens
+
+
+def pipespec_time(
+    *, draft_right: float, middle_right: float, target: float, middle: float, draft: float
+) -> float:
+    """Approximate time per token of PipeSpec (arXiv 2505.01572) with one middle model.
+
+    Draft and middle model are AMUSD: as long as the middle model is right, the draft agrees with it
+    with probability draft_right / middle_right, and they write at the pace of ``amusd_time``. The
+    target judges what is written at that pace. A miss restarts all three: the target waits for the
+    end of the middle model's pass or for the draft's next first token, whichever is later, and for
+    a pass of the middle model. The mean pace replaces the single passes of the two.
+
+    Args:
+        draft_right: chance that the draft's token is the target's if those before it were.
+        middle_right: that of the middle model, which is right wherever the draft is; below 1.
+        target, middle, draft: times of a pass.
+
+    Raises:
+        ValueError: chances out of this order, or a middle model faster than two draft passes.
+    """
+    if not 0.0 <= draft_right <= middle_right < 1.0:
+        raise ValueError(
+            f"draft_right={draft_right} and middle_right={middle_right} must be at least 0, below"
+            " 1, and in this order"
+        )
+    agree = min(draft_right / middle_right if middle_right else 0.0, 1.0 - 1e-9)
+    pace = amusd_time(alpha=agree, target=middle, draft=draft)
+    first = 1.5 * draft  # the rest of the draft's lost pass, and one more
+    restart = (middle**2 + first**2) / (2.0 * middle) + middle  # E max(U(0, middle), first), + pass
+    time, tokens, reached = restart, 0.0, 1.0
+    judged = 2.0 + agree  # what the first pass writes, and the token after it
+    while reached > 1e-12:
+        stays = middle_right**judged
+        time += reached * target
+        tokens += reached * (1.0 - stays) / (1.0 - middle_right)
+        reached *= stays
+        judged = target / pace
+    return time / tokens
+
+
+def dsi_time(*, alpha: float, lookahead: int, target: float, draft: float) -> float:
+    """Expected time per token of DSI (arXiv 2405.14105) with as many copies as are ever at work.
+
+    After a miss the new root has a copy at once. If the first token is wrong, its answer ends the
+    cycle. Otherwise the answer that ends it comes from the block of the last right token, which is
+    complete when all its tokens are drafted, after the rest of the draft pass that the miss made
+    useless.
+
+    Args:
+        alpha: chance that a draft token is accepted if those before it were; below 1.
+        lookahead: draft tokens per block.
+        target, draft: times of a pass.
+
+    Raises:
+        ValueError: ``alpha`` not below 1.
+    """
+    if not 0.0 <= alpha < 1.0:
+        raise ValueError(f"alpha={alpha} must be at least 0 and below 1")
+    lost = draft * (floor(target / draft + 1e-9) + 1) - target
+    blocks = alpha / (1.0 - alpha**lookahead)  # E ceil(right tokens / lookahead)
+    cycle = target + alpha * lost + blocks * lookahead * draft
+    return cycle * (1.0 - alpha)

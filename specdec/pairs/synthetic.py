@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,10 +43,12 @@ class HiddenModels:
 
     Attributes:
         hidden: the sequences and the draft's law.
+        hidden_middle: the same sequences with the law of a middle model; None without one.
         option: the value of ``model=`` in messages.
     """
 
     is_synthetic = True
+    hidden_middle: HiddenPair | None = None
     option = "synthetic"
     dtype = "float32"
     tokenizer = None
@@ -133,7 +136,7 @@ class HiddenModels:
         if not isinstance(source, Mapping):
             return source
         if source.get("_target_") == DRAFT_MODEL:
-            return {"_target_": SYNTHETIC}
+            return {"_target_": SYNTHETIC, "model": source.get("model", "draft")}
         return {key: self.fitted_source(value, policy) for key, value in source.items()}
 
 
@@ -173,6 +176,7 @@ def build_synthetic(
     depth: Odds = (),
     group_shares: Sequence[Share] = (),
     group_weights: Sequence[Shares] = (),
+    middle_top1: Sequence[Share] = (),
     covers: Literal["chain", "tree"] = "chain",
     draft_name: Text | None = None,
     origin: Text = "assumed",
@@ -182,14 +186,16 @@ def build_synthetic(
 
     Args:
         num_layers: of the target; the largest possible number of stages.
+        middle_top1: ``top1`` of a model between draft and target, which is right wherever the draft
+            is if its chances are larger; where both are wrong they agree. Empty: there is none.
         covers: what a hit is: the token of a chain, or some node of a measured tree.
         draft_name: of the draft that the law was measured with; the profile must have its time.
         origin: of the law, for result files.
     """
-    pair = SyntheticPair(
+    law = partial(
+        SyntheticPair,
         vocab_size=vocab_size,
         weights=weights,
-        top1=top1,
         decay=decay,
         miss=miss,
         stay=stay,
@@ -199,7 +205,9 @@ def build_synthetic(
         seed=seed,
     )
     about = {"law": origin, "draft": draft_name}
-    return SyntheticModels(covers=covers, pair=pair, num_layers=num_layers, about=about)
+    models = SyntheticModels(covers=covers, pair=law(top1=top1), num_layers=num_layers, about=about)
+    models.hidden_middle = law(top1=middle_top1) if middle_top1 else None
+    return models
 
 
 class SyntheticAnswerer:

@@ -36,7 +36,10 @@ class RankCounts:
         read = None if simulated else getattr(executor, "reports", None)
         answers: list[dict[str, Any]] = [] if read is None else read()
         workers = [ClockReport.from_json(report["clock"]) for report in answers]
-        reports = (*([clock.report()] if isinstance(clock, WallClock) else []), *workers)
+        shared = [] if read is None else getattr(executor, "draft_reports", list)()
+        followers = [ClockReport.from_json(report["clock"]) for report in shared]
+        own = [clock.report()] if isinstance(clock, WallClock) else []
+        reports = (*own, *workers, *followers)
         busy_s = {r.rank: r.busy_s for r in workers} if workers else None
         if simulated:
             busy_s = getattr(clock, "busy_s", None)

@@ -11,6 +11,7 @@ from specdec.sources.hit_law import SyntheticPair
 from specdec.sources.katz import KatzModel
 from specdec.sources.lookup import PromptLookupSource
 from specdec.sources.mixture import MixtureSource
+from specdec.sources.model_chain import ModelChain
 from specdec.sources.ngram import NGramSource
 from specdec.sources.null import NullSource
 from specdec.sources.random import RandomSource
@@ -25,6 +26,7 @@ __all__ = [
     "EarlyExitSource",
     "KatzModel",
     "MixtureSource",
+    "ModelChain",
     "NGramSource",
     "NullSource",
     "PromptLookupSource",

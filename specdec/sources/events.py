@@ -26,18 +26,21 @@ class LoopEvents:
         self.running: list[Ticket] = []
         self._state = state
         self._source = asynchronous(source)
+        self._levels = [*map(asynchronous, getattr(source, "levels", (self._source,)))]
         self._executor = executor
         self._poll: Callable[[], Output | None] | None = getattr(executor, "poll", None)
         self._wakeup = threading.Event()
-        parts = [part for part in (self._source, executor) if hasattr(part, "wakeup")]
-        for part in parts:
+        parts = [*self._levels, executor]
+        waking = [part for part in parts if hasattr(part, "wakeup")]
+        for part in waking:
             part.wakeup = self._wakeup
-        self._look_every_s = _CHECK_EVERY_S if len(parts) == 2 else _LOOK_EVERY_S
+        self._look_every_s = _CHECK_EVERY_S if len(waking) == len(parts) else _LOOK_EVERY_S
 
-    def start(self, nodes: Nodes, k: int) -> Ticket:
+    def start(self, nodes: Nodes, k: int, level: int = 0) -> Ticket:
         """Starts a draft pass."""
         with self._state.drafting():
-            ticket = self._source.start(self._state, nodes, k)
+            ticket = self._levels[level].start(self._state, nodes, k)
+        ticket.level = level
         self.running.append(ticket)
         return ticket
 
@@ -81,9 +84,11 @@ class LoopEvents:
     def _ended_pass(self) -> Event | None:
         """A draft pass that has ended by now, stored in the trees; None if there is none."""
         for ticket in sorted(self.running, key=lambda ticket: ticket.due_s or 0.0):
-            candidates = self._source.poll(ticket)
+            candidates = self._levels[ticket.level].poll(ticket)
             if candidates is not None:
                 self.running.remove(ticket)
+                if ticket.level:
+                    return Event(EventKind.DRAFT, ticket, candidates)
                 self._state.set_candidates(ticket.nodes, candidates)
                 return Event(EventKind.DRAFT, ticket)
         return None

@@ -16,7 +16,7 @@ Shape letters: W nodes, K candidates, C classes, V vocabulary, n positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -95,24 +95,39 @@ class SyntheticSource:
     needs = Needs()
     gives_probs = False
 
-    def __init__(self, *, pair: HiddenPair | SourcePair, prefill_chunk: int = 512) -> None:
+    def __init__(
+        self,
+        *,
+        pair: HiddenPair | SourcePair,
+        model: Literal["draft", "middle"] = "draft",
+        prefill_chunk: int = 512,
+    ) -> None:
         """Proposes tokens for the target of ``pair``.
 
         Args:
             pair: the hidden sequences and the draft's rank distributions, or a model pair that has
-                them as attribute ``hidden``.
+                them as attribute ``hidden``, and those of a middle model as ``hidden_middle``.
+            model: the name, by which a latency profile prices its passes. Default: "draft".
             prefill_chunk: maximum number of prompt rows per pass. Default: 512.
 
         Raises:
-            UserError: for a pair of real models.
+            UserError: for a pair of real models, or one without that model.
         """
         hidden = getattr(pair, "hidden", pair)
+        if model == "middle" and hasattr(pair, "hidden"):
+            hidden = getattr(pair, "hidden_middle", None)
+            if hidden is None:
+                raise UserError(
+                    "this strategy needs a middle model, whose law model=synthetic has under"
+                    " model.middle_top1: give one chance per class of positions"
+                )
         if not hasattr(hidden, "class_logprobs"):
             raise UserError(
                 "source=synthetic proposes for model=synthetic only; choose source=draft_model"
             )
         self.vocab_size: int | None = pair.vocab_size
-        self.counters = SourceCounters(by_level={"draft": 0})
+        self.counters = SourceCounters(by_level={model: 0})
+        self._work = Work(model)
         self._pair = cast("HiddenPair", hidden)
         self._prefill_chunk = prefill_chunk
         self._tables: dict[int, _RequestTables] = {}
@@ -198,5 +213,5 @@ class SyntheticSource:
     def _pass(self, state: DecodeState, num_rows: int) -> None:
         self.counters.passes += 1
         self.counters.rows += num_rows
-        self.counters.by_level["draft"] += 1
-        state.clock.charge(CONTROLLER, Work.DRAFT, num_rows)
+        self.counters.by_level[self._work.value] += 1
+        state.clock.charge(CONTROLLER, self._work, num_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from specdec.types.nodes import Nodes
+from specdec.types.nodes import Candidates, Nodes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -15,17 +15,20 @@ class Ticket:
     Attributes:
         nodes: the nodes that it expands.
         due_s: time of the run's clock at which it ends; None where only polling tells.
+        level: the model that runs it, 0 for the draft; see ``Events.start``.
     """
 
     nodes: Nodes
     due_s: float | None = None
+    level: int = 0
 
 
 class EventKind(StrEnum):
     """What can happen while a policy waits.
 
     ``TARGET``: ``Executor.collect`` would not wait. ``DRAFT``: a draft pass has ended, and its
-    candidates are in the trees. ``EARLY``: exits or early hidden states have arrived.
+    candidates are in the trees, or in the event if a further model ran it. ``EARLY``: exits or
+    early hidden states have arrived.
     """
 
     TARGET = "target"
@@ -35,7 +38,14 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that has happened; ``ticket``: the ended draft pass of a ``DRAFT`` event."""
+    """Something that has happened.
+
+    Attributes:
+        kind: what.
+        ticket: the ended draft pass of a ``DRAFT`` event.
+        candidates: its candidates, if a further model ran it (``Ticket.level`` above 0).
+    """
 
     kind: EventKind
     ticket: Ticket | None = None
+    candidates: Candidates | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,8 +77,8 @@ class ThreadGroup:
     def check(self) -> None:
         """Failures are put into the reply queues."""
 
-    def reports(self, session: int, num_ranks: int) -> list[dict[str, object]]:
-        parts = [self.sessions[session, rank] for rank in range(1, num_ranks + 1)]
+    def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, object]]:
+        parts = [self.sessions[session, rank] for rank in ranks]
         return [{**part.report(), "bytes_sent": 0} for part in parts]
 
     def kill(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,8 +119,8 @@ class VirtualGroup:
     def check(self) -> None:
         """Failures are raised by ``send``."""
 
-    def reports(self, session: int, num_ranks: int) -> list[dict[str, object]]:
-        parts = [self._sessions[session, rank] for rank in range(1, num_ranks + 1)]
+    def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, object]]:
+        parts = [self._sessions[session, rank] for rank in ranks]
         return [{**part.report(), "bytes_sent": 0} for part in parts]
 
     def kill(self) -> None:

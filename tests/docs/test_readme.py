@@ -1,4 +1,4 @@
-"""README and the layout in docs/architecture.md: complete, and links and tables agree with the code."""
+"""README, and the layout in docs/architecture.md: complete, and as the code is."""
 
 from __future__ import annotations
 

@@ -167,6 +167,7 @@ def base() -> dict[str, Any]:
     values["model"].update(
         num_layers=NUM_LAYERS,
         draft_layers=NUM_LAYERS - 1,  # right often enough that paths are accepted, also sampled
+        middle_layers=NUM_LAYERS - 1,
         hidden_size=32,
         vocab_size=32,
         max_positions=64,

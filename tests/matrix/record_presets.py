@@ -58,6 +58,7 @@ PROMPTS = {  # id -> tokens; the ids key the draws
 MODEL = {
     "num_layers": 8,
     "draft_layers": 7,
+    "middle_layers": 7,
     "hidden_size": 32,
     "vocab_size": 64,
     "max_positions": 128,

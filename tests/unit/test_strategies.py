@@ -22,6 +22,7 @@ from strategies import (
     amusd,
     autoregressive,
     best_first,
+    dsi,
     eagle,
     eesd,
     flowspec,
@@ -31,6 +32,7 @@ from strategies import (
     pearl,
     pipedec,
     pipeinfer,
+    pipespec,
     ppsd,
     specinfer,
     specpipe,
@@ -47,7 +49,7 @@ MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__in
 
 @pytest.fixture(scope="module")
 def pair() -> RandomPair:
-    return RandomPair(num_layers=14, hidden_size=8, num_heads=2, exit_layer=2)
+    return RandomPair(num_layers=14, middle_layers=7, hidden_size=8, num_heads=2, exit_layer=2)
 
 
 def changed(build: Callable[..., Parts], **keys: Any) -> tuple[Callable[..., Parts], dict]:
@@ -75,7 +77,9 @@ EVERY_ARGUMENT = {
     "eagle2": changed(eagle.build, preset="eagle2", nodes=9, width=2, depth=2),
     "eagle3": changed(eagle.build, early=True),
     "amusd": changed(amusd.build, ahead=5, wait=False),
+    "dsi": changed(dsi.build, lookahead=2, replicas=3),
     "pearl": changed(pearl.build, gamma=3),
+    "pipespec": changed(pipespec.build, ahead=9, least=2),
     "ssd": changed(ssd.build, gamma=3, outcomes=7, acceptance=0.5, power=2.0),
     "pipeinfer": changed(pipeinfer.build, tokens=4, cutoff=0.3, recovery=0.2, decay=0.1, stages=5),
     "flowspec": changed(
@@ -119,6 +123,7 @@ def test_the_example_runs(name: str) -> None:
     models = PretrainedPair(
         target="bundled:target",
         draft="bundled:draft",
+        middle="bundled:draft",
         ngram="bundled:ngram/samples.safetensors",
         exit_heads="bundled:heads",
         exit_layer=3,

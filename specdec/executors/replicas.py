@@ -1,0 +1,295 @@
+"""Copies of the target that answer batches at the same time, each on devices of its own.
+
+A batch goes to the copy that is free first. Copies do not wait for each other, so answers come in
+any order, and a step has no fixed latency. Copies share no caches: each computes what it lacks of a
+batch's paths along with the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import sleep
+from typing import TYPE_CHECKING, Any, Literal
+
+from specdec.clocks import CONTROLLER, Clock, ClockKind
+from specdec.clocks.build import check_in_process
+from specdec.errors import UserError
+from specdec.executors.layout import PipelinePlan, StageLayout
+from specdec.executors.local import LocalExecutor
+from specdec.executors.models import Blocks, OverRanks, PlannedModels, TargetModels
+from specdec.executors.target_copy import TargetCopy
+from specdec.metrics.counters import ExecutorCounters
+from specdec.parts.fields import Count
+from specdec.state import RequestState, tree_rows
+from specdec.types import (
+    NO_NODE,
+    Answers,
+    Batch,
+    Commit,
+    ExecutorPlan,
+    HiddenName,
+    Needs,
+    Output,
+    Placement,
+    TreeRows,
+)
+
+_LOOK_EVERY_S = 1e-3  # between two looks at the copies' processes
+
+if TYPE_CHECKING:
+    import threading
+
+    from specdec.clocks.meter import Meter
+    from specdec.sampling.keyed_draws import KeyedDraws
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicasPlan(ExecutorPlan):
+    """Copies before they are built.
+
+    Attributes:
+        copies: the plan of each copy alone.
+        distributed: whether every copy is a separate process.
+    """
+
+    copies: tuple[PipelinePlan, ...]
+    distributed: bool
+
+
+class ReplicasExecutor:
+    """Copies of the target on ranks 1 .. N, which answer up to N batches at the same time.
+
+    Attributes:
+        latency: None: answers come when they come.
+        in_flight: N.
+        counters: batches and nodes submitted; rows that a copy computes again are not counted.
+        hidden: none; hidden states are not delivered.
+    """
+
+    latency: int | None = None
+    hidden: tuple[HiddenName, ...] = ()
+
+    @classmethod
+    def plan(
+        cls,
+        models: PlannedModels,
+        *,
+        replicas: Count = 2,
+        transport: Literal["in_process", "distributed"] = "in_process",
+        timeout_s: float = 60.0,  # noqa: ARG003 - read by those who start the ranks
+    ) -> ReplicasPlan:
+        """The keys of its YAML; nothing is loaded.
+
+        Args:
+            models: target and others.
+            replicas: number of copies, one device each.
+            transport: "distributed" runs every copy in a separate process.
+            timeout_s: a distributed run fails when no rank has made progress for this long.
+        """
+        placements = {
+            name: Placement(ranks=(CONTROLLER,), weight_bytes=(size,))
+            for name, size in models.weight_bytes.items()
+        }
+        size = models.weight_bytes["target"]
+        ranks = tuple(range(1, replicas + 1))
+        placements["target"] = Placement(ranks=ranks, weight_bytes=(size,) * replicas)
+        distributed = transport == "distributed"
+        alone = PipelinePlan.of(models, StageLayout(stages=1), distributed=distributed)
+        return ReplicasPlan(
+            latency=None,
+            in_flight=replicas,
+            placements=placements,
+            copies=(alone,) * replicas,
+            distributed=distributed,
+        )
+
+    @classmethod
+    def build(
+        cls,
+        plan: ReplicasPlan,
+        needs: Needs,
+        *,
+        pair: TargetModels,
+        clock: Clock,
+        meter: Meter,
+        draws: KeyedDraws,
+        blocks: Blocks,
+        over_ranks: OverRanks | None,
+    ) -> ReplicasExecutor:
+        """Loads the copies, in this process or on ranks of their own; see ``PlannedExecutor``.
+
+        Raises:
+            UserError: paced processes, whose schedule is that of one target.
+        """
+        needs = replace(needs, hidden=(), early_hidden=())
+        if not plan.distributed or over_ranks is None:
+            check_in_process(clock.kind, tracing=clock.timeline is not None)
+            one = ExecutorPlan(latency=1, in_flight=1, placements=plan.placements)
+            how: dict[str, Any] = {"pair": pair, "meter": meter, "draws": draws, "blocks": blocks}
+            inside = [LocalExecutor.build(one, needs, clock=clock, **how) for _ in plan.copies]
+            return cls(inside, clock=clock, meter=meter)
+        if clock.kind is ClockKind.PACED:
+            raise UserError(
+                "clock=paced paces the processes of one target, executor=replicated has several:"
+                " use clock=measured, or clock=simulated"
+            )
+        bounds = [(0, pair.num_layers)]
+        remote: list[Any] = []
+        try:
+            for alone in plan.copies:
+                remote.append(over_ranks(alone, needs, bounds=bounds, exits=()))
+        except BaseException:
+            for copy in remote:
+                copy.shutdown()
+            raise
+        return cls(remote, clock=clock, meter=meter, remote=True)
+
+    def __init__(
+        self, copies: Sequence[Any], *, clock: Clock, meter: Meter, remote: bool = False
+    ) -> None:
+        """Composes the executor.
+
+        Args:
+            copies: executors of latency 1.
+            clock: charged for copy i on rank i + 1, unless they are remote.
+            meter: measures waits for remote copies.
+            remote: whether they compute beside this process.
+        """
+        self.in_flight = len(copies)
+        self.counters = ExecutorCounters()
+        self._clock, self._meter, self._remote = clock, meter, remote
+        self._copies = [
+            TargetCopy(executor, clock, None if remote else rank)
+            for rank, executor in enumerate(copies, 1)
+        ]
+        self._queue: list[Batch] = []
+        self._requests: dict[int, RequestState] = {}
+        self._step = 0
+        self._is_empty = True  # whether the step's batch has no nodes
+
+    def open(self, request: RequestState) -> None:
+        """Allocates the request's cache on every copy."""
+        self._requests[request.id] = request
+        for copy in self._copies:
+            copy.open(request)
+
+    def submit(self, batch: Batch) -> None:
+        """Gives the batch to the copy that is free first. Prompts are read with the first nodes."""
+        self._step, self._is_empty = batch.step, not batch.trees
+        if batch.trees:
+            self.counters.count(replace(batch, prefills=()))
+            self._queue.append(batch)
+            self._dispatch()
+
+    def ready(self) -> bool:
+        """Whether answers have arrived."""
+        return any(copy.ready() for copy in self._copies)
+
+    def due_s(self) -> float | None:
+        """When the next answers arrive; None on a measured clock, or if nothing is in flight."""
+        due = [copy.due_s for copy in self._copies if copy.is_busy and copy.due_s is not None]
+        return min(due, default=None)
+
+    def collect(self, *, wait: bool = True) -> Output:
+        """The answers that have arrived; see ``Executor``."""
+        busy = [copy for copy in self._copies if copy.is_busy]
+        must_wait = self._is_empty or len(busy) == self.in_flight
+        if wait and must_wait and busy and not self.ready():
+            self._wait(busy)
+        answers: list[Answers] = []
+        for copy in self._copies:
+            if copy.ready():
+                answers += copy.finish()
+        return Output(step=self._step, answers=tuple(answers))
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Prunes caches and waiting batches; a copy at work hears it when it has ended."""
+        if commits:
+            for copy in self._copies:
+                copy.commit(commits)
+        self._dispatch()
+
+    def close(self, request_id: int) -> None:
+        """Frees the request's caches."""
+        self._requests.pop(request_id, None)
+        for copy in self._copies:
+            copy.close(request_id)
+
+    def shutdown(self) -> None:
+        """Ends the copies' processes, if they have any."""
+        for copy in self._copies:
+            copy.executor.shutdown()
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Reports of the copies' processes, each under its copy's rank; none in one process.
+
+        Raises:
+            RankFailure: a process has ended.
+        """
+        if not self._remote:
+            return []
+        found = []
+        for rank, copy in enumerate(self._copies, 1):
+            (report,) = copy.executor.reports()
+            spans = [{**span, "rank": rank} for span in report["clock"]["spans"]]
+            found.append({**report, "clock": {**report["clock"], "rank": rank, "spans": spans}})
+        return found
+
+    @property
+    def pids(self) -> list[int] | None:
+        """Process ids of the copies; None in one process."""
+        if not self._remote:
+            return None
+        return [pid for copy in self._copies for pid in copy.executor.pids or ()]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this process has sent to the copies."""
+        return sum(getattr(copy.executor, "bytes_sent", 0) for copy in self._copies)
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Rank -> stage: every copy is the whole target."""
+        return dict.fromkeys(range(1, self.in_flight + 1), 1)
+
+    @property
+    def wakeup(self) -> threading.Event | None:
+        """Set when a copy's answers arrive."""
+        return getattr(self._copies[0].executor, "wakeup", None)
+
+    @wakeup.setter
+    def wakeup(self, event: threading.Event | None) -> None:
+        for copy in self._copies:
+            if hasattr(copy.executor, "wakeup"):
+                copy.executor.wakeup = event
+
+    def _dispatch(self) -> None:
+        """Starts waiting batches on free copies, without nodes that have left the trees."""
+        while self._queue and (free := [c for c in self._copies if not c.is_busy]):
+            batch = self._queue.pop(0)
+            trees = tuple(map(self._live, batch.trees))
+            batch = replace(batch, trees=tuple(rows for rows in trees if rows is not None))
+            if batch.trees:
+                free[0].start(batch)
+
+    def _live(self, rows: TreeRows) -> TreeRows | None:
+        """The rows as they are in the tree now; None if none is left."""
+        request = self._requests.get(rows.request)
+        if request is None:
+            return None
+        slots = request.tree.slots(rows.node_ids)
+        slots = slots[slots != NO_NODE]
+        return tree_rows(request, slots) if len(slots) else None
+
+    def _wait(self, busy: Sequence[TargetCopy]) -> None:
+        """Waits for the first copy that ends."""
+        due = [copy.due_s for copy in busy if copy.due_s is not None]
+        if due:
+            self._clock.wait_until(min(due))
+            return
+        with self._meter.waiting():
+            while not self.ready():
+                for copy in busy:
+                    copy.executor.poll()  # raises if a process has failed
+                sleep(_LOOK_EVERY_S)

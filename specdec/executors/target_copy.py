@@ -1,0 +1,146 @@
+"""One of several copies of the target: what it has computed, and what it is computing.
+
+The controller knows what a copy has without asking it: a batch brings what is lacking of its paths,
+and commits have the same effect on this record as on the copy's caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specdec.clocks import Clock
+from specdec.device import select_rows
+from specdec.state import RequestState, tree_rows
+from specdec.types import Answers, Batch, BoolArray, Commit, IntArray, Output, PrefillChunk
+
+
+@dataclass(slots=True)
+class Held:
+    """What a copy has of a request: the first ``cached_len`` committed tokens, and nodes."""
+
+    request: RequestState
+    cached_len: int = 0
+    nodes: set[int] = field(default_factory=set)
+
+    def commit(self, commit: Commit) -> None:
+        """Retired nodes extend the committed tokens; pruned ones are dropped."""
+        position = commit.prefix_len - len(commit.retired_ids)
+        for node_id in commit.retired_ids.tolist():
+            self.cached_len += node_id in self.nodes and self.cached_len == position
+            position += 1
+        self.nodes &= set(commit.kept_ids.tolist())
+
+    def has(self, ids: IntArray) -> BoolArray:
+        """bool[n]: which nodes the copy has."""
+        return np.array([node_id in self.nodes for node_id in ids.tolist()], np.bool_)
+
+
+class TargetCopy:
+    """One copy, and what it has computed."""
+
+    def __init__(self, executor: Any, clock: Clock, rank: int | None) -> None:
+        """``rank``: clock rank of a copy in this process; None for a remote one."""
+        self.executor = executor
+        self.is_busy = False
+        self.due_s: float | None = None
+        self._clock, self._rank = clock, rank
+        self._held: dict[int, Held] = {}
+        self._asked: dict[int, IntArray] = {}  # request -> nodes of the batch at work
+        self._output: Output | None = None
+        self._deferred: list[Sequence[Commit]] = []
+
+    def open(self, request: RequestState) -> None:
+        """Allocates the request's cache."""
+        self.executor.open(request)
+        self._held[request.id] = Held(request)
+
+    def close(self, request_id: int) -> None:
+        """Frees the request's cache, and forgets commits that it has not heard of."""
+        self.executor.close(request_id)
+        self._held.pop(request_id, None)
+        self._asked.pop(request_id, None)
+        self._deferred = [
+            [commit for commit in commits if commit.request != request_id]
+            for commits in self._deferred
+        ]
+
+    def start(self, batch: Batch) -> None:
+        """Computes a batch, or makes the copy's process begin."""
+        self._catch_up(batch.step)
+        self.is_busy = True
+        self._asked = {rows.request: rows.node_ids for rows in batch.trees}
+        whole = self._completed(batch)
+        with nullcontext() if self._rank is None else self._clock.on(self._rank):
+            self.executor.submit(whole)
+            if self._rank is not None:
+                self._output = self.executor.collect()
+        if self._rank is not None:
+            self.due_s = self._clock.ends_s(self._rank)
+
+    def ready(self) -> bool:
+        """Whether the copy has answers."""
+        if not self.is_busy:
+            return False
+        if self._rank is None:
+            return bool(self.executor.ready())
+        return self.due_s is None or self.due_s <= self._clock.now()
+
+    def finish(self) -> list[Answers]:
+        """The answers to the nodes that were asked for."""
+        output = self.executor.collect() if self._output is None else self._output
+        self.is_busy, self._output, self.due_s = False, None, None
+        if self._rank is None:
+            self.executor.commit(self._deferred.pop(0) if self._deferred else (), output)
+        return [
+            _only(a, self._asked[a.request]) for a in output.answers if a.request in self._asked
+        ]
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Follows commits; the caches do so when the copy is free."""
+        for commit in commits:
+            if commit.request in self._held:
+                self._held[commit.request].commit(commit)
+        if self._rank is None:
+            self._deferred.append(commits)
+        else:  # what it works on is computed already
+            self.executor.commit(commits, Output(step=commits[0].step))
+
+    def _catch_up(self, step: int) -> None:
+        """Applies the commits of former steps, in empty ones of its own."""
+        for commits in self._deferred:
+            if commits:
+                self.executor.submit(Batch(step=step))
+                self.executor.commit(commits, self.executor.collect())
+        self._deferred = []
+
+    def _completed(self, batch: Batch) -> Batch:
+        """The batch with the committed tokens and the ancestors that the copy lacks."""
+        trees, prefills = [], []
+        for rows in batch.trees:
+            held = self._held[rows.request]
+            request, start = held.request, held.cached_len
+            tree = request.tree
+            if start < request.prefix_len:
+                missing = request.tokens[start : request.prefix_len]
+                prefills.append(PrefillChunk(request=request.id, start=start, tokens=missing))
+                held.cached_len = request.prefix_len
+            slots = tree.with_missing_ancestors(tree.slots(rows.node_ids), held.has)
+            held.nodes.update(tree.ids[slots].tolist())
+            trees.append(tree_rows(request, slots))
+        return Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
+
+
+def _only(answers: Answers, ids: IntArray) -> Answers:
+    """The answers to the nodes ``ids``."""
+    asked = np.flatnonzero(np.isin(answers.node_ids, ids))
+    return Answers(
+        request=answers.request,
+        node_ids=answers.node_ids[asked],
+        tokens=answers.tokens[asked],
+        probs=None if answers.probs is None else select_rows(answers.probs, asked),
+    )

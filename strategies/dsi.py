@@ -1,0 +1,112 @@
+"""DSI (arXiv 2405.14105): copies of the target verify blocks of one chain at the same time.
+
+The draft drafts without stopping. As soon as a block of tokens is there, a copy of the target
+verifies it, whether the blocks before it are verified or not; a new root is given to a copy at
+once. A rejection prunes all later blocks; copies that work on them finish, and their answers are
+dropped.
+
+    parts = dsi.build(bench, lookahead=4, replicas=4)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.compose.presets import build_preset
+from specdec.parts.fields import Count, DraftCount, validated
+from specdec.policies.free_draft import FreeDraft
+from specdec.policies.tree_growth import as_nodes, ready_requests
+from specdec.types import EventKind, Nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specdec.compose.workbench import Parts, Workbench
+    from specdec.interfaces import Events, TokenSource
+    from specdec.state import DecodeState, RequestState
+    from specdec.types import Commit, IntArray, Output
+
+
+def build(bench: Workbench, *, lookahead: int | None = None, replicas: int | None = None) -> Parts:
+    """DSI on copies of the target and a draft device.
+
+    Args:
+        bench: models, clock and seed.
+        lookahead: see ``Blocks``.
+        replicas: copies of the target, the paper's SP.
+    """
+    keys = {"policy.lookahead": lookahead, "executor.replicas": replicas}
+    return build_preset("dsi", bench, keys)
+
+
+class Blocks:
+    """Submits every block of ``lookahead`` draft tokens when it is there, and every new root.
+
+    Each request has one chain, on whose end the draft has one pass at a time. The chain is at most
+    as long as the copies can take: one block for each, and the next one.
+
+    Rejection verifiers are refused: the output for a seed would depend on the times of passes.
+    """
+
+    value_dependent = False
+    time_dependent = True
+    serial = False
+
+    @validated
+    def __init__(self, *, lookahead: DraftCount, in_flight: Count = 1) -> None:
+        """Sets the blocks.
+
+        Args:
+            lookahead: draft tokens per block.
+            in_flight: number of batches that the target works on at the same time.
+        """
+        self.lookahead = lookahead
+        self.ahead = lookahead * (in_flight + 1)
+        self._draft = FreeDraft(self.ahead)
+
+    def open(self, request: RequestState) -> None:
+        """No node is known to have no candidates."""
+        self._draft.open(request)
+
+    def held_nodes(self, in_flight: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return 1 + self.ahead
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """The root if the target does not have it, and complete blocks."""
+        requests = ready_requests(state, serial=False)
+        return as_nodes((request, self._complete(request)) for request in requests)
+
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
+        """Drafts until answers arrive or a block is complete."""
+        while True:
+            self._draft.start_passes(state, events)
+            event = events.next()
+            if event.kind is EventKind.TARGET:
+                return False
+            if event.kind is EventKind.DRAFT:
+                self._draft.grow(state, event)
+                ready = ready_requests(state, serial=False)
+                if any(len(self._complete(request)) for request in ready):
+                    return True
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """No-op: ``DecodeState.commit`` has rerooted the trees."""
+
+    def close(self, request_id: int) -> None:
+        """Forgets the request."""
+        self._draft.close(request_id)
+
+    def _complete(self, request: RequestState) -> IntArray:
+        """int64[W]: slots of the root and of blocks that the target does not have yet."""
+        waiting = np.flatnonzero(request.tree.submitted_at < 0)
+        if len(waiting) and waiting[0] == 0:  # a new root does not wait for a block below it
+            rest = len(waiting) - 1
+            return waiting[: 1 + self._whole(request, rest)]
+        return waiting[: self._whole(request, len(waiting))]
+
+    def _whole(self, request: RequestState, num: int) -> int:
+        """How many of ``num`` tokens belong to complete blocks; the chain's last may be shorter."""
+        return num - num % self.lookahead if self._draft.can_draft(request) else num

@@ -1,0 +1,309 @@
+"""PipeSpec (arXiv 2505.01572): a chain of models that run free, each judging the one before it.
+
+The draft drafts without stopping. Every middle model verifies all tokens that the model before it
+has written, and writes its own where they differ; the target verifies what the last middle model
+has written. A model that differs makes those before it start anew from its token.
+
+    parts = pipespec.build(bench, ahead=32)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.compose.presets import build_preset
+from specdec.errors import UserError
+from specdec.parts.fields import DraftCount, Index, validated
+from specdec.policies.tree_growth import (
+    append_best,
+    as_nodes,
+    last_position,
+    live_requests,
+    ready_requests,
+)
+from specdec.types import NO_NODE, Candidates, EventKind, Nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specdec.compose.workbench import Parts, Workbench
+    from specdec.interfaces import Events, TokenSource
+    from specdec.state import DecodeState, RequestState
+    from specdec.tree import TokenTree
+    from specdec.types import Commit, Event, IntArray, Output
+
+_NO_TOKEN = -1  # what a model says of a node beyond its positions: it agrees
+
+
+def build(bench: Workbench, *, ahead: int | None = None, least: int | None = None) -> Parts:
+    """PipeSpec on a device for the target and one for each other model.
+
+    Args:
+        bench: models, clock and seed; the models have a middle one.
+        ahead, least: see ``FreeChain``.
+    """
+    return build_preset("pipespec", bench, {"policy.ahead": ahead, "policy.least": least})
+
+
+class FreeChain:
+    """Each model of a ``ModelChain`` runs whenever the one before it has written a new token.
+
+    A request has one chain of tokens below its root, which all models write. The draft appends to
+    its end. A middle model has confirmed or written a first part of it; a pass of it judges the
+    part beyond, as far as the model before it has come. Where its token differs, it replaces the
+    rest of the chain, and the models before it go on from there: what they have in hand for
+    replaced nodes is dropped when it arrives. The target gets what the last model has confirmed.
+
+    With a source of one model it is ``amusd.FreeRunning``. Rejection verifiers are refused: the
+    output for a seed would depend on the times of passes.
+    """
+
+    value_dependent = False
+    time_dependent = True
+    serial = False
+
+    @validated
+    def __init__(self, *, ahead: DraftCount, least: Index = 1) -> None:
+        """Sets the limits.
+
+        Args:
+            ahead: maximum number of tokens below the root, of all models.
+            least: new tokens that a model waits for before it judges any; 0: the target never
+                waits, and the others wait for one. Default: 1.
+
+        Raises:
+            ValueError: ``least`` above ``ahead``.
+        """
+        if least > ahead:
+            raise ValueError(
+                f"policy.least={least} tokens never come with policy.ahead={ahead}: raise ahead"
+            )
+        self.ahead = ahead
+        self.least = least
+        self._num_levels = 1
+        self._chains: dict[int, _Chain] = {}
+
+    def check_source(self, source: TokenSource) -> None:
+        """Counts the models.
+
+        Raises:
+            UserError: a source that is not a chain of models.
+        """
+        levels = getattr(source, "levels", None)
+        if levels is None:
+            raise UserError(
+                f"policy=pipespec needs the models of source=model_chain; {type(source).__name__}"
+                " has none: use it, or policy=amusd, which runs one source free"
+            )
+        self._num_levels = len(levels)
+
+    def open(self, request: RequestState) -> None:
+        """The chain is the root."""
+        self._chains[request.id] = _Chain(request, self._num_levels, self.ahead, self.least)
+
+    def held_nodes(self, in_flight: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return 1 + self.ahead
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        """What the target does not have of the last model's part of each chain."""
+        requests = ready_requests(state, serial=False)
+        return as_nodes((r, self._chains[r.id].for_target()) for r in requests)
+
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
+        """Runs the models until the target is ready; where it has nothing to do, until it has."""
+        live = live_requests(state)
+        idle = not any(request.awaiting for request in live)
+        while True:
+            self._start_passes(state, events)
+            waits = idle and bool(events.running)
+            event = events.next_draft() if waits else events.next()
+            if event.kind is EventKind.TARGET:
+                return False
+            if event.kind is EventKind.DRAFT:
+                self._apply(state, event)
+                if idle and any(len(self._chains[r.id].for_target()) for r in live):
+                    return True
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Follows the new roots."""
+        for commit in commits:
+            if commit.request in self._chains:
+                self._chains[commit.request].reroot()
+
+    def close(self, request_id: int) -> None:
+        """Forgets the request."""
+        del self._chains[request_id]
+
+    def _start_passes(self, state: DecodeState, events: Events) -> None:
+        busy = {(ticket.level, i) for ticket in events.running for i, _ in ticket.nodes.items}
+        for request in live_requests(state):
+            chain = self._chains[request.id]
+            for level in range(self._num_levels):
+                if (level, request.id) not in busy and len(ids := chain.work(level)):
+                    events.start(Nodes(((request.id, ids),)), 1, level)
+
+    def _apply(self, state: DecodeState, event: Event) -> None:
+        """What an ended pass says about the chains."""
+        assert event.ticket is not None
+        for request_id, ids, rows in event.ticket.nodes.packed():
+            chain = self._chains.get(request_id)
+            if chain is None:
+                continue
+            if event.candidates is None:
+                chain.drafted(int(ids[0]))
+            else:
+                chain.judged(event.ticket.level, ids, event.candidates.take(_indices(rows)))
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The chain of one request, and how far each model has come.
+
+    Attributes:
+        request: the request, whose tree has the chain and, until the next commit, replaced nodes.
+        num_levels: number of models besides the target.
+        ahead: maximum length.
+        least: new tokens that a model waits for.
+        reached: id of the last node that each model has written or confirmed; of the draft, the end
+            of the chain.
+        said: by level: node id -> the model's token after it.
+        silent: a node below which the draft has no candidates.
+    """
+
+    request: RequestState
+    num_levels: int
+    ahead: int
+    least: int
+    reached: list[int] = field(init=False)
+    said: list[dict[int, int]] = field(init=False)
+    silent: int = NO_NODE
+
+    def __post_init__(self) -> None:
+        """Every model is at the root."""
+        self.reached = [self._tree.root_id] * self.num_levels
+        self.said = [{} for _ in range(self.num_levels)]
+
+    @property
+    def _tree(self) -> TokenTree:
+        return self.request.tree
+
+    def for_target(self) -> IntArray:
+        """int64[W]: slots of nodes for the target; none while it waits for more of them."""
+        path = self._to(self.num_levels - 1)
+        new = path[self._tree.submitted_at[path] < 0]
+        num = np.count_nonzero(new)  # without the root
+        return new[:0] if num < self.least and self._grows(len(path)) else new
+
+    def work(self, level: int) -> IntArray:
+        """int64[W]: ids of the nodes of the next pass of a model; none if it has nothing to do."""
+        tree = self._tree
+        path = self._to(0 if level == 0 else level - 1)
+        inside = path[tree.positions[path] < last_position(self.request)]
+        if level == 0:
+            end = inside[len(path) - 1 :][: len(path) <= self.ahead]
+            ids = tree.ids[end]
+            return ids[(ids != self.silent) & ~tree.expanded[end]]
+        start = int(np.searchsorted(tree.ids[path], self.reached[level]))
+        num = len(path) - 1 - start
+        if num == 0 or (num < self.least and self._grows(len(path))):
+            return path[:0]
+        ids = tree.ids[inside[start:]]
+        return ids[[node_id not in self.said[level] for node_id in ids.tolist()]]
+
+    def _grows(self, length: int) -> bool:
+        """Whether a path of ``length`` nodes to some model can become longer before a commit."""
+        return length <= self.ahead and (len(self._to(0)) > length or len(self.work(0)) > 0)
+
+    def drafted(self, node_id: int) -> None:
+        """The draft has a candidate after a node: the chain's next token, if it ends there."""
+        if node_id != self.reached[0]:
+            return
+        slots = append_best(self._tree, self._tree.slots(np.array([node_id])), 1, 1)
+        if not len(slots):
+            self.silent = node_id
+            return
+        self.reached[0] = int(self._tree.ids[slots[0]])
+        self._advance()
+
+    def judged(self, level: int, ids: IntArray, candidates: Candidates) -> None:
+        """A model's tokens after nodes; those that are gone are dropped."""
+        slots = self._tree.slots(ids)
+        for row in np.flatnonzero(slots != NO_NODE).tolist():
+            token = candidates.tokens[row, 0] if candidates.counts[row] else _NO_TOKEN
+            self.said[level][int(ids[row])] = int(token)
+        self._advance()
+
+    def reroot(self) -> None:
+        """After a commit: what is below the new root stays as it is."""
+        live = set(self._tree.ids.tolist())
+        self.said = [{i: t for i, t in said.items() if i in live} for said in self.said]
+        root = self._tree.root_id
+        if self.reached[0] in live:
+            self.reached = [node_id if node_id in live else root for node_id in self.reached]
+        else:  # the root was replaced, and the target has it all the same
+            end = int(self._tree.ids[self._end(0)])
+            self.reached = [end, *[root] * (self.num_levels - 1)]
+        self._advance()
+
+    def _advance(self) -> None:
+        """Moves every model on by what it has said; the last model has the last word."""
+        for level in range(1, self.num_levels):
+            while self._step(level):
+                pass
+
+    def _step(self, level: int) -> bool:
+        """Moves a model on by one token, confirmed or its own; False where it can not."""
+        tree = self._tree
+        token = self.said[level].get(self.reached[level])
+        if token is None:
+            return False
+        path = self._to(0)
+        at = int(np.searchsorted(tree.ids[path], self.reached[level]))
+        ends = at == len(path) - 1
+        if not ends and token in (_NO_TOKEN, int(tree.tokens[path[at + 1]])):
+            following = int(path[at + 1])
+        elif token == _NO_TOKEN or at >= self.ahead:
+            return False
+        else:
+            following = self._written(int(path[at]), token)
+            self.reached[0] = int(tree.ids[self._end(following)])
+            for below in range(1, level):
+                self.reached[below] = int(tree.ids[following])
+        self._reach(level, following)
+        return True
+
+    def _written(self, parent: int, token: int) -> int:
+        """Slot of the child with a model's token; a replaced node may have it."""
+        tree = self._tree
+        child = tree.child(parent, token)
+        if child != NO_NODE:
+            return child
+        return int(tree.append(np.array([parent]), np.array([token]), np.zeros(1))[0])
+
+    def _reach(self, level: int, slot: int) -> None:
+        """A model is at a node, and those before it at least there."""
+        tree = self._tree
+        self.reached[level] = int(tree.ids[slot])
+        for below in range(1, level):
+            at = tree.slots(np.array([self.reached[below]]))[0]
+            if tree.positions[at] < tree.positions[slot]:
+                self.reached[below] = self.reached[level]
+
+    def _end(self, slot: int) -> int:
+        """Slot of the end of the newest chain below a node."""
+        tree = self._tree
+        while len(children := tree.children(slot)):
+            slot = int(children[-1])
+        return slot
+
+    def _to(self, level: int) -> IntArray:
+        """int64[D + 1]: slots from the root to where a model is."""
+        return self._tree.path(int(self._tree.slots(np.array([self.reached[level]]))[0]))
+
+
+def _indices(rows: slice) -> IntArray:
+    return np.arange(rows.start, rows.stop)

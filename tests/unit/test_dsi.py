@@ -1,0 +1,134 @@
+"""DSI: blocks of one chain on copies of the target; its law, plain decoding, and planted faults."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import pytest
+
+from specdec.certify.certify import certify
+from specdec.certify.subject import decode_cases
+from specdec.clocks import Clock, MeasuredClock, SimulatedClock, Timeline
+from specdec.compose.build import compose
+from specdec.compose.workbench import Workbench
+from specdec.config.hydra import compose_config
+from specdec.config.job import run_job_of
+from specdec.errors import UserError
+from specdec.executors import target_copy
+from specdec.executors.replicas import ReplicasExecutor
+from specdec.metrics.asynchronous import dsi_time
+from specdec.types import Batch
+from strategies import dsi
+from tests import toys
+from tests.unit.test_asynchronous import decoded, models, request
+
+BOUND = 0.05
+
+
+def enough(lookahead: int, target: float, draft: float) -> int:
+    """Copies of which one is always free: for the present chain, the dropped one, and the roots."""
+    return 2 * ceil(target / (lookahead * draft)) + 2
+
+
+@pytest.mark.parametrize(
+    ("alpha", "lookahead", "target", "draft"),
+    [
+        (0.8, 2, 10.0, 2.0),
+        pytest.param(0.6, 1, 10.0, 3.0, marks=pytest.mark.slow),
+        pytest.param(0.9, 4, 20.0, 2.0, marks=pytest.mark.slow),
+        pytest.param(0.9, 3, 7.0, 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_it_takes_the_time_of_its_law(
+    alpha: float, lookahead: int, target: float, draft: float
+) -> None:
+    bench = Workbench(models(alpha), clock=toys.simulated(target, draft))
+    replicas = enough(lookahead, target, draft)
+    time, _ = decoded(dsi.build(bench, lookahead=lookahead, replicas=replicas), num_requests=8)
+    law = dsi_time(alpha=alpha, lookahead=lookahead, target=target, draft=draft)
+    assert time == pytest.approx(law, rel=BOUND)
+
+
+def test_the_law_at_its_ends() -> None:
+    assert dsi_time(alpha=0.0, lookahead=3, target=10.0, draft=2.0) == 10.0
+    nearly = dsi_time(alpha=1.0 - 1e-9, lookahead=3, target=10.0, draft=2.0)
+    assert nearly == pytest.approx(2.0)  # the draft's pace
+
+
+def test_one_copy_does_not_keep_the_law() -> None:
+    """A control: the blocks of one target take turns."""
+    bench = Workbench(models(0.8), clock=toys.simulated(10.0, 2.0))
+    time, _ = decoded(dsi.build(bench, lookahead=2, replicas=1), num_requests=2)
+    assert time > 1.2 * dsi_time(alpha=0.8, lookahead=2, target=10.0, draft=2.0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_output_is_that_of_plain_decoding(
+    measured: bool, replicas: int, batch_size: int
+) -> None:
+    clock: Clock = MeasuredClock() if measured else toys.simulated(10.0, 2.0)
+    bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock)
+    parts = dsi.build(bench, lookahead=2, replicas=replicas)
+    wanted = toys.cases(12)
+    toys.assert_plain(decode_cases(parts, wanted, batch_size=batch_size), wanted)
+
+
+def test_copies_work_at_the_same_time_and_answers_overtake() -> None:
+    clock = SimulatedClock(toys.profile(10.0, 2.0), timeline=Timeline())
+    parts = dsi.build(Workbench(models(0.9), clock=clock), lookahead=1, replicas=4)
+    rows: list[int] = []
+    submit = parts.executor.submit
+
+    def noting(batch: Batch) -> None:
+        rows.extend([batch.num_nodes] if batch.trees else [])
+        submit(batch)
+
+    parts.executor.submit = noting  # type: ignore[method-assign]
+    for _ in parts.decode(parts.new_state(), [request(1, 200)]):
+        pass
+    assert {1, 2} == {*rows}  # a root or a block, and both after a hit
+    assert clock.timeline is not None
+    spans = [span for span in clock.timeline.take() if span.kind == "stage"]
+    assert {span.rank for span in spans} == {1, 2, 3, 4}
+    most = max(
+        sum(s.start_s <= span.start_s < s.start_s + s.seconds for s in spans) for span in spans
+    )
+    assert most == 4
+
+
+def test_it_is_certified() -> None:
+    words = ["strategy=dsi", "model=random", "clock=simulated", "clock.profile=swiftspec_table6"]
+    checks = ["greedy_parity", "sampled_parity", "cache_invariant", "tree_invariant", "draft_rows"]
+    report = certify(run_job_of(words).config, checks=checks)
+    assert [check.passed for check in report.checks] == [True] * len(checks)
+
+
+def test_a_copy_that_misses_commits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: a copy that keeps what was pruned; whichever part sees it first."""
+    original: Any = target_copy.TargetCopy.commit
+
+    def forgets(self: Any, commits: Any) -> None:
+        kept = [commit for commit in commits if commit.kind != "miss"]
+        original(self, kept if self._rank == 2 else commits)
+
+    monkeypatch.setattr(target_copy.TargetCopy, "commit", forgets)
+    words = ["strategy=dsi", "model=random", "clock=simulated", "clock.profile=swiftspec_table6"]
+    with pytest.raises((AssertionError, ValueError, IndexError, KeyError, RuntimeError)):
+        _certified(words)
+
+
+def _certified(words: list[str]) -> None:
+    report = certify(run_job_of(words).config, checks=["cache_invariant", "greedy_parity"])
+    assert all(check.passed for check in report.checks)
+
+
+def test_what_it_refuses() -> None:
+    words = ["strategy=dsi", "model=random"]
+    with pytest.raises(UserError, match="depends on the times of passes"):
+        compose(compose_config([*words, "verifier=rejection"]).values, toys.pair())
+    with pytest.raises(ValueError, match="alpha=1"):
+        dsi_time(alpha=1.0, lookahead=1, target=2.0, draft=1.0)
+    assert ReplicasExecutor.latency is None

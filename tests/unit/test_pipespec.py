@@ -1,0 +1,193 @@
+"""PipeSpec, a chain of models that run free: its law, plain decoding, and a planted fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specdec.certify.certify import certify
+from specdec.certify.subject import decode_cases
+from specdec.clocks import Clock, CostCurve, LatencyProfile, MeasuredClock, SimulatedClock, Timeline
+from specdec.compose.build import compose
+from specdec.compose.workbench import Parts, Workbench
+from specdec.config.hydra import compose_config
+from specdec.config.job import run_job_of
+from specdec.errors import UserError
+from specdec.metrics.asynchronous import pipespec_time
+from specdec.pairs import RandomPair, build_pair
+from specdec.sources import Background, DraftModelSource, ModelChain
+from specdec.state import RequestState
+from specdec.types import Batch
+from specdec.verifiers import MatchVerifier
+from strategies import pipespec
+from strategies.pipespec import FreeChain
+from tests import toys
+from tests.unit.test_asynchronous import decoded, request
+
+BOUND = 0.05
+LAW_CASES = [  # chances of draft and middle model, times of target, middle model and draft
+    (0.7, 0.9, 12.0, 3.0, 1.0),
+    pytest.param(0.5, 0.8, 20.0, 4.0, 1.0, marks=pytest.mark.slow),
+    pytest.param(0.8, 0.9, 10.0, 4.0, 2.0, marks=pytest.mark.slow),
+    pytest.param(0.8, 0.95, 30.0, 6.0, 1.0, marks=pytest.mark.slow),
+]
+
+CERTIFIED = (
+    *("strategy=pipespec", "model=random", "policy.ahead=6"),
+    *("clock=simulated", "clock.profile=pipespec_70b"),
+)
+
+
+def clock_of(target: float, middle: float, draft: float) -> SimulatedClock:
+    costs = {"stage": target, "middle": middle, "draft": draft}
+    curves = {kind: CostCurve(tokens=(1,), ms=(ms,)) for kind, ms in costs.items()}
+    return SimulatedClock(LatencyProfile(name="toy", costs=curves), timeline=Timeline())
+
+
+def synthetic(draft_right: float, middle_right: float) -> Any:
+    law = {"weights": [1.0], "top1": [draft_right], "decay": [2.0], "miss": [0.0]}
+    return build_pair({"kind": "synthetic", **law, "middle_top1": [middle_right]})
+
+
+def three(clock: Clock, num_draft: int = 2, num_middle: int = 3) -> Workbench:
+    """Random models of 4, 3 and 2 layers, each the first layers of the larger ones."""
+    layers = {"draft_layers": num_draft, "middle_layers": num_middle}
+    return Workbench(RandomPair(**{**toys.MODEL, **layers}), seed=toys.SEED, clock=clock)
+
+
+@pytest.mark.parametrize(("draft_right", "middle_right", "target", "middle", "draft"), LAW_CASES)
+def test_it_takes_the_time_of_its_law(
+    draft_right: float, middle_right: float, target: float, middle: float, draft: float
+) -> None:
+    clock = clock_of(target, middle, draft)
+    bench = Workbench(synthetic(draft_right, middle_right), clock=clock)
+    time, _ = decoded(pipespec.build(bench, ahead=64), num_requests=5)
+    law = pipespec_time(
+        draft_right=draft_right,
+        middle_right=middle_right,
+        target=target,
+        middle=middle,
+        draft=draft,
+    )
+    assert time == pytest.approx(law, rel=BOUND)
+
+
+def test_the_law_at_its_ends() -> None:
+    """A draft that is never right and a middle model that always is: the middle model's pace."""
+    times = {"target": 12.0, "middle": 3.0, "draft": 1.0}
+    slow = pipespec_time(draft_right=0.0, middle_right=0.0, **times)
+    assert slow > times["target"]  # nothing helps, and the target waits for the middle model
+    alone = pipespec_time(draft_right=0.0, middle_right=0.999, **times)
+    both = pipespec_time(draft_right=0.998, middle_right=0.999, **times)
+    assert both < times["draft"] * 1.05 < times["middle"] < alone < slow
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("least", [0, 1, 3])
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_output_is_that_of_plain_decoding(measured: bool, least: int, batch_size: int) -> None:
+    clock: Clock = MeasuredClock() if measured else clock_of(10.0, 3.0, 1.0)
+    parts = pipespec.build(three(clock), least=least, ahead=8)
+    wanted = toys.cases(12)
+    outputs = decode_cases(parts, wanted, batch_size=batch_size)
+    toys.assert_plain(outputs, wanted)
+    passes = parts.source.counters.by_level
+    assert passes["draft"] > 0 < passes["middle"]
+    assert measured or sum(out.accepted for out in outputs.values()) > 20
+
+
+def test_a_chain_of_four_models() -> None:
+    bench = three(clock_of(10.0, 3.0, 1.0))
+    names = ("draft", "middle", "middle")
+    levels = [DraftModelSource(runner=bench.runner, model=name) for name in names]
+    chain = ModelChain(
+        sources=[Background(source=s, free_rank=2 + i) for i, s in enumerate(levels)]
+    )
+    policy = FreeChain(ahead=8)
+    parts = bench.parts(source=chain, policy=policy, verifier=MatchVerifier(), stages=1)
+    wanted = toys.cases(12)
+    toys.assert_plain(decode_cases(parts, wanted, batch_size=2), wanted)
+    assert min(level.counters.passes for level in levels) > 10
+
+
+def test_a_rank_for_every_model_all_at_work_at_the_same_time() -> None:
+    clock = clock_of(12.0, 3.0, 1.0)
+    run(pipespec.build(Workbench(synthetic(0.8, 0.9), clock=clock)))
+    assert clock.timeline is not None
+    spans = clock.timeline.take()
+    ranks = {
+        kind: {s.rank for s in spans if s.kind == kind} for kind in ("stage", "middle", "draft")
+    }
+    assert ranks == {"stage": {1}, "draft": {2}, "middle": {3}}
+    total = {kind: sum(s.seconds for s in spans if s.kind == kind) for kind in ranks}
+    assert sum(total.values()) > 2.0 * clock.now()
+
+
+def run(parts: Parts) -> RequestState:
+    one = request(1)
+    for _ in parts.decode(parts.new_state(), [one]):
+        pass
+    return one
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_the_target_waits_for_as_many_tokens(least: int) -> None:
+    bench = Workbench(synthetic(0.7, 0.9), clock=clock_of(12.0, 3.0, 1.0))
+    parts = pipespec.build(bench, least=least)
+    rows: list[int] = []
+    submit = parts.executor.submit
+
+    def noting(batch: Batch) -> None:
+        rows.extend([batch.num_nodes] if batch.trees else [])
+        submit(batch)
+
+    parts.executor.submit = noting  # type: ignore[method-assign]
+    run(parts)
+    assert min(rows[:-4]) >= least  # a root after a hit may be among them, submitted before or not
+
+
+def test_the_middle_model_lifts_acceptance() -> None:
+    """Same draft, same times: with a better model between it and the target fewer rejections."""
+    shares = []
+    for middle_right in (0.6, 0.95):
+        bench = Workbench(synthetic(0.6, middle_right), clock=clock_of(12.0, 3.0, 1.0))
+        counters = run(pipespec.build(bench)).counters
+        shares.append(counters.misses / counters.answers)
+    assert shares[1] < 0.5 * shares[0]
+
+
+def test_it_is_certified() -> None:
+    checks = ["greedy_parity", "sampled_parity", "cache_invariant", "tree_invariant", "draft_rows"]
+    report = certify(run_job_of([*CERTIFIED]).config, checks=checks)
+    assert [check.passed for check in report.checks] == [True] * len(checks)
+
+
+def test_a_rollback_that_does_not_reach_the_draft_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: commits that the middle model does not hear of leave wrong entries behind."""
+    original = DraftModelSource.commit
+
+    def forgets_misses(self, commits, output) -> None:
+        kept = [commit for commit in commits if commit.kind != "miss"]
+        original(self, kept if self.model == "middle" else commits, output)
+
+    monkeypatch.setattr(DraftModelSource, "commit", forgets_misses)
+    report = certify(run_job_of([*CERTIFIED]).config, checks=["cache_invariant"])
+    assert [check.passed for check in report.checks] == [False]
+
+
+def test_what_it_refuses() -> None:
+    pair = RandomPair(**toys.MODEL, middle_layers=3)
+    words = ["strategy=pipespec", "model=random", "model.middle_layers=3"]
+    with pytest.raises(UserError, match="depends on the times of passes"):
+        compose(compose_config([*words, "verifier=rejection"]).values, pair)
+    with pytest.raises(UserError, match="needs the models of source=model_chain"):
+        compose(compose_config([*words, "source=draft_model"]).values, pair)
+    with pytest.raises(UserError, match="needs a middle model"):
+        compose(compose_config(words).values, RandomPair(**toys.MODEL))
+    with pytest.raises(ValueError, match=r"policy\.least=9 tokens never come"):
+        FreeChain(ahead=8, least=9)
+    with pytest.raises(ValueError, match="at least one source"):
+        ModelChain(sources=[])
+    with pytest.raises(ValueError, match="in this order"):
+        pipespec_time(draft_right=0.7, middle_right=0.6, target=4.0, middle=2.0, draft=1.0)
