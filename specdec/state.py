@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 
@@ -210,6 +210,19 @@ class Load:
         self.kv_peak_tokens = max(self.kv_peak_tokens, num_tokens)
 
 
+class _Drafting:
+    """Context of ``DecodeState.drafting``; a generator would cost microseconds in every pass."""
+
+    def __init__(self, clock: Clock, meter: Meter) -> None:
+        self._clock, self._meter = clock, meter
+
+    def __enter__(self) -> None:
+        self._clock.drafting = self._meter.drafting = True
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.drafting = self._meter.drafting = False
+
+
 class DecodeState:
     """The live requests of a run with its step counter, keyed draws, clock and meter.
 
@@ -227,27 +240,24 @@ class DecodeState:
         self.step = self._idle_steps = 0
         self.draws, self.clock, self.meter = draws, clock, meter
 
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
+    def drafting(self) -> AbstractContextManager[None]:
         """Attributes all work of the controller inside the block to drafting.
 
         The kind of work alone does not tell: layers and heads of the target also draft (early
         exits, Medusa).
         """
-        self.clock.drafting = self.meter.drafting = True
-        try:
-            yield
-        finally:
-            self.clock.drafting = self.meter.drafting = False
+        return _Drafting(self.clock, self.meter)
 
     def mark_submitted(self, nodes: Nodes) -> None:
         """Records the submission step of selected nodes (called by the scheduler)."""
         for request_id, ids in nodes.items:
             request = self.requests[request_id]
             slots = request.tree.slots(ids)
-            assert NO_NODE not in slots, f"nodes {ids} of request {request_id} are not in the tree"
+            assert slots.min(initial=0) >= 0, (
+                f"nodes {ids} of request {request_id} are not in the tree"
+            )
             request.tree.submitted_at[slots] = self.step
-            request.counters.proposed += int((slots > 0).sum())
+            request.counters.proposed += int(np.count_nonzero(slots))
 
     def copy(self, nodes: Nodes) -> DecodeState:
         """A copy with the present trees of the requests of ``nodes``, for work beside the loop."""
@@ -321,7 +331,8 @@ class DecodeState:
         assert tree.answered[retired].all(), f"a node of request {request.id} has no answer"
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
         hidden = tree.hidden_rows(retired_ids)
-        count_answer(request, verdict, hit=child != NO_NODE)
+        depth = len(verdict.accepted_ids)
+        request.counters.count_answer(depth, verdict.num_verified, hit=child != NO_NODE)
 
         tokens = [*retired_tokens[1:].tolist(), verdict.next_token]
         next_origin = TARGET_ORIGIN if child == NO_NODE else int(tree.origins[child])
@@ -355,20 +366,6 @@ class DecodeState:
         )
 
 
-def count_answer(request: RequestState, verdict: Verdict, *, hit: bool) -> None:
-    """Counts an answer; ``hit``: whether its next token was in the tree."""
-    counters = request.counters
-    depth = len(verdict.accepted_ids)
-    counters.answers += 1
-    counters.accepted += depth
-    counters.hits += hit
-    counters.misses += not hit
-    counters.verified += verdict.num_verified
-    counters.path_lengths[depth + 1] += 1
-    counters.accepted_by_depth.update(range(1, depth + 1))
-    counters.judged_by_depth.update(range(1, depth + 1 + (verdict.num_verified > depth)))
-
-
 def _count_idle(request: RequestState) -> None:
     counters = request.counters
     if request.prefill_sent < request.num_prefill or not request.awaiting:
@@ -387,13 +384,13 @@ def batch_of(state: DecodeState, nodes: Nodes) -> Batch:
 
 def tree_rows(request: RequestState, slots: IntArray) -> TreeRows:
     """Nodes of a request's tree, int64[W] slots, as rows of a target batch."""
-    tree = request.tree
-    parents = tree.parents[slots]
+    prefix_len = request.prefix_len
+    ids, tokens, parent_ids, positions = request.tree.rows_of(slots)
     return TreeRows(
         request=request.id,
-        prefix_len=request.prefix_len,
-        node_ids=tree.ids[slots],
-        tokens=tree.tokens[slots],
-        parent_ids=np.where(parents == NO_NODE, NO_NODE, tree.ids[parents]),
-        depths=tree.depths[slots],
+        prefix_len=prefix_len,
+        node_ids=ids,
+        tokens=tokens,
+        parent_ids=parent_ids,
+        depths=positions - prefix_len,
     )

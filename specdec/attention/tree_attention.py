@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numpy import count_nonzero
 from torch import Tensor
@@ -174,24 +175,32 @@ class RequestPart:
 
     def mask(self, window: int | None) -> Tensor | None:
         """The additive mask [R, n]; None: every row sees every slot."""
-        rows = self.rows
-        if window in self._masks:
-            return self._masks[window]
-        visible, spec = rows.visible, rows.cache.spec
+        if window not in self._masks:
+            spec = self.rows.cache.spec
+            if window is not None and self.within(window):
+                mask = self.mask(None)
+            else:
+                dense = self.array(window)
+                mask = None
+                if dense is not None:
+                    mask = torch.from_numpy(dense).to(device=spec.device, dtype=spec.dtype)
+            self._masks[window] = mask
+        return self._masks[window]
+
+    def array(self, window: int | None) -> npt.NDArray[Any] | None:
+        """The same as an array: float32 where numpy has no type of the cache's."""
+        rows, visible, dtype = self.rows, self.rows.visible, self.rows.cache.spec.dtype
         if window is not None and self.within(window):
-            mask = self.mask(None)
-        elif window is None and count_nonzero(visible) == visible.size:
-            mask = None
-        else:
-            lowest = torch.finfo(spec.dtype).min
-            dense = np.zeros((len(rows), rows.end), _NUMPY.get(spec.dtype, np.float32))
-            dense[:, rows.first_masked :][~visible] = lowest
-            if window is not None:
-                keys = rows.cache.key_positions(rows.end)
-                dense[keys <= rows.positions[:, None] - window] = lowest
-            mask = torch.from_numpy(dense).to(device=spec.device, dtype=spec.dtype)
-        self._masks[window] = mask
-        return mask
+            window = None
+        if window is None and count_nonzero(visible) == visible.size:
+            return None
+        lowest = torch.finfo(dtype).min
+        dense = np.zeros((len(rows), rows.end), _NUMPY.get(dtype, np.float32))
+        dense[:, rows.first_masked :][~visible] = lowest
+        if window is not None:
+            keys = rows.cache.key_positions(rows.end)
+            dense[keys <= rows.positions[:, None] - window] = lowest
+        return dense
 
     def bits(self) -> Visibility:
         """The same for kernels."""

@@ -62,13 +62,16 @@ class ModelAnswerer:
         self._draws = draws
         self._static = static
         self._needs_probs = needs_probs
-        self._requests: dict[int, AnsweredRequest] = {}
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
+        self._of: dict[int, SamplingTransform] = {}  # request id -> one of these
         self._paths = HistoryTracker()
 
     def open(self, request: AnsweredRequest) -> None:
         """Starts a request."""
-        self._requests[request.id] = request
+        params = request.sampling
+        if params not in self._transforms:
+            self._transforms[params] = SamplingTransform(params, static=self._static)
+        self._of[request.id] = self._transforms[params]
         self._paths.open(request.id, request.tokens, request.sampling)
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
@@ -87,7 +90,7 @@ class ModelAnswerer:
         if not batch.trees:
             return ()
         histories = [self._paths.observe(rows) for rows in batch.trees]
-        if len({self._requests[rows.request].sampling for rows in batch.trees}) == 1:
+        if len({id(self._of[rows.request]) for rows in batch.trees}) == 1:
             return self._answers(batch.trees, logits, histories)
         parts = zip(
             batch.trees,
@@ -103,7 +106,7 @@ class ModelAnswerer:
 
     def close(self, request_id: int) -> None:
         """Drops the request."""
-        self._requests.pop(request_id, None)
+        self._of.pop(request_id, None)
         self._paths.close(request_id)
 
     def _answers(
@@ -135,11 +138,8 @@ class ModelAnswerer:
         histories: Sequence[list[IntArray] | None],
     ) -> tuple[IntArray, Probs | None]:
         """Tokens and, if needed, distributions of requests with equal parameters."""
-        params = self._requests[trees[0].request].sampling
-        transform = self._transforms.get(params)
-        if transform is None:
-            transform = SamplingTransform(params, static=self._static)
-            self._transforms[params] = transform
+        transform = self._of[trees[0].request]
+        params = transform.params
         uniforms = np.zeros(len(logits))
         if not params.greedy:
             draws = [self._draws.uniform(t.request, t.positions + 1, Purpose.TARGET) for t in trees]

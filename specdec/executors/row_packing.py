@@ -50,6 +50,8 @@ class RowItem:
 
 def row_items(batch: Batch) -> list[RowItem]:
     """The batch's rows by request, in packing order, which is the same on every stage."""
+    if not batch.prefills:
+        return [RowItem(tree.request, None, tree) for tree in batch.trees]
     chunks = {chunk.request: chunk for chunk in batch.prefills}
     items = [RowItem(t.request, chunks.pop(t.request, None), t) for t in batch.trees]
     return items + [RowItem(chunk.request, chunk, None) for chunk in chunks.values()]
@@ -57,6 +59,8 @@ def row_items(batch: Batch) -> list[RowItem]:
 
 def tree_row_index(items: list[RowItem]) -> IntArray:
     """int64[W]: packed indices of the tree rows, in the order of ``batch.trees``."""
+    if all(item.prefill is None for item in items):
+        return np.arange(sum([item.num_rows for item in items]))
     parts, start = [], 0
     for item in items:
         stop = start + item.num_rows

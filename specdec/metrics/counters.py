@@ -80,3 +80,23 @@ class RequestCounters:
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     judged_by_depth: Counter[int] = field(default_factory=Counter)
     path_lengths: Counter[int] = field(default_factory=Counter)
+
+    def count_answer(self, depth: int, num_verified: int, *, hit: bool) -> None:
+        """Counts an answer.
+
+        Args:
+            depth: accepted draft tokens on its path.
+            num_verified: candidates that the target judged.
+            hit: whether its next token was in the tree.
+        """
+        self.answers += 1
+        self.accepted += depth
+        self.hits += hit
+        self.misses += not hit
+        self.verified += num_verified
+        self.path_lengths[depth + 1] += 1
+        for level in range(1, depth + 1):  # Counter.update costs ten times as much
+            self.accepted_by_depth[level] += 1
+            self.judged_by_depth[level] += 1
+        if num_verified > depth:
+            self.judged_by_depth[depth + 1] += 1

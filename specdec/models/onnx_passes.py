@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ Run = Callable[[Sequence[Rows], Tensor | None, IntArray | None, bool], RunnerOut
 """A way to run a pass, with the arguments of ``OnnxPasses.run``."""
 
 _PACKAGES = ("onnx", "onnxruntime")
+_MEMORIES = 256  # numbers of rows whose arrays are kept
 _SAMPLE = 8  # tokens of the comparison with eager passes
 _WITHOUT_LOGITS: IntArray = np.zeros(1, np.int64)  # one row: graphs with none are not tested
 
@@ -90,14 +91,14 @@ class OnnxPasses:
             is_last=is_last,
         )
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
-        self._output, self._capture = output, tuple(capture)
-        self._states, self._outputs = states, graph.hidden_names
+        self._captured = [(name, states.index(name)) for name in capture]
+        self._outputs = graph.hidden_names
         self._windows = tuple(dict.fromkeys(option.window for option in options.values()))
         self._spec, self._is_first, self._is_last = spec, is_first, is_last
         self._session = _session(graph.model, graph.weights)
-        self._bindings: WeakKeyDictionary[TreeCache, _Bound] = WeakKeyDictionary()
-        self._memories: dict[tuple[str, tuple[int, ...]], _Memory] = {}
-        self._flat: dict[str, np.ndarray[Any, Any]] = {}  # name of an output -> its memory
+        self._bindings: dict[int, _Bound] = {}  # id of a live cache -> its binding
+        self._memories: dict[tuple[int, int], _Memory] = {}  # (rows, rows of logits) -> arrays
+        self._flat: dict[str, np.ndarray[Any, Any]] = {}  # name -> memory of ``_shared_array``
         self._zeros = np.zeros(1, np.float32)
         self.num_passes = 0
 
@@ -133,9 +134,8 @@ class OnnxPasses:
         return self._runner_output(logits, [torch.cat(state) for state in zip(*parts, strict=True)])
 
     def _runner_output(self, logits: Tensor | None, states: Sequence[Tensor]) -> RunnerOutput:
-        named = dict(zip(self._states, states, strict=True))
-        captured = {name: named[name] for name in self._capture}
-        return RunnerOutput(hidden=named[self._output], logits=logits, captured=captured)
+        captured = {name: states[i] for name, i in self._captured}
+        return RunnerOutput(hidden=states[0], logits=logits, captured=captured)
 
     def compare(self, eager: Run) -> None:
         """Compares the outputs on a small tree with those of another way to run a pass.
@@ -193,30 +193,31 @@ class OnnxPasses:
         num_rows, end = len(rows), rows.end
         keys_values, done = rows.cache.buffers(rows)
         bound = self._bound(rows.cache, keys_values)
-        bind = bound.binding.bind_cpu_input  # without a copy; the binding keeps the array
+        chosen = np.arange(num_rows) if logits_rows is None else logits_rows
+        memory = self._memory(num_rows, len(chosen) if self._is_last else 0)
+        if bound.memory is not memory:
+            memory.bind(bound.binding)
+            bound.memory = memory
+        into = memory.inputs
         if hidden is None:
-            bind("tokens", np.ascontiguousarray(rows.tokens)[None])
+            into["tokens"][0] = rows.tokens
         else:
-            bind("hidden", hidden.contiguous().numpy()[None])
-        bind("positions", np.ascontiguousarray(rows.positions)[None])
+            into["hidden"][0] = hidden.numpy()
+        into["positions"][0] = rows.positions
+        if self._is_last:
+            into["logits_rows"][:] = chosen
         bound.last_slot[0], bound.num_slots[0] = end - 1, end
         part = RequestPart(rows)
         for window in self._windows:
-            mask = part.mask(window)
+            mask = part.array(window)
             # Without a mask every row sees what the causal order allows.
-            dense = self._no_mask(num_rows * end) if mask is None else mask.numpy()
-            bind(mask_name(window), dense.reshape(1, 1, num_rows, end))
-        outputs = [self._memory(name, (1, num_rows, self._hidden_size)) for name in self._outputs]
-        if self._is_last:
-            chosen = np.arange(num_rows) if logits_rows is None else logits_rows
-            bind("logits_rows", np.ascontiguousarray(chosen))
-            outputs.append(self._memory("logits", (1, len(chosen), self._vocab_size)))
-        for output in outputs:
-            bound.binding.bind_ortvalue_output(output.name, output.value)
+            dense = self._no_mask(num_rows * end) if mask is None else mask
+            # Without a copy; the binding keeps the array.
+            bound.binding.bind_cpu_input(mask_name(window), dense.reshape(1, 1, num_rows, end))
         self._session.run_with_iobinding(bound.binding)
         self.num_passes += 1
         done()
-        found = [torch.from_numpy(output.array[0].copy()) for output in outputs]
+        found = [torch.from_numpy(array[0].copy()) for array in memory.outputs.values()]
         logits = found.pop() if self._is_last else torch.empty(0)
         return logits, found
 
@@ -225,50 +226,81 @@ class OnnxPasses:
             self._zeros = np.zeros(2 * size, np.float32)
         return self._zeros[:size]
 
-    def _memory(self, name: str, shape: tuple[int, ...]) -> _Memory:
-        """Memory of an output, which later passes of the same shape write to again.
+    def _memory(self, num_rows: int, num_logits: int) -> _Memory:
+        """Memory for the inputs and outputs of passes of R rows and A logits rows.
 
-        To bind an existing value and copy the results costs less than to make a new value, up to
+        To bind existing values and copy the results costs less than to make new values, up to
         about 8 rows of a vocabulary of 4096 tokens (5 to 7 us against a copy of 0.7 us per row);
         32 rows cost some 20 us more, of a pass of about 6 ms.
         """
-        memory = self._memories.get((name, shape))
-        if memory is None:
-            flat = self._flat.get(name)
-            size = math.prod(shape)
-            if flat is None or len(flat) < size:
-                flat = self._flat[name] = np.empty(2 * size, np.float32)
-                self._memories = {k: m for k, m in self._memories.items() if k[0] != name}
-            array = flat[:size].reshape(shape)
-            memory = _Memory(name=name, array=array, value=_value(array))
-            self._memories[name, shape] = memory
+        known = self._memories.get((num_rows, num_logits))
+        if known is not None:
+            return known
+        rows = (1, num_rows)
+        inputs: dict[str, np.ndarray[Any, Any]] = {"positions": np.empty(rows, np.int64)}
+        if self._is_first:
+            inputs["tokens"] = np.empty(rows, np.int64)
+        else:
+            inputs["hidden"] = self._shared_array("hidden", (*rows, self._hidden_size))
+        shapes = dict.fromkeys(self._outputs, (*rows, self._hidden_size))
+        if self._is_last:
+            inputs["logits_rows"] = np.empty(num_logits, np.int64)
+            shapes["logits"] = (1, num_logits, self._vocab_size)
+        outputs = {name: self._shared_array(name, shape) for name, shape in shapes.items()}
+        if len(self._memories) >= _MEMORIES:  # prompts have many lengths
+            self._memories.clear()
+        memory = _Memory(inputs, outputs)
+        self._memories[num_rows, num_logits] = memory
         return memory
+
+    def _shared_array(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """An array in the memory that all arrays of this name share."""
+        flat, size = self._flat.get(name), math.prod(shape)
+        if flat is None or len(flat) < size:
+            flat = self._flat[name] = np.empty(2 * size, np.float32)
+            self._memories.clear()
+        return flat[:size].reshape(shape)
 
     def _bound(self, cache: TreeCache, keys_values: Tensor) -> _Bound:
         """The binding of a request, with its keys and values; a new one where they have moved."""
-        place = (keys_values.data_ptr(), keys_values.shape[3])
-        known = self._bindings.get(cache)
-        if known is not None and known.place == place:
+        known = self._bindings.get(id(cache))
+        if known is not None and known.keys_values is keys_values:
             return known
+        if known is None:
+            # Cheaper for every pass than a weak mapping, which makes a reference per look-up.
+            finalize(cache, self._bindings.pop, id(cache), None).atexit = False
         binding = self._session.io_binding()
         for i, tensor in enumerate(keys_values.numpy()):
             name, value = f"{('keys', 'values')[i % 2]}_{i // 2}", _value(tensor)
             binding.bind_ortvalue_input(f"past_{name}", value)
             binding.bind_ortvalue_output(name, value)
-        bound = _Bound(place=place, binding=binding)
+        bound = _Bound(keys_values=keys_values, binding=binding)
         binding.bind_cpu_input("last_slot", bound.last_slot)
         binding.bind_cpu_input("num_slots", bound.num_slots)
-        self._bindings[cache] = bound
+        self._bindings[id(cache)] = bound
         return bound
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Memory:
-    """Memory of one output of a session: an array, and the same as a value of ONNX Runtime."""
+    """Arrays of a session's inputs and outputs for one number of rows, and how to bind them.
 
-    name: str
-    array: np.ndarray[Any, Any]
-    value: Any
+    Attributes:
+        inputs, outputs: name -> array; written before, and copied after every pass.
+    """
+
+    def __init__(
+        self, inputs: dict[str, np.ndarray[Any, Any]], outputs: dict[str, np.ndarray[Any, Any]]
+    ) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        self._inputs = [(name, _value(array)) for name, array in inputs.items()]
+        self._outputs = [(name, _value(array)) for name, array in outputs.items()]
+
+    def bind(self, binding: Any) -> None:
+        """Makes a binding read and write the arrays."""
+        for name, value in self._inputs:
+            binding.bind_ortvalue_input(name, value)
+        for name, value in self._outputs:
+            binding.bind_ortvalue_output(name, value)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,13 +308,15 @@ class _Bound:
     """A binding with a request's keys and values.
 
     Attributes:
-        place: address and capacity of the keys and values.
+        keys_values: the tensor that is bound.
         binding: of the session's inputs and outputs.
+        memory: the other inputs and outputs that are bound; None before the first pass.
         last_slot, num_slots: int32[1], bound inputs that every pass sets.
     """
 
-    place: tuple[int, int]
+    keys_values: Tensor
     binding: Any
+    memory: _Memory | None = None
     last_slot: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(1, np.int32))
     num_slots: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(1, np.int32))
 

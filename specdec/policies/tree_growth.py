@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
+_LOWEST = float(np.finfo(np.float64).min)  # of all scores but -inf
+
 NO_SLOTS: IntArray = np.zeros(0, np.int64)
 """int64[0], shared; never written to."""
 
@@ -184,9 +186,10 @@ def most_probable(
     num_nodes = len(tree)
     candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
     scores = np.concatenate([node_scores, candidate_scores.ravel()])
-    best = top_set(scores, num)
-    best_scores = scores.take(best)
-    best = best[(best_scores > -np.inf) & (best_scores >= min_score)]
+    # The limit first: with it few entries are left, mostly no more than ``num``.
+    best = (scores >= max(min_score, _LOWEST)).nonzero()[0]
+    if len(best) > num:
+        best = best.take(top_set(scores.take(best), num))
     split = int(best.searchsorted(num_nodes))
     if split == len(best):
         return best

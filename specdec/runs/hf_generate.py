@@ -36,7 +36,7 @@ from specdec.runs.runners import (
     sampling_params,
 )
 from specdec.sampling.transform import SamplingParams
-from specdec.state import TARGET_ORIGIN, RequestState, StopRules, count_answer
+from specdec.state import TARGET_ORIGIN, RequestState, StopRules
 from specdec.types import IntArray, Lossless, Verdict
 
 HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
@@ -338,4 +338,6 @@ def _count(request: RequestState, sizes: Sequence[int], rows: Sequence[int]) -> 
             next_token=request.output[-1],
             num_verified=accepted + (proposed > accepted),
         )
-        count_answer(request, verdict, hit=False)  # a chain lacks the token after its path
+        request.counters.count_answer(
+            len(verdict.accepted_ids), verdict.num_verified, hit=False
+        )  # a chain lacks the token after its path

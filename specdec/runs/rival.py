@@ -31,7 +31,7 @@ from specdec.runs.runners import (
     sampling_params,
 )
 from specdec.sampling.transform import SamplingParams
-from specdec.state import TARGET_ORIGIN, RequestState, StopRules, count_answer
+from specdec.state import TARGET_ORIGIN, RequestState, StopRules
 from specdec.types import Lossless, Verdict
 
 METHODS = {
@@ -326,4 +326,4 @@ def _count(request: RequestState, sizes: Sequence[int], found: Generation) -> No
             next_token=request.output[-1],
             num_verified=size - 1 + (spare > 0),
         )
-        count_answer(request, verdict, hit=False)
+        request.counters.count_answer(len(verdict.accepted_ids), verdict.num_verified, hit=False)

@@ -45,6 +45,15 @@ def argmax(logits: Tensor) -> IntArray:
     return best
 
 
+def top_one(scores: Tensor) -> tuple[IntArray, FloatArray]:
+    """Returns ``top`` with one token per row of scores[W, V], which takes no search for others."""
+    values = scores.numpy()
+    tokens = values.argmax(axis=1)[:, None]  # NaN counts as the largest
+    logprobs = np.take_along_axis(values, tokens, 1).astype(np.float64)
+    check_finite(logprobs[:, 0])
+    return tokens, np.minimum(logprobs, 0.0)
+
+
 def sample(
     logits: Tensor, uniforms: FloatArray, *, temperature: float, top_k: int, top_p: float
 ) -> IntArray:

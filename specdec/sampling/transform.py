@@ -177,10 +177,13 @@ class SamplingTransform:
             logits = logits / self.params.temperature
         # Few calls: a pass of a small draft leaves some 100 us for sampling.
         scores = torch.log_softmax(logits, dim=1)
+        if k == 1 and not on_accelerator(scores):
+            return host.top_one(scores)
         best = scores.topk(min(k + 1, logits.shape[1]), dim=1)
         tokens, logprobs = _on_host(best.indices, best.values)
         check_finite(logprobs[:, 0])
-        tied = (logprobs[:, 1:] == logprobs[:, :-1]).any()  # topk does not specify their order
+        # topk does not specify their order
+        tied = np.count_nonzero(logprobs[:, 1:] == logprobs[:, :-1])
         if tied and on_accelerator(scores):
             tokens, logprobs = _on_host(*on_device.top(scores, k))
         elif tied:
@@ -200,8 +203,10 @@ class SamplingTransform:
 
     def _processed(self, logits: Tensor, histories: Sequence[IntArray] | None) -> Tensor:
         """Applies processors; returns [A, V] in float32 or float64 without changing the input."""
-        logits = logits.detach()
-        if not on_accelerator(logits):
+        # Each of these calls takes microseconds even where it changes nothing.
+        if logits.requires_grad:
+            logits = logits.detach()
+        if not on_accelerator(logits) and logits.device.type != "cpu":
             logits = logits.cpu()
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()

@@ -39,10 +39,13 @@ class Turns:
                 waiting requests; while other requests are in flight, unprepared ones get no turn,
                 so that their drafting delays no other request.
         """
-        self._feeding = feeding
         self._in_flight = in_flight
         self._serial = getattr(policy, "serial", True)
         self._prepared = getattr(policy, "prepared", None)
+        one_group = feeding is Feeding.MICRO_BATCHES and in_flight == 1
+        if one_group and self._serial and self._prepared is None:
+            feeding = Feeding.DYNAMIC  # every request that is not awaited
+        self._feeding = feeding
         self._last: dict[int, int] = {}
 
     def take(self, state: DecodeState) -> frozenset[int] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from specdec.attention.kv_cache import TreeCache
+from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.clocks import CONTROLLER, Work
 from specdec.metrics.counters import SourceCounters
 from specdec.models.runner import NO_ROWS, ModelRunner
@@ -21,13 +21,16 @@ from specdec.sampling.candidates import counts_of, top_candidates
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.draw_guesser import DrawGuesser
 from specdec.sources.sampled import sampled_candidates
-from specdec.types import NO_NODE, BoolArray, Candidates, Commit, IntArray, Needs, Nodes, Output
+from specdec.types import BoolArray, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 _SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
 _NO_TOKENS = np.zeros(0, np.int64)
+
+Chain = tuple[IntArray, FloatArray]
+"""Tokens int64[L] and log-probabilities float64[L] of a chain."""
 
 
 @dataclass(slots=True)
@@ -64,6 +67,44 @@ class _Work:
     prefix: IntArray
     compute: IntArray
     in_order: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Growing:
+    """A chain that ``chains`` drafts.
+
+    Attributes:
+        cache: of its request.
+        tip: id of the node below which it grows.
+        first_id: id of its first node.
+        position: of the tip.
+        length: tokens to draft.
+        tokens, logprobs: drafted so far.
+    """
+
+    cache: TreeCache
+    tip: int
+    first_id: int
+    position: int
+    length: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def grows(self, max_positions: int) -> bool:
+        """Whether a pass over the last token follows."""
+        num = len(self.tokens)
+        return num < self.length and self.position + num < max_positions
+
+    def rows(self) -> Rows:
+        """The last token's row."""
+        num = len(self.tokens)
+        node_id = self.first_id + num - 1
+        return self.cache.rows(
+            node_ids=np.array([node_id]),
+            node_tokens=np.array(self.tokens[-1:]),
+            parent_ids=np.array([node_id - 1 if num > 1 else self.tip]),
+            node_positions=np.array([self.position + num]),
+        )
 
 
 class DraftModelSource:
@@ -134,20 +175,54 @@ class DraftModelSource:
 
         Nodes beyond the model's maximum position get count 0.
         """
-        works = []
-        reachable = np.ones(len(nodes), np.bool_)
-        for request_id, ids, rows in nodes.packed():
-            work = self._plan(state.requests[request_id], ids)
-            if len(work.slots) < len(ids):
-                reachable[rows] = self._reachable(work.request, ids)
-            works.append(work)
-        if not reachable.all():
+        works = [self._plan(state.requests[request_id], ids) for request_id, ids in nodes.items]
+        if sum([len(work.slots) for work in works]) < len(nodes):
+            reachable = np.concatenate(
+                [self._reachable(state.requests[i], ids) for i, ids in nodes.items]
+            )
             nodes = nodes.where(reachable)
             if not nodes.items:
                 return Candidates.empty(len(reachable))
             return self.expand(state, nodes, k).spread(reachable)
         logits = self._compute(state, works)
         return self._candidates(state, nodes, works, logits, k)
+
+    def chains(self, state: DecodeState, tips: Nodes, lengths: Sequence[int]) -> list[Chain] | None:
+        """The same passes as by ``expand``, with no tree in between; see ``TokenSource``."""
+        requests = [state.requests[request_id] for request_id, _ in tips.items]
+        drafts = [self._drafts[request.id] for request in requests]
+        transform = drafts[0].transform
+        if self.gives_probs or self._guesser is not None or transform.params.needs_history:
+            return None
+        if any(draft.transform is not transform for draft in drafts):
+            return None
+        chains = [
+            _Growing(
+                cache=draft.cache,
+                tip=int(ids[0]),
+                first_id=request.tree.next_id,
+                position=int(request.tree.positions[request.tree.slots(ids)[0]]),
+                length=length,
+            )
+            for request, draft, (_, ids), length in zip(
+                requests, drafts, tips.items, lengths, strict=True
+            )
+        ]
+        found = self.expand(state, tips, 1)
+        answered = np.flatnonzero(found.counts)
+        growing = [chains[i] for i in answered.tolist()]
+        tokens, logprobs = found.tokens[answered], found.logprobs[answered]
+        while growing:
+            for i, chain in enumerate(growing):
+                chain.tokens.append(int(tokens[i, 0]))
+                chain.logprobs.append(float(logprobs[i, 0]))
+            growing = [chain for chain in growing if chain.grows(self._runner.max_positions)]
+            if growing:
+                logits = self._runner.forward([chain.rows() for chain in growing]).logits
+                assert logits is not None
+                self._count(state, len(growing))
+                tokens, logprobs = transform.top(logits, 1)
+        return [(np.array(c.tokens, np.int64), np.array(c.logprobs)) for c in chains]
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Moves accepted entries into the prefix and drops pruned nodes."""
@@ -180,12 +255,13 @@ class DraftModelSource:
             ids = ids[self._reachable(request, ids)]
             slots = tree.slots(ids)
         entered = cache.has(ids)
-        if entered.any() and any(i not in draft.logits for i in ids[entered].tolist()):
+        any_entered = bool(entered.any())
+        if any_entered and any(i not in draft.logits for i in ids[entered].tolist()):
             # Expanded a second time: drop all tree entries, since a row's logits are not stored.
             cache.truncate(cache.cached_len)
             draft.logits.clear()
-            entered[:] = False
-        new = slots if not entered.any() else slots[~entered]
+            any_entered = False
+        new = slots[~entered] if any_entered else slots
         compute = tree.with_missing_ancestors(new, cache.has)
         in_order = compute is slots or (
             len(compute) == len(slots) and bool((compute == slots).all())
@@ -210,16 +286,16 @@ class DraftModelSource:
             if not len(work.compute):
                 continue
             tree = work.request.tree
-            parents = tree.parents[work.compute]
-            # A root has no parent entry: an id that is not in the cache means the prefix's end.
-            parent_ids = np.where(parents == NO_NODE, NO_NODE, tree.ids[parents])
+            node_ids, tokens, parent_ids, positions = tree.rows_of(work.compute)
             rows.append(
                 work.draft.cache.rows(
                     prefix_tokens=work.prefix,
-                    node_ids=tree.ids[work.compute],
-                    node_tokens=tree.tokens[work.compute],
+                    node_ids=node_ids,
+                    node_tokens=tokens,
+                    # A root has no parent entry: an id that is not in the cache means the
+                    # prefix's end.
                     parent_ids=parent_ids,
-                    node_positions=tree.positions[work.compute],
+                    node_positions=positions,
                 )
             )
             first = offset + len(work.prefix)
@@ -229,7 +305,9 @@ class DraftModelSource:
         logits = None
         if rows:
             all_rows = sum(map(len, indices)) == offset
-            logits_rows = None if all_rows else np.concatenate(indices)
+            logits_rows = None
+            if not all_rows:
+                logits_rows = indices[0] if len(indices) == 1 else np.concatenate(indices)
             logits = self._runner.forward(rows, logits_rows=logits_rows).logits
             self._count(state, offset)
         if logits is not None and all(work.in_order for work in works):

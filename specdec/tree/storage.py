@@ -125,6 +125,11 @@ class NodeTable:
         return self._cand_logprobs[: self._size]
 
     @property
+    def next_id(self) -> int:
+        """Id of the next new node."""
+        return self._next_id
+
+    @property
     def root_id(self) -> int:
         """Id of the root."""
         return int(self._ints[0, 0])

@@ -82,6 +82,43 @@ class TokenTree(NodeTable):
         self._next_id += num
         return slots
 
+    def append_chain(self, slot: int, tokens: IntArray, logprobs: FloatArray) -> None:
+        """Adds W nodes, each the child of the one before, the first of ``slot``, which is a leaf.
+
+        Every node but the last counts as expanded, with no candidate left: the tree is the same as
+        after ``set_candidates`` with one candidate and ``take``, once per node.
+
+        Args:
+            slot: an unexpanded node.
+            tokens: int64[W].
+            logprobs: float64[W].
+        """
+        num = len(tokens)
+        if not num:
+            return
+        start = self._size
+        self._claim(num)
+        self._widen(1)
+        ints, floats = self._ints, self._floats
+        new = slice(start, start + num)
+        steps = np.arange(num)
+        ints[0, new] = steps + self._next_id
+        ints[1, new] = tokens
+        ints[2, new] = steps + (start - 1)
+        ints[2, start] = slot
+        ints[3, new] = steps + (ints[3, slot] + 1)
+        ints[4, new] = -1
+        ints[5, new] = 0
+        ints[6, new] = -1
+        floats[0, new] = logprobs
+        floats[1, new] = np.concatenate([floats[1, slot, None], logprobs]).cumsum()[1:]
+        self._flags[:, new] = False
+        self._flags[0, start : start + num - 1] = True
+        self._flags[0, slot] = True
+        self._cand_logprobs[new] = -np.inf
+        self._cand_logprobs[slot] = -np.inf
+        self._next_id += num
+
     def set_candidates(self, slots: IntArray, candidates: Candidates, rows: slice) -> None:
         """Stores the candidates of W nodes and marks the nodes as expanded.
 
@@ -95,11 +132,14 @@ class TokenTree(NodeTable):
         counts = candidates.counts[rows]
         num = tokens.shape[1]
         self._widen(num)
-        self._cand_tokens[slots, :num] = tokens
         if int(counts.min(initial=num)) < num:
             logprobs = np.where(np.arange(num) < counts[:, None], logprobs, -np.inf)
-        self._cand_logprobs[slots, :num] = logprobs
-        if num < self._cand_logprobs.shape[1]:
+        if num == self._cand_tokens.shape[1]:
+            self._cand_tokens[slots] = tokens
+            self._cand_logprobs[slots] = logprobs
+        else:
+            self._cand_tokens[slots, :num] = tokens
+            self._cand_logprobs[slots, :num] = logprobs
             self._cand_logprobs[slots, num:] = -np.inf
         if self._mixed or candidates.origins is not None:
             self._mixed = True
@@ -117,6 +157,8 @@ class TokenTree(NodeTable):
 
         A node may have children before it is expanded; siblings must differ.
         """
+        if len(slots) == 1 and slots[0] == self._size - 1:  # the last node has no children
+            return
         if int(self.parents.max()) < int(slots.min()):
             return
         is_parent = np.zeros(self._size, np.bool_)
@@ -184,12 +226,22 @@ class TokenTree(NodeTable):
 
     def slots(self, ids: IntArray) -> IntArray:
         """int64[W], slots of ``ids``; ``NO_NODE`` for an id that is not in the tree."""
-        live = self.ids
-        at = np.minimum(live.searchsorted(ids), self._size - 1)
-        return np.where(live.take(at) == ids, at, NO_NODE)
+        live = self._ints[0, : self._size]
+        at = live.searchsorted(ids)
+        known = live.take(at, mode="clip") == ids
+        return at if known.all() else np.where(known, at, NO_NODE)
+
+    def rows_of(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Ids, tokens, parent ids (``NO_NODE`` for the root) and positions of ``slots``[W]."""
+        ids, tokens, parents, positions = self._ints[:4].take(slots, axis=1)
+        parent_ids = self._ints[0].take(parents)
+        parent_ids[parents < 0] = NO_NODE
+        return ids, tokens, parent_ids, positions
 
     def child(self, slot: int, token: int) -> int:
         """Slot of the child of ``slot`` with ``token``, or ``NO_NODE``."""
+        if self._size == 1:
+            return NO_NODE
         matches = (self.parents == slot) & (self.tokens == token)
         first = int(matches.argmax())
         return first if matches[first] else NO_NODE
@@ -249,11 +301,13 @@ class TokenTree(NodeTable):
         """
         rows = level = slots
         while len(level):
-            above = self.parents[level]
-            above = above[above != NO_NODE]
-            above = above[~has(self.ids[above])] if len(above) else above
-            if not len(above):
+            above = self.parents.take(level)
+            if (above < 0).any():
+                above = above[above != NO_NODE]
+            present = has(self.ids.take(above))
+            if present.all():
                 break
+            above = above[~present]
             level = np.setdiff1d(above, rows)
             rows = np.concatenate([level, rows])
         if len(rows) > 1 and (rows[1:] < rows[:-1]).any():

@@ -5,7 +5,7 @@ Shape letters: W nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specdec.types.arrays import BoolArray, IntArray
 
@@ -64,18 +64,23 @@ class Batch:
     """Rows submitted to the target in one step; an empty batch is only a step tick.
 
     A request's prefill chunk and its first root may share a batch; the chunk comes first.
+
+    Attributes:
+        step: of the loop.
+        trees, prefills: the rows.
+        num_nodes: tree nodes of all requests.
+        num_tokens: rows of the target's forward: tree nodes and prefill tokens.
     """
 
     step: int
     trees: tuple[TreeRows, ...] = ()
     prefills: tuple[PrefillChunk, ...] = ()
+    num_nodes: int = field(init=False, repr=False, compare=False)
+    num_tokens: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def num_nodes(self) -> int:
-        """Tree nodes of all requests."""
-        return sum(len(rows.node_ids) for rows in self.trees)
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of the target's forward: tree nodes and prefill tokens."""
-        return self.num_nodes + sum(len(chunk.tokens) for chunk in self.prefills)
+    def __post_init__(self) -> None:
+        # Counted once: every part of a step reads them.
+        nodes = sum([len(rows.node_ids) for rows in self.trees])
+        object.__setattr__(self, "num_nodes", nodes)
+        tokens = nodes + sum([len(chunk.tokens) for chunk in self.prefills])
+        object.__setattr__(self, "num_tokens", tokens)

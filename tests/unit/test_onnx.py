@@ -149,13 +149,13 @@ def test_logits_of_some_rows():
 
 
 class _Blind(RequestPart):
-    def mask(self, window):
+    def array(self, window):
         return None
 
 
 class _NoWindow(RequestPart):
-    def mask(self, window):
-        return super().mask(None)
+    def array(self, window):
+        return super().array(None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Chains drafted at once (``TokenSource.chains``) leave the trees that single passes leave."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specdec.policies import Chain
+from specdec.sampling.transform import SamplingParams
+from specdec.sources import DraftModelSource
+
+from .support import (
+    VOCAB,
+    commit,
+    make_request,
+    make_runner,
+    make_state,
+    open_request,
+    random_path,
+    tiny_model,
+)
+
+LIMIT = 40  # positions of the draft model: the last chains are shorter
+MODEL = tiny_model(max_positions=LIMIT)
+NAMES = (
+    "ids",
+    "tokens",
+    "parents",
+    "positions",
+    "submitted_at",
+    "origins",
+    "answers",
+    "logprobs",
+    "scores",
+    "expanded",
+    "candidate_logprobs",
+)
+
+
+class _PassByPass:
+    """The source without ``chains``."""
+
+    def __init__(self, source: DraftModelSource) -> None:
+        self.expand = source.expand
+
+
+def _grown(at_once: bool, sampling: SamplingParams, steps: int) -> tuple[list[object], int, int]:
+    """Trees after every step of two requests, passes and rows."""
+    state = make_state()
+    source = DraftModelSource(runner=make_runner(MODEL))
+    lengths = (21, 27)
+    for i, length in enumerate(lengths):
+        prompt = np.random.default_rng(i).integers(0, VOCAB, length)
+        open_request(state, source, make_request(i, prompt, sampling=sampling))
+    seen: list[object] = []
+    policy, rng = Chain(gamma=5), np.random.default_rng(0)
+    for _ in range(steps):
+        policy.select(state, source if at_once else _PassByPass(source))
+        for i, request in state.requests.items():
+            tree = request.tree
+            seen.append([getattr(tree, name).tolist() for name in NAMES])
+            path, token = random_path(tree, rng)
+            seen.append(commit(state, [source], i, path, token))
+    return seen, source.counters.passes, source.counters.rows
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=0.7)], ids=["greedy", "sampled"]
+)
+def test_trees_passes_and_rows_are_equal(sampling: SamplingParams) -> None:
+    assert repr(_grown(True, sampling, 6)) == repr(_grown(False, sampling, 6))
+
+
+def test_histories_need_single_passes() -> None:
+    sampling = SamplingParams(no_repeat_ngram=2)
+    assert repr(_grown(True, sampling, 4)) == repr(_grown(False, sampling, 4))
+
+
+def test_a_chain_ends_at_the_last_position_of_the_model() -> None:
+    state = make_state()
+    source = DraftModelSource(runner=make_runner(MODEL))
+    open_request(state, source, make_request(0, np.arange(LIMIT - 2) % VOCAB))
+    Chain(gamma=9).select(state, source)
+    assert int(state.requests[0].tree.positions.max()) == LIMIT
