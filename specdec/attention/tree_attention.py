@@ -30,6 +30,7 @@ from specdec.attention.backends import (
     Kernel,
     Visibility,
     dense_attention,
+    folded_heads,
     two_level_attention,
 )
 from specdec.attention.kv_cache import Rows
@@ -164,46 +165,56 @@ class RequestPart:
         """Masks are made when first needed; ``offset``: rows of the pass before these."""
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
-        self._masks: dict[int | None, Tensor | None] = {}
-        self._bits: Visibility | None = None
+        self._masks: dict[int | None, Tensor] = {}
+        self._bits: dict[bool, Visibility] = {}
 
     @cached_property
     def store(self) -> Store:
         """Write and read access to the request's cache."""
         return self.rows.cache.writer(self.rows)
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """The additive mask [R, n]; None: every row sees every slot."""
-        rows = self.rows
-        if window in self._masks:
-            return self._masks[window]
-        visible, spec = rows.visible, rows.cache.spec
-        if window is not None and self.within(window):
-            mask = self.mask(None)
-        elif window is None and count_nonzero(visible) == visible.size:
-            mask = None
-        else:
-            lowest = torch.finfo(spec.dtype).min
-            dense = np.zeros((len(rows), rows.end), _NUMPY.get(spec.dtype, np.float32))
-            dense[:, rows.first_masked :][~visible] = lowest
-            if window is not None:
-                keys = rows.cache.key_positions(rows.end)
-                dense[keys <= rows.positions[:, None] - window] = lowest
-            mask = torch.from_numpy(dense).to(device=spec.device, dtype=spec.dtype)
-        self._masks[window] = mask
-        return mask
+    def mask(self, window: int | None, folds: int = 1) -> Tensor | None:
+        """The additive mask [R, n], or [folds R, n]; None: every row sees every slot.
 
-    def bits(self) -> Visibility:
-        """The same for kernels."""
-        if self._bits is None:
-            rows, spec = self.rows, self.rows.cache.spec
-            self._bits = Visibility(
-                lengths=to_device(np.array([rows.first_masked, rows.end]), spec.device),
-                visible=to_device(np.ascontiguousarray(rows.visible, np.uint8), spec.device),
-                num_slots=rows.end,
-                dtype=spec.dtype,
-            )
-        return self._bits
+        On a device it is made there, from the rows' bits: [R, n] would be copied from the host.
+        """
+        rows = self.rows
+        if window is not None and self.within(window):
+            return self.mask(None, folds)
+        if window is None and count_nonzero(rows.visible) == rows.visible.size:
+            return None
+        if rows.cache.spec.device.type != "cpu":
+            return self.bits(has_window=window is not None).mask(window, folds)
+        if window not in self._masks:
+            self._masks[window] = self._host_mask(window)
+        return self._masks[window]
+
+    def _host_mask(self, window: int | None) -> Tensor:
+        rows, spec = self.rows, self.rows.cache.spec
+        lowest = torch.finfo(spec.dtype).min
+        dense = np.zeros((len(rows), rows.end), _NUMPY.get(spec.dtype, np.float32))
+        dense[:, rows.first_masked :][~rows.visible] = lowest
+        if window is not None:
+            keys = rows.cache.key_positions(rows.end)
+            dense[keys <= rows.positions[:, None] - window] = lowest
+        return torch.from_numpy(dense).to(spec.dtype)
+
+    def bits(self, *, has_window: bool = False) -> Visibility:
+        """The same as bits on the device; ``has_window``: also for masks of sliding windows."""
+        if has_window not in self._bits:
+            rows, device = self.rows, self.rows.cache.spec.device
+            arrays = {
+                "lengths": np.array([rows.first_masked, rows.end]),
+                "visible": np.ascontiguousarray(rows.visible, np.uint8),
+            }
+            if has_window:
+                arrays["positions"] = rows.positions
+                keys = rows.cache.key_positions(rows.end)[rows.first_masked :]
+                arrays["column_positions"] = keys
+            there = {name: to_device(array, device) for name, array in arrays.items()}
+            options: dict[str, Any] = {"num_slots": rows.end, "dtype": rows.cache.spec.dtype}
+            self._bits[has_window] = Visibility(**there, **options)
+        return self._bits[has_window]
 
     def within(self, window: int | None) -> bool:
         """Whether all positions lie within a window of this size, so that it masks nothing."""
@@ -253,8 +264,10 @@ class AttentionStep(Step):
         scaling, window, softcap = options.scaling, options.window, options.softcap
         if softcap is None and self._kernel is not None and part.within(window):
             return self._kernel(query, *stored, part.bits(), scaling)
-        mask, split = part.mask(window), part.rows.first_masked
-        plain = self._two_level and split and softcap is None and mask is part.mask(None)
-        if plain and mask is not None:
-            return two_level_attention(query, *stored, mask, scaling, split)
-        return dense_attention(query, *stored, mask, scaling, softcap)
+        split = part.rows.first_masked
+        if self._two_level and split and softcap is None and part.within(window):
+            mask = part.mask(None)
+            if mask is not None:
+                return two_level_attention(query, *stored, mask, scaling, split)
+        folds = folded_heads(query, stored[0]) if softcap is None else 1
+        return dense_attention(query, *stored, part.mask(window, folds), scaling, softcap)
