@@ -211,9 +211,10 @@ class RequestPart:
                 arrays["positions"] = rows.positions
                 keys = rows.cache.key_positions(rows.end)[rows.first_masked :]
                 arrays["column_positions"] = keys
-            there = {name: to_device(array, device) for name, array in arrays.items()}
-            options: dict[str, Any] = {"num_slots": rows.end, "dtype": rows.cache.spec.dtype}
-            self._bits[has_window] = Visibility(**there, **options)
+            there: dict[str, Any] = {n: to_device(array, device) for n, array in arrays.items()}
+            self._bits[has_window] = Visibility(
+                num_slots=rows.end, dtype=rows.cache.spec.dtype, **there
+            )
         return self._bits[has_window]
 
     def within(self, window: int | None) -> bool:
