@@ -31,7 +31,14 @@ NAV: dict[str, list[str]] = {
         "training.md",
         "serving.md",
     ],
-    "Where it runs": ["backends.md", "distributed.md", "gpu.md", "clocks.md", "replay.md"],
+    "Where it runs": [
+        "backends.md",
+        "distributed.md",
+        "gpu.md",
+        "sizes.md",
+        "clocks.md",
+        "replay.md",
+    ],
     "Looking at results": [
         "results.md",
         "metrics.md",

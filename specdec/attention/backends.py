@@ -79,15 +79,18 @@ class Visibility:
         self._dtype = dtype
         self._positions = positions
         self._column_positions = column_positions
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
 
-    def mask(self, window: int | None = None) -> Tensor:
+    def mask(self, window: int | None = None, folds: int = 1) -> Tensor:
         """The additive mask [R, C]: 0 where a row sees a slot, else the dtype's lowest number.
 
         Args:
             window: size of the sliding window; None for full attention.
+            folds: number of copies of all rows, one after the other; see ``folded_heads``.
         """
-        if window not in self._masks:
+        if folds > 1 and (window, folds) not in self._masks:
+            self._masks[window, folds] = repeat(self.mask(window), "r c -> (p r) c", p=folds)
+        if (window, folds) not in self._masks:
             first, end = self.lengths[0], self.lengths[1]
             slots = torch.arange(self._num_slots, device=self.lengths.device)
             columns = (slots - first).clamp(0, self.visible.shape[1] - 1)
@@ -98,8 +101,8 @@ class Visibility:
                 slot_positions = torch.where(slots < first, slots, self._column_positions[columns])
                 seen = seen & (slot_positions > self._positions[:, None] - window)
             mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
-            self._masks[window] = mask.masked_fill(~seen, torch.finfo(self._dtype).min)
-        return self._masks[window]
+            self._masks[window, 1] = mask.masked_fill(~seen, torch.finfo(self._dtype).min)
+        return self._masks[window, folds]
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
@@ -129,6 +132,11 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
     return _flex_kernel(device.type) if kind == Attention.FLEX else None
 
 
+def folded_heads(query: Tensor, key: Tensor) -> int:
+    """Query heads that ``dense_attention`` folds into rows of one head; 1: none."""
+    return query.shape[1] // key.shape[1] if query.device.type == "cuda" else 1
+
+
 def dense_attention(
     query: Tensor,
     key: Tensor,
@@ -145,7 +153,8 @@ def dense_attention(
 
     Args:
         query, key, value, scaling: see the module.
-        mask: [R, C], added to the scores; None: every row sees every slot.
+        mask: [R, C], added to the scores, or [P R, C] if it is repeated for ``folded_heads``; None:
+            every row sees every slot.
         softcap: see ``capped_attention``, which computes capped scores.
     """
     if softcap is not None:
@@ -158,11 +167,13 @@ def dense_attention(
             return scaled_dot_product_attention(
                 query, key, value, mask, scale=scaling, enable_gqa=heads != groups
             )
+        if len(mask) == rows:
+            mask = repeat(mask, "r c -> (p r) c", p=heads // groups)
         output = scaled_dot_product_attention(
             rearrange(query, "b (g p) r d -> b g (p r) d", g=groups),
             key,
             value,
-            repeat(mask, "r c -> (p r) c", p=heads // groups),
+            mask,
             scale=scaling,
         )
         return rearrange(output, "b g (p r) d -> b (g p) r d", r=rows)

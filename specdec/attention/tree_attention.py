@@ -31,6 +31,7 @@ from specdec.attention.backends import (
     Kernel,
     Visibility,
     dense_attention,
+    folded_heads,
     two_level_attention,
 )
 from specdec.attention.kv_cache import Rows
@@ -165,54 +166,67 @@ class RequestPart:
         """Masks are made when first needed; ``offset``: rows of the pass before these."""
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
-        self._masks: dict[int | None, Tensor | None] = {}
-        self._bits: Visibility | None = None
+        self._masks: dict[int | None, Tensor] = {}
+        self._bits: dict[bool, Visibility] = {}
 
     @cached_property
     def store(self) -> Store:
         """Write and read access to the request's cache."""
         return self.rows.cache.writer(self.rows)
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """The additive mask [R, n]; None: every row sees every slot."""
-        if window not in self._masks:
-            spec = self.rows.cache.spec
-            if window is not None and self.within(window):
-                mask = self.mask(None)
-            else:
-                dense = self.array(window)
-                mask = None
-                if dense is not None:
-                    mask = torch.from_numpy(dense).to(device=spec.device, dtype=spec.dtype)
-            self._masks[window] = mask
-        return self._masks[window]
-
     def array(self, window: int | None) -> npt.NDArray[Any] | None:
-        """The same as an array: float32 where numpy has no type of the cache's."""
-        rows, visible, dtype = self.rows, self.rows.visible, self.rows.cache.spec.dtype
+        """The additive mask [R, n] on the host, float32 where numpy has no type of the cache's."""
         if window is not None and self.within(window):
             window = None
+        visible = self.rows.visible
         if window is None and count_nonzero(visible) == visible.size:
             return None
+        return self._dense(window)
+
+    def _dense(self, window: int | None) -> npt.NDArray[Any]:
+        rows, dtype = self.rows, self.rows.cache.spec.dtype
         lowest = torch.finfo(dtype).min
         dense = np.zeros((len(rows), rows.end), _NUMPY.get(dtype, np.float32))
-        dense[:, rows.first_masked :][~visible] = lowest
+        dense[:, rows.first_masked :][~rows.visible] = lowest
         if window is not None:
             keys = rows.cache.key_positions(rows.end)
             dense[keys <= rows.positions[:, None] - window] = lowest
         return dense
 
-    def bits(self) -> Visibility:
-        """The same for kernels."""
-        if self._bits is None:
-            rows, spec = self.rows, self.rows.cache.spec
-            self._bits = Visibility(
-                lengths=to_device(np.array([rows.first_masked, rows.end]), spec.device),
-                visible=to_device(np.ascontiguousarray(rows.visible, np.uint8), spec.device),
-                num_slots=rows.end,
-                dtype=spec.dtype,
+    def mask(self, window: int | None, folds: int = 1) -> Tensor | None:
+        """The additive mask [R, n], or [folds R, n]; None: every row sees every slot.
+
+        On a device it is made there, from the rows' bits: [R, n] would be copied from the host.
+        """
+        rows = self.rows
+        if window is not None and self.within(window):
+            return self.mask(None, folds)
+        if window is None and count_nonzero(rows.visible) == rows.visible.size:
+            return None
+        if rows.cache.spec.device.type != "cpu":
+            return self.bits(has_window=window is not None).mask(window, folds)
+        if window not in self._masks:
+            dense = torch.from_numpy(self._dense(window))
+            self._masks[window] = dense.to(rows.cache.spec.dtype)
+        return self._masks[window]
+
+    def bits(self, *, has_window: bool = False) -> Visibility:
+        """The same as bits on the device; ``has_window``: also for masks of sliding windows."""
+        if has_window not in self._bits:
+            rows, device = self.rows, self.rows.cache.spec.device
+            arrays = {
+                "lengths": np.array([rows.first_masked, rows.end]),
+                "visible": np.ascontiguousarray(rows.visible, np.uint8),
+            }
+            if has_window:
+                arrays["positions"] = rows.positions
+                keys = rows.cache.key_positions(rows.end)[rows.first_masked :]
+                arrays["column_positions"] = keys
+            there: dict[str, Any] = {n: to_device(array, device) for n, array in arrays.items()}
+            self._bits[has_window] = Visibility(
+                num_slots=rows.end, dtype=rows.cache.spec.dtype, **there
             )
-        return self._bits
+        return self._bits[has_window]
 
     def within(self, window: int | None) -> bool:
         """Whether all positions lie within a window of this size, so that it masks nothing."""
@@ -262,8 +276,10 @@ class AttentionStep(Step):
         scaling, window, softcap = options.scaling, options.window, options.softcap
         if softcap is None and self._kernel is not None and part.within(window):
             return self._kernel(query, *stored, part.bits(), scaling)
-        mask, split = part.mask(window), part.rows.first_masked
-        plain = self._two_level and split and softcap is None and mask is part.mask(None)
-        if plain and mask is not None:
-            return two_level_attention(query, *stored, mask, scaling, split)
-        return dense_attention(query, *stored, mask, scaling, softcap)
+        split = part.rows.first_masked
+        if self._two_level and split and softcap is None and part.within(window):
+            mask = part.mask(None)
+            if mask is not None:
+                return two_level_attention(query, *stored, mask, scaling, split)
+        folds = folded_heads(query, stored[0]) if softcap is None else 1
+        return dense_attention(query, *stored, part.mask(window, folds), scaling, softcap)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.attention.backends import Kernel, Visibility, dense_attention
+from specdec.attention.backends import Kernel, Visibility, dense_attention, folded_heads
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions, Step
@@ -93,7 +93,8 @@ class StaticStep(Step):
         if self._kernel is not None and softcap is None and window is None:
             output = self._kernel(query, keys, values, self._visibility, scaling)
         else:
-            mask = self._visibility.mask(window)
+            folds = folded_heads(query, keys) if softcap is None else 1
+            mask = self._visibility.mask(window, folds)
             output = dense_attention(query, keys, values, mask, scaling, softcap)
         return output.transpose(1, 2)
 

@@ -63,10 +63,11 @@ class Arenas:
 
     def _assign(self, current: list[Arena], size: int) -> Arena:
         """Replaces the current arena by one of at least ``size`` slots."""
-        # Few sizes, so that later requests can reuse arenas and the graphs captured over them.
+        # Few sizes, so that later requests can reuse arenas and the graphs captured over them; a
+        # larger arena that is free has graphs already, a new one of the right size has none.
         capacity = max(LEAST_CONTEXT, 1 << (size - 1).bit_length())
-        free = self._free.setdefault(capacity, [])
-        arena = free.pop() if free else Arena(self._spec, capacity)
+        fits = [free for free, arenas in self._free.items() if arenas and free >= capacity]
+        arena = self._free[min(fits)].pop() if fits else Arena(self._spec, capacity)
         self._release(current)
         current.append(arena)
         return arena

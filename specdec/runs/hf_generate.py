@@ -37,7 +37,7 @@ from specdec.runs.runners import (
 )
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, RequestState, StopRules
-from specdec.types import IntArray, Lossless, Verdict
+from specdec.types import IntArray, Lossless
 
 HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 """Names of the rows."""
@@ -332,12 +332,6 @@ def _count(request: RequestState, sizes: Sequence[int], rows: Sequence[int]) -> 
     for i, (size, fed) in enumerate(zip(sizes, rows, strict=True)):
         proposed, accepted = fed - (1 if i else request.num_prompt), size - 1
         request.counters.proposed += proposed
-        verdict = Verdict(
-            request=request.id,
-            accepted_ids=np.arange(accepted),
-            next_token=request.output[-1],
-            num_verified=accepted + (proposed > accepted),
-        )
-        request.counters.count_answer(
-            len(verdict.accepted_ids), verdict.num_verified, hit=False
-        )  # a chain lacks the token after its path
+        num_verified = accepted + (proposed > accepted)
+        # A chain lacks the token after its path, so no answer is a hit.
+        request.counters.count_answer(accepted, num_verified, hit=False)

@@ -32,7 +32,7 @@ from specdec.runs.runners import (
 )
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, RequestState, StopRules
-from specdec.types import Lossless, Verdict
+from specdec.types import Lossless
 
 METHODS = {
     f"{runtime}_{method}": (runtime, method)
@@ -320,10 +320,4 @@ def _count(request: RequestState, sizes: Sequence[int], found: Generation) -> No
     for i, size in enumerate(sizes):
         spare = refused // len(sizes) + (i < refused % len(sizes))
         request.counters.proposed += size - 1 + spare
-        verdict = Verdict(
-            request=request.id,
-            accepted_ids=np.arange(size - 1),
-            next_token=request.output[-1],
-            num_verified=size - 1 + (spare > 0),
-        )
-        request.counters.count_answer(len(verdict.accepted_ids), verdict.num_verified, hit=False)
+        request.counters.count_answer(size - 1, size - 1 + (spare > 0), hit=False)

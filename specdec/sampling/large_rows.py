@@ -33,6 +33,7 @@ _UNIT = 2.0**-24  # unit roundoff of float32
 _EXP_ERROR = 6 * _UNIT  # of numpy's float32 exponential: 2.5 units in the last place, rounded up
 _SAMPLED = 16
 _LARGEST_SUM = 1e30
+_LEAST_BLOCK_SUM = 1e-30  # smaller ones may have lost terms that underflowed
 _SMALLEST_SUM = 1e-20  # above it, exponentials that underflow are below 1e-13 of the sum
 
 EXACT = 1e-12
@@ -197,10 +198,9 @@ def probable(
     largest_left_out = np.partition(sums, place, axis=1)[:, place, None]
     # An entry of a block that is left out is at most the block's sum, up to the rounding of both.
     slack = 1.0 + 2.0 * (_EXP_ERROR + BLOCK * _UNIT)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = np.log(largest_left_out.astype(np.float64) * slack)
-        spread = np.abs(scaled) * 4 * _UNIT  # rounding of the scaled logits
-        logits = (scaled + spread + parts.shift[rows, None]) * temperature
+    scaled = np.log(np.maximum(largest_left_out, _LEAST_BLOCK_SUM).astype(np.float64) * slack)
+    spread = np.abs(scaled) * 4 * _UNIT  # rounding of the scaled logits
+    logits = (scaled + spread + parts.shift[rows, None]) * temperature
     bound = np.nextafter(logits.astype(np.float32), np.float32(np.inf))
     return at_least(values, rows, sums > largest_left_out, bound)
 

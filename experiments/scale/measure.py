@@ -1,0 +1,188 @@
+"""Memory, messages and host time of strategies on a pair of ``experiments.scale.checkpoints``.
+
+    python -m experiments.scale.measure FOLDER --strategies best_first --samplings t06 [options]
+
+Every row runs in a process of its own, so that its peak memory is its own, and is appended to
+``--out`` as a line of JSON; rows that are there already are skipped. Columns:
+
+- ``load_s``: seconds to compose the strategy, models included.
+- ``peak_mb``, ``weights_mb``, ``cache_mb``: largest resident memory of the process, and what its
+  weights and the target's cache take; the rest is Python, torch, activations and logits.
+- ``host_ms``: CPU milliseconds per step of the controller's thread outside model calls.
+- ``share_of_12_ms``: what that would be of a step whose target pass takes 12 ms, if nothing
+  overlapped.
+- ``bytes_per_step``: sent between ranks, with ``--stages`` above 1 (one process per stage).
+- ``accepted_per_pass``, ``loop_share``: as in every table of the library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter, thread_time
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.config.hydra import compose_config
+from specdec.metrics import RequestResult
+from specdec.metrics.loops import loop_share
+from specdec.models.runner import ModelRunner
+from specdec.pairs import build_pair
+from specdec.runs.runners import PartsRunner, TokenPrompt
+from specdec.state import StopRules
+
+SAMPLINGS = {
+    "greedy": ["sampling=greedy"],
+    "t06": ["sampling=t06"],
+    "top_p": ["sampling=t08"],
+    "rejection": ["sampling=t06", "verifier=rejection"],
+}
+STRATEGIES = ("ar", "speculative", "best_first", "specpipe", "specpipe_db", "swiftspec", "ppsd")
+_TARGET_MS = 12.0
+_WARM_UP = 16  # tokens of a prompt that is decoded before, since first calls allocate
+_MB = 1e6
+
+
+class ModelTime:
+    """CPU seconds of this thread in passes of models while installed."""
+
+    def __init__(self) -> None:
+        """Wraps ``ModelRunner.forward`` of this process."""
+        self.seconds = 0.0
+        original = ModelRunner.forward
+
+        def forward(runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+            start = thread_time()
+            try:
+                return original(runner, *args, **kwargs)
+            finally:
+                self.seconds += thread_time() - start
+
+        ModelRunner.forward = forward  # type: ignore[method-assign]
+
+
+def overrides(args: argparse.Namespace, strategy: str, sampling: str) -> list[str]:
+    """The configuration of a row."""
+    chosen = [
+        f"strategy={strategy}",
+        "model=hf",
+        f"model.target={args.folder / 'target'}",
+        f"model.draft={args.folder / 'draft'}",
+        f"model.dtype={args.dtype}",
+        f"max_new_tokens={args.tokens}",
+        *SAMPLINGS[sampling],
+    ]
+    if strategy.startswith("specpipe"):
+        chosen.append(f"executor.stages={max(args.stages, 2)}")
+    if strategy == "swiftspec":
+        chosen += [f"executor.target_degree={max(args.stages, 2)}", "executor.draft_degree=1"]
+    if strategy == "ppsd":
+        chosen.append("model.exit_layer=1")
+    if args.stages > 1:
+        chosen.append("executor.transport=distributed")
+    return chosen
+
+
+def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str, Any]:
+    """Decodes one prompt of random tokens and returns the row."""
+    torch.set_num_threads(1)
+    start, model_time = perf_counter(), ModelTime()
+    cfg = compose_config(overrides(args, strategy, sampling)).values
+    pair = build_pair(cfg["model"])
+    vars(pair)["tokenizer"] = None  # these checkpoints have none, and texts are not read
+    runner = PartsRunner(cfg=cfg, pair=pair, stop=StopRules(max_new_tokens=args.tokens))
+    load_s = perf_counter() - start
+    prompt = np.random.default_rng(0).integers(1, pair.vocab_size, args.context)
+    runner.run([TokenPrompt(1, prompt[:_WARM_UP])], lambda _: None)
+    results: list[RequestResult] = []
+    before, model_time.seconds = thread_time(), 0.0
+    totals = runner.run([TokenPrompt(0, prompt)], results.append)
+    host_s = thread_time() - before - model_time.seconds
+    runner.close()
+    result = results[0]
+    steps, answers = totals.steps, result.counters.answers
+    config = pair.configs[0]
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    slots = (
+        args.context + args.tokens + runner.parts.policy.held_nodes(runner.parts.executor.in_flight)
+    )
+    entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head
+    itemsize = torch.empty(0, dtype=getattr(torch, pair.dtype)).element_size()
+    weights = totals.target_bytes + totals.draft_bytes
+    host_ms = host_s / steps * 1e3
+    return {
+        "model": args.folder.name,
+        "strategy": strategy,
+        "sampling": sampling,
+        "stages": args.stages,
+        "context": args.context,
+        "tokens": len(result.output),
+        "steps": steps,
+        "load_s": round(load_s, 1),
+        "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MB),
+        "weights_mb": round(weights / _MB),
+        "cache_mb": round(slots * entry * itemsize / _MB, 1),
+        "host_ms": round(host_ms, 2),
+        "share_of_12_ms": round(host_ms / (host_ms + _TARGET_MS), 3),
+        "bytes_per_step": totals.bytes_sent and round(totals.bytes_sent / steps),
+        "accepted_per_pass": round(len(result.output) / max(1, answers), 2),
+        "loop_share": loop_share([result.output]),
+    }
+
+
+def main() -> None:
+    """Runs the missing rows, each in a process of its own."""
+    args = _arguments()
+    if args.row is not None:
+        print(json.dumps(run_row(args, *args.row)))
+        return
+    done = _rows(args.out)
+    for strategy in args.strategies:
+        for sampling in args.samplings:
+            key = [args.folder.name, strategy, sampling, args.stages, args.context]
+            if key in [[row[name] for name in _KEY] for row in done]:
+                continue
+            command = [sys.executable, "-m", "experiments.scale.measure", *sys.argv[1:]]
+            command += ["--row", strategy, sampling]
+            found = subprocess.run(command, capture_output=True, text=True, check=False)
+            if found.returncode:
+                print(f"{strategy} {sampling}: {found.stderr.strip().splitlines()[-1]}", flush=True)
+                continue
+            line = found.stdout.strip().splitlines()[-1]
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+            print(line, flush=True)
+
+
+_KEY = ("model", "strategy", "sampling", "stages", "context")
+
+
+def _rows(path: Path) -> Sequence[dict[str, Any]]:
+    if not path.exists():
+        return ()
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="of experiments.scale.checkpoints")
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS))
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--tokens", type=int, default=16, help="generated tokens")
+    parser.add_argument("--stages", type=int, default=1, help="processes of the target")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", type=Path, default=Path("rows.jsonl"))
+    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
