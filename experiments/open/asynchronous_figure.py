@@ -45,7 +45,7 @@ def picture(item: Item, speeds: Speeds, replayed: Speeds) -> Figure:
         _bars(axes[-2], names, {"base": {n: s.per_device for n, s in at_base.items()}})
         tidy(axes[-2], x="", y="speed-up per device", title=f"{title}\nbase case, per device")
         groups = {
-            case.hits.rpartition(", ")[2]: {n: s.value for n, s in methods.items()}
+            case.hits.partition(", ")[2]: {n: s.value for n, s in methods.items()}
             for case, methods in replayed.items()
             if case.layout == layout
         }

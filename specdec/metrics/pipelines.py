@@ -11,7 +11,7 @@ expected tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 _NEGLIGIBLE = 1e-10
@@ -50,36 +50,56 @@ def pipeinfer_time(
     """
     if not 0.0 <= alpha < 1.0:
         raise ValueError(f"alpha={alpha} must be at least 0 and below 1")
+    cycle_time = cycle_tokens = 0.0
+    reached = 1.0
+    moves = (cutoff, recovery, decay)
+    for now, is_followed in _judged(alpha, tokens, stages, stage, draft, moves):
+        right = alpha if is_followed else 0.0
+        cycle_tokens += reached
+        cycle_time += reached * (1.0 - right) * now
+        reached *= right
+        if reached <= _NEGLIGIBLE:
+            break
+    return cycle_time / cycle_tokens
+
+
+def _judged(
+    alpha: float,
+    tokens: int,
+    stages: int,
+    stage: float,
+    draft: float,
+    moves: tuple[float, float, float],
+) -> Iterator[tuple[float, bool]]:
+    """The tokens of PipeInfer's chain as long as all are right, in the order of their answers.
+
+    Yields:
+        When a token is answered, and whether the next one is drafted by then.
+    """
+    cutoff, recovery, decay = moves
     entered = [0]  # step in which each token of the chain goes to the pipeline, the root first
     judged = runs = fruitless = step = 0
     held = False  # a drafted token after the last one that has entered
-    now = cycle_time = cycle_tokens = 0.0
-    reached = 1.0
-    while reached > _NEGLIGIBLE:
+    now = 0.0
+    while judged < len(entered):
         level = cutoff + recovery * runs - decay * fruitless
-        fruitful = level <= alpha
-        passes = tokens - held if fruitful else int(not held)
-        passes *= level < 1.0
-        if level < 1.0:
-            held = held or not fruitful
-        if level < 1.0 and fruitful:
+        passes = 0
+        if level < 1.0 and level <= alpha:
+            passes = tokens - held
             entered += [step + 1] * tokens
             held, runs = False, runs + 1
         elif level < 1.0:
-            fruitless += 1
+            passes = int(not held)
+            held, fruitless = True, fruitless + 1
         now += max(stage, passes * draft)
         while judged < len(entered) and entered[judged] == step - stages + 1:
-            cycle_tokens += reached
             judged += 1
             runs = fruitless = 0
             if judged == len(entered) and held:  # the held token is the root
                 entered.append(step + 1)
                 held = False
-            right = alpha if judged < len(entered) else 0.0
-            cycle_time += reached * (1.0 - right) * now
-            reached *= right
+            yield now, judged < len(entered)
         step += 1
-    return cycle_time / cycle_tokens
 
 
 def flowspec_time(

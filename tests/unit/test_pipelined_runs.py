@@ -25,7 +25,7 @@ from strategies import flowspec, pipeinfer
 from tests import toys
 
 BOUND = 0.05
-NUM_REQUESTS, NUM_TOKENS = 24, 400
+NUM_REQUESTS, NUM_TOKENS = 10, 400
 
 
 @cache
