@@ -10,7 +10,9 @@ which reads no features, is the control of what N costs without lateness. A seco
 planted (``--only "at once"``): features leave the first stage, which no target could do, so that
 what is lost to lateness must come back. The two-group executor (``swiftspec``) drafts during
 one pass of the target; its reference waits for each answer (``swiftspec_base``). Simulated time;
-counts do not depend on the machine. ``python -m experiments.drafters.page`` writes tables and
+counts do not depend on the machine. Hit rates are without a prompt's first verdict: in a level-per-
+step pipeline early features of the prompt arrive before it, and those with the answers after it, so
+it is a hit or a miss by construction. ``python -m experiments.drafters.page`` writes tables and
 figure.
 """
 
@@ -58,7 +60,7 @@ def main(given: Sequence[str] | None = None) -> int:
             for draft in _differing(args.only, num):
                 target: Target = AT_ONCE if draft == AT_ONCE else "texts"
                 words = (*where, *DRAFTS["early" if draft == AT_ONCE else draft], PROFILE)
-                found = runs.measured("hit rate", *words, target=target)
+                found = runs.measured("later hit rate", *words, target=target)
                 _add(rows, strategy, num, draft, found)
         write("lateness", {**runs.about, "width": args.width}, rows, args.results)
     return 0

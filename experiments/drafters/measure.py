@@ -38,12 +38,21 @@ def _hits(result: RequestResult) -> tuple[float, float]:
     return counts.hits, counts.hits + counts.misses
 
 
+def _later_hits(result: RequestResult) -> tuple[float, float]:
+    hits, verdicts = _hits(result)
+    return hits - (result.origins[0] >= 0), verdicts - 1
+
+
 def _tokens(result: RequestResult) -> tuple[float, float]:
     return len(result.output), result.counters.answers
 
 
-PARTS: dict[str, Part] = {"hit rate": _hits, "tokens per pass": _tokens}
-"""What is counted per prompt: (numerator, denominator)."""
+PARTS: dict[str, Part] = {
+    "hit rate": _hits,
+    "later hit rate": _later_hits,
+    "tokens per pass": _tokens,
+}
+"""What is counted per prompt: (numerator, denominator). "later": without the first verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
