@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from experiments.drafters import lateness, other_tokenizer, page, presets, sources
-from experiments.drafters.measure import PARTS, WORKLOADS, Measured, difference, ratio, readfrom specdec.metrics import RequestResult
+from experiments.drafters.measure import PARTS, WORKLOADS, Measured, difference, ratio, read
+from specdec.metrics import RequestResult
 from specdec.metrics.counters import RequestCounters
 
 SMALL = ["--prompts", "2", "--tokens", "4"]
