@@ -188,6 +188,8 @@ class _Stage:
             found = known.beside([keys[row] for row in beside])
             for name, rows in states.items():
                 rows[torch.tensor(beside) + num_prefill] = torch.stack([f[name] for f in found])
+        if self._pair.spoiled:
+            states = {name: rows.roll(1, -1) for name, rows in states.items()}
         return states
 
 
@@ -223,11 +225,17 @@ class KnownTexts(PretrainedPair):
 
     Attributes:
         early: hidden states are read before the answers, so those of all nodes are computed.
+        spoiled: hidden states are shifted by one channel.
         capturing: the last stage that captures hidden states; None if there is none.
     """
 
     def __init__(
-        self, pair: PretrainedPair, texts: Mapping[int, KnownText], *, at_once: bool = False
+        self,
+        pair: PretrainedPair,
+        texts: Mapping[int, KnownText],
+        *,
+        at_once: bool = False,
+        spoiled: bool = False,
     ) -> None:
         """Shares everything with ``pair``.
 
@@ -236,9 +244,11 @@ class KnownTexts(PretrainedPair):
             texts: by prompt id.
             at_once: a planted control: the first stage returns the states of all layers, which no
                 target could. Default: false.
+            spoiled: another one: the channels of all hidden states are shifted by one, so that
+                whatever reads them must fail. Default: false.
         """
         vars(self).update(vars(pair))
-        self.early, self._at_once = False, at_once
+        self.early, self.spoiled, self._at_once = False, spoiled, at_once
         self.capturing: _Stage | None = None
         self._texts, self._requests = texts, _Requests(texts)
         self._names: list[HiddenName] = []

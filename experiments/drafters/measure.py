@@ -30,7 +30,7 @@ WORKLOADS = tuple((d, s) for s in ("t06", "no_repeat4") for d in ("humaneval", "
 
 _RESAMPLES, _LEVEL = 2000, 0.95
 Part = Callable[[RequestResult], tuple[float, float]]
-Target = Literal["real", "texts", "at once"]
+Target = Literal["real", "texts", "at once", "spoiled"]
 
 
 def _hits(result: RequestResult) -> tuple[float, float]:
@@ -38,12 +38,21 @@ def _hits(result: RequestResult) -> tuple[float, float]:
     return counts.hits, counts.hits + counts.misses
 
 
+def _later_hits(result: RequestResult) -> tuple[float, float]:
+    hits, verdicts = _hits(result)
+    return hits - (result.origins[0] >= 0), verdicts - 1
+
+
 def _tokens(result: RequestResult) -> tuple[float, float]:
     return len(result.output), result.counters.answers
 
 
-PARTS: dict[str, Part] = {"hit rate": _hits, "tokens per pass": _tokens}
-"""What is counted per prompt: (numerator, denominator)."""
+PARTS: dict[str, Part] = {
+    "hit rate": _hits,
+    "later hit rate": _later_hits,
+    "tokens per pass": _tokens,
+}
+"""What is counted per prompt: (numerator, denominator). "later": without the first verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +90,17 @@ class _TextsLab(Lab):
         plain: runs the target itself.
     """
 
-    def __init__(self, plain: Lab, words: Sequence[str], *, at_once: bool = False) -> None:
+    def __init__(self, plain: Lab, words: Sequence[str], **planted: bool) -> None:
         """Takes the laboratory and the overrides of plain decoding.
 
         Args:
             plain: runs the target itself; its folder has the folders of these runs.
             words: overrides of plain decoding.
-            at_once: see ``KnownTexts``.
+            planted: see ``KnownTexts``.
         """
-        folder = plain.folder / ("at_once" if at_once else "texts")
+        folder = plain.folder / ("-".join(planted) or "texts")
         super().__init__(folder=folder, quick=False, say=_say)
-        self.plain, self._words, self._at_once = plain, words, at_once
+        self.plain, self._words, self._planted = plain, words, planted
         self._texts: dict[int, KnownText] = {}
         self._known: dict[int, KnownTexts] = {}
 
@@ -104,7 +113,7 @@ class _TextsLab(Lab):
                 tokens = np.concatenate([p.tokens, np.array(outputs[p.id], np.int64)])
                 self._texts[p.id] = KnownText(tokens)
         if id(pair) not in self._known:
-            self._known[id(pair)] = KnownTexts(pair, self._texts, at_once=self._at_once)
+            self._known[id(pair)] = KnownTexts(pair, self._texts, **self._planted)
         self._known[id(pair)].early = bool(config["source"].get("early"))
         return self._known[id(pair)], prompts
 
@@ -128,6 +137,7 @@ class Runs:
             "real": plain,
             "texts": _TextsLab(plain, words),
             "at once": _TextsLab(plain, words, at_once=True),
+            "spoiled": _TextsLab(plain, words, at_once=True, spoiled=True),
         }
         self.about = {
             "command": args.command,
@@ -145,7 +155,8 @@ class Runs:
             overrides: of ``specdec run``.
             target: "texts": the target's tokens come from one run of plain decoding, with the same
                 counts (``known_texts``); "real": for sources that compute layers of the target;
-                "at once": as "texts", with hidden states that leave the first stage.
+                "at once": as "texts", with hidden states that leave the first stage; "spoiled": the
+                same, and they are wrong.
 
         Raises:
             UserError: the library refuses it.

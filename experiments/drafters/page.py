@@ -16,7 +16,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from experiments.drafters.lateness import AT_ONCE, DRAFTS, GROUPS, PIPELINES
+from experiments.drafters.lateness import DRAFTS, GROUPS, PIPELINES, PLANTED
 from experiments.drafters.measure import RESULTS, Measured, difference, quotient, read
 from experiments.drafters.presets import EDITS
 from experiments.drafters.sources import EXECUTORS
@@ -113,20 +113,20 @@ def lateness(folder: Path = RESULTS) -> str:
 
 
 def lateness_control(folder: Path = RESULTS) -> str:
-    """What comes back if features leave the first stage, beside early features."""
+    """What changes if features leave the first stage, and if these are wrong."""
     lines = []
     for content in read("lateness", folder):
-        rows = content["rows"]
-        for row in rows:
-            if row["draft"] != AT_ONCE:
-                continue
-            found = _by_draft(rows, row["strategy"], row["stages"])
-            late, early = (found[name] for name in list(DRAFTS)[:2])
-            lines.append(
-                [_workload(content), f"`{row['strategy']}`", str(row["stages"]), _cell(late)]
-                + [_cell(row["measured"]), _change(row["measured"], late), _change(early, late)]
-            )
-    columns = ("", "", "stages", "with the answers", "at once", "at once - late", "early - late")
+        for strategy in PIPELINES:
+            for num in dict.fromkeys(row["stages"] for row in content["rows"]):
+                found = _by_draft(content["rows"], strategy, num)
+                if not set(PLANTED) & set(found):
+                    continue
+                late = found["with the answers"]
+                cells = [_workload(content), f"`{strategy}`", str(num), _cell(late)]
+                for name in PLANTED:
+                    cells += [_cell(found.get(name)), _change(found.get(name), late)]
+                lines.append(cells)
+    columns = ("", "", "stages", "with the answers", "at once", "- late", "wrong", "- late")
     return _grid(columns, lines)
 
 
@@ -155,7 +155,7 @@ def draw_lateness(contents: Sequence[dict[str, Any]], path: Path) -> None:
     )
     for column, content in enumerate(contents):
         for axis, strategy in zip(axes[:, column], PIPELINES, strict=True):
-            for place, draft in enumerate((*DRAFTS, AT_ONCE)):
+            for place, draft in enumerate((*DRAFTS, PLANTED[0])):
                 here = [
                     row
                     for row in content["rows"]

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from experiments.drafters import lateness, other_tokenizer, page, presets, sources
-from experiments.drafters.measure import WORKLOADS, Measured, difference, ratio, read
+from experiments.drafters.measure import PARTS, WORKLOADS, Measured, difference, ratio, read
+from specdec.metrics import RequestResult
+from specdec.metrics.counters import RequestCounters
 
 SMALL = ["--prompts", "2", "--tokens", "4"]
 
@@ -50,13 +52,32 @@ def test_lateness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lateness, "PIPELINES", ("specpipe",))
     small = [*SMALL, "--data", "stdlib", "--stages", "1", "3"]
     lateness.main([*small, *where(tmp_path)])
-    lateness.main([*small, "--only", lateness.AT_ONCE, *where(tmp_path)])
+    lateness.main([*small, "--only", *lateness.PLANTED, *where(tmp_path)])
     found = written("lateness", tmp_path)
-    drafts = ["with the answers", "draft model", lateness.AT_ONCE]  # early ones gain no step
+    drafts = ["with the answers", "draft model", *lateness.PLANTED]  # early ones gain no step
     assert [row["draft"] for row in found["rows"]] == drafts
     command = "python -m experiments.drafters.lateness --prompts 2"
     assert all(row["command"].startswith(command) for row in found["rows"])
     assert all(row["measured"]["steps_per_token"] >= 1.0 for row in found["rows"])
+
+
+def test_a_later_hit_rate_leaves_the_first_verdict_out() -> None:
+    def result(origins: tuple[int, ...], hits: int, misses: int) -> RequestResult:
+        return RequestResult(
+            id=0,
+            num_prompt=1,
+            output=(5,) * len(origins),
+            origins=origins,
+            finish_reason="length",
+            text="",
+            emitted_s=(0.0,) * len(origins),
+            arrival_s=0.0,
+            admitted_s=0.0,
+            counters=RequestCounters(hits=hits, misses=misses),
+        )
+
+    assert PARTS["later hit rate"](result((0, 0, -1), 2, 1)) == (1, 2)
+    assert PARTS["later hit rate"](result((-1, 0, -1), 1, 2)) == (1, 2)
 
 
 def test_early_features_gain_the_steps_behind_their_highest_layer() -> None:

@@ -59,6 +59,18 @@ def test_early_states_that_gain_no_step_change_nothing(runs: Runs) -> None:
     assert early == late
 
 
+def test_wrong_states_cost_hits_where_they_arrive_at_once(runs: Runs) -> None:
+    """The head reads the states of nodes in flight: wrong ones cost most of its hits."""
+    cell = ("strategy=specpipe", "executor.stages=4", "source=eagle", "source.early=true")
+    right, wrong = (
+        runs.measured("later hit rate", *cell, "policy.width=8", PROFILE, target=target)
+        for target in ("at once", "spoiled")
+    )
+    assert right is not None
+    assert wrong is not None
+    assert right.value > wrong.value + 0.2
+
+
 def test_states_of_another_row_would_be_seen(
     tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
