@@ -36,8 +36,9 @@ class RankCounts:
         read = None if simulated else getattr(executor, "reports", None)
         answers: list[dict[str, Any]] = [] if read is None else read()
         workers = [ClockReport.from_json(report["clock"]) for report in answers]
-        shared: list[dict[str, Any]]
-        shared = [] if read is None else getattr(executor, "draft_reports", list)()
+        shared: list[dict[str, Any]] = (
+            [] if read is None else getattr(executor, "draft_reports", list)()
+        )
         followers = [ClockReport.from_json(report["clock"]) for report in shared]
         own = [clock.report()] if isinstance(clock, WallClock) else []
         reports = (*own, *workers, *followers)
