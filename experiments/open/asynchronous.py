@@ -158,12 +158,15 @@ class _Bench:
             words += ["executor=pipeline", f"executor.stages={stages}"]
         else:
             words += method.get("in_group", ())
+        if case.hits in method.get("hits", {}):
+            words.append(method["hits"][case.hits].format(**settings))
         profile = write_profile(
             self._lab.folder,
             target_ms=self._config["target_ms"],
             stages=stages,
             draft_ms=self._config["target_ms"] / case.ratio,
             transfer_ms=case.link_ms,
+            middle_ms=self._config["target_ms"] * method.get("middle", 0.0),
         )
         prompts, tokens = size_overrides(self._item, self._lab)
         if case.batch > 1:
@@ -171,7 +174,7 @@ class _Bench:
             prompts = f"data.limit={num}"
         time = ["clock=simulated", f"clock.profile={profile}"]
         size = [prompts, tokens, f"batch_size={case.batch}"]
-        return self._lab.run([*words, *hits, *time, *size])
+        return self._lab.run([*hits, *words, *time, *size])
 
     def _speed(self, case: Case, method: Mapping[str, Any], run: Outcome, plain: Outcome) -> Speed:
         value, low, high = speed_ratio(run, plain)
