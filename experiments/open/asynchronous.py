@@ -106,7 +106,9 @@ class _Bench:
             case = self._case(spec)
             try:
                 fast, slow = (
-                    self._run(case, self._methods[name], self._hits(spec["hits"]))
+                    self._run(
+                        case, self._methods[name], self._hits(spec["hits"]), spec.get("words", ())
+                    )
                     for name in spec["rows"]
                 )
             except UserError as error:
@@ -116,7 +118,8 @@ class _Bench:
             title = self._config["laws"][spec["hits"]]["title"]
             layout = self._config["layouts"][spec["layout"]]["title"]
             rows = " over ".join(spec["rows"])
-            where = f"{rows}; {title}; {layout}, t_target/t_draft {spec['ratio']:g}"
+            times = ", ".join(spec.get("words", (f"t_target/t_draft {spec['ratio']:g}",)))
+            where = f"{rows}; {title}; {layout}, {times}"
             self._findings.add(
                 claim, value, "simulated", where, kind="calibrated", interval=(low, high)
             )
@@ -150,7 +153,13 @@ class _Bench:
         words: Sequence[str] = self._config["laws"][law]["words"]
         return words
 
-    def _run(self, case: Case, method: Mapping[str, Any], hits: Sequence[str]) -> Outcome:
+    def _run(
+        self,
+        case: Case,
+        method: Mapping[str, Any],
+        hits: Sequence[str],
+        further: Sequence[str] = (),
+    ) -> Outcome:
         stages = self._config["layouts"][case.layout]["stages"]
         settings = numbers(self._config["law"], case, stages)
         words = [word.format(**settings) for word in method["words"]]
@@ -158,12 +167,15 @@ class _Bench:
             words += ["executor=pipeline", f"executor.stages={stages}"]
         else:
             words += method.get("in_group", ())
+        if case.hits in method.get("hits", {}):
+            words.append(method["hits"][case.hits].format(**settings))
         profile = write_profile(
             self._lab.folder,
             target_ms=self._config["target_ms"],
             stages=stages,
             draft_ms=self._config["target_ms"] / case.ratio,
             transfer_ms=case.link_ms,
+            middle_ms=self._config["target_ms"] * method.get("middle", 0.0),
         )
         prompts, tokens = size_overrides(self._item, self._lab)
         if case.batch > 1:
@@ -171,7 +183,7 @@ class _Bench:
             prompts = f"data.limit={num}"
         time = ["clock=simulated", f"clock.profile={profile}"]
         size = [prompts, tokens, f"batch_size={case.batch}"]
-        return self._lab.run([*words, *hits, *time, *size])
+        return self._lab.run([*hits, *words, *time, *size, *further])
 
     def _speed(self, case: Case, method: Mapping[str, Any], run: Outcome, plain: Outcome) -> Speed:
         value, low, high = speed_ratio(run, plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from experiments.reproduce.lab import Outcome
@@ -82,7 +83,7 @@ def cases(config: Mapping[str, Any], *, quick: bool) -> list[Case]:
     return list(dict.fromkeys(found))
 
 
-def numbers(law: Mapping[str, Any], case: Case, stages: int) -> dict[str, int]:
+def numbers(law: Mapping[str, Any], case: Case, stages: int) -> dict[str, Any]:
     """The settings that follow from the case, by their names in ``words``.
 
     Lengths of chains are the best ones by the methods' laws; hits that have no stated acceptance
@@ -109,15 +110,22 @@ def numbers(law: Mapping[str, Any], case: Case, stages: int) -> dict[str, int]:
         "chain": min(lengths, key=serial),
         "enumerated": min(lengths, key=enumerated),
         "levels": min(6, per_step),
+        "block": ceil(case.ratio / 3),
+        "middle": _top1(law, (1.0 + alpha) / 2),
     }
 
 
 def hits_of(law: Mapping[str, Any], acceptance: float) -> list[str]:
     """Overrides of ``model=synthetic`` with this mean acceptance."""
-    top1 = [round(1.0 - wrong * (1.0 - acceptance), 6) for wrong in law["wrong"]]
-    each = {"top1": top1} | {k: [law[k]] * len(top1) for k in ("decay", "miss")}
-    shape = {"weights": law["weights"], **each}
+    classes = len(law["weights"])
+    shape = {"weights": law["weights"], **{k: [law[k]] * classes for k in ("decay", "miss")}}
     return [
-        *("model=synthetic", "ignore_eos=true"),
+        *("model=synthetic", "ignore_eos=true", f"model.top1={_top1(law, acceptance)}"),
         *(f"model.{key}={values}".replace(" ", "") for key, values in shape.items()),
     ]
+
+
+def _top1(law: Mapping[str, Any], acceptance: float) -> str:
+    """``top1`` of the law's classes for this mean acceptance, as a word of an override."""
+    values = [round(1.0 - wrong * (1.0 - acceptance), 6) for wrong in law["wrong"]]
+    return str(values).replace(" ", "")

@@ -8,7 +8,13 @@ from specdec.files import write_json
 
 
 def write_profile(
-    folder: Path, *, target_ms: float, stages: int, draft_ms: float, transfer_ms: float
+    folder: Path,
+    *,
+    target_ms: float,
+    stages: int,
+    draft_ms: float,
+    transfer_ms: float,
+    middle_ms: float = 0.0,
 ) -> Path:
     """Writes a profile of a pipeline with equal stages; returns its path.
 
@@ -18,6 +24,7 @@ def write_profile(
         stages: number of stages.
         draft_ms: time of a draft pass.
         transfer_ms: time of a transfer between two devices.
+        middle_ms: time of a pass of a middle model. Default: 0, there is none.
     """
 
     def flat(ms: float) -> dict[str, list[float]]:
@@ -35,6 +42,9 @@ def write_profile(
         "transfer": {"tokens": [1], "ms": [transfer_ms]},
     }
     name = f"even_{target_ms:g}_{stages}_{draft_ms:g}_{transfer_ms:g}"
+    if middle_ms:
+        costs["middle"] = flat(middle_ms)
+        name += f"_{middle_ms:g}"
     note = "a what-if of experiments/open; no testbed"
     # JSON is YAML.
     return write_json(folder / "profiles" / f"{name}.yaml", {"note": note, "costs": costs})
