@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specdec.clocks import Clock
+from specdec.clocks.drafting import Drafting
 from specdec.clocks.meter import Meter
 from specdec.metrics.counters import RequestCounters
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -210,19 +211,6 @@ class Load:
         self.kv_peak_tokens = max(self.kv_peak_tokens, num_tokens)
 
 
-class _Drafting:
-    """Context of ``DecodeState.drafting``; a generator would cost microseconds in every pass."""
-
-    def __init__(self, clock: Clock, meter: Meter) -> None:
-        self._clock, self._meter = clock, meter
-
-    def __enter__(self) -> None:
-        self._clock.drafting = self._meter.drafting = True
-
-    def __exit__(self, *_: object) -> None:
-        self._clock.drafting = self._meter.drafting = False
-
-
 class DecodeState:
     """The live requests of a run with its step counter, keyed draws, clock and meter.
 
@@ -246,7 +234,7 @@ class DecodeState:
         The kind of work alone does not tell: layers and heads of the target also draft (early
         exits, Medusa).
         """
-        return _Drafting(self.clock, self.meter)
+        return Drafting(self.clock, self.meter)
 
     def mark_submitted(self, nodes: Nodes) -> None:
         """Records the submission step of selected nodes (called by the scheduler)."""

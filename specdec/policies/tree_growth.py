@@ -225,7 +225,7 @@ def best_leaves(
     scores, closed = tree.scores, tree.expanded
     parents = scores
     limit = last_position(request)
-    if int(tree.positions.max()) + 1 >= limit:
+    if tree.may_reach(limit - 1) and int(tree.positions.max()) + 1 >= limit:
         room = limit - tree.positions  # levels that fit below each node
         closed = closed | (room < 1)
         parents = np.where(room > 1, scores, -np.inf)

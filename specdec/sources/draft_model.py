@@ -251,7 +251,8 @@ class DraftModelSource:
         tree, cache = request.tree, draft.cache
         slots = tree.slots(ids)
         assert int(slots.min()) >= 0, f"nodes {ids} of request {request.id} are not in the tree"
-        if int(tree.positions.max()) >= self._runner.max_positions:
+        most = self._runner.max_positions
+        if tree.may_reach(most) and int(tree.positions.max()) >= most:
             ids = ids[self._reachable(request, ids)]
             slots = tree.slots(ids)
         entered = cache.has(ids)

@@ -109,6 +109,10 @@ class NodeTable:
         """bool[N], whether the target has answered the node."""
         return self._flags[1, : self._size]
 
+    def may_reach(self, position: int) -> bool:
+        """False where the tree is too small for a node at ``position``, as most trees are."""
+        return int(self._ints[3, 0]) + self._size > position
+
     @property
     def depths(self) -> IntArray:
         """int64[N], below the root."""
