@@ -62,7 +62,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 words = (*where, *DRAFTS["early" if draft in PLANTED else draft], PROFILE)
                 found = runs.measured("later hit rate", *words, target=target)
                 _add(rows, strategy, num, draft, found)
-        write("lateness", {**runs.about, "width": args.width}, rows, args.results)
+            write("lateness", {**runs.about, "width": args.width}, rows, args.results)
     return 0
 
 

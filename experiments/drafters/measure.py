@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -229,10 +230,11 @@ def parser(doc: str, module: str) -> argparse.ArgumentParser:
 
 
 def parsed(found: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the arguments, and keeps the command for the result file."""
+    """Reads the arguments, and keeps the command for the result file, without its folders."""
     args = found.parse_args(words)
-    given = " ".join(sys.argv[1:] if words is None else words)
-    args.command = f"python -m {args.module} {given}".strip()
+    given = sys.argv[1:] if words is None else words
+    kept = [word for word in given if not word.startswith(("--out=", "--results="))]
+    args.command = shlex.join(["python", "-m", args.module, *kept])
     return args
 
 

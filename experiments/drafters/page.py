@@ -153,6 +153,7 @@ def draw_lateness(contents: Sequence[dict[str, Any]], path: Path) -> None:
         squeeze=False,
         layout="constrained",
     )
+    stages = sorted({row["stages"] for content in contents for row in content["rows"]})
     for column, content in enumerate(contents):
         for axis, strategy in zip(axes[:, column], PIPELINES, strict=True):
             for place, draft in enumerate((*DRAFTS, PLANTED[0])):
@@ -166,7 +167,6 @@ def draw_lateness(contents: Sequence[dict[str, Any]], path: Path) -> None:
                 at = [row["stages"] * factor for row in here]
                 _points(axis, at, [row["measured"] for row in here], label)
             axis.set(xscale="log")
-            stages = sorted({row["stages"] for row in content["rows"]})
             axis.set_xticks(stages, [str(num) for num in stages])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
