@@ -108,10 +108,10 @@ def test_a_cut_beyond_the_first_entries_is_looked_for_again(given, monkeypatch):
 @pytest.mark.parametrize("kind", ["plain", "tied"])
 def test_top_k_processes_selected_entries_only(kind, monkeypatch):
     """Unless more of them tie with the k-th than were selected, which is noticed."""
-    params, logits = (
-        SamplingParams(temperature=0.6, top_k=80, top_p=0.9),
-        logits_of(kind, vocab=4096),
-    )
+    params = SamplingParams(temperature=0.6, top_k=80, top_p=0.9)
+    logits = logits_of(kind, vocab=4096)
+    if kind == "tied":
+        logits = (logits / 8).round()  # some 250 entries are at least the 80th
     shapes = []
     original = on_device._weights
 
