@@ -30,6 +30,7 @@ BLOCK = 64
 NUCLEUS = 1024
 """Number of most probable entries searched for top-p's cut before a whole row is sorted."""
 
+_LEAST_SELECTED = 128  # entries with top-k
 _ENTRIES = 1 << 24  # logits processed at a time: 128 MiB per float64 intermediate
 _FAULTY = -1  # instead of a token, for a row that cannot be sampled
 
@@ -56,7 +57,7 @@ def sample(
     vocab_size = logits.shape[1]
     step = max(1, _ENTRIES // vocab_size)
     draws = to_device(uniforms, logits.device)
-    for width in (min(NUCLEUS, vocab_size), vocab_size):
+    for width in (min(NUCLEUS, vocab_size), None):
         parts = []
         for rows, row_draws in zip(logits.split(step), draws.split(step), strict=True):
             weighted = weigh(rows, temperature=temperature, top_k=top_k, top_p=top_p, width=width)
@@ -83,18 +84,24 @@ class Weighted:
     """Rows of unnormalised probabilities.
 
     Attributes:
-        weights: float64[A, V], at most 1; 0 for tokens that the filters remove.
+        weights: float64[A, S], at most 1; 0 for tokens that the filters remove.
         best: [A], the largest logit.
-        cut_found: bool[A], whether top-p's cut was found; otherwise the row's weights are invalid.
+        cut_found: bool[A], whether the filters' cuts were found; otherwise the row's weights are
+            invalid.
+        ids: int64[A, S], increasing token ids of the weights; None: S is V, all tokens in order.
     """
 
     weights: Tensor
     best: Tensor
     cut_found: Tensor
+    ids: Tensor | None = None
 
     def draw(self, uniforms: Tensor) -> Tensor:
         """Returns int64[A] on the device: a token per row, or a negative number for a fault."""
-        tokens = torch.where(self.cut_found, inverse_cdf(self.weights, uniforms), NOT_FOUND)
+        tokens = inverse_cdf(self.weights, uniforms)
+        if self.ids is not None:
+            tokens = self.ids.gather(1, tokens[:, None])[:, 0]
+        tokens = torch.where(self.cut_found, tokens, NOT_FOUND)
         return torch.where(self.best.isfinite(), tokens, _FAULTY)
 
     def sample(self, uniforms: FloatArray) -> IntArray:
@@ -103,7 +110,8 @@ class Weighted:
         return checked(to_host(self.draw(draws)), self.best[:, None])
 
     def probs(self) -> DeviceProbs:
-        """Returns the normalised probabilities."""
+        """Returns the normalised probabilities; only for weights of all tokens."""
+        assert self.ids is None, "distributions are computed of whole rows"
         return DeviceProbs(self.weights / _total(self.weights), self.best)
 
 
@@ -123,29 +131,45 @@ def weigh(
     top_p: float = 1.0,
     width: int | None = None,
 ) -> Weighted:
-    """``host.weigh`` on the device, searching ``width`` entries for top-p's cut; None: all."""
-    vocab_size = logits.shape[1]
-    best = logits.amax(dim=1)
-    everything = torch.ones_like(best, dtype=torch.bool)
-    if 0 < top_k < vocab_size:
+    """``host.weigh`` on the device.
+
+    Args:
+        logits, temperature, top_k, top_p: see ``host.sample``.
+        width: number of a row's most probable entries among which cuts are searched; with top-k,
+            only those entries are processed. None: all of them, with weights of all tokens.
+    """
+    ids, best = None, logits.amax(dim=1)
+    cut_found = everything = torch.ones_like(best, dtype=torch.bool)
+    num_selected = max(_LEAST_SELECTED, 2 * top_k)
+    if 0 < top_k < logits.shape[1] and num_selected <= min(width or 0, logits.shape[1]):
+        selected = logits.topk(num_selected, dim=1)
+        kth = selected.values[:, top_k - 1, None]
+        cut_found = selected.values[:, -1] < kth[:, 0]  # else more entries may tie with the k-th
+        ids, order = selected.indices.sort(dim=1)
+        logits = selected.values.gather(1, order)
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    elif 0 < top_k < logits.shape[1]:
         kth = logits.topk(top_k, dim=1).values.amin(dim=1, keepdim=True)
         logits = logits.masked_fill(logits < kth, -torch.inf)
     weights = _weights(logits, best, temperature)
     if top_p == 1.0:
-        return Weighted(weights, best, everything)
-    ordered = logits.topk(vocab_size if width is None else width, dim=1).values
+        return Weighted(weights, best, cut_found, ids)
+    num_entries = logits.shape[1]
+    ordered = logits.topk(min(width or num_entries, num_entries), dim=1).values
     total = _total(weights)
     # In descending order, an entry is kept if the mass from it on exceeds the mass that may be cut.
     rest = total - running_sums(_weights(ordered, best, temperature))
     next_is_kept = rest > (1.0 - top_p) * total
     num = (1 + next_is_kept.sum(dim=1, keepdim=True)).clamp(max=ordered.shape[1])
-    cut_found = everything if ordered.shape[1] == vocab_size else ~next_is_kept[:, -1]
+    cut_found = cut_found & (
+        everything if ordered.shape[1] == num_entries else ~next_is_kept[:, -1]
+    )
     threshold = ordered.gather(1, num - 1)
     # Of equal logits at the cut, the lower token ids are kept.
     tied = logits == threshold
     room = num - (ordered > threshold).sum(dim=1, keepdim=True)
     keep = (logits > threshold) | (tied & (tied.cumsum(dim=1) <= room))
-    return Weighted(weights.masked_fill(~keep, 0.0), best, cut_found)
+    return Weighted(weights.masked_fill(~keep, 0.0), best, cut_found, ids)
 
 
 def _weights(logits: Tensor, best: Tensor, temperature: float) -> Tensor:

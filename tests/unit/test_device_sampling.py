@@ -105,6 +105,28 @@ def test_a_cut_beyond_the_first_entries_is_looked_for_again(given, monkeypatch):
 
 
 @pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+def test_top_k_processes_selected_entries_only(kind, monkeypatch):
+    """Unless more of them tie with the k-th than were selected, which is noticed."""
+    params = SamplingParams(temperature=0.6, top_k=80, top_p=0.9)
+    logits = logits_of(kind, vocab=4096)
+    if kind == "tied":
+        logits = (logits / 8).round()  # some 250 entries are at least the 80th
+    shapes = []
+    original = on_device._weights
+
+    def weights(values, best, temperature):
+        shapes.append(values.shape[1])
+        return original(values, best, temperature)
+
+    monkeypatch.setattr(on_device, "_weights", weights)
+    uniforms = np.random.default_rng(5).random(len(logits))
+    tokens = SamplingTransform(params).sample(logits, uniforms)
+    np.testing.assert_array_equal(tokens, host("sample", params, logits, uniforms))
+    assert max(shapes) == (160 if kind == "plain" else 4096)
+
+
+@pytest.mark.usefixtures("there")
 @pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf])
 def test_faulty_logits_are_refused(given, fault):
