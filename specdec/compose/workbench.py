@@ -333,4 +333,5 @@ class Workbench:
             meter=self.meter,
             timeout_s=ranks.timeout_s,
             draft=draft,
+            alone=plan.alone,
         )
