@@ -84,6 +84,7 @@ class DistributedExecutor:
         meter: Meter,
         timeout_s: float,
         draft: DraftGroup | None = None,
+        alone: bool = False,
     ) -> None:
         """Starts or joins the ranks and makes them load their layers.
 
@@ -93,6 +94,7 @@ class DistributedExecutor:
             meter: measures the time that rank 0 waits for answers.
             timeout_s: the run fails when no rank has made progress for this long.
             draft: ranks that share the draft; shut down with this executor.
+            alone: see ``GroupHandle``. Default: false.
 
         Raises:
             RankFailure: a rank ends while it loads.
@@ -127,7 +129,9 @@ class DistributedExecutor:
         self._expected: dict[ReplyKey, tuple[int, Batch]] = {}
         self._polled: set[ReplyKey] = set()  # those of them that ``poll`` has returned
         self._in_step = self._is_waiting = False
-        self._handle = GroupHandle(max(plan.num_ranks, len(plan.ranks)), threads=plan.threads)
+        self._handle = GroupHandle(
+            max(plan.num_ranks, len(plan.ranks)), threads=plan.threads, alone=alone
+        )
         self._group = self._handle.group
         try:
             self._session = self._group.open_session(plan)

@@ -114,10 +114,12 @@ class PipelinePlan(ExecutorPlan):
     Attributes:
         layout: placement of the layers.
         distributed: whether every device is a separate process.
+        alone: whether these processes are shared with no other executor.
     """
 
     layout: StageLayout
     distributed: bool = False
+    alone: bool = False
 
     @staticmethod
     def of(

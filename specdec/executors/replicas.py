@@ -95,12 +95,12 @@ class ReplicasExecutor:
         ranks = tuple(range(1, replicas + 1))
         placements["target"] = Placement(ranks=ranks, weight_bytes=(size,) * replicas)
         distributed = transport == "distributed"
-        alone = PipelinePlan.of(models, StageLayout(stages=1), distributed=distributed)
+        one = PipelinePlan.of(models, StageLayout(stages=1), distributed=distributed)
         return ReplicasPlan(
             latency=None,
             in_flight=replicas,
             placements=placements,
-            copies=(alone,) * replicas,
+            copies=(replace(one, alone=True),) * replicas,
             distributed=distributed,
         )
 
@@ -137,8 +137,8 @@ class ReplicasExecutor:
         bounds = [(0, pair.num_layers)]
         remote: list[Any] = []
         try:
-            for alone in plan.copies:
-                remote.append(over_ranks(alone, needs, bounds=bounds, exits=()))
+            for copy_plan in plan.copies:
+                remote.append(over_ranks(copy_plan, needs, bounds=bounds, exits=()))
         except BaseException:
             for copy in remote:
                 copy.shutdown()

@@ -1,0 +1,47 @@
+"""Copies of the target as processes: the same tokens, and every copy at work."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.certify.subject import decode_cases
+from specdec.clocks import Timeline
+from specdec.clocks.wall import MeasuredClock, PacedClock
+from specdec.compose.presets import build_preset
+from specdec.compose.workbench import Workbench
+from specdec.distributed.executor import Ranks
+from specdec.errors import UserError
+from specdec.executors import ReplicasExecutor
+from tests import toys
+
+KEYS = {"executor.replicas": 2, "executor.transport": "distributed", "policy.lookahead": 2}
+RANKS = Ranks(
+    model={"kind": "random", **toys.MODEL}, clock={"kind": "measured"}, threads=1, trace=True
+)
+
+
+@pytest.mark.distributed
+def test_lossless_over_processes() -> None:
+    clock = MeasuredClock(timeline=Timeline())
+    bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, ranks=RANKS)
+    parts = build_preset("dsi", bench, KEYS)
+    executor = parts.executor
+    assert isinstance(executor, ReplicasExecutor)
+    wanted = toys.cases(12)[:6]
+    try:
+        toys.assert_plain(decode_cases(parts, wanted, batch_size=2), wanted)
+        reports = executor.reports()
+        assert len({*(executor.pids or ())}) == 2
+    finally:
+        executor.shutdown()
+    assert [report["clock"]["rank"] for report in reports] == [1, 2]
+    assert all(report["rows"] > 10 for report in reports)
+    spans = [span for report in reports for span in report["clock"]["spans"]]
+    assert {span["rank"] for span in spans} == {1, 2}
+
+
+def test_paced_processes_are_refused() -> None:
+    clock = PacedClock(toys.profile(4.0, 2.0))
+    bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, ranks=RANKS)
+    with pytest.raises(UserError, match="paces the processes of one target"):
+        build_preset("dsi", bench, KEYS)
