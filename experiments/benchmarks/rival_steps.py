@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _rival(pair: PretrainedPair) -> RivalProcess:
-    settings = {
+    settings: dict[str, Any] = {
         "target": str(converted("ort", pair.folder("target"), print)),
         "draft": None,
         "method": "generate",
@@ -100,7 +100,7 @@ class _Stopwatch:
             self._began = end
             return output
 
-        ModelRunner.forward = timed  # type: ignore[method-assign]
+        ModelRunner.forward = timed  # type: ignore[method-assign, assignment]
         from onnxruntime import InferenceSession
 
         run = InferenceSession.run_with_iobinding
