@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from experiments.drafters import known_texts
 from experiments.drafters.measure import Runs, Target, parsed, parser
 from specdec.executors import row_packing
+from specdec.sources.eagle_passes import HeadPass
 
 PROFILE = "clock.profile=uniform_30ms"
 CELLS = {
@@ -59,8 +61,28 @@ def test_early_states_that_gain_no_step_change_nothing(runs: Runs) -> None:
     assert early == late
 
 
-def test_wrong_states_cost_hits_where_they_arrive_at_once(runs: Runs) -> None:
-    """The head reads the states of nodes in flight: wrong ones cost most of its hits."""
+def test_a_head_computes_from_states_what_has_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows with the answers of eight stages; all of them if states leave the first stage."""
+    right, counts = HeadPass._append, {"true": 0, "all": 0}
+
+    def counting(self: Any, rows: Any, *, nodes: Any = None, wants: Any = None) -> None:
+        if nodes is not None:
+            counts["true"] += int(nodes[2].sum())
+            counts["all"] += len(nodes[2])
+        right(self, rows, nodes=nodes, wants=wants)
+
+    monkeypatch.setattr(HeadPass, "_append", counting)
+    cell = ("strategy=specpipe", "executor.stages=8", "source=eagle", "policy.width=8", PROFILE)
+    small_runs(tmp_path).counted(*cell)
+    assert 0 < counts["true"] < 0.1 * counts["all"]
+    counts.update({"true": 0, "all": 0})
+    small_runs(tmp_path).counted(*cell, "source.early=true", target="at once")
+    assert counts["true"] == counts["all"] > 100
+
+
+def test_wrong_states_cost_hits(runs: Runs) -> None:
     cell = ("strategy=specpipe", "executor.stages=4", "source=eagle", "source.early=true")
     right, wrong = (
         runs.measured("later hit rate", *cell, "policy.width=8", PROFILE, target=target)
