@@ -54,10 +54,11 @@ def test_no_mask_is_copied(attention):
 
 def test_masks_from_the_host_would_be_noticed(monkeypatch):
     """Control: the mask [R, n] of a chunk is larger than all else."""
-    monkeypatch.setattr(
-        RequestPart,
-        "mask",
-        lambda self, window, folds=1: self._host_mask(window).to(self.rows.cache.spec.device),
-    )
+
+    def from_the_host(self, window, folds=1):
+        spec = self.rows.cache.spec
+        return torch.from_numpy(self._dense(window)).to(spec.dtype).to(spec.device)
+
+    monkeypatch.setattr(RequestPart, "mask", from_the_host)
     _, device = on_the_device(attention="two_level")
     assert max(device.to_device) > 2 * CHUNK * CHUNK
