@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from specdec.attention.tree_attention import RequestPart
 from specdec.pairs import build_pair
