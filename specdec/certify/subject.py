@@ -117,7 +117,7 @@ class Subject:
         layers = int(self.small["model"]["num_layers"])
         section = dict(self.small["model"])
         section["draft_layers"] = layers if perfect else layers - 1
-        if _names_middle(self.cfg["source"]):
+        if _names_middle(self.cfg.get("source")):  # none for parts made in Python
             section["middle_layers"] = section["draft_layers"]
             section["draft_layers"] -= 1
         section["logit_scale"] = _PERFECT_SCALE if perfect else _MIXED_SCALE

@@ -133,12 +133,15 @@ class DistributedExecutor:
             max(plan.num_ranks, len(plan.ranks)), threads=plan.threads, alone=alone
         )
         self._group = self._handle.group
+        self._session = self._open_session()
+
+    def _open_session(self) -> int:
         try:
-            self._session = self._group.open_session(plan)
+            return self._group.open_session(self._plan)
         except BaseException:
             self._handle.release(broken=True)
-            if draft is not None:
-                draft.shutdown(broken=True)
+            if self._draft is not None:
+                self._draft.shutdown(broken=True)
             raise
 
     def open(self, request: RequestState) -> None:

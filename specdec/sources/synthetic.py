@@ -23,6 +23,7 @@ import numpy as np
 from specdec.clocks import CONTROLLER, Work
 from specdec.errors import UserError
 from specdec.metrics.counters import SourceCounters
+from specdec.parts.fields import Count, validated
 from specdec.sources.hit_law import MAX_RANK, HiddenPair
 from specdec.types import NO_NODE, Candidates, Commit, IntArray, Needs, Nodes, Output
 
@@ -95,12 +96,13 @@ class SyntheticSource:
     needs = Needs()
     gives_probs = False
 
+    @validated
     def __init__(
         self,
         *,
         pair: HiddenPair | SourcePair,
         model: Literal["draft", "middle"] = "draft",
-        prefill_chunk: int = 512,
+        prefill_chunk: Count = 512,
     ) -> None:
         """Proposes tokens for the target of ``pair``.
 

@@ -77,11 +77,16 @@ def test_the_records_prove_something(case: str) -> None:
     for preset, total in drafting.items():
         drafted = total["accepted"] + total["hits"]
         assert total["proposed"] > 0, preset
-        assert drafted >= 0.1 * total["tokens"], f"{preset}: hardly a draft is right"
+        least = _LEAST.get((preset, case), 0.1)
+        assert drafted >= least * total["tokens"], f"{preset}: hardly a draft is right"
         assert total["misses"] or case == "greedy", f"{preset}: every draft is right"
     everything = sum(found.values(), Counter[str]())
     for name in ("cut_tokens", "fill_steps", "flush_steps", "refill_steps", "length", "eos"):
         assert everything[name] > 0, name
+
+
+# Three requests share two copies, and each verifies a root before the draft has a token for it.
+_LEAST = {("dsi", "batched"): 0.04}
 
 
 def totals(recorded: Record) -> Counter[str]:
