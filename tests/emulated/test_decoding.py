@@ -34,7 +34,8 @@ def chosen() -> tuple[Cell, ...]:
     cells = [
         cell
         for cell in all_cells()
-        if cell.source != "background"  # in a thread, which the device's mode does not reach
+        # They run in a thread, which the device's mode does not reach.
+        if cell.source not in ("background", "model_chain")
         if cell.policy == "static"  # composing all cells would take longer than decoding some
         if (cell.verifier, cell.sampling) in (("match", "t06"), ("rejection", "greedy"))
         if cell.source == "draft_model" or cell.executor in ("local", "early_exit")
