@@ -47,7 +47,7 @@ def check_source(
             f"{judge} needs the distribution that candidates were sampled from, which {name} does"
             " not give; use verifier=match or source=draft_model"
         )
-    late = source.needs.hidden and getattr(policy, "follows_exits", False)
+    late = source.needs.hidden and not getattr(policy, "serial", True)
     if verifier.needs.draft_probs and late:
         raise UserError(
             f"{name} drafts from hidden states that arrive after {type(policy).__name__} drafts on,"
