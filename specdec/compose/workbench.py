@@ -336,5 +336,5 @@ class Workbench:
             meter=self.meter,
             timeout_s=ranks.timeout_s,
             draft=draft,
-            alone=plan.alone,
+            group_number=plan.group_number,
         )

@@ -84,7 +84,7 @@ class DistributedExecutor:
         meter: Meter,
         timeout_s: float,
         draft: DraftGroup | None = None,
-        alone: bool = False,
+        group_number: int = 0,
     ) -> None:
         """Starts or joins the ranks and makes them load their layers.
 
@@ -94,7 +94,7 @@ class DistributedExecutor:
             meter: measures the time that rank 0 waits for answers.
             timeout_s: the run fails when no rank has made progress for this long.
             draft: ranks that share the draft; shut down with this executor.
-            alone: see ``GroupHandle``. Default: false.
+            group_number: see ``GroupHandle``. Default: 0.
 
         Raises:
             RankFailure: a rank ends while it loads.
@@ -130,7 +130,7 @@ class DistributedExecutor:
         self._polled: set[ReplyKey] = set()  # those of them that ``poll`` has returned
         self._in_step = self._is_waiting = False
         self._handle = GroupHandle(
-            max(plan.num_ranks, len(plan.ranks)), threads=plan.threads, alone=alone
+            max(plan.num_ranks, len(plan.ranks)), threads=plan.threads, number=group_number
         )
         self._group = self._handle.group
         self._session = self._open_session()

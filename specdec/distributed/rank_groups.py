@@ -30,8 +30,8 @@ class _SharedGroup:
     num_handles: int = 0
 
 
-_local: dict[tuple[int, int | None], _SharedGroup] = {}  # (size, threads) -> group
-_alone: list[RankGroup] = []  # groups of one executor each
+_local: dict[tuple[int, int | None, int], _SharedGroup] = {}
+"""(size, threads, number) -> group."""
 _external: RankGroup | None = None
 _logs: Path | None = None
 
@@ -63,30 +63,27 @@ class GroupHandle:
         group: the ranks.
     """
 
-    def __init__(self, num_ranks: int, *, threads: int | None = None, alone: bool = False) -> None:
+    def __init__(self, num_ranks: int, *, threads: int | None = None, number: int = 0) -> None:
         """Joins an existing group of this size, or starts one.
 
         Args:
             num_ranks: number of ranks besides this process.
             threads: torch threads per rank; None divides the machine's cores among the ranks.
-            alone: starts ranks that no other executor uses, even at the same time. Default: false.
+            number: of the group; executors that work at the same time use groups of different
+                numbers. Default: 0.
 
         Raises:
             UserError: torchrun or Slurm has started too few ranks.
             RankFailure: the ranks cannot be started.
         """
-        self._key = (num_ranks + 1, threads)
-        self._released, self._alone = False, alone
-        if alone:
-            if _external is not None:
+        self._key = (num_ranks + 1, threads, number)
+        self._released = False
+        if _external is not None:
+            if number:
                 raise UserError(
                     "executor=replicated starts the processes of its copies itself: run it without"
                     " torchrun or Slurm"
                 )
-            self.group = _start(num_ranks + 1, threads)
-            _alone.append(self.group)
-            return
-        if _external is not None:
             if _external.size <= num_ranks:
                 raise UserError(
                     f"this executor needs {num_ranks + 1} ranks (the controller and {num_ranks} for"
@@ -108,10 +105,6 @@ class GroupHandle:
         if self._released or self.group is _external:
             return
         self._released = True
-        if self._alone:
-            _alone.remove(self.group)
-            self.group.close()
-            return
         shared = _local.get(self._key)
         if shared is not None and shared.group is self.group:
             shared.num_handles -= 1
@@ -143,7 +136,6 @@ def _start(size: int, threads: int | None) -> RankGroup:
 
 @atexit.register
 def _kill_all() -> None:
-    for group in (*_alone, *(shared.group for shared in _local.values())):
+    for group in [shared.group for shared in _local.values()]:
         group.kill()
-    _alone.clear()
     _local.clear()

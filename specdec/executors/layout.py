@@ -114,12 +114,12 @@ class PipelinePlan(ExecutorPlan):
     Attributes:
         layout: placement of the layers.
         distributed: whether every device is a separate process.
-        alone: whether these processes are shared with no other executor.
+        group_number: of its processes; targets that work at the same time have different ones.
     """
 
     layout: StageLayout
     distributed: bool = False
-    alone: bool = False
+    group_number: int = 0
 
     @staticmethod
     def of(

@@ -100,7 +100,7 @@ class ReplicasExecutor:
             latency=None,
             in_flight=replicas,
             placements=placements,
-            copies=(replace(one, alone=True),) * replicas,
+            copies=tuple(replace(one, group_number=number) for number in ranks),
             distributed=distributed,
         )
 

@@ -14,6 +14,7 @@ from tests.matrix.outcomes import check, runs
 pytestmark = pytest.mark.distributed
 
 STAGES = (2, 3)
+COPIES = (1, 2)  # of executor=replicated
 NUM_PARTS = 8
 
 
@@ -21,6 +22,7 @@ NUM_PARTS = 8
 def ranks() -> Iterator[None]:
     """The groups stay up for all tests of the module."""
     handles = [GroupHandle(stages, threads=1) for stages in STAGES]
+    handles += [GroupHandle(1, threads=1, number=copy) for copy in COPIES]
     yield
     for handle in handles:
         handle.release()
