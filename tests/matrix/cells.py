@@ -29,6 +29,7 @@ from specdec.types import Lossless
 
 NUM_LAYERS = 4
 MODEL_SEED = 7  # of 16 seeds the one whose greedy output loops least: loops hide wrong positions
+NUM_COPIES = 2  # of executor=replicated
 NUM_STAGES = 3
 MAX_NEW_TOKENS = 12
 SEED = 11
@@ -207,6 +208,8 @@ def config(
     executor = values["executor"]
     if executor.get("stages"):
         executor["stages"] = stages
+    if executor.get("replicas"):
+        executor["replicas"] = NUM_COPIES
     if "transport" in executor:
         executor["transport"] = transport
     return values

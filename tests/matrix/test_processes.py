@@ -8,13 +8,12 @@ from functools import cache
 import pytest
 
 from specdec.distributed import GroupHandle
-from tests.matrix.cells import Cell, all_cells, cover, met, option
+from tests.matrix.cells import NUM_COPIES, Cell, all_cells, cover, met, option
 from tests.matrix.outcomes import check, runs
 
 pytestmark = pytest.mark.distributed
 
 STAGES = (2, 3)
-COPIES = (1, 2)  # of executor=replicated
 NUM_PARTS = 8
 
 
@@ -22,7 +21,7 @@ NUM_PARTS = 8
 def ranks() -> Iterator[None]:
     """The groups stay up for all tests of the module."""
     handles = [GroupHandle(stages, threads=1) for stages in STAGES]
-    handles += [GroupHandle(1, threads=1, number=copy) for copy in COPIES]
+    handles += [GroupHandle(1, threads=1, number=copy) for copy in range(1, NUM_COPIES + 1)]
     yield
     for handle in handles:
         handle.release()
