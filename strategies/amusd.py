@@ -40,9 +40,9 @@ class FreeRunning:
     """Feeds the target every drafted token as soon as it can take it; the draft never stops.
 
     Each request has one draft pass at a time, on the end of its chain, which is followed by the
-    next at once. A pass goes on over the end of a step. With a source that is not asynchronous
-    (``sources.Background`` makes one of any) a pass runs when it is started, and the target waits
-    for its end.
+    next at once. A pass may outlive the step in which it began. With a source that is not
+    asynchronous (``sources.Background`` makes one of any) a pass runs when it is started, and the
+    target waits for its end.
 
     Rejection verifiers are refused: they would keep the target's distribution, but the output for
     a seed would depend on the times of passes.

@@ -1,6 +1,6 @@
 """PipeInfer (arXiv 2407.11798): short speculative runs, one after the other, down a pipeline.
 
-The draft drafts without waiting for the target. Each step's few tokens are a run of their own,
+The draft drafts without waiting for the target. The tokens drafted in one step form a run,
 which enters the pipeline behind the runs before it, so several are in flight. A verdict that
 contradicts a run cancels it and all later ones wherever they are: stages that did not begin them
 skip them. A token that no run carried goes down the pipeline alone.
@@ -66,7 +66,7 @@ class _Speculation:
     """One request's runs since the last verdict.
 
     Attributes:
-        sendable: largest id of a node that a run may carry; one beyond it is held back.
+        sendable: largest id of a node that a run may carry; later ones are not submitted yet.
         runs: runs that were begun.
         fruitless: attempts that had no token for a run.
     """
@@ -170,7 +170,7 @@ class PipeInfer:
         return raised - self.decay * speculation.fruitless
 
     def _holds(self, request: RequestState) -> bool:
-        """Whether the chain's last token is held back."""
+        """Whether the chain's last token was below the cut-off and has not been submitted."""
         tree = request.tree
         return len(tree) > 1 and int(tree.ids[-1]) > self._requests[request.id].sendable
 

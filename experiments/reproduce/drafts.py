@@ -44,7 +44,7 @@ class Draft:
 
     @property
     def swapped(self) -> dict[str, str]:
-        """The profiles of which another stands in place."""
+        """Profile -> the profile that replaces it at this end of the band, where they differ."""
         return {name: other for name, other in self.profiles.items() if name != other}
 
     def words(self, *overrides: str) -> list[str]:

@@ -2,7 +2,7 @@
 
     python -m experiments.scale.measure FOLDER --strategies best_first --samplings t06 [options]
 
-Every row runs in a process of its own, so that its peak memory is its own, and is appended to
+Every row runs in a separate process, so that its peak memory is measured alone, and is appended to
 ``--out`` as a line of JSON; rows that are there already are skipped. Columns:
 
 - ``load_s``: seconds to compose the strategy, models included.
@@ -138,7 +138,7 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
 
 
 def main() -> None:
-    """Runs the missing rows, each in a process of its own."""
+    """Runs the missing rows, each in a separate process."""
     args = _arguments()
     if args.row is not None:
         print(json.dumps(run_row(args, *args.row)))

@@ -1,4 +1,4 @@
-"""Copies of the target that answer batches at the same time, each on devices of its own.
+"""Copies of the target that answer batches at the same time, each on separate devices.
 
 A batch goes to the copy that is free first. Copies do not wait for each other, so answers come in
 any order, and a step has no fixed latency. Copies share no caches: each computes what it lacks of a

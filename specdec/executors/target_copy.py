@@ -111,7 +111,7 @@ class TargetCopy:
             self.executor.commit(commits, Output(step=commits[0].step))
 
     def _catch_up(self, step: int) -> None:
-        """Applies the commits of former steps, in empty ones of its own."""
+        """Applies commits of earlier steps, one empty batch per step."""
         for commits in self._deferred:
             if commits:
                 self.executor.submit(Batch(step=step))

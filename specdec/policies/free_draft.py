@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class FreeDraft:
     """The draft's part of a policy whose trees are chains.
 
-    A pass goes on over the end of a step. With a source that is not asynchronous
+    A pass may outlive the step in which it began. With a source that is not asynchronous
     (``sources.Background`` makes one of any) a pass runs when it is started.
     """
 
