@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
+_MASK = 0xFFFFFFFFFFFFFFFF
 _GAMMA = 0x9E3779B97F4A7C15  # odd constant of splitmix64 (Steele et al. 2014)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31))
 
 
 def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
@@ -20,9 +24,11 @@ def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     Returns:
         uint64 of the broadcast shape, uniform over 64 bits.
     """
-    value: npt.NDArray[np.uint64] = np.array(seed & 0xFFFFFFFFFFFFFFFF, np.uint64)
-    value = _finish(value)
-    for part in parts:
+    leading = 0
+    while leading < len(parts) and isinstance(parts[leading], int | np.integer):
+        leading += 1
+    value = np.array(_key(int(seed), *map(int, parts[:leading])), np.uint64)  # type: ignore[arg-type]
+    for part in parts[leading:]:
         value = _finish(value ^ np.asarray(part).astype(np.uint64))
     return value
 
@@ -32,9 +38,29 @@ def hash_uniform(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.float64]:
     return (hash_u64(seed, *parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+@lru_cache(maxsize=4096)
+def _key(seed: int, *parts: int) -> int:
+    """The hash of scalars, which most calls begin with."""
+    value = _finish_int(seed & _MASK)
+    for part in parts:
+        value = _finish_int(value ^ (part & _MASK))
+    return value
+
+
+def _finish_int(value: int) -> int:
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
 def _finish(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
-        value = value + np.uint64(_GAMMA)
-        value = (value ^ (value >> np.uint64(30))) * _MIX_1
-        value = (value ^ (value >> np.uint64(27))) * _MIX_2
-        return value ^ (value >> np.uint64(31))
+    """``_finish_int`` of an array; numpy's arithmetic on uint64 arrays is modulo 2^64."""
+    value = np.array(value, ndmin=1) if (scalar := value.ndim == 0) else value
+    value += np.uint64(_GAMMA)
+    value ^= value >> _SHIFTS[0]
+    value *= np.uint64(_MIX_1)
+    value ^= value >> _SHIFTS[1]
+    value *= np.uint64(_MIX_2)
+    value ^= value >> _SHIFTS[2]
+    return value.reshape(()) if scalar else value
