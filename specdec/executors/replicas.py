@@ -219,7 +219,7 @@ class ReplicasExecutor:
     def shutdown(self) -> None:
         """Ends the copies' processes, if they have any."""
         for copy in self._copies:
-            copy.executor.shutdown()
+            copy.shutdown()
 
     def reports(self) -> list[dict[str, Any]]:
         """Reports of the copies' processes, each under its copy's rank; none in one process.

@@ -7,7 +7,7 @@ and commits have the same effect on this record as on the copy's caches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from specdec.clocks import Clock
 from specdec.device import select_rows
+from specdec.errors import RankFailure
 from specdec.state import RequestState, tree_rows
 from specdec.types import Answers, Batch, BoolArray, Commit, IntArray, Output, PrefillChunk
 
@@ -109,6 +110,13 @@ class TargetCopy:
             self._deferred.append(commits)
         else:  # what it works on is computed already
             self.executor.commit(commits, Output(step=commits[0].step))
+
+    def shutdown(self) -> None:
+        """Waits for the batch at work, so that the copy's process can be used again; frees it."""
+        if self.is_busy and self._rank is None:
+            with suppress(RankFailure):
+                self.finish()
+        self.executor.shutdown()
 
     def _catch_up(self, step: int) -> None:
         """Applies commits of earlier steps, one empty batch per step."""

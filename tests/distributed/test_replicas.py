@@ -10,6 +10,7 @@ from specdec.clocks.wall import MeasuredClock, PacedClock
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Workbench
 from specdec.distributed.executor import Ranks
+from specdec.distributed.rank_groups import GroupHandle
 from specdec.errors import UserError
 from specdec.executors import ReplicasExecutor
 from tests import toys
@@ -38,6 +39,26 @@ def test_lossless_over_processes() -> None:
     assert all(report["rows"] > 10 for report in reports)
     spans = [span for report in reports for span in report["clock"]["spans"]]
     assert {span["rank"] for span in spans} == {1, 2}
+
+
+@pytest.mark.distributed
+def test_processes_stay_for_the_next_decoder() -> None:
+    """Also when the last request ends while a copy is at work, as it usually does."""
+    handles = [GroupHandle(1, threads=1, number=copy) for copy in (1, 2)]
+    pids, busy, wanted = [], [], toys.cases(12)[:3]
+    for _ in range(2):
+        bench = Workbench(toys.pair(), seed=toys.SEED, clock=MeasuredClock(), ranks=RANKS)
+        parts = build_preset("dsi", bench, KEYS)
+        executor = parts.executor
+        assert isinstance(executor, ReplicasExecutor)
+        toys.assert_plain(decode_cases(parts, wanted, batch_size=1), wanted)
+        busy.append(any(copy.is_busy for copy in executor._copies))
+        pids.append(executor.pids)
+        executor.shutdown()
+    for handle in handles:
+        handle.release()
+    assert pids[0] == pids[1]
+    assert any(busy)
 
 
 def test_paced_processes_are_refused() -> None:
