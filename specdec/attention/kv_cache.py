@@ -241,7 +241,7 @@ class TreeCache:
         if is_hit and self.cached_len + len(adopted) >= commit.prefix_len:
             kept = self._lo + commit.keeps(self.node_ids).nonzero()[0]
         hi = lo + len(kept)
-        if len(kept) or adopted != list(range(self._lo, lo)):
+        if len(kept) or (adopted and adopted != [*range(self._lo, lo)]):
             self._gather(adopted, kept, lo, hi)
         self.cached_len += len(adopted)
         self._set_region(lo, hi)
@@ -249,6 +249,11 @@ class TreeCache:
 
     def _gather(self, adopted: list[int], kept: IntArray, lo: int, hi: int) -> None:
         """Moves adopted entries to the coordinates before ``lo``, kept ones to [lo, hi)."""
+        if not len(kept):  # the region is empty afterwards: only keys and values move
+            moves = [(source, self._lo + i) for i, source in enumerate(adopted)]
+            sources, targets = np.array([move for move in moves if move[0] != move[1]]).T
+            self._copy_slots(sources + self._origin, targets + self._origin)
+            return
         # Kept entries inside the new region keep their slots; the others fill the free slots.
         inside = (kept >= lo) & (kept < hi)
         outside = kept[~inside]

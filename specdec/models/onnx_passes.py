@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import CacheSpec
-from specdec.attention.tree_attention import RequestPart, ScoreOptions
+from specdec.attention.tree_attention import ScoreOptions, host_mask
 from specdec.errors import UserError
 from specdec.models.captured import RunnerOutput
 from specdec.models.onnx_graph import build_graph, mask_name, unsupported
@@ -93,11 +93,13 @@ class OnnxPasses:
         self._hidden_size, self._vocab_size = config.hidden_size, config.vocab_size
         self._captured = [(name, states.index(name)) for name in capture]
         self._outputs = graph.hidden_names
-        self._windows = tuple(dict.fromkeys(option.window for option in options.values()))
+        windows = dict.fromkeys(option.window for option in options.values())
+        self._windows = [(mask_name(window), window) for window in windows]
         self._spec, self._is_first, self._is_last = spec, is_first, is_last
         self._session = _session(graph.model, graph.weights)
         self._bindings: dict[int, _Bound] = {}  # id of a live cache -> its binding
-        self._memories: dict[tuple[int, int], _Memory] = {}  # (rows, rows of logits) -> arrays
+        # (rows, rows of logits, None for every row) -> arrays
+        self._memories: dict[tuple[int, int | None], _Memory] = {}
         self._flat: dict[str, np.ndarray[Any, Any]] = {}  # name -> memory of ``_shared_array``
         self._zeros = np.zeros(1, np.float32)
         self.num_passes = 0
@@ -193,8 +195,7 @@ class OnnxPasses:
         num_rows, end = len(rows), rows.end
         keys_values, done = rows.cache.buffers(rows)
         bound = self._bound(rows.cache, keys_values)
-        chosen = np.arange(num_rows) if logits_rows is None else logits_rows
-        memory = self._memory(num_rows, len(chosen) if self._is_last else 0)
+        memory = self._memory(num_rows, None if logits_rows is None else len(logits_rows))
         if bound.memory is not memory:
             memory.bind(bound.binding)
             bound.memory = memory
@@ -204,16 +205,15 @@ class OnnxPasses:
         else:
             into["hidden"][0] = hidden.numpy()
         into["positions"][0] = rows.positions
-        if self._is_last:
-            into["logits_rows"][:] = chosen
+        if self._is_last and logits_rows is not None:
+            into["logits_rows"][:] = logits_rows
         bound.last_slot[0], bound.num_slots[0] = end - 1, end
-        part = RequestPart(rows)
-        for window in self._windows:
-            mask = part.array(window)
+        for name, window in self._windows:
+            mask = host_mask(rows, window)
             # Without a mask every row sees what the causal order allows.
             dense = self._no_mask(num_rows * end) if mask is None else mask
             # Without a copy; the binding keeps the array.
-            bound.binding.bind_cpu_input(mask_name(window), dense.reshape(1, 1, num_rows, end))
+            bound.binding.bind_cpu_input(name, dense.reshape(1, 1, num_rows, end))
         self._session.run_with_iobinding(bound.binding)
         self.num_passes += 1
         done()
@@ -226,8 +226,8 @@ class OnnxPasses:
             self._zeros = np.zeros(2 * size, np.float32)
         return self._zeros[:size]
 
-    def _memory(self, num_rows: int, num_logits: int) -> _Memory:
-        """Memory for the inputs and outputs of passes of R rows and A logits rows.
+    def _memory(self, num_rows: int, num_logits: int | None) -> _Memory:
+        """Memory for the inputs and outputs of passes of R rows and A logits rows (None: all).
 
         To bind existing values and copy the results costs less than to make new values, up to
         about 8 rows of a vocabulary of 4096 tokens (5 to 7 us against a copy of 0.7 us per row);
@@ -244,8 +244,8 @@ class OnnxPasses:
             inputs["hidden"] = self._shared_array("hidden", (*rows, self._hidden_size))
         shapes = dict.fromkeys(self._outputs, (*rows, self._hidden_size))
         if self._is_last:
-            inputs["logits_rows"] = np.empty(num_logits, np.int64)
-            shapes["logits"] = (1, num_logits, self._vocab_size)
+            inputs["logits_rows"] = chosen = np.arange(num_rows if num_logits is None else num_logits)
+            shapes["logits"] = (1, len(chosen), self._vocab_size)
         outputs = {name: self._shared_array(name, shape) for name, shape in shapes.items()}
         if len(self._memories) >= _MEMORIES:  # prompts have many lengths
             self._memories.clear()

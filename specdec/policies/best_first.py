@@ -188,6 +188,8 @@ class BestFirst(Stateless):
             slots = best_leaves(request, self.w, excluded=excluded, min_score=least)
             if len(slots) and (not min_mass or _mass(request.tree, slots) >= min_mass):
                 leaves.append((request, slots))
+        if not leaves:
+            return []
         all_counts = expand(state, source, leaves, self._children)
         for (request, slots), counts in zip(leaves, all_counts, strict=True):
             if not counts.all():

@@ -169,8 +169,7 @@ class EagleSource:
     def _plan(self, request: RequestState, ids: IntArray) -> _Work:
         """The rows to compute for ``ids``, int64[W]; see ``_Work``."""
         draft, tree = self._drafts[request.id], request.tree
-        slots = tree.slots(ids)
-        assert int(slots.min()) >= 0, f"nodes {ids} of request {request.id} are not in the tree"
+        slots = tree.live_slots(ids)
         entered = draft.cache.has(ids)
         if entered.any() and any(i not in draft.logits for i in ids[entered].tolist()):
             # Expanded a second time: compute all nodes again, since a row's logits are not stored.

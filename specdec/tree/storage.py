@@ -6,7 +6,7 @@ Shape letters: N nodes, K candidates, V vocabulary, E hidden size.
 from __future__ import annotations
 
 from copy import copy
-from typing import Self
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,11 @@ from specdec.device import Probs
 from specdec.types import NO_NODE, BoolArray, FloatArray, HiddenName, IntArray
 
 _CAPACITY = 64  # nodes that a new tree has room for
+
+_Located: TypeAlias = tuple[IntArray | None, IntArray | None]
+"""Node ids, all of them in the tree, and their slots; None: of no nodes."""
+
+NOWHERE: _Located = (None, None)
 
 
 class NodeTable:
@@ -37,7 +42,7 @@ class NodeTable:
             position: its absolute position, which is the number of committed tokens before it.
             root_id: its id; later nodes get larger ones. Default: 0.
         """
-        self._ints = np.zeros((7, _CAPACITY), np.int64)
+        self._ints = np.zeros((8, _CAPACITY), np.int64)
         self._floats = np.zeros((2, _CAPACITY))
         self._flags = np.zeros((2, _CAPACITY), np.bool_)
         self._cand_tokens = np.zeros((_CAPACITY, 0), np.int64)
@@ -49,6 +54,7 @@ class NodeTable:
         self.hidden: dict[int, dict[HiddenName, torch.Tensor]] = {}
         self._next_id = root_id
         self._size = 0
+        self._located: _Located = NOWHERE
         self.reset(token=token, position=position)
 
     def __len__(self) -> int:
@@ -141,10 +147,11 @@ class NodeTable:
     def reset(self, *, token: int, position: int) -> int:
         """Discards all nodes and creates a new root; returns its id."""
         self._size = 0
+        self._located = NOWHERE
         for rows in (self.draft_probs, self.target_probs, self.hidden):
             rows.clear()
         self._claim(1)
-        self._ints[:, 0] = (self._next_id, token, NO_NODE, position, -1, 0, -1)
+        self._ints[:, 0] = (self._next_id, token, NO_NODE, position, -1, 0, -1, NO_NODE)
         self._floats[:, 0] = 0.0
         self._flags[:, 0] = False
         self._cand_logprobs[0] = -np.inf
