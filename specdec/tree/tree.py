@@ -242,7 +242,7 @@ class TokenTree(NodeTable):
     def live_slots(self, ids: IntArray) -> IntArray:
         """int64[W], slots of nodes that are all in the tree."""
         slots = self.slots(ids)
-        assert slots is self._located[1], f"nodes {ids} are not all in the tree"
+        assert slots is self._located[1], f"nodes {ids} are not in the tree"
         return slots
 
     def ids_of(self, slots: IntArray) -> IntArray:
