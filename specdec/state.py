@@ -162,8 +162,10 @@ class RequestState:
     @property
     def awaiting(self) -> bool:
         """Whether submitted nodes of the tree have no answer of the target yet."""
-        at, answered = self.tree.submitted_at, self.tree.answered
-        return bool(at[0] >= 0 and ((at >= 0) & ~answered).any())  # the root is submitted first
+        tree = self.tree
+        if not tree.root_submitted:  # it is submitted first
+            return False
+        return bool(((tree.submitted_at >= 0) & ~tree.answered).any())
 
     @property
     def held_tokens(self) -> int:
@@ -206,7 +208,7 @@ class Load:
 
     def count(self, requests: Collection[RequestState]) -> None:
         """Counts one step."""
-        num_tokens = sum(r.held_tokens for r in requests)
+        num_tokens = sum([request.held_tokens for request in requests])
         self.request_steps += len(requests)
         self.kv_token_steps += num_tokens
         self.kv_peak_tokens = max(self.kv_peak_tokens, num_tokens)
@@ -279,7 +281,7 @@ class DecodeState:
         for early in output.early:
             if (request := self.requests.get(early.request)) is not None:
                 request.tree.set_hidden(early.node_ids, early.hidden)
-        return [request for request in self.requests.values() if request.tree.answered[0]]
+        return [request for request in self.requests.values() if request.tree.root_answered]
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
         """Emits tokens, moves the roots, updates counters and ends the step.
@@ -314,10 +316,10 @@ class DecodeState:
         retired = _ROOT
         if depth:
             retired = np.concatenate([_ROOT, tree.live_slots(verdict.accepted_ids)])
-        last = int(retired[-1])
-        child = tree.child(last, verdict.next_token)
-        assert all(tree.answered.take(retired)), f"a node of request {request.id} has no answer"
-        retired_ids, retired_tokens = tree.ids.take(retired), tree.tokens.take(retired)
+        child = tree.child(int(retired[-1]), verdict.next_token)
+        answered = tree.answered.take(retired).tolist()
+        assert all(answered), f"a node of request {request.id} has no answer"
+        retired_ids, retired_tokens, _, positions = tree.rows_of(retired)
         hidden = tree.hidden_rows(retired_ids)
         request.counters.count_answer(depth, verdict.num_verified, hit=child != NO_NODE)
 
@@ -335,8 +337,7 @@ class DecodeState:
             tree.reroot(child)
         else:
             kind = CommitKind.MISS
-            position = int(tree.positions[last]) + 1
-            tree.reset(token=verdict.next_token, position=position)
+            tree.reset(token=verdict.next_token, position=int(positions[-1]) + 1)
         request.last_kind = kind
         return Commit(
             request=request.id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import exp
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -211,7 +212,7 @@ class BestFirst(Stateless):
 
 def _mass(tree: TokenTree, slots: IntArray) -> float:
     """Draft probability that the target's path contains one of the leaves."""
-    return float(np.exp(tree.scores.take(slots)).sum())
+    return sum(map(exp, tree.scores.take(slots).tolist()))
 
 
 def _num_available(tree: TokenTree) -> int:

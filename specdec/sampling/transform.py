@@ -196,7 +196,7 @@ class SamplingTransform:
             tokens, logprobs = _on_host(*on_device.top(scores, k))
         elif tied:
             tokens, logprobs = host.top(scores, k)
-        return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0)
+        return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0, dtype=np.float64)
 
     def _weighed(
         self, logits: Tensor, histories: Sequence[IntArray] | None, filters: dict[str, Any]
@@ -238,8 +238,8 @@ def _module(logits: Tensor) -> ModuleType:
 
 
 def _on_host(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
-    """Returns int64 and float64 arrays, by one copy, since each copy waits for the device."""
+    """Returns both as arrays, by one copy, since each copy waits for the device."""
     if not on_accelerator(values):
-        return indices.numpy(), values.numpy().astype(np.float64)
+        return indices.numpy(), values.numpy()
     both = to_host(torch.stack([indices.double(), values.double()]))
     return both[0].astype(np.int64), both[1]

@@ -115,6 +115,16 @@ class NodeTable:
         """bool[N], whether the target has answered the node."""
         return self._flags[1, : self._size]
 
+    @property
+    def root_submitted(self) -> bool:
+        """Whether the root was submitted to the target."""
+        return bool(self._ints[4, 0] >= 0)
+
+    @property
+    def root_answered(self) -> bool:
+        """Whether the target has answered the root."""
+        return bool(self._flags[1, 0])
+
     def may_reach(self, position: int) -> bool:
         """False where the tree is too small for a node at ``position``, as most trees are."""
         return int(self._ints[3, 0]) + self._size > position

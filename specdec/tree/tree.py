@@ -135,7 +135,7 @@ class TokenTree(NodeTable):
         counts = candidates.counts[rows]
         num = tokens.shape[1]
         self._widen(num)
-        if int(counts.min(initial=num)) < num:
+        if min(counts.tolist(), default=num) < num:
             logprobs = np.where(np.arange(num) < counts[:, None], logprobs, -np.inf)
         if num == self._cand_tokens.shape[1]:
             self._cand_tokens[slots] = tokens

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.state import DecodeState, RequestState
-from specdec.types import NO_NODE, Lossless, Needs, Verdict
+from specdec.types import NO_NODE, IntArray, Lossless, Needs, Verdict
+
+_NO_IDS: IntArray = np.zeros(0, np.int64)
 
 
 class MatchVerifier:
@@ -32,6 +34,10 @@ class MatchVerifier:
 
 def _verdict(request: RequestState) -> Verdict:
     tree = request.tree
+    if len(tree) == 1:
+        return Verdict(
+            request=request.id, accepted_ids=_NO_IDS, next_token=int(tree.answers[0])
+        )
     answers, parents = tree.answers, tree.parents
     # Siblings differ, so an answered node has at most one matching child. A match of the root is
     # accidental: its parent is not a slot, and the walk never reaches it.
