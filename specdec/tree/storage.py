@@ -5,6 +5,7 @@ Shape letters: N nodes, K candidates, V vocabulary, E hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Self, TypeAlias
 
@@ -20,6 +21,22 @@ _Located: TypeAlias = tuple[IntArray | None, IntArray | None]
 """Node ids, all of them in the tree, and their slots; None: of no nodes."""
 
 NOWHERE: _Located = (None, None)
+
+
+class StateRow(Mapping[HiddenName, torch.Tensor]):
+    """One row of each of some states [W, E]; most rows are dropped before anything reads them."""
+
+    def __init__(self, states: Mapping[HiddenName, torch.Tensor], row: int) -> None:
+        self._states, self._row = states, row
+
+    def __getitem__(self, name: HiddenName) -> torch.Tensor:
+        return self._states[name][self._row]
+
+    def __iter__(self) -> Iterator[HiddenName]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
 
 
 class NodeTable:
@@ -51,7 +68,7 @@ class NodeTable:
         self._mixed = False  # whether any candidate had an origin; until then the table is all 0
         self.draft_probs: dict[int, Probs] = {}
         self.target_probs: dict[int, Probs] = {}
-        self.hidden: dict[int, dict[HiddenName, torch.Tensor]] = {}
+        self.hidden: dict[int, Mapping[HiddenName, torch.Tensor]] = {}
         self._next_id = root_id
         self._size = 0
         self._located: _Located = NOWHERE
@@ -181,7 +198,7 @@ class NodeTable:
         ):
             setattr(tree, name, getattr(self, name).copy())
         tree.draft_probs, tree.target_probs = dict(self.draft_probs), dict(self.target_probs)
-        tree.hidden = {node_id: dict(states) for node_id, states in self.hidden.items()}
+        tree.hidden = dict(self.hidden)
         return tree
 
     def _claim(self, num: int) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from specdec.sampling.top_stable import top_stable
-from specdec.tree.storage import NOWHERE, NodeTable
+from specdec.tree.storage import NOWHERE, NodeTable, StateRow
 from specdec.types import (
     NO_NODE,
     Answers,
@@ -191,9 +191,12 @@ class TokenTree(NodeTable):
             ids: int64[W].
             hidden: name -> [W, E].
         """
-        for row in np.flatnonzero(self.slots(ids) >= 0).tolist():
-            states = {name: rows[row] for name, rows in hidden.items()}
-            self.hidden.setdefault(int(ids[row]), {}).update(states)
+        for row, (node_id, slot) in enumerate(
+            zip(ids.tolist(), self.slots(ids).tolist(), strict=True)
+        ):
+            if slot >= 0:
+                states, earlier = StateRow(hidden, row), self.hidden.get(node_id)
+                self.hidden[node_id] = states if earlier is None else {**earlier, **states}
 
     def hidden_rows(self, ids: IntArray) -> dict[HiddenName, torch.Tensor]:
         """Name -> [W, E], copies of the states that all nodes ``ids``, int64[W], have."""

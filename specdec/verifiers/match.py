@@ -35,9 +35,7 @@ class MatchVerifier:
 def _verdict(request: RequestState) -> Verdict:
     tree = request.tree
     if len(tree) == 1:
-        return Verdict(
-            request=request.id, accepted_ids=_NO_IDS, next_token=int(tree.answers[0])
-        )
+        return Verdict(request=request.id, accepted_ids=_NO_IDS, next_token=int(tree.answers[0]))
     answers, parents = tree.answers, tree.parents
     # Siblings differ, so an answered node has at most one matching child. A match of the root is
     # accidental: its parent is not a slot, and the walk never reaches it.
