@@ -81,13 +81,16 @@ class ModelStage:
     ) -> StageOutput:
         """One packed forward over the batch's rows; logits where the stage has them."""
         wants_logits = wants_logits and self.runner.is_last
+        logits_rows: IntArray | None = _NONE
         if batch.prefills:
             items = row_items(batch)
             rows = [self._rows(item.request, item.prefill_tokens, item.tree) for item in items]
-            logits_rows = tree_row_index(items) if wants_logits else _NONE
+            if wants_logits:
+                logits_rows = tree_row_index(items)
         else:
             rows = [self._rows(tree.request, _NONE, tree) for tree in batch.trees]
-            logits_rows = None if wants_logits and rows else _NONE
+            if wants_logits and rows:
+                logits_rows = None  # of every row
         out = self.runner.forward(rows, hidden=hidden, logits_rows=logits_rows)
         return StageOutput(hidden=out.hidden, logits=out.logits, captured=out.captured)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ def _fused(writer: GraphWriter, head: EagleHead, features: str) -> str:
     return writer.linear("fc", [head.fc], features)
 
 
-def _layer(writer: GraphWriter, index: int, layer: nn.Module, stream: str, embedded: str) -> str:
+def _layer(writer: GraphWriter, index: int, layer: Any, stream: str, embedded: str) -> str:
     """One layer of the head, from and to the residual stream."""
     residual = inputs = stream
     if layer.first:
