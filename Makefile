@@ -40,7 +40,7 @@ demo: install  ## strategies compared on held-out code of the standard library
 	@echo "== demo: $(DEMO_STRATEGIES)"
 	@echo "== on prompts from Python's standard library, with the bundled models, on this machine's CPU"
 	@$(BIN)/specdec compare "strategies=[$(DEMO_STRATEGIES)]" data=stdlib data.limit=4 \
-	  max_new_tokens=96 sampling=no_repeat4 repeats=2 threads=1 output_dir=$(DEMO_DIR)
+	  max_new_tokens=96 sampling=no_repeat4 repeats=2 threads=1 model.backend=auto output_dir=$(DEMO_DIR)
 	@echo "== table:  $(DEMO_DIR)/comparison.md    plot: $(DEMO_DIR)/comparison.png"
 	@echo "== figures: $(DEMO_DIR)/comparison.json  every token: $(DEMO_DIR)/requests.jsonl"
 	@echo "== next: $(BIN)/specdec list    $(BIN)/specdec compare --help"
@@ -102,6 +102,8 @@ $(VENV)/.torch: $(VENV)/.python constraints.txt
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "== install: specdec and what it needs (pinned in constraints.txt)"
 	@$(PIP) install --progress-bar off -c constraints.txt -e . | sed "/already satisfied/d"
+	@$(PIP) install --progress-bar off -c constraints.txt -e ".[onnx]" | sed "/already satisfied/d" || \
+	  echo "== ONNX Runtime cannot be installed here: model.backend=auto runs passes in PyTorch"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml constraints.txt

@@ -35,6 +35,7 @@ from specdec.types import (
 
 _STOP_TAIL_TOKENS = 8  # decoded in addition to one token per byte of the longest stop string
 _MAX_IDLE_STEPS = 10_000  # far beyond any pipeline's latency; stops an endless loop
+_ROOT = np.zeros(1, np.int64)  # slots of the path to the root
 
 TARGET_ORIGIN = -1
 """Origin of an emitted token that no source proposed (correction or bonus token, or a miss)."""
@@ -161,8 +162,10 @@ class RequestState:
     @property
     def awaiting(self) -> bool:
         """Whether submitted nodes of the tree have no answer of the target yet."""
-        at, answered = self.tree.submitted_at, self.tree.answered
-        return bool(at[0] >= 0 and ((at >= 0) & ~answered).any())  # the root is submitted first
+        tree = self.tree
+        if not tree.root_submitted:  # it is submitted first
+            return False
+        return bool(((tree.submitted_at >= 0) & ~tree.answered).any())
 
     @property
     def held_tokens(self) -> int:
@@ -205,7 +208,7 @@ class Load:
 
     def count(self, requests: Collection[RequestState]) -> None:
         """Counts one step."""
-        num_tokens = sum(r.held_tokens for r in requests)
+        num_tokens = sum([request.held_tokens for request in requests])
         self.request_steps += len(requests)
         self.kv_token_steps += num_tokens
         self.kv_peak_tokens = max(self.kv_peak_tokens, num_tokens)
@@ -240,12 +243,9 @@ class DecodeState:
         """Records the submission step of selected nodes (called by the scheduler)."""
         for request_id, ids in nodes.items:
             request = self.requests[request_id]
-            slots = request.tree.slots(ids)
-            assert slots.min(initial=0) >= 0, (
-                f"nodes {ids} of request {request_id} are not in the tree"
-            )
+            slots = request.tree.live_slots(ids)
             request.tree.submitted_at[slots] = self.step
-            request.counters.proposed += int(np.count_nonzero(slots))
+            request.counters.proposed += len(slots) - (0 in slots.tolist())
 
     def copy(self, nodes: Nodes) -> DecodeState:
         """A copy with the present trees of the requests of ``nodes``, for work beside the loop."""
@@ -281,7 +281,7 @@ class DecodeState:
         for early in output.early:
             if (request := self.requests.get(early.request)) is not None:
                 request.tree.set_hidden(early.node_ids, early.hidden)
-        return [request for request in self.requests.values() if request.tree.answered[0]]
+        return [request for request in self.requests.values() if request.tree.root_answered]
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
         """Emits tokens, moves the roots, updates counters and ends the step.
@@ -292,11 +292,12 @@ class DecodeState:
         Raises:
             RuntimeError: after 10,000 consecutive steps without any verdict or prefill.
         """
-        answered = {verdict.request for verdict in verdicts}
-        for request in self.requests.values():
-            if request.id not in answered:
-                _count_idle(request)
         live = self.requests.values()
+        if len(verdicts) < len(live):
+            answered = {verdict.request for verdict in verdicts}
+            for request in live:
+                if request.id not in answered:
+                    _count_idle(request)
         busy = bool(verdicts) or any(r.prefill_sent < r.num_prefill for r in live)
         self._idle_steps = 0 if busy or not live else self._idle_steps + 1
         if self._idle_steps > _MAX_IDLE_STEPS:
@@ -311,20 +312,20 @@ class DecodeState:
 
     def _commit_one(self, request: RequestState, verdict: Verdict, now: float) -> Commit:
         tree = request.tree
-        path = tree.slots(verdict.accepted_ids).tolist() if len(verdict.accepted_ids) else []
-        assert NO_NODE not in path, f"accepted nodes {verdict.accepted_ids} are not in the tree"
-        retired = [0, *path]
-        last = retired[-1]
-        child = tree.child(last, verdict.next_token)
-        assert tree.answered[retired].all(), f"a node of request {request.id} has no answer"
-        retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
-        hidden = tree.hidden_rows(retired_ids)
         depth = len(verdict.accepted_ids)
+        retired = _ROOT
+        if depth:
+            retired = np.concatenate([_ROOT, tree.live_slots(verdict.accepted_ids)])
+        child = tree.child(int(retired[-1]), verdict.next_token)
+        answered = tree.answered.take(retired).tolist()
+        assert all(answered), f"a node of request {request.id} has no answer"
+        retired_ids, retired_tokens, _, positions = tree.rows_of(retired)
+        hidden = tree.hidden_rows(retired_ids)
         request.counters.count_answer(depth, verdict.num_verified, hit=child != NO_NODE)
 
         tokens = [*retired_tokens[1:].tolist(), verdict.next_token]
         next_origin = TARGET_ORIGIN if child == NO_NODE else int(tree.origins[child])
-        origins = [*(tree.origins[path].tolist() if path else ()), next_origin]
+        origins = [*(tree.origins.take(retired[1:]).tolist() if depth else ()), next_origin]
         for token, origin in zip(tokens, origins, strict=True):
             if request.finished:
                 request.counters.cut_tokens += 1
@@ -336,8 +337,7 @@ class DecodeState:
             tree.reroot(child)
         else:
             kind = CommitKind.MISS
-            position = int(tree.positions[last]) + 1
-            tree.reset(token=verdict.next_token, position=position)
+            tree.reset(token=verdict.next_token, position=int(positions[-1]) + 1)
         request.last_kind = kind
         return Commit(
             request=request.id,
@@ -365,9 +365,11 @@ def _count_idle(request: RequestState) -> None:
 
 def batch_of(state: DecodeState, nodes: Nodes) -> Batch:
     """Packs selected nodes as the rows of a target batch, without prefill."""
-    requests = ((state.requests[request_id], ids) for request_id, ids in nodes.items)
-    trees = tuple(tree_rows(request, request.tree.slots(ids)) for request, ids in requests)
-    return Batch(step=state.step, trees=trees)
+    trees = []
+    for request_id, ids in nodes.items:
+        request = state.requests[request_id]
+        trees.append(tree_rows(request, request.tree.slots(ids)))
+    return Batch(step=state.step, trees=tuple(trees))
 
 
 def tree_rows(request: RequestState, slots: IntArray) -> TreeRows:

@@ -16,13 +16,12 @@ Shape letters: L layers, G key/value heads, D head size, C capacity in slots, R 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from torch import Tensor
 
 from specdec.attention.kv_storage import Buffers, CacheSpec, Contiguous, Storage, Store
 from specdec.types import BoolArray, Commit, CommitKind, IntArray
+from specdec.types.records import record
 
 EMPTY: IntArray = np.zeros(0, np.int64)
 """An empty array of tokens or nodes."""
@@ -30,7 +29,7 @@ EMPTY: IntArray = np.zeros(0, np.int64)
 _FRESH_ENTRIES = 128  # size of a new cache's index arrays, which grow as needed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
     """The rows of one request in one forward pass, and their slots in its cache.
 
@@ -241,7 +240,7 @@ class TreeCache:
         if is_hit and self.cached_len + len(adopted) >= commit.prefix_len:
             kept = self._lo + commit.keeps(self.node_ids).nonzero()[0]
         hi = lo + len(kept)
-        if len(kept) or adopted != list(range(self._lo, lo)):
+        if len(kept) or (adopted and adopted != [*range(self._lo, lo)]):
             self._gather(adopted, kept, lo, hi)
         self.cached_len += len(adopted)
         self._set_region(lo, hi)
@@ -249,6 +248,11 @@ class TreeCache:
 
     def _gather(self, adopted: list[int], kept: IntArray, lo: int, hi: int) -> None:
         """Moves adopted entries to the coordinates before ``lo``, kept ones to [lo, hi)."""
+        if not len(kept):  # the region is empty afterwards: only keys and values move
+            moves = [(source, self._lo + i) for i, source in enumerate(adopted)]
+            sources, targets = np.array([move for move in moves if move[0] != move[1]]).T
+            self._copy_slots(sources + self._origin, targets + self._origin)
+            return
         # Kept entries inside the new region keep their slots; the others fill the free slots.
         inside = (kept >= lo) & (kept < hi)
         outside = kept[~inside]

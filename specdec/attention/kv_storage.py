@@ -72,6 +72,7 @@ class Contiguous:
     """One tensor per request, read and written in place.
 
     Attributes:
+        capacity: C, slots allocated.
         tensor: [L, 2, G, C, D], keys and values.
         layers: the same memory as ``layer_views``.
     """
@@ -89,11 +90,6 @@ class Contiguous:
         self._make = make
         self._growth = growth
         self._allocate(capacity)
-
-    @property
-    def capacity(self) -> int:
-        """C, slots allocated."""
-        return self.tensor.shape[3]
 
     def reserve(self, end: int, used: int) -> None:
         """Allocates room for ``end`` slots, and some more; keeps the first ``used``."""
@@ -130,10 +126,10 @@ class Contiguous:
         """
         index = to_device(sources, self.tensor.device)
         gathered = self.tensor.index_select(3, index)
-        cuts = np.flatnonzero(np.diff(targets) != 1) + 1
-        starts = [0, *cuts.tolist(), len(targets)]
-        for start, stop in pairwise(starts):
-            run = self.tensor.narrow(3, int(targets[start]), stop - start)
+        places = targets.tolist()
+        cuts = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
+        for start, stop in pairwise([0, *cuts, len(places)]):
+            run = self.tensor.narrow(3, places[start], stop - start)
             run.copy_(gathered.narrow(3, start, stop - start))
 
     def trim(self, used: int) -> None:
@@ -142,6 +138,7 @@ class Contiguous:
     def _allocate(self, capacity: int) -> None:
         self.tensor = self._make(capacity)
         self.layers = layer_views(self.tensor)
+        self.capacity: int = self.tensor.shape[3]
 
 
 def layer_views(tensor: Tensor) -> Tensor:

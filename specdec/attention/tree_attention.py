@@ -46,6 +46,7 @@ OPAQUE = "specdec_opaque"
 """Name of the same function for compiled models; ``torch.compile`` does not trace into it."""
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
+_LOWEST = {dtype: torch.finfo(dtype).min for dtype in (*_NUMPY, torch.bfloat16)}
 
 
 @dataclass(slots=True)
@@ -174,25 +175,6 @@ class RequestPart:
         """Write and read access to the request's cache."""
         return self.rows.cache.writer(self.rows)
 
-    def array(self, window: int | None) -> npt.NDArray[Any] | None:
-        """The additive mask [R, n] on the host, float32 where numpy has no type of the cache's."""
-        if window is not None and self.within(window):
-            window = None
-        visible = self.rows.visible
-        if window is None and count_nonzero(visible) == visible.size:
-            return None
-        return self._dense(window)
-
-    def _dense(self, window: int | None) -> npt.NDArray[Any]:
-        rows, dtype = self.rows, self.rows.cache.spec.dtype
-        lowest = torch.finfo(dtype).min
-        dense = np.zeros((len(rows), rows.end), _NUMPY.get(dtype, np.float32))
-        dense[:, rows.first_masked :][~rows.visible] = lowest
-        if window is not None:
-            keys = rows.cache.key_positions(rows.end)
-            dense[keys <= rows.positions[:, None] - window] = lowest
-        return dense
-
     def mask(self, window: int | None, folds: int = 1) -> Tensor | None:
         """The additive mask [R, n], or [folds R, n]; None: every row sees every slot.
 
@@ -201,12 +183,12 @@ class RequestPart:
         rows = self.rows
         if window is not None and self.within(window):
             return self.mask(None, folds)
-        if window is None and count_nonzero(rows.visible) == rows.visible.size:
+        if _sees_all(rows, window):
             return None
         if rows.cache.spec.device.type != "cpu":
             return self.bits(has_window=window is not None).mask(window, folds)
         if window not in self._masks:
-            dense = torch.from_numpy(self._dense(window))
+            dense = torch.from_numpy(_dense_mask(rows, window))
             self._masks[window] = dense.to(rows.cache.spec.dtype)
         return self._masks[window]
 
@@ -230,7 +212,39 @@ class RequestPart:
 
     def within(self, window: int | None) -> bool:
         """Whether all positions lie within a window of this size, so that it masks nothing."""
-        return window is None or int(self.rows.positions.max()) < window
+        return _within(self.rows, window)
+
+
+def host_mask(rows: Rows, window: int | None) -> npt.NDArray[Any] | None:
+    """The additive mask [R, n] of a pass of one request; None: every row sees every slot.
+
+    It is float32 where numpy has no type of the cache's.
+
+    Args:
+        rows: of the pass.
+        window: of the layer's attention; None: no sliding window.
+    """
+    window = None if _within(rows, window) else window
+    return None if _sees_all(rows, window) else _dense_mask(rows, window)
+
+
+def _within(rows: Rows, window: int | None) -> bool:
+    return window is None or int(rows.positions.max()) < window
+
+
+def _sees_all(rows: Rows, window: int | None) -> bool:
+    return window is None and count_nonzero(rows.visible) == rows.visible.size
+
+
+def _dense_mask(rows: Rows, window: int | None) -> npt.NDArray[Any]:
+    dtype = rows.cache.spec.dtype
+    lowest = _LOWEST[dtype]
+    dense = np.zeros((len(rows), rows.end), _NUMPY.get(dtype, np.float32))
+    dense[:, rows.first_masked :][~rows.visible] = lowest
+    if window is not None:
+        keys = rows.cache.key_positions(rows.end)
+        dense[keys <= rows.positions[:, None] - window] = lowest
+    return dense
 
 
 class AttentionStep(Step):

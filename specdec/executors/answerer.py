@@ -16,6 +16,8 @@ from specdec.sampling.on_device import Weighted
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Answers, Batch, Commit, IntArray, TreeRows
 
+_NO_DRAWS = np.zeros(0)  # what greedy decoding needs
+
 
 class AnsweredRequest(Protocol):
     """The part of ``RequestState`` that an answerer reads."""
@@ -140,10 +142,10 @@ class ModelAnswerer:
         """Tokens and, if needed, distributions of requests with equal parameters."""
         transform = self._of[trees[0].request]
         params = transform.params
-        uniforms = np.zeros(len(logits))
+        uniforms = _NO_DRAWS
         if not params.greedy:
             draws = [self._draws.uniform(t.request, t.positions + 1, Purpose.TARGET) for t in trees]
-            uniforms = np.concatenate(draws)
+            uniforms = draws[0] if len(draws) == 1 else np.concatenate(draws)
         known = [h for part in histories for h in part or ()] if params.needs_history else None
         if not self._needs_probs:
             return transform.sample(logits, uniforms, known), None

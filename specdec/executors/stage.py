@@ -10,23 +10,24 @@ Shape letters: R rows of a batch, W tree rows, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from specdec.attention.kv_cache import TreeCache
+from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool
-from specdec.executors.row_packing import RowItem, row_items, tree_row_index
+from specdec.executors.row_packing import row_items, tree_row_index
 from specdec.models.runner import ModelRunner
-from specdec.types import Batch, Commit, HiddenName, IntArray
+from specdec.types import Batch, Commit, HiddenName, IntArray, TreeRows
+from specdec.types.records import record
 
 _NONE = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class StageOutput:
     """Results of a stage.
 
@@ -79,9 +80,17 @@ class ModelStage:
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
     ) -> StageOutput:
         """One packed forward over the batch's rows; logits where the stage has them."""
-        items = row_items(batch)
-        rows = [self._rows(item) for item in items]
-        logits_rows = tree_row_index(items) if self.runner.is_last and wants_logits else _NONE
+        wants_logits = wants_logits and self.runner.is_last
+        logits_rows: IntArray | None = _NONE
+        if batch.prefills:
+            items = row_items(batch)
+            rows = [self._rows(item.request, item.prefill_tokens, item.tree) for item in items]
+            if wants_logits:
+                logits_rows = tree_row_index(items)
+        else:
+            rows = [self._rows(tree.request, _NONE, tree) for tree in batch.trees]
+            if wants_logits and rows:
+                logits_rows = None  # of every row
         out = self.runner.forward(rows, hidden=hidden, logits_rows=logits_rows)
         return StageOutput(hidden=out.hidden, logits=out.logits, captured=out.captured)
 
@@ -106,14 +115,16 @@ class ModelStage:
         """The request's cache (for checks of its invariant)."""
         return self._caches[request_id]
 
-    def _rows(self, item: RowItem):  # type: ignore[no-untyped-def]
-        tree = item.tree
-        return self._caches[item.request].rows(
-            prefix_tokens=item.prefill_tokens,
-            node_ids=_NONE if tree is None else tree.node_ids,
-            node_tokens=_NONE if tree is None else tree.tokens,
-            parent_ids=_NONE if tree is None else tree.parent_ids,
-            node_positions=_NONE if tree is None else tree.positions,
+    def _rows(self, request_id: int, prefill_tokens: IntArray, tree: TreeRows | None) -> Rows:
+        cache = self._caches[request_id]
+        if tree is None:
+            return cache.rows(prefix_tokens=prefill_tokens)
+        return cache.rows(
+            prefix_tokens=prefill_tokens,
+            node_ids=tree.node_ids,
+            node_tokens=tree.tokens,
+            parent_ids=tree.parent_ids,
+            node_positions=tree.positions,
         )
 
 

@@ -30,6 +30,7 @@ from specdec.device import to_device
 from specdec.kernels.graphs import ROW_COUNTS, Graphs, capture, round_up
 from specdec.models.captured_buffers import LEAST_CONTEXT, Arena, Arenas, Inputs
 from specdec.types import HiddenName, IntArray
+from specdec.types.records import record
 
 COLUMN_COUNTS = (64, 256, 1024)
 """Mask widths: tree entries that rows may see; a pass with more runs uncaptured."""
@@ -37,7 +38,7 @@ COLUMN_COUNTS = (64, 256, 1024)
 _MAX_REQUESTS = 4  # per captured pass; more run in one packed, uncaptured pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class RunnerOutput:
     """Outputs of one pass.
 

@@ -9,10 +9,10 @@ logits are computed, E hidden size, S feature size, U draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -26,11 +26,18 @@ from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.kernels.graphs import device_guard
 from specdec.models.eagle import EagleHead
+from specdec.models.onnx_eagle import OnnxHead
+from specdec.models.onnx_session import refuse_wrong
 from specdec.models.shortcuts import shorten
 from specdec.types import HiddenName, IntArray
 
 METER_NAME = "eagle"
 """Label of the head's passes in the meter."""
+
+Run: TypeAlias = Callable[
+    [Sequence[Rows], Tensor, IntArray, Tensor, IntArray], tuple[Tensor, Tensor]
+]
+"""A way to run a pass: arguments of ``EagleRunner.forward`` -> states [R, E] and logits [A, U]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +65,25 @@ class EagleRunner:
         own_bytes: bytes of the head's own weights.
     """
 
-    def __init__(self, head: EagleHead, *, meter: Meter, attention: str = Attention.DENSE) -> None:
-        """Wraps a head, whose weights must not change shape afterwards.
+    def __init__(
+        self,
+        head: EagleHead,
+        *,
+        meter: Meter,
+        attention: str = Attention.DENSE,
+        backend: str = "eager",
+    ) -> None:
+        """Wraps a head, whose weights must not change afterwards.
 
         Args:
             head: the modules, in evaluation mode; they are not changed.
             meter: records the time of every pass as "eagle".
             attention: a value of ``Attention``.
+            backend: "eager" for PyTorch, "onnx" for ONNX Runtime, whose passes are compared with
+                eager ones on a few tokens.
 
         Raises:
-            UserError: for a kernel that cannot be used here.
+            UserError: for a kernel or a backend that cannot be used here.
         """
         weight, config = head.fc.weight, head.config
         self.head = head.shared_copy()
@@ -88,11 +104,16 @@ class EagleRunner:
         self.own_bytes = sum(p.nbytes for p in head.parameters())
         embedding = head.embed_tokens.weight.nbytes if config.own_embedding else 0
         self.weight_bytes = self.own_bytes - embedding + head.shared_output_bytes
+        self._onnx = OnnxHead(self.head, self.spec) if backend == "onnx" else None
+        if self._onnx is not None:
+            self._compare(self._onnx.run)
 
     @classmethod
     def from_pair(cls, pair: Any, *, version: Literal[1, 3], meter: Meter) -> EagleRunner:
         """The pair's head, see ``HuggingFacePair.eagle_head``."""
-        return cls(pair.eagle_head(version), meter=meter, attention=pair.attention)
+        head = pair.eagle_head(version)
+        backend = pair.backend_of(head.config.llama())
+        return cls(head, meter=meter, attention=pair.attention, backend=backend)
 
     @property
     def names(self) -> tuple[HiddenName, ...]:
@@ -132,32 +153,44 @@ class EagleRunner:
             rows: results of ``TreeCache.rows`` or ``rewritten`` in packing order; several of one
                 cache see those before them.
             features: [F, S], the target's hidden states of the position before each of F rows.
-            feature_rows: int64[F], packed indices of these rows.
+            feature_rows: int64[F], packed indices of these rows, increasing.
             states: [R - F, E], the head's own output at the parents of the other rows, in packed
                 order.
-            logits_rows: int64[A], packed indices.
+            logits_rows: int64[A], packed indices, increasing.
         """
-        tokens = np.concatenate([part.tokens for part in rows])
-        positions = np.concatenate([part.positions for part in rows])
+        run = self._run_eager if self._onnx is None else self._onnx.run
         with torch.inference_mode(), self._guard:
             start = perf_counter()
-            step = AttentionStep(
-                rows=rows, first_layer=0, attention=self._attention, kernel=self._kernel
-            )
-
-            def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                step.cache.update(key, value, layer)
-                return step.attend(query, key, value, ScoreOptions())
-
-            ids, places = (to_device(array, self.device)[None] for array in (tokens, positions))
-            inputs = self._inputs(len(tokens), features, feature_rows, states)
-            outputs = self.head(ids, inputs[None], places, attend)[0]
-            kept = outputs[to_device(logits_rows, self.device)]
-            result = HeadOutput(self.head.fed_back(outputs), self.head.logits(kept))
+            result = HeadOutput(*run(rows, features, feature_rows, states, logits_rows))
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
             self._meter.add(METER_NAME, perf_counter() - start)
         return result
+
+    def _run_eager(
+        self,
+        rows: Sequence[Rows],
+        features: Tensor,
+        feature_rows: IntArray,
+        states: Tensor,
+        logits_rows: IntArray,
+    ) -> tuple[Tensor, Tensor]:
+        """States [R, E] and logits [A, U] of one packed pass in PyTorch."""
+        tokens = np.concatenate([part.tokens for part in rows])
+        positions = np.concatenate([part.positions for part in rows])
+        step = AttentionStep(
+            rows=rows, first_layer=0, attention=self._attention, kernel=self._kernel
+        )
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            step.cache.update(key, value, layer)
+            return step.attend(query, key, value, ScoreOptions())
+
+        ids, places = (to_device(array, self.device)[None] for array in (tokens, positions))
+        inputs = self._inputs(len(tokens), features, feature_rows, states)
+        outputs = self.head(ids, inputs[None], places, attend)[0]
+        kept = outputs[to_device(logits_rows, self.device)]
+        return self.head.fed_back(outputs), self.head.logits(kept)
 
     def _inputs(
         self, num_rows: int, features: Tensor, feature_rows: IntArray, states: Tensor
@@ -174,6 +207,33 @@ class EagleRunner:
         inputs[to_device(feature_rows, self.device)] = fused
         inputs[to_device(np.flatnonzero(is_own), self.device)] = states
         return inputs
+
+    def _compare(self, run: Run) -> None:
+        """Compares the results of ``run`` on a small tree with eager ones.
+
+        Raises:
+            UserError: they differ by more than rounding.
+        """
+        generator = torch.Generator().manual_seed(0)
+        features = torch.randn(7, self.head.config.feature_size, generator=generator)
+        states = torch.randn(3, self.head.config.hidden_size, generator=generator)
+        places = np.arange(4)
+        results: list[Tensor] = []
+        with torch.inference_mode():
+            for way in (run, self._run_eager):
+                cache = self.new_cache(8)
+                prompt = cache.rows(prefix_tokens=places)
+                results += way([prompt], features[:4], places, states[:0], places[3:])
+                corrected = rewritten(cache, places[2:], 2)
+                nodes = cache.rows(
+                    node_ids=places,
+                    node_tokens=4 + places,
+                    parent_ids=np.maximum(-1, places - 2),  # two roots, and a child of each
+                    node_positions=4 + places // 2,
+                )
+                with_feature, wanted = places[:3], 2 + places
+                results += way([corrected, nodes], features[4:], with_feature, states, wanted)
+        refuse_wrong(results[:4], results[4:], "EAGLE head")
 
 
 def rewritten(cache: TreeCache, tokens: IntArray, start: int) -> Rows:

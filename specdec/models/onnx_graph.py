@@ -97,14 +97,14 @@ def build_graph(
         first_layer: global index of the slice's first layer.
         is_first, is_last: whether the slice has the embeddings, the final norm and output head.
     """
-    writer = _Writer(model, options)
-    config = model.config.get_text_config()
-    writer.declare_inputs(is_first=is_first, is_last=is_last, hidden_size=config.hidden_size)
+    config, rotary = model.config.get_text_config(), model.base_model.rotary_emb
+    writer = GraphWriter(config, rotary, options)  # type: ignore[arg-type]
     if is_first:
         table = writer.weight("embeddings", model.get_input_embeddings().weight)
-        stream = writer.op("Gather", table, "tokens")
+        stream = writer.op("Gather", table, writer.declare_indices("tokens", [1, "R"]))
     else:
-        stream = "hidden"
+        stream = writer.declare_floats("hidden", [1, "R", config.hidden_size])
+    writer.declare_rows()
     found: dict[HiddenName, str] = {}
     update: str | None = None
     for index, layer in enumerate(model.get_submodule(layers_name(model))):  # type: ignore[arg-type]
@@ -117,7 +117,8 @@ def build_graph(
         found[HiddenName(first_layer + len(options) - 1, normed=True)] = normed
         output = model.get_output_embeddings()
         assert isinstance(output, nn.Linear)
-        chosen = writer.op("Gather", normed, "logits_rows", axis=1)
+        rows = writer.declare_indices("logits_rows", ["A"])
+        chosen = writer.op("Gather", normed, rows, axis=1)
         writer.output("logits", writer.linear("output", [output], chosen), ["one", "A", "V"])
     for state in states:
         writer.output(f"state_{len(writer.hidden_names)}", found[state], ["one", "R", "E"])
@@ -125,10 +126,19 @@ def build_graph(
 
 
 @dataclass
-class _Writer:
-    """Collects nodes, inputs and weights of one graph."""
+class GraphWriter:
+    """Collects nodes, inputs and weights of one graph.
 
-    model: PreTrainedModel
+    Attributes:
+        config: sizes of the attention, and the number of positions.
+        rotary: the module of the rotary embeddings.
+        options: layer of the graph -> scaling and window of its attention.
+        weights, nodes, inputs, outputs, constants: collected so far.
+        hidden_names: outputs besides the logits, in order.
+    """
+
+    config: PreTrainedConfig
+    rotary: Callable[..., Any]
     options: Mapping[int, ScoreOptions]
     weights: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     nodes: list[Any] = field(default_factory=list)
@@ -169,19 +179,21 @@ class _Writer:
         if name != "logits":
             self.hidden_names.append(name)
 
-    def declare_inputs(self, *, is_first: bool, is_last: bool, hidden_size: int) -> None:
-        """Declares all inputs but the caches of layers."""
-        if is_first:
-            self.declare(self.inputs, "tokens", _INT64, [1, "R"])
-        else:
-            self.declare(self.inputs, "hidden", _FLOAT, [1, "R", hidden_size])
-        self.declare(self.inputs, "positions", _INT64, [1, "R"])
+    def declare_floats(self, name: str, shape: Sequence[int | str]) -> str:
+        """Declares an input of float32."""
+        return self.declare(self.inputs, name, _FLOAT, shape)
+
+    def declare_indices(self, name: str, shape: Sequence[int | str]) -> str:
+        """Declares an input of int64."""
+        return self.declare(self.inputs, name, _INT64, shape)
+
+    def declare_rows(self) -> None:
+        """Declares the inputs of every pass but the caches of layers."""
+        self.declare_indices("positions", [1, "R"])
         self.declare(self.inputs, "last_slot", _INT32, [1])
         self.declare(self.inputs, "num_slots", _INT32, [1])
         for window in dict.fromkeys(option.window for option in self.options.values()):
-            self.declare(self.inputs, mask_name(window), _FLOAT, [1, 1, "R", "N"])
-        if is_last:
-            self.declare(self.inputs, "logits_rows", _INT64, ["A"])
+            self.declare_floats(mask_name(window), [1, 1, "R", "N"])
 
     def weight(self, name: str, value: Tensor) -> str:
         """Registers a weight, shared by name."""
@@ -216,17 +228,20 @@ class _Writer:
         attended = self.attention(index, layer.self_attn, normed)
         update = self.linear(f"{index}.o", [layer.self_attn.o_proj], attended)
         normed, stream = self.norm(layer.post_attention_layernorm, stream, update)
-        mlp = layer.mlp
+        return stream, self.mlp(index, layer.mlp, normed)
+
+    def mlp(self, index: int, mlp: Any, normed: str) -> str:
+        """The gated block of one layer, without its norm and the residual."""
         both = self.linear(f"{index}.gate_up", [mlp.gate_proj, mlp.up_proj], normed)
         gate, up = self.split(both, [mlp.gate_proj.out_features, mlp.up_proj.out_features])
         # x * sigmoid(x): QuickGelu with factor 1.
         gate = self.op("QuickGelu", gate, domain=_MICROSOFT, alpha=1.0)
         product = self.op("Mul", gate, up)
-        return stream, self.linear(f"{index}.down", [mlp.down_proj], product)
+        return self.linear(f"{index}.down", [mlp.down_proj], product)
 
     def attention(self, index: int, attention: Any, value: str) -> str:
         """Attention of one layer before its output projection, [1, R, H D]."""
-        config, options = self.model.config.get_text_config(), self.options[index]
+        config, options = self.config, self.options[index]
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         size = head_size(config)
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -281,13 +296,11 @@ class _Writer:
     def rotary_tables(self) -> tuple[str, str]:
         """Cosines and sines of all positions, [positions, D / 2] each."""
         if "cosines" not in self.weights:
-            config = self.model.config.get_text_config()
-            rotary: Callable[..., Any] = self.model.base_model.rotary_emb  # type: ignore[assignment]
-            places = torch.arange(config.max_position_embeddings)[None]
+            places = torch.arange(self.config.max_position_embeddings)[None]
             with torch.inference_mode():
-                tables = rotary(torch.zeros(1), places)
+                tables = self.rotary(torch.zeros(1), places)
             for name, table in zip(("cosines", "sines"), tables, strict=True):
-                self.weight(name, table[0, :, : head_size(config) // 2])
+                self.weight(name, table[0, :, : head_size(self.config) // 2])
         return "cosines", "sines"
 
     def finish(self) -> Graph:

@@ -23,7 +23,7 @@ from specdec.models.eagle_untrained import untrained_head
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
-from specdec.models.onnx_passes import problem as onnx_problem
+from specdec.models.onnx_session import problem as onnx_problem
 from specdec.models.quantize import Quantization, num_bytes
 from specdec.models.runner import ModelRunner
 from specdec.models.slicing import final_norm
@@ -36,6 +36,7 @@ from specdec.pairs.options import (
     GraphsName,
     KernelsName,
     QuantizationName,
+    onnx_or_eager,
     refuse_inexact,
     special_options,
 )
@@ -116,17 +117,15 @@ class HuggingFacePair:
         Raises:
             UserError: ``model.backend=onnx`` cannot run here, or with the other options.
         """
+        return self.backend_of()
+
+    def backend_of(self, *heads: PreTrainedConfig) -> str:
+        """The same for draft heads of these configurations beside the models."""
         if self._backend == "eager":
             return "eager"
         where = getattr(torch, self.dtype), torch.device(self.device)
-        reasons = [onnx_problem(config, *where) for config in self.configs]
-        reasons += [f"it has no model.{option}" for option in self._special]
-        reason = next(filter(None, reasons), None)
-        if reason is None:
-            return "onnx"
-        if self._backend == "auto":
-            return "eager"
-        raise UserError(f"model.backend=onnx cannot be used: {reason}; use model.backend=eager")
+        reasons = [onnx_problem(config, *where) for config in (*self.configs, *heads)]
+        return onnx_or_eager(self._backend, reasons, self._special)
 
     @cached_property
     def configs(self) -> Sequence[PreTrainedConfig]:

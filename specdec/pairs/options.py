@@ -65,3 +65,21 @@ def refuse_inexact(special: Sequence[str], backend: str) -> None:
             f"model.{option} is not proved to give a row the same bits in every pass, which"
             f" model.exact=true needs: use model.{name}={plain}, or model.exact=false"
         )
+
+
+def onnx_or_eager(wanted: str, reasons: Sequence[str | None], special: Sequence[str]) -> str:
+    """Whether ``model.backend=onnx``, or auto, runs in ONNX Runtime ("onnx") or not ("eager").
+
+    Args:
+        wanted: onnx or auto.
+        reasons: why a model cannot run there; None for one that can.
+        special: see ``special_options``.
+
+    Raises:
+        UserError: "onnx" cannot be used.
+    """
+    found = [*reasons, *(f"it has no model.{option}" for option in special)]
+    reason = next(filter(None, found), None)
+    if reason is not None and wanted == "onnx":
+        raise UserError(f"model.backend=onnx cannot be used: {reason}; use model.backend=eager")
+    return "onnx" if reason is None else "eager"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import exp
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -188,6 +189,8 @@ class BestFirst(Stateless):
             slots = best_leaves(request, self.w, excluded=excluded, min_score=least)
             if len(slots) and (not min_mass or _mass(request.tree, slots) >= min_mass):
                 leaves.append((request, slots))
+        if not leaves:
+            return []
         all_counts = expand(state, source, leaves, self._children)
         for (request, slots), counts in zip(leaves, all_counts, strict=True):
             if not counts.all():
@@ -209,7 +212,7 @@ class BestFirst(Stateless):
 
 def _mass(tree: TokenTree, slots: IntArray) -> float:
     """Draft probability that the target's path contains one of the leaves."""
-    return float(np.exp(tree.scores.take(slots)).sum())
+    return sum(map(exp, tree.scores.take(slots).tolist()))
 
 
 def _num_available(tree: TokenTree) -> int:

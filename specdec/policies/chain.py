@@ -72,10 +72,9 @@ def grow_chains(
     """
     growing = []
     for request, gamma in lengths:
-        *above, last = first_path(request.tree)
-        length, tail = len(above), np.array([last])
-        room = last_position(request) - int(request.tree.positions[0])
-        growing.append((request, min(gamma, room) - length, tail))
+        path = first_path(request.tree)
+        room = last_position(request) - request.prefix_len
+        growing.append((request, min(gamma, room) + 1 - len(path), np.array(path[-1:])))
     if children == 1 and _drafted_at_once(state, source, growing):
         return
     while growing := [entry for entry in growing if entry[1] > 0]:

@@ -76,12 +76,12 @@ def last_position(request: RequestState) -> int:
 
 def as_nodes(selected: Iterable[tuple[RequestState, IntArray]]) -> Nodes:
     """``Nodes`` of (request, int64[W_r] slots) pairs; pairs without slots are dropped."""
-    return Nodes(tuple((r.id, r.tree.ids[slots]) for r, slots in selected if len(slots)))
+    return Nodes(tuple([(r.id, r.tree.ids_of(slots)) for r, slots in selected if len(slots)]))
 
 
 def unsubmitted(requests: Iterable[RequestState]) -> Nodes:
     """All nodes of the requests' trees that were not submitted yet, parents first."""
-    return as_nodes((r, np.flatnonzero(r.tree.submitted_at < 0)) for r in requests)
+    return as_nodes([(r, (r.tree.submitted_at < 0).nonzero()[0]) for r in requests])
 
 
 def expand(

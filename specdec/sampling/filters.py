@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 from typing import TypeAlias
 
 import numpy as np
@@ -49,13 +50,13 @@ def check_finite(best: Values) -> None:
     Raises:
         ValueError: if one is not, with its value and possible causes.
     """
-    finite = np.isfinite(best)
-    if not finite.all():
-        raise ValueError(
-            f"the largest logit of a row is {best[~finite][0]}: the model returned NaN or infinity,"
-            " or the logits processors banned every token; check the model's precision (dtype) and"
-            " the processors"
-        )
+    if all(map(isfinite, best.ravel().tolist())):  # few numbers: no array operation
+        return
+    raise ValueError(
+        f"the largest logit of a row is {best[~np.isfinite(best)][0]}: the model returned NaN or"
+        " infinity, or the logits processors banned every token; check the model's precision"
+        " (dtype) and the processors"
+    )
 
 
 def row_max(values: Values) -> Values:

@@ -41,17 +41,24 @@ def argmax(logits: Tensor) -> IntArray:
     """Returns int64[A]: the first of the largest entries of each row of logits[A, V]."""
     values = logits.numpy()
     best = values.argmax(axis=1)  # NaN counts as the largest
-    check_finite(values[np.arange(len(best)), best])
+    check_finite(_at(values, best))
     return best
 
 
 def top_one(scores: Tensor) -> tuple[IntArray, FloatArray]:
     """Returns ``top`` with one token per row of scores[W, V], which takes no search for others."""
     values = scores.numpy()
-    tokens = values.argmax(axis=1)[:, None]  # NaN counts as the largest
-    logprobs = np.take_along_axis(values, tokens, 1).astype(np.float64)
-    check_finite(logprobs[:, 0])
-    return tokens, np.minimum(logprobs, 0.0)
+    tokens = values.argmax(axis=1)  # NaN counts as the largest
+    logprobs = _at(values, tokens)
+    check_finite(logprobs)
+    return tokens[:, None], np.minimum(logprobs, 0.0, dtype=np.float64)[:, None]
+
+
+def _at(values: Values, columns: IntArray) -> Values:
+    """[A]: the entry of each row of values[A, V] in the given column."""
+    if len(columns) == 1:
+        return values[0].take(columns)
+    return values[np.arange(len(columns)), columns]
 
 
 def sample(

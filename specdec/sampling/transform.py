@@ -119,7 +119,10 @@ class SamplingTransform:
     def sample(
         self, logits: Tensor, uniforms: FloatArray, histories: Sequence[IntArray] | None = None
     ) -> IntArray:
-        """Returns the token at ``uniforms``[A] of each row's CDF, int64[A]; argmax if greedy."""
+        """Returns the token at ``uniforms``[A] of each row's CDF, int64[A].
+
+        Greedy: the argmax, whatever the uniforms, which may be empty.
+        """
         if not len(logits):
             return np.zeros(0, np.int64)
         logits = self._processed(logits, histories)
@@ -132,6 +135,11 @@ class SamplingTransform:
         else:
             tokens = module.sample(logits, uniforms, **self._filters)
         return tokens
+
+    def greedy(self, logits: Tensor) -> IntArray:
+        """Returns the first of the largest entries of each row, int64[A]; without histories."""
+        best: IntArray = _module(logits).argmax(self._processed(logits, None))
+        return best
 
     def distribution(
         self, logits: Tensor, histories: Sequence[IntArray] | None = None
@@ -188,7 +196,7 @@ class SamplingTransform:
             tokens, logprobs = _on_host(*on_device.top(scores, k))
         elif tied:
             tokens, logprobs = host.top(scores, k)
-        return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0)
+        return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0, dtype=np.float64)
 
     def _weighed(
         self, logits: Tensor, histories: Sequence[IntArray] | None, filters: dict[str, Any]
@@ -206,9 +214,9 @@ class SamplingTransform:
         # Each of these calls takes microseconds even where it changes nothing.
         if logits.requires_grad:
             logits = logits.detach()
-        if not on_accelerator(logits) and logits.device.type != "cpu":
+        if logits.device.type != "cpu" and not on_accelerator(logits):
             logits = logits.cpu()
-        if logits.dtype not in (torch.float32, torch.float64):
+        if logits.dtype is not torch.float32 and logits.dtype is not torch.float64:
             logits = logits.float()
         params = self.params
         if not params.needs_history:
@@ -230,8 +238,8 @@ def _module(logits: Tensor) -> ModuleType:
 
 
 def _on_host(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
-    """Returns int64 and float64 arrays, by one copy, since each copy waits for the device."""
+    """Returns both as arrays, by one copy, since each copy waits for the device."""
     if not on_accelerator(values):
-        return indices.numpy(), values.numpy().astype(np.float64)
+        return indices.numpy(), values.numpy()
     both = to_host(torch.stack([indices.double(), values.double()]))
     return both[0].astype(np.int64), both[1]

@@ -79,7 +79,8 @@ class _Growing:
         first_id: id of its first node.
         position: of the tip.
         length: tokens to draft.
-        tokens, logprobs: drafted so far.
+        tokens: drafted so far.
+        logits_rows: their rows of the logits of all passes.
     """
 
     cache: TreeCache
@@ -88,7 +89,7 @@ class _Growing:
     position: int
     length: int
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logits_rows: list[int] = field(default_factory=list)
 
     def grows(self, max_positions: int) -> bool:
         """Whether a pass over the last token follows."""
@@ -99,11 +100,10 @@ class _Growing:
         """The last token's row."""
         num = len(self.tokens)
         node_id = self.first_id + num - 1
+        parent_id = node_id - 1 if num > 1 else self.tip
+        row = np.array([[node_id], [self.tokens[-1]], [parent_id], [self.position + num]])
         return self.cache.rows(
-            node_ids=np.array([node_id]),
-            node_tokens=np.array(self.tokens[-1:]),
-            parent_ids=np.array([node_id - 1 if num > 1 else self.tip]),
-            node_positions=np.array([self.position + num]),
+            node_ids=row[0], node_tokens=row[1], parent_ids=row[2], node_positions=row[3]
         )
 
 
@@ -208,21 +208,28 @@ class DraftModelSource:
                 requests, drafts, tips.items, lengths, strict=True
             )
         ]
-        found = self.expand(state, tips, 1)
-        answered = np.flatnonzero(found.counts)
-        growing = [chains[i] for i in answered.tolist()]
-        tokens, logprobs = found.tokens[answered], found.logprobs[answered]
-        while growing:
-            for i, chain in enumerate(growing):
-                chain.tokens.append(int(tokens[i, 0]))
-                chain.logprobs.append(float(logprobs[i, 0]))
+        works = [self._plan(request, tips.items[i][1]) for i, request in enumerate(requests)]
+        growing = [chain for chain, work in zip(chains, works, strict=True) if len(work.slots)]
+        if not growing:
+            return [(_NO_TOKENS, np.zeros(0)) for _ in chains]
+        passes = [self._compute(state, [work for work in works if len(work.slots)])]
+        num_rows = 0
+        while True:
+            tokens = transform.greedy(passes[-1]).tolist()
+            for row, (chain, token) in enumerate(zip(growing, tokens, strict=True), num_rows):
+                chain.tokens.append(token)
+                chain.logits_rows.append(row)
+            num_rows += len(growing)
             growing = [chain for chain in growing if chain.grows(self._runner.max_positions)]
-            if growing:
-                logits = self._runner.forward([chain.rows() for chain in growing]).logits
-                assert logits is not None
-                self._count(state, len(growing))
-                tokens, logprobs = transform.top(logits, 1)
-        return [(np.array(c.tokens, np.int64), np.array(c.logprobs)) for c in chains]
+            if not growing:
+                break
+            logits = self._runner.forward([chain.rows() for chain in growing]).logits
+            assert logits is not None
+            self._count(state, len(growing))
+            passes.append(logits)
+        # The scores of all tokens at once: the passes take about as long as a call for each.
+        scores = transform.top(torch.cat(passes), 1)[1][:, 0]
+        return [(np.array(c.tokens, np.int64), scores[c.logits_rows]) for c in chains]
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Moves accepted entries into the prefix and drops pruned nodes."""
@@ -249,8 +256,7 @@ class DraftModelSource:
         """The rows to compute for ``ids``, int64[W]; see ``_Work``."""
         draft = self._drafts[request.id]
         tree, cache = request.tree, draft.cache
-        slots = tree.slots(ids)
-        assert int(slots.min()) >= 0, f"nodes {ids} of request {request.id} are not in the tree"
+        slots = tree.live_slots(ids)
         most = self._runner.max_positions
         if tree.may_reach(most) and int(tree.positions.max()) >= most:
             ids = ids[self._reachable(request, ids)]

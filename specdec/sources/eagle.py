@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from specdec.clocks import CONTROLLER, Work
+from specdec.device import to_host
 from specdec.metrics.counters import SourceCounters
 from specdec.models.eagle_runner import METER_NAME, EagleRunner
 from specdec.parts.fields import Count, validated
@@ -169,8 +170,7 @@ class EagleSource:
     def _plan(self, request: RequestState, ids: IntArray) -> _Work:
         """The rows to compute for ``ids``, int64[W]; see ``_Work``."""
         draft, tree = self._drafts[request.id], request.tree
-        slots = tree.slots(ids)
-        assert int(slots.min()) >= 0, f"nodes {ids} of request {request.id} are not in the tree"
+        slots = tree.live_slots(ids)
         entered = draft.cache.has(ids)
         if entered.any() and any(i not in draft.logits for i in ids[entered].tolist()):
             # Expanded a second time: compute all nodes again, since a row's logits are not stored.
@@ -257,7 +257,11 @@ class EagleSource:
             return top_candidates(transform, logits, k, histories)
         if histories is None:  # the draft vocabulary alone, which is smaller
             found = top_candidates(transform, logits, k, None)
-            return replace(found, tokens=head.target_ids.cpu().numpy()[found.tokens])
+            return Candidates(
+                tokens=to_host(head.target_ids)[found.tokens],
+                logprobs=found.logprobs,
+                counts=found.counts,
+            )
         found = top_candidates(transform, head.target_logits(logits), k, histories)
         return replace(found, counts=counts_of(transform, found.logprobs))
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from specdec.attention.kv_cache import Rows
 from specdec.models.eagle_runner import EagleRunner, rewritten
 from specdec.sources.eagle_state import Draft
-from specdec.types import NO_NODE, BoolArray, IntArray
+from specdec.types import BoolArray, IntArray
 
 if TYPE_CHECKING:
     from specdec.state import RequestState
 
 _NONE: IntArray = np.zeros(0, np.int64)
+_EMPTY = torch.zeros(0, 0)
 
 
 class HeadPass:
@@ -75,6 +76,8 @@ class HeadPass:
         An entry is computed again in place if the entries of its ancestors lie before it.
         """
         cache, tree = draft.cache, request.tree
+        if not cache.num_nodes or (not tree.hidden and tree.root_id in draft.true_nodes):
+            return
         answered = tree.slots(np.array(list(tree.hidden), np.int64))
         late = [0, *np.flatnonzero(np.isin(tree.parents, answered)).tolist()]
         ids = [int(tree.ids[slot]) for slot in late]
@@ -116,8 +119,7 @@ class HeadPass:
         if not len(pending):
             return pending
         tree, cache = request.tree, draft.cache
-        parents = tree.parents[pending]
-        parent_ids = np.where(parents == NO_NODE, NO_NODE, tree.ids[parents])
+        parent_ids = tree.rows_of(pending)[2]
         features = {
             row: feature
             for row, slot in enumerate(pending.tolist())
@@ -128,14 +130,17 @@ class HeadPass:
         now = [row for row in range(len(above)) if row in features or above[row] in draft.states]
         if not now:
             return pending
-        slots, late = pending[now], np.delete(pending, now)
-        ids = tree.ids[slots].tolist()
+        slots, late = pending, _NONE
+        if len(now) < len(pending):
+            slots, late = pending[now], np.delete(pending, now)
+        node_ids, tokens, parent_ids, positions = tree.rows_of(slots)
         rows = cache.rows(
-            node_ids=tree.ids[slots],
-            node_tokens=tree.tokens[slots],
-            parent_ids=parent_ids[now],
-            node_positions=tree.positions[slots] - 1,
+            node_ids=node_ids,
+            node_tokens=tokens,
+            parent_ids=parent_ids,
+            node_positions=positions - 1,
         )
+        ids = node_ids.tolist()
         is_true = np.array([row in features for row in now])
         self._append(rows, nodes=(draft, ids, is_true), wants=ids)
         if features:
@@ -152,12 +157,11 @@ class HeadPass:
         Args:
             keep: also store them with the drafts.
         """
-        empty = torch.zeros(0, 0)
         out = self._runner.forward(
             self._rows,
-            features=torch.cat(self._features) if self._features else empty,
+            features=_joined(self._features),
             feature_rows=np.concatenate(self._feature_rows),
-            states=torch.cat(self._states) if self._states else empty,
+            states=_joined(self._states),
             logits_rows=np.concatenate(self._logits_rows),
         )
         for draft, ids, is_true, start in self._nodes:
@@ -202,3 +206,10 @@ class HeadPass:
         if found is None or any(name not in found for name in draft.features.names):
             return None
         return torch.cat([found[name] for name in draft.features.names])[None]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; no rows of any size without parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else _EMPTY

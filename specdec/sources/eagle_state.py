@@ -17,6 +17,8 @@ from specdec.device import to_device
 from specdec.sampling.transform import SamplingTransform
 from specdec.types import HiddenName, IntArray
 
+_DROPPED = 32  # positions forgotten at a time: every step would take a copy per stream
+
 
 class Features:
     """The target's hidden states of consecutive positions that are still needed.
@@ -56,9 +58,9 @@ class Features:
         return torch.cat([self._joined(name)[at] for name in self.names], -1)
 
     def drop(self, start: int) -> None:
-        """Forgets the positions before ``start``."""
+        """Forgets the positions before ``start``, once they are more than a few."""
         num = min(start, self.known) - self.first
-        if num <= 0:
+        if num < _DROPPED:
             return
         for name in self._streams:
             rest = self._joined(name)[num:]

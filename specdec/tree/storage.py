@@ -5,8 +5,9 @@ Shape letters: N nodes, K candidates, V vocabulary, E hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from copy import copy
-from typing import Self
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +16,27 @@ from specdec.device import Probs
 from specdec.types import NO_NODE, BoolArray, FloatArray, HiddenName, IntArray
 
 _CAPACITY = 64  # nodes that a new tree has room for
+
+_Located: TypeAlias = tuple[IntArray | None, IntArray | None]
+"""Node ids, all of them in the tree, and their slots; None: of no nodes."""
+
+NOWHERE: _Located = (None, None)
+
+
+class StateRow(Mapping[HiddenName, torch.Tensor]):
+    """One row of each of some states [W, E]; most rows are dropped before anything reads them."""
+
+    def __init__(self, states: Mapping[HiddenName, torch.Tensor], row: int) -> None:
+        self._states, self._row = states, row
+
+    def __getitem__(self, name: HiddenName) -> torch.Tensor:
+        return self._states[name][self._row]
+
+    def __iter__(self) -> Iterator[HiddenName]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
 
 
 class NodeTable:
@@ -37,7 +59,7 @@ class NodeTable:
             position: its absolute position, which is the number of committed tokens before it.
             root_id: its id; later nodes get larger ones. Default: 0.
         """
-        self._ints = np.zeros((7, _CAPACITY), np.int64)
+        self._ints = np.zeros((8, _CAPACITY), np.int64)
         self._floats = np.zeros((2, _CAPACITY))
         self._flags = np.zeros((2, _CAPACITY), np.bool_)
         self._cand_tokens = np.zeros((_CAPACITY, 0), np.int64)
@@ -46,9 +68,10 @@ class NodeTable:
         self._mixed = False  # whether any candidate had an origin; until then the table is all 0
         self.draft_probs: dict[int, Probs] = {}
         self.target_probs: dict[int, Probs] = {}
-        self.hidden: dict[int, dict[HiddenName, torch.Tensor]] = {}
+        self.hidden: dict[int, Mapping[HiddenName, torch.Tensor]] = {}
         self._next_id = root_id
         self._size = 0
+        self._located: _Located = NOWHERE
         self.reset(token=token, position=position)
 
     def __len__(self) -> int:
@@ -109,6 +132,16 @@ class NodeTable:
         """bool[N], whether the target has answered the node."""
         return self._flags[1, : self._size]
 
+    @property
+    def root_submitted(self) -> bool:
+        """Whether the root was submitted to the target."""
+        return bool(self._ints[4, 0] >= 0)
+
+    @property
+    def root_answered(self) -> bool:
+        """Whether the target has answered the root."""
+        return bool(self._flags[1, 0])
+
     def may_reach(self, position: int) -> bool:
         """False where the tree is too small for a node at ``position``, as most trees are."""
         return int(self._ints[3, 0]) + self._size > position
@@ -141,10 +174,11 @@ class NodeTable:
     def reset(self, *, token: int, position: int) -> int:
         """Discards all nodes and creates a new root; returns its id."""
         self._size = 0
+        self._located = NOWHERE
         for rows in (self.draft_probs, self.target_probs, self.hidden):
             rows.clear()
         self._claim(1)
-        self._ints[:, 0] = (self._next_id, token, NO_NODE, position, -1, 0, -1)
+        self._ints[:, 0] = (self._next_id, token, NO_NODE, position, -1, 0, -1, NO_NODE)
         self._floats[:, 0] = 0.0
         self._flags[:, 0] = False
         self._cand_logprobs[0] = -np.inf
@@ -164,7 +198,7 @@ class NodeTable:
         ):
             setattr(tree, name, getattr(self, name).copy())
         tree.draft_probs, tree.target_probs = dict(self.draft_probs), dict(self.target_probs)
-        tree.hidden = {node_id: dict(states) for node_id, states in self.hidden.items()}
+        tree.hidden = dict(self.hidden)
         return tree
 
     def _claim(self, num: int) -> None:

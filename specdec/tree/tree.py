@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from specdec.sampling.top_stable import top_stable
-from specdec.tree.storage import NodeTable
+from specdec.tree.storage import NOWHERE, NodeTable, StateRow
 from specdec.types import (
     NO_NODE,
     Answers,
@@ -75,6 +75,7 @@ class TokenTree(NodeTable):
         ints[4, new] = -1
         ints[5, new] = 0 if origins is None else origins
         ints[6, new] = -1
+        ints[7, new] = ints[0].take(parents)
         floats[0, new] = logprobs
         floats[1, new] = floats[1].take(parents) + logprobs
         self._flags[:, new] = False
@@ -110,6 +111,8 @@ class TokenTree(NodeTable):
         ints[4, new] = -1
         ints[5, new] = 0
         ints[6, new] = -1
+        ints[7, new] = steps + (self._next_id - 1)
+        ints[7, start] = ints[0, slot]
         floats[0, new] = logprobs
         floats[1, new] = np.concatenate([floats[1, slot, None], logprobs]).cumsum()[1:]
         self._flags[:, new] = False
@@ -132,7 +135,7 @@ class TokenTree(NodeTable):
         counts = candidates.counts[rows]
         num = tokens.shape[1]
         self._widen(num)
-        if int(counts.min(initial=num)) < num:
+        if min(counts.tolist(), default=num) < num:
             logprobs = np.where(np.arange(num) < counts[:, None], logprobs, -np.inf)
         if num == self._cand_tokens.shape[1]:
             self._cand_tokens[slots] = tokens
@@ -169,16 +172,15 @@ class TokenTree(NodeTable):
 
     def set_answers(self, answers: Answers) -> None:
         """Stores the target's answers with their nodes; those of pruned nodes are dropped."""
-        slots = self.slots(answers.node_ids)
-        live = slots >= 0
-        slots, tokens = (
-            (slots, answers.tokens) if live.all() else (slots[live], answers.tokens[live])
-        )
+        slots, tokens = self.slots(answers.node_ids), answers.tokens
+        if answers.probs is not None:
+            rows = zip(answers.node_ids.tolist(), answers.probs, slots.tolist(), strict=True)
+            self.target_probs.update((node_id, row) for node_id, row, slot in rows if slot >= 0)
+        if slots is not self._located[1]:  # some have been pruned
+            live = slots >= 0
+            slots, tokens = slots[live], tokens[live]
         self._ints[6, slots] = tokens
         self._flags[1, slots] = True
-        if answers.probs is not None:
-            rows = zip(answers.node_ids.tolist(), answers.probs, live.tolist(), strict=True)
-            self.target_probs.update((node_id, row) for node_id, row, here in rows if here)
         if answers.hidden:
             self.set_hidden(answers.node_ids, answers.hidden)
 
@@ -189,9 +191,12 @@ class TokenTree(NodeTable):
             ids: int64[W].
             hidden: name -> [W, E].
         """
-        for row in np.flatnonzero(self.slots(ids) >= 0).tolist():
-            states = {name: rows[row] for name, rows in hidden.items()}
-            self.hidden.setdefault(int(ids[row]), {}).update(states)
+        for row, (node_id, slot) in enumerate(
+            zip(ids.tolist(), self.slots(ids).tolist(), strict=True)
+        ):
+            if slot >= 0:
+                states, earlier = StateRow(hidden, row), self.hidden.get(node_id)
+                self.hidden[node_id] = states if earlier is None else {**earlier, **states}
 
     def hidden_rows(self, ids: IntArray) -> dict[HiddenName, torch.Tensor]:
         """Name -> [W, E], copies of the states that all nodes ``ids``, int64[W], have."""
@@ -226,17 +231,38 @@ class TokenTree(NodeTable):
 
     def slots(self, ids: IntArray) -> IntArray:
         """int64[W], slots of ``ids``; ``NO_NODE`` for an id that is not in the tree."""
+        last_ids, last_slots = self._located
+        if ids is last_ids and last_slots is not None:
+            return last_slots
         live = self._ints[0, : self._size]
         at = live.searchsorted(ids)
         known = live.take(at, mode="clip") == ids
-        return at if known.all() else np.where(known, at, NO_NODE)
+        if not known.all():
+            return np.where(known, at, NO_NODE)
+        self._located = ids, at
+        return at
+
+    def live_slots(self, ids: IntArray) -> IntArray:
+        """int64[W], slots of nodes that are all in the tree."""
+        slots = self.slots(ids)
+        assert slots is self._located[1], f"nodes {ids} are not in the tree"
+        return slots
+
+    def ids_of(self, slots: IntArray) -> IntArray:
+        """int64[W], ids of ``slots``; a copy, which ``slots`` finds again at once.
+
+        The parts of a step pass the same array of ids on, each to look up the same slots.
+        """
+        ids = self._ints[0].take(slots)
+        self._located = ids, slots
+        return ids
 
     def rows_of(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """Ids, tokens, parent ids (``NO_NODE`` for the root) and positions of ``slots``[W]."""
-        ids, tokens, parents, positions = self._ints[:4].take(slots, axis=1)
-        parent_ids = self._ints[0].take(parents)
-        parent_ids[parents < 0] = NO_NODE
-        return ids, tokens, parent_ids, positions
+        table = self._ints.take(slots, axis=1)
+        ids = table[0]
+        self._located = ids, slots
+        return ids, table[1], table[7], table[3]
 
     def child(self, slot: int, token: int) -> int:
         """Slot of the child of ``slot`` with ``token``, or ``NO_NODE``."""
@@ -300,6 +326,8 @@ class TokenTree(NodeTable):
             has: node ids int64[n] -> bool[n], whether the cache has them.
         """
         rows = level = slots
+        if len(slots) == 1 and not slots[0]:
+            return slots  # the root
         while len(level):
             above = self.parents.take(level)
             if (above < 0).any():
@@ -351,8 +379,10 @@ class TokenTree(NodeTable):
         if self._mixed:
             self._cand_origins[:num] = self._cand_origins.take(keep, axis=0)
         self._ints[2, :num] = renumber.take(self._ints[2, :num])  # the root's parent is gone
+        self._ints[7, 0] = NO_NODE
         self._floats[1, :num] -= base
         self._size = num
+        self._located = NOWHERE
         if self.draft_probs or self.target_probs or self.hidden:
             live = set(self.ids.tolist())
             self.draft_probs = {i: p for i, p in self.draft_probs.items() if i in live}

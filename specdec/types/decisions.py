@@ -6,7 +6,7 @@ Shape letters: W nodes, D accepted nodes, M kept nodes, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 
 import numpy as np
@@ -14,9 +14,10 @@ import torch
 
 from specdec.types.arrays import BoolArray, IntArray
 from specdec.types.needs import HiddenName
+from specdec.types.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """A verifier's decision for one request.
 
@@ -46,7 +47,7 @@ class CommitKind(StrEnum):
     MISS = "miss"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Commit:
     """The state change of one request at the end of a step, sent to every holder of node state.
 

@@ -6,15 +6,16 @@ Shape letters: W nodes, K candidates per node, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from specdec.device import Probs, concatenate, on_host, select_rows
 from specdec.types.arrays import BoolArray, FloatArray, IntArray
+from specdec.types.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Nodes:
     """Nodes of one or more requests, in the order in which per-node results are packed.
 
@@ -25,7 +26,7 @@ class Nodes:
     items: tuple[tuple[int, IntArray], ...] = ()
 
     def __len__(self) -> int:
-        return sum(len(ids) for _, ids in self.items)
+        return sum([len(ids) for _, ids in self.items])
 
     def packed(self) -> Iterator[tuple[int, IntArray, slice]]:
         """(request id, node ids[W_r], slice of their rows in a packed result) per request."""
@@ -41,7 +42,7 @@ class Nodes:
         return Nodes(tuple(item for item in selected if len(item[1])))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Candidates:
     """Proposed children of W nodes, one row per node in the order of the ``Nodes``.
 

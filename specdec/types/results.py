@@ -14,9 +14,10 @@ from specdec.device import Probs
 from specdec.types.arrays import IntArray
 from specdec.types.needs import HiddenName
 from specdec.types.nodes import Candidates
+from specdec.types.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Answers:
     """The target's next tokens after nodes of one request.
 
@@ -88,7 +89,7 @@ class EarlyHidden:
     hidden: Mapping[HiddenName, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Output:
     """The executor's results of one step.
 

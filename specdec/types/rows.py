@@ -5,12 +5,13 @@ Shape letters: W nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from specdec.types.arrays import BoolArray, IntArray
+from specdec.types.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class TreeRows:
     """Tree nodes of one request as rows of the target's forward, parents before children.
 
@@ -47,7 +48,7 @@ class TreeRows:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
     """Prompt tokens ``start .. start + len(tokens)`` of one request, under a causal mask.
 
@@ -59,7 +60,7 @@ class PrefillChunk:
     tokens: IntArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Rows submitted to the target in one step; an empty batch is only a step tick.
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.state import DecodeState, RequestState
-from specdec.types import NO_NODE, Lossless, Needs, Verdict
+from specdec.types import NO_NODE, IntArray, Lossless, Needs, Verdict
+
+_NO_IDS: IntArray = np.zeros(0, np.int64)
 
 
 class MatchVerifier:
@@ -31,8 +33,10 @@ class MatchVerifier:
 
 
 def _verdict(request: RequestState) -> Verdict:
-    tree, answers = request.tree, request.tree.answers
-    parents = tree.parents
+    tree = request.tree
+    if len(tree) == 1:
+        return Verdict(request=request.id, accepted_ids=_NO_IDS, next_token=int(tree.answers[0]))
+    answers, parents = tree.answers, tree.parents
     # Siblings differ, so an answered node has at most one matching child. A match of the root is
     # accidental: its parent is not a slot, and the walk never reaches it.
     hits = (tree.tokens == answers.take(parents, mode="wrap")).nonzero()[0]
@@ -44,7 +48,7 @@ def _verdict(request: RequestState) -> Verdict:
     num_rejected = int(np.count_nonzero(parents == slot)) - (child != NO_NODE)
     return Verdict(
         request=request.id,
-        accepted_ids=tree.ids[np.array(path, np.int64)],
+        accepted_ids=tree.ids_of(np.array(path, np.int64)),
         next_token=int(answers[slot]),
         num_verified=len(path) + num_rejected,
     )

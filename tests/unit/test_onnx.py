@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from specdec.attention.kv_storage import BlockPool
-from specdec.attention.tree_attention import RequestPart
+from specdec.attention.tree_attention import host_mask
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models import onnx_graph, onnx_passes
+from specdec.models import onnx_graph, onnx_session
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
@@ -148,23 +148,17 @@ def test_logits_of_some_rows():
     assert logits(NO_ROWS) is None
 
 
-class _Blind(RequestPart):
-    def array(self, window):
-        return None
-
-
-class _NoWindow(RequestPart):
-    def array(self, window):
-        return super().array(None)
-
-
 @pytest.mark.parametrize(
     ("where", "name", "fault"),
     [
-        (onnx_passes, "RequestPart", _Blind),  # every row sees all earlier ones
-        (onnx_passes, "RequestPart", _NoWindow),
+        (onnx_session, "host_mask", lambda rows, window: None),  # rows see all earlier ones
+        (onnx_session, "host_mask", lambda rows, window: host_mask(rows, None)),
         (onnx_graph, "epsilon", lambda module: 0.1),
-        (onnx_graph._Writer, "split", lambda self, value, sizes: _split(self, value, sizes)[::-1]),
+        (
+            onnx_graph.GraphWriter,
+            "split",
+            lambda self, value, sizes: _split(self, value, sizes)[::-1],
+        ),
     ],
 )
 def test_planted_faults_are_refused(monkeypatch, where, name, fault):
@@ -176,7 +170,7 @@ def test_planted_faults_are_refused(monkeypatch, where, name, fault):
         _runners(model, (0, 4), "onnx")
 
 
-_split = onnx_graph._Writer.split
+_split = onnx_graph.GraphWriter.split
 
 
 @pytest.mark.parametrize(
@@ -212,7 +206,7 @@ def test_options_without_onnx(given, reason):
 
 
 def test_missing_packages(monkeypatch):
-    monkeypatch.setattr(onnx_passes, "find_spec", lambda name: None)
+    monkeypatch.setattr(onnx_session, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"onnx and onnxruntime cannot be imported: pip install"):
         _ = RandomPair(**PAIR, backend="onnx").backend
     assert RandomPair(**PAIR, backend="auto").backend == "eager"

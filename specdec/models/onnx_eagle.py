@@ -1,0 +1,237 @@
+"""Passes of an EAGLE head in ONNX Runtime, on a CPU (``model.backend=onnx``).
+
+One session call computes the rows of one request, from the target's features or the head's own
+outputs to logits. Rows that follow each other in a cache share a call: corrected entries of the
+prefix, new ones, and nodes.
+
+Shape letters: R rows of a pass, F of them whose state is a feature of the target, O = R - F whose
+state is an output of the head, A rows whose logits are computed, E hidden size, S feature size, U
+draft vocabulary, n slots in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specdec.attention.kv_cache import Rows
+from specdec.attention.kv_storage import CacheSpec
+from specdec.attention.tree_attention import ScoreOptions
+from specdec.errors import UserError
+from specdec.models.eagle import EagleHead
+from specdec.models.onnx_graph import Graph, GraphWriter
+from specdec.models.onnx_session import Array, CacheSession, Memory, problem
+from specdec.types import BoolArray, IntArray
+
+
+def build_head_graph(head: EagleHead) -> Graph:
+    """Writes a pass of a head as a graph.
+
+    Inputs: tokens and positions int64[1, R]; features [1, max(F, 1), S] and own [1, max(O, 1), E],
+    of which ``order`` int64[R] chooses every row's state; logits_rows int64[A]. Outputs: states
+    [1, R, E], which children of the rows read, and logits [1, A, U].
+
+    Args:
+        head: of a configuration that ``onnx_session.problem`` accepts.
+    """
+    config = head.config
+    layers = range(config.num_layers)
+    writer = GraphWriter(config.llama(), head.rotary, dict.fromkeys(layers, ScoreOptions()))
+    table = writer.weight("embeddings", _embedding(head))
+    embedded = writer.op("Gather", table, writer.declare_indices("tokens", [1, "R"]))
+    fused = _fused(writer, head, writer.declare_floats("features", [1, "F", config.feature_size]))
+    own = writer.declare_floats("own", [1, "O", config.hidden_size])
+    both = writer.op("Concat", fused, own, axis=1)
+    stream = writer.op("Gather", both, writer.declare_indices("order", ["R"]), axis=1)
+    writer.declare_rows()
+    if config.version == 1:
+        stream = writer.linear("fc", [head.fc], writer.op("Concat", embedded, stream, axis=-1))
+    for index, layer in enumerate(head.layers):
+        stream = _layer(writer, index, layer, stream, embedded)
+    rows = writer.declare_indices("logits_rows", ["A"])
+    normed = stream
+    if config.version == 3:
+        normed, _ = writer.norm(head.norm, stream, None)
+    chosen = writer.op("Gather", normed, rows, axis=1)
+    fed_back = normed if config.norm_output else stream
+    writer.output("states", fed_back, ["one", "R", "E"])
+    writer.output("logits", writer.linear("output", [_output(head)], chosen), ["one", "A", "U"])
+    return writer.finish()
+
+
+def _embedding(head: EagleHead) -> Tensor:
+    if head.config.own_embedding:
+        return head.embed_tokens.weight
+    (matrix,) = head._target_embedding
+    assert matrix is not None
+    return matrix
+
+
+def _output(head: EagleHead) -> nn.Linear:
+    output = head.lm_head if head.config.own_output else head._target_output[0]
+    assert isinstance(output, nn.Linear)
+    return output
+
+
+def _fused(writer: GraphWriter, head: EagleHead, features: str) -> str:
+    """``EagleHead.states``."""
+    config = head.config
+    if config.version == 1:
+        return features
+    if config.fc_norm:
+        streams = writer.split(features, [config.target_hidden_size] * len(config.layers))
+        normed = [
+            writer.norm(norm, s, None)[0] for norm, s in zip(head.fc_norm, streams, strict=True)
+        ]
+        features = writer.op("Concat", *normed, axis=-1)
+    if config.norm_before_fc:
+        features, _ = writer.norm(head.input_norm, features, None)
+    return writer.linear("fc", [head.fc], features)
+
+
+def _layer(writer: GraphWriter, index: int, layer: Any, stream: str, embedded: str) -> str:
+    """One layer of the head, from and to the residual stream."""
+    residual = inputs = stream
+    if layer.first:
+        normed, _ = writer.norm(layer.hidden_norm, stream, None)
+        residual = normed if layer.norm_before_residual else stream
+        token, _ = writer.norm(layer.input_layernorm, embedded, None)
+        inputs = writer.op("Concat", token, normed, axis=-1)
+    elif not isinstance(layer.input_layernorm, nn.Identity):
+        inputs, _ = writer.norm(layer.input_layernorm, stream, None)
+    attended = writer.attention(index, layer.self_attn, inputs)
+    update = writer.linear(f"{index}.o", [layer.self_attn.o_proj], attended)
+    normed, stream = writer.norm(layer.post_attention_layernorm, residual, update)
+    return writer.op("Add", stream, writer.mlp(index, layer.mlp, normed))
+
+
+class OnnxHead:
+    """Runs every pass of a head in one ONNX Runtime session."""
+
+    def __init__(self, head: EagleHead, spec: CacheSpec) -> None:
+        """Builds the graph and the session.
+
+        Args:
+            head: the modules.
+            spec: shape and type of the caches.
+
+        Raises:
+            UserError: for a head that graphs do not support.
+        """
+        config = head.config
+        reason = problem(config.llama(), spec.dtype, spec.device)
+        if reason:
+            raise UserError(
+                f"model.backend=onnx cannot run this EAGLE head: {reason}; use model.backend=eager"
+            )
+        self._feature_size, self._hidden_size = config.feature_size, config.hidden_size
+        self._draft_vocab_size = config.draft_vocab_size
+        self._session = CacheSession(build_head_graph(head), [None])
+
+    def run(
+        self,
+        rows: Sequence[Rows],
+        features: Tensor,
+        feature_rows: IntArray,
+        states: Tensor,
+        logits_rows: IntArray,
+    ) -> tuple[Tensor, Tensor]:
+        """States [R, E] and logits [A, U]; arguments as of ``EagleRunner.forward``."""
+        is_feature = np.zeros(sum(map(len, rows)), np.bool_)
+        is_feature[feature_rows] = True
+        found = []
+        start = feature = own = 0  # of the next part
+        for part in _joined(rows):
+            stop = start + len(part)
+            mine = is_feature[start:stop]
+            num = int(np.count_nonzero(mine))
+            more = feature + num, own + len(part) - num
+            chosen = logits_rows[(logits_rows >= start) & (logits_rows < stop)] - start
+            inputs = features[feature : more[0]], states[own : more[1]]
+            found.append(self._run_one(part, *inputs, mine, chosen))
+            start, (feature, own) = stop, more
+        if len(found) == 1:
+            return found[0]
+        all_states, all_logits = zip(*found, strict=True)
+        return torch.cat(all_states), torch.cat(all_logits)
+
+    def _run_one(
+        self,
+        rows: Rows,
+        features: Tensor,
+        states: Tensor,
+        is_feature: BoolArray,
+        logits_rows: IntArray,
+    ) -> tuple[Tensor, Tensor]:
+        """One session call; ``is_feature``, bool[R], tells the states of rows apart."""
+        num_rows, num_logits = len(rows), len(logits_rows)
+        num_features, num_own = len(features), len(states)
+        # Sizes are at least 1: graphs with none are not tested.
+        key = num_rows, max(num_logits, 1), max(num_features, 1), max(num_own, 1)
+        memory = self._session.memory(key) or self._new_memory(*key)
+        into = memory.inputs
+        into["tokens"][0] = rows.tokens
+        if num_features:
+            into["features"][0] = features.numpy()
+        if num_own:
+            into["own"][0] = states.numpy()
+        order = np.where(is_feature, is_feature.cumsum(), (~is_feature).cumsum() + key[2])
+        into["order"][:] = order - 1
+        into["logits_rows"][:] = logits_rows if num_logits else 0
+        self._session.run(rows, memory)
+        found, logits = memory.results()
+        return found, logits[:num_logits]
+
+    def _new_memory(
+        self, num_rows: int, num_logits: int, num_features: int, num_own: int
+    ) -> Memory:
+        shared, rows = self._session.shared_array, (1, num_rows)
+        inputs: dict[str, Array] = {
+            "tokens": np.empty(rows, np.int64),
+            "positions": np.empty(rows, np.int64),
+            "features": shared("features", (1, num_features, self._feature_size)),
+            "own": shared("own", (1, num_own, self._hidden_size)),
+            "order": np.empty(num_rows, np.int64),
+            "logits_rows": np.empty(num_logits, np.int64),
+        }
+        for name in ("features", "own"):  # a row without a state is read by no other
+            inputs[name].fill(0.0)
+        outputs = {
+            "states": (*rows, self._hidden_size),
+            "logits": (1, num_logits, self._draft_vocab_size),
+        }
+        key = num_rows, num_logits, num_features, num_own
+        return self._session.new_memory(key, inputs, outputs)
+
+
+def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:
+    """The rows, with those joined that follow each other in one cache."""
+    joined: Rows | None = None
+    for part in rows:
+        if not len(part):
+            continue
+        if joined is None or joined.cache is not part.cache or joined.end != part.start:
+            if joined is not None:
+                yield joined
+            joined = part
+            continue
+        size, first = len(joined), joined.first_masked
+        visible = np.zeros((size + len(part), part.end - first), np.bool_)
+        visible[:size, : joined.end - first] = joined.visible
+        visible[size:, : part.first_masked - first] = True
+        visible[size:, part.first_masked - first :] = part.visible
+        joined = replace(
+            joined,
+            tokens=np.concatenate([joined.tokens, part.tokens]),
+            positions=np.concatenate([joined.positions, part.positions]),
+            node_ids=np.concatenate([joined.node_ids, part.node_ids]),
+            num_prefix=joined.num_prefix + part.num_prefix,
+            visible=visible,
+        )
+    if joined is not None:
+        yield joined
