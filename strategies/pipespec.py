@@ -17,6 +17,7 @@ import numpy as np
 from specdec.compose.presets import build_preset
 from specdec.errors import UserError
 from specdec.parts.fields import DraftCount, Index, validated
+from specdec.policies.free_draft import FreePasses
 from specdec.policies.tree_growth import (
     append_best,
     as_nodes,
@@ -24,7 +25,7 @@ from specdec.policies.tree_growth import (
     live_requests,
     ready_requests,
 )
-from specdec.types import NO_NODE, Candidates, EventKind, Nodes
+from specdec.types import NO_NODE, Candidates, Nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +49,7 @@ def build(bench: Workbench, *, ahead: int | None = None, least: int | None = Non
     return build_preset("pipespec", bench, {"policy.ahead": ahead, "policy.least": least})
 
 
-class FreeChain:
+class FreeChain(FreePasses):
     """Each model of a ``ModelChain`` runs whenever the one before it has written a new token.
 
     A request has one chain of tokens below its root, which all models write. The draft appends to
@@ -57,13 +58,8 @@ class FreeChain:
     rest of the chain, and the models before it go on from there: what they have in hand for
     replaced nodes is dropped when it arrives. The target gets what the last model has confirmed.
 
-    With a source of one model it is ``amusd.FreeRunning``. Rejection verifiers are refused: the
-    output for a seed would depend on the times of passes.
+    With a source of one model it is ``amusd.FreeRunning``.
     """
-
-    value_dependent = False
-    time_dependent = True
-    serial = False
 
     @validated
     def __init__(self, *, ahead: DraftCount, least: Index = 1) -> None:
@@ -104,29 +100,10 @@ class FreeChain:
         """The chain is the root."""
         self._chains[request.id] = _Chain(request, self._num_levels, self.ahead, self.least)
 
-    def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
-        return 1 + self.ahead
-
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """What the target does not have of the last model's part of each chain."""
         requests = ready_requests(state, serial=False)
         return as_nodes((r, self._chains[r.id].for_target()) for r in requests)
-
-    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Runs the models until the target is ready; where it has nothing to do, until it has."""
-        live = live_requests(state)
-        idle = not any(request.awaiting for request in live)
-        while True:
-            self._start_passes(state, events)
-            waits = idle and bool(events.running)
-            event = events.next_draft() if waits else events.next()
-            if event.kind is EventKind.TARGET:
-                return False
-            if event.kind is EventKind.DRAFT:
-                self._apply(state, event)
-                if idle and any(len(self._chains[r.id].for_target()) for r in live):
-                    return True
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Follows the new roots."""
@@ -138,7 +115,8 @@ class FreeChain:
         """Forgets the request."""
         del self._chains[request_id]
 
-    def _start_passes(self, state: DecodeState, events: Events) -> None:
+    def start_passes(self, state: DecodeState, events: Events) -> None:
+        """Starts a pass of every model that has none for a request and has nodes to process."""
         busy = {(ticket.level, i) for ticket in events.running for i, _ in ticket.nodes.items}
         for request in live_requests(state):
             chain = self._chains[request.id]
@@ -146,8 +124,12 @@ class FreeChain:
                 if (level, request.id) not in busy and len(ids := chain.work(level)):
                     events.start(Nodes(((request.id, ids),)), 1, level)
 
-    def _apply(self, state: DecodeState, event: Event) -> None:
-        """What an ended pass says about the chains."""
+    def can_submit(self, state: DecodeState) -> bool:
+        """Whether the last model has confirmed or written new tokens."""
+        return any(len(self._chains[r.id].for_target()) for r in live_requests(state))
+
+    def grow(self, state: DecodeState, event: Event) -> None:
+        """Applies the tokens of an ended pass to the chains."""
         assert event.ticket is not None
         for request_id, ids, rows in event.ticket.nodes.packed():
             chain = self._chains.get(request_id)

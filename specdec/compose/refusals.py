@@ -29,7 +29,10 @@ def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
     if policy.value_dependent:
         remedy = "a policy that takes candidates in sampling order (policy=chain, policy=static)"
         if hasattr(policy, "draft_overlap"):  # only drafting ahead looks at values there
-            chooser, remedy = f"{chooser} with policy.draft_overlap=rule", "policy.draft_overlap=none"
+            chooser, remedy = (
+                f"{chooser} with policy.draft_overlap=rule",
+                "policy.draft_overlap=none",
+            )
         raise UserError(
             f"{chooser} chooses among a node's candidates by their probability, which would bias"
             f" {judge}; use verifier=match, or {remedy}"
