@@ -8,13 +8,14 @@ batch's paths along with the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import sleep
 from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.clocks import CONTROLLER, Clock, ClockKind
 from specdec.clocks.build import check_in_process
-from specdec.errors import UserError
+from specdec.errors import RankFailure, UserError
 from specdec.executors.layout import PipelinePlan, StageLayout
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, OverRanks, PlannedModels, TargetModels
@@ -217,8 +218,15 @@ class ReplicasExecutor:
             copy.close(request_id)
 
     def shutdown(self) -> None:
-        """Ends the copies' processes, if they have any."""
+        """Frees the copies' models, and releases their processes if they have any.
+
+        A complete run waits for passes whose answers nobody needs, so that the processes can serve
+        the next one; after an error, processes at work are ended.
+        """
         for copy in self._copies:
+            if copy.is_busy and not self._requests:
+                with suppress(RankFailure):
+                    copy.finish()
             copy.executor.shutdown()
 
     def reports(self) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from specdec.clocks import Timeline
 from specdec.clocks.wall import MeasuredClock, PacedClock
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Workbench
+from specdec.distributed import GroupHandle
 from specdec.distributed.executor import Ranks
 from specdec.errors import UserError
 from specdec.executors import ReplicasExecutor
@@ -22,6 +23,8 @@ RANKS = Ranks(
 
 @pytest.mark.distributed
 def test_lossless_over_processes() -> None:
+    """Tokens, reports, and processes that serve the next run although copies were still at work."""
+    handles = [GroupHandle(1, threads=1, number=number) for number in (1, 2)]
     clock = MeasuredClock(timeline=Timeline())
     bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, ranks=RANKS)
     parts = build_preset("dsi", bench, KEYS)
@@ -32,8 +35,14 @@ def test_lossless_over_processes() -> None:
         toys.assert_plain(decode_cases(parts, wanted, batch_size=2), wanted)
         reports = executor.reports()
         assert len({*(executor.pids or ())}) == 2
+        busy = [copy.is_busy for copy in executor._copies]
     finally:
         executor.shutdown()
+        alive = [handle.group.alive for handle in handles]
+        for handle in handles:
+            handle.release()
+    assert any(busy), "the draft runs ahead of the last token"
+    assert all(alive)
     assert [report["clock"]["rank"] for report in reports] == [1, 2]
     assert all(report["rows"] > 10 for report in reports)
     spans = [span for report in reports for span in report["clock"]["spans"]]
