@@ -1,4 +1,4 @@
-"""Acceptance of one request as read from a log: accepted draft tokens per pass, or counts of passes.
+"""Acceptance of one request as read from a log: accepted draft tokens per pass, or pass counts.
 
 Shape letters: N passes (or kinds of passes, where a log has only counts), T positions, K draft
 tokens per pass.
