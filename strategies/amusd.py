@@ -1,8 +1,8 @@
-"""AMUSD (arXiv 2410.17375): draft and target run free, and neither waits for the other's end.
+"""AMUSD (arXiv 2410.17375): draft and target run at the same time, without waiting for each other.
 
-The draft drafts without stopping, one token per pass. The target verifies all tokens that it finds,
-and waits only where there is none. A rejection prunes the draft's chain; a draft pass that runs at
-that moment ends with candidates for a node that is gone, which are dropped.
+The draft drafts without stopping, one token per pass. The target verifies all tokens drafted so
+far, and waits only if there are none. A rejection prunes the draft's chain; the draft pass that
+runs at that moment is not interrupted, and its candidates are dropped.
 
     parts = amusd.build(bench, ahead=12)
 """
@@ -49,7 +49,7 @@ class FreeRunning(FreeDraft):
         self.wait = wait
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """What the target does not have of each chain."""
+        """The unsubmitted nodes of each chain."""
         requests = ready_requests(state, serial=False)
         return unsubmitted(r for r in requests if not (self.wait and self._comes_later(r)))
 

@@ -1,8 +1,8 @@
 """DSI (arXiv 2405.14105): copies of the target verify blocks of one chain at the same time.
 
-The draft drafts without stopping. As soon as a block of tokens is there, a copy of the target
-verifies it, whether the blocks before it are verified or not; a new root is given to a copy at
-once. A rejection prunes all later blocks; copies that work on them finish, and their answers are
+The draft drafts without stopping. A copy of the target verifies each block of tokens as soon as it
+is drafted, whether the blocks before it are verified or not; a new root is given to a copy at
+once. A rejection prunes all later blocks; copies that verify them finish, and their answers are
 dropped.
 
     parts = dsi.build(bench, lookahead=4, replicas=4)
@@ -40,7 +40,7 @@ def build(bench: Workbench, *, lookahead: int | None = None, replicas: int | Non
 
 
 class Blocks(FreeDraft):
-    """Submits every block of ``lookahead`` draft tokens when it is there, and every new root.
+    """Submits every block of ``lookahead`` draft tokens when it is drafted, and every new root.
 
     The chain of a request has at most one block for each copy, and the next one.
     """
@@ -59,7 +59,7 @@ class Blocks(FreeDraft):
         self.lookahead = lookahead
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The root if the target does not have it, and complete blocks."""
+        """The root if it was not submitted yet, and complete blocks."""
         requests = ready_requests(state, serial=False)
         return as_nodes((request, self._complete(request)) for request in requests)
 

@@ -1,8 +1,8 @@
 """Copies of the target that answer batches at the same time, each on separate devices.
 
 A batch goes to the copy that is free first. Copies do not wait for each other, so answers come in
-any order, and a step has no fixed latency. Copies share no caches: each computes what it lacks of a
-batch's paths along with the batch.
+any order, and a step has no fixed latency. Copies share no caches: each computes the missing
+entries of a batch's paths along with the batch.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ReplicasExecutor:
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> ReplicasExecutor:
-        """Loads the copies, in this process or on ranks of their own; see ``PlannedExecutor``.
+        """Loads the copies, in this process or on separate ranks; see ``PlannedExecutor``.
 
         Raises:
             UserError: paced processes, whose schedule is that of one target.
@@ -205,7 +205,7 @@ class ReplicasExecutor:
         return Output(step=self._step, answers=tuple(answers))
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Prunes caches and waiting batches; a copy at work hears it when it has ended."""
+        """Prunes caches and waiting batches; a busy copy applies the commits after its batch."""
         if commits:
             for copy in self._copies:
                 copy.commit(commits)
@@ -220,8 +220,8 @@ class ReplicasExecutor:
     def shutdown(self) -> None:
         """Frees the copies' models, and releases their processes if they have any.
 
-        A complete run waits for passes whose answers nobody needs, so that the processes can serve
-        the next one; after an error, processes at work are ended.
+        After a complete run it waits for passes whose answers are no longer needed, so that the
+        processes can serve the next run; after an error, busy processes are ended.
         """
         for copy in self._copies:
             if copy.is_busy and not self._requests:

@@ -78,15 +78,15 @@ class FreeDraft(FreePasses):
             ahead: maximum number of tokens below the root.
         """
         self.ahead = ahead
-        self._silent: dict[int, int] = {}  # request -> node without candidates
+        self._childless: dict[int, int] = {}  # request -> node without candidates
 
     def open(self, request: RequestState) -> None:
         """No node is known to have no candidates."""
-        self._silent[request.id] = NO_NODE
+        self._childless[request.id] = NO_NODE
 
     def close(self, request_id: int) -> None:
         """Drops the request's state."""
-        del self._silent[request_id]
+        del self._childless[request_id]
 
     def can_draft(self, request: RequestState) -> bool:
         """Whether a pass on the end of the chain can add a token."""
@@ -94,7 +94,7 @@ class FreeDraft(FreePasses):
         return (
             len(slots) > 0
             and len(request.tree) <= self.ahead
-            and int(request.tree.ids[slots[0]]) != self._silent.get(request.id, NO_NODE)
+            and int(request.tree.ids[slots[0]]) != self._childless.get(request.id, NO_NODE)
         )
 
     def start_passes(self, state: DecodeState, events: Events) -> None:
@@ -112,4 +112,4 @@ class FreeDraft(FreePasses):
             if request is None or (slot := int(request.tree.slots(ids)[0])) == NO_NODE:
                 continue
             if not len(append_best(request.tree, np.array([slot]), 1, 1)):
-                self._silent[request_id] = int(ids[0])
+                self._childless[request_id] = int(ids[0])
