@@ -3,8 +3,8 @@
 While the target makes one pass, the draft drafts the next gamma tokens. *Pre-verify*: the target
 verifies the root alone; its answer decides on the first of the tokens drafted meanwhile.
 Rejected: the target's token is emitted, and the draft is dropped. Accepted: the other tokens go to
-the target in the next round. *Post-verify*: the target verifies the tokens of the last round
-and the first one of this round. If all are accepted the mode stays, else the next round pre-verifies.
+the target in the next round. *Post-verify*: the target verifies the tokens of the last round and
+the first one of this round. If all are accepted the mode stays, else the next round pre-verifies.
 
     parts = pearl.build(bench, gamma=5)
 """

@@ -1,7 +1,7 @@
 """One of several copies of the target: the state of its caches, and the batch being computed.
 
-The controller keeps a record of a copy's caches, which needs no messages: a batch brings the missing
-entries of its paths, and commits have the same effect on the record as on the caches.
+The controller keeps a record of a copy's caches, which needs no messages: a batch brings the
+missing entries of its paths, and commits have the same effect on the record as on the caches.
 """
 
 from __future__ import annotations
