@@ -287,7 +287,14 @@ class Executor(Protocol):
 
 @runtime_checkable
 class PlannedExecutor(Executor, Protocol):
-    """A class that ``executor._target_`` can name: an executor that is made in two phases."""
+    """A class that ``executor._target_`` can name: an executor that is made in two phases.
+
+    Optional attributes of the class (default in parentheses):
+
+    options (the parameters of ``plan``): dataclass with the keys of the configuration node.
+    check(keys, clock: ClockKind, *, tracing: bool) (none): raises ``UserError`` for keys that do
+        not fit together, the clock or a trace; called when a configuration is composed.
+    """
 
     @classmethod
     def plan(cls, models: Any, **keys: Any) -> ExecutorPlan:

@@ -1,8 +1,8 @@
 """DSI (arXiv 2405.14105): copies of the target verify blocks of one chain at the same time.
 
-The draft drafts without stopping. As soon as a block of tokens is there, a copy of the target
-verifies it, whether the blocks before it are verified or not; a new root is given to a copy at
-once. A rejection prunes all later blocks; copies that work on them finish, and their answers are
+The draft drafts without stopping. A copy of the target verifies each block of tokens as soon as it
+is drafted, whether the blocks before it are verified or not; a new root is given to a copy at
+once. A rejection prunes all later blocks; copies that verify them finish, and their answers are
 dropped.
 
     parts = dsi.build(bench, lookahead=4, replicas=4)
@@ -18,15 +18,13 @@ from specdec.compose.presets import build_preset
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.free_draft import FreeDraft
 from specdec.policies.tree_growth import as_nodes, ready_requests
-from specdec.types import EventKind, Nodes
+from specdec.types import Nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specdec.compose.workbench import Parts, Workbench
-    from specdec.interfaces import Events, TokenSource
+    from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
-    from specdec.types import Commit, IntArray, Output
+    from specdec.types import IntArray
 
 
 def build(bench: Workbench, *, lookahead: int | None = None, replicas: int | None = None) -> Parts:
@@ -41,18 +39,13 @@ def build(bench: Workbench, *, lookahead: int | None = None, replicas: int | Non
     return build_preset("dsi", bench, keys)
 
 
-class Blocks:
-    """Submits every block of ``lookahead`` draft tokens when it is there, and every new root.
+class Blocks(FreeDraft):
+    """Submits every block of ``lookahead`` draft tokens when it is drafted, and every new root.
 
-    Each request has one chain, on whose end the draft has one pass at a time. The chain is at most
-    as long as the copies can take: one block for each, and the next one.
-
-    Rejection verifiers are refused: the output for a seed would depend on the times of passes.
+    The chain of a request has at most one block for each copy, and the next one.
     """
 
-    value_dependent = False
-    time_dependent = True
-    serial = False
+    feeds_busy_target = True
 
     @validated
     def __init__(self, *, lookahead: DraftCount, in_flight: Count = 1) -> None:
@@ -62,42 +55,17 @@ class Blocks:
             lookahead: draft tokens per block.
             in_flight: number of batches that the target works on at the same time.
         """
+        super().__init__(lookahead * (in_flight + 1))
         self.lookahead = lookahead
-        self.ahead = lookahead * (in_flight + 1)
-        self._draft = FreeDraft(self.ahead)
-
-    def open(self, request: RequestState) -> None:
-        """No node is known to have no candidates."""
-        self._draft.open(request)
-
-    def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
-        return 1 + self.ahead
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The root if the target does not have it, and complete blocks."""
+        """The root if it was not submitted yet, and complete blocks."""
         requests = ready_requests(state, serial=False)
         return as_nodes((request, self._complete(request)) for request in requests)
 
-    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Drafts until answers arrive or a block is complete."""
-        while True:
-            self._draft.start_passes(state, events)
-            event = events.next()
-            if event.kind is EventKind.TARGET:
-                return False
-            if event.kind is EventKind.DRAFT:
-                self._draft.grow(state, event)
-                ready = ready_requests(state, serial=False)
-                if any(len(self._complete(request)) for request in ready):
-                    return True
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """No-op: ``DecodeState.commit`` has rerooted the trees."""
-
-    def close(self, request_id: int) -> None:
-        """Forgets the request."""
-        self._draft.close(request_id)
+    def can_submit(self, state: DecodeState) -> bool:
+        """Whether a block is complete."""
+        return any(len(self._complete(r)) for r in ready_requests(state, serial=False))
 
     def _complete(self, request: RequestState) -> IntArray:
         """int64[W]: slots of the root and of blocks that the target does not have yet."""
@@ -109,4 +77,4 @@ class Blocks:
 
     def _whole(self, request: RequestState, num: int) -> int:
         """How many of ``num`` tokens belong to complete blocks; the chain's last may be shorter."""
-        return num - num % self.lookahead if self._draft.can_draft(request) else num
+        return num - num % self.lookahead if self.can_draft(request) else num

@@ -1,10 +1,10 @@
 """PEARL (arXiv 2408.11850): the draft and the target work at the same time, in rounds.
 
 While the target makes one pass, the draft drafts the next gamma tokens. *Pre-verify*: the target
-sees the root alone, and its answer judges the first of the tokens that are drafted meanwhile.
+verifies the root alone; its answer decides on the first of the tokens drafted meanwhile.
 Rejected: the target's token is emitted, and the draft is dropped. Accepted: the other tokens go to
-the target in the next round. *Post-verify*: the target judges the tokens of the last round and the
-first one of this round. If all are accepted the mode stays, else the next round pre-verifies.
+the target in the next round. *Post-verify*: the target verifies the tokens of the last round and
+the first one of this round. If all are accepted the mode stays, else the next round pre-verifies.
 
     parts = pearl.build(bench, gamma=5)
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Length = Literal["auto", "ratio", "until_ready"]
 AUTO, RATIO, UNTIL_READY = "auto", "ratio", "until_ready"
 
-_UNPRICED = 6  # draft tokens of "auto" where no profile tells the times of passes
+_UNPRICED = 6  # draft tokens of "auto" without a profile of the times of passes
 
 
 def build(
@@ -50,16 +50,16 @@ def build(
 
 
 class Pearl(Stateless):
-    """Drafts ``gamma`` tokens beside each target pass, and submits those of the last round.
+    """Drafts ``gamma`` tokens during each target pass, and submits those of the last round.
 
     The mode is the state of the tree: after a miss it has the root alone, which pre-verify submits;
     after a hit also the rest of the chain that was drafted last, which post-verify submits with it.
-    The paper's published code judges the same tokens in the same rounds (Alg. 2 and 3).
+    The paper's published code verifies the same tokens in the same rounds (Alg. 2 and 3).
 
     On an executor of N steps per answer each step has its share of the round's draft passes.
 
     Attributes:
-        gamma: draft tokens per round; None: as many as fit beside the target's pass.
+        gamma: draft tokens per round; None: as many as fit into the target's pass.
     """
 
     value_dependent = False
@@ -79,7 +79,7 @@ class Pearl(Stateless):
         Args:
             gamma: draft tokens per round. "ratio": t_target / t_draft of the latency profile,
                 rounded (the paper's choice); "until_ready": until the target's pass has ended, at
-                least one; "auto": "ratio", and 6 where no profile tells the times.
+                least one; "auto": "ratio", or 6 without a profile.
             max_gamma: upper limit of the lengths that are no number. Default: 16.
             latency: steps of the executor from submission to answer. Default: 1.
             profile: of the clock; required by "ratio".

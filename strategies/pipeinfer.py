@@ -81,7 +81,7 @@ class PipeInfer:
 
     The cut-off is ``cutoff``, plus ``recovery`` for each run since the last verdict, minus
     ``decay`` for each fruitless attempt since then; at 1 or more no run is begun. A token below it
-    ends the run and is held back: a node that is not submitted, tested again in the next step. If
+    ends the run and is not submitted: its node is tested again in the next step. If
     it becomes the root it goes down the pipeline alone, as a token does that was not drafted.
 
     Whether a token has successors depends on its own draft probability, never on theirs, so
@@ -118,15 +118,15 @@ class PipeInfer:
         return 1 + self.tokens * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The run that was drafted last, or a root that the target does not have."""
+        """The run that was drafted last, or a root that was not submitted yet."""
         return as_nodes((r, self._run(r)) for r in ready_requests(state, serial=False))
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """Drafts the next run of every request, one source call per token."""
         attempts = [(r, self._cutoff(r)) for r in live_requests(state) if self._may_begin(r)]
         attempts = [(r, cutoff) for r, cutoff in attempts if cutoff < 1.0]
-        sizes = {r.id: self._held_passes(r, cutoff) for r, cutoff in attempts}
-        growing = [entry for entry in attempts if not self._holds(entry[0])]
+        sizes = {r.id: self._retested(r, cutoff) for r, cutoff in attempts}
+        growing = [entry for entry in attempts if not self._is_pending(entry[0])]
         while growing := [(r, c) for r, c in growing if sizes[r.id] < self.tokens and _has_room(r)]:
             tips = [(r, np.array([len(r.tree) - 1])) for r, _ in growing]
             open_ = [(r, tip[~r.tree.expanded[tip]]) for r, tip in tips]
@@ -150,7 +150,7 @@ class PipeInfer:
             speculation.runs = speculation.fruitless = 0
 
     def close(self, request_id: int) -> None:
-        """Forgets the request."""
+        """Drops the request's state."""
         self._requests.pop(request_id, None)
 
     def _run(self, request: RequestState) -> IntArray:
@@ -169,17 +169,17 @@ class PipeInfer:
         raised = self.cutoff + self.recovery * speculation.runs
         return raised - self.decay * speculation.fruitless
 
-    def _holds(self, request: RequestState) -> bool:
+    def _is_pending(self, request: RequestState) -> bool:
         """Whether the chain's last token was below the cut-off and has not been submitted."""
         tree = request.tree
         return len(tree) > 1 and int(tree.ids[-1]) > self._requests[request.id].sendable
 
-    def _held_passes(self, request: RequestState, cutoff: float) -> int:
-        """1 if the chain's last token was held back and may now be sent, else 0."""
-        return int(self._holds(request) and self._passes(request, cutoff))
+    def _retested(self, request: RequestState, cutoff: float) -> int:
+        """1 if the chain's last token was below the cut-off and may now be sent, else 0."""
+        return int(self._is_pending(request) and self._passes(request, cutoff))
 
     def _passes(self, request: RequestState, cutoff: float) -> bool:
-        """Tests the chain's last token, and notes it as sendable if its probability suffices."""
+        """Tests the chain's last token, and makes it sendable if its probability suffices."""
         tree = request.tree
         if np.exp(tree.logprobs[-1]) < cutoff:
             return False

@@ -1,8 +1,8 @@
-"""PipeSpec (arXiv 2505.01572): a chain of models that run free, each judging the one before it.
+"""PipeSpec (arXiv 2505.01572): several models that do not wait for each other.
 
 The draft drafts without stopping. Every middle model verifies all tokens that the model before it
-has written, and writes its own where they differ; the target verifies what the last middle model
-has written. A model that differs makes those before it start anew from its token.
+has written, and replaces the first that differs by its own; the target verifies the tokens of the
+last middle model. After a difference the models before it continue from the new token.
 
     parts = pipespec.build(bench, ahead=32)
 """
@@ -17,6 +17,7 @@ import numpy as np
 from specdec.compose.presets import build_preset
 from specdec.errors import UserError
 from specdec.parts.fields import DraftCount, Index, validated
+from specdec.policies.free_draft import FreePasses
 from specdec.policies.tree_growth import (
     append_best,
     as_nodes,
@@ -24,7 +25,7 @@ from specdec.policies.tree_growth import (
     live_requests,
     ready_requests,
 )
-from specdec.types import NO_NODE, Candidates, EventKind, Nodes
+from specdec.types import NO_NODE, Candidates, Nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from specdec.tree import TokenTree
     from specdec.types import Commit, Event, IntArray, Output
 
-_NO_TOKEN = -1  # what a model says of a node beyond its positions: it agrees
+_NO_TOKEN = -1  # prediction after a node beyond a model's positions, which any token equals
 
 
 def build(bench: Workbench, *, ahead: int | None = None, least: int | None = None) -> Parts:
@@ -48,22 +49,17 @@ def build(bench: Workbench, *, ahead: int | None = None, least: int | None = Non
     return build_preset("pipespec", bench, {"policy.ahead": ahead, "policy.least": least})
 
 
-class FreeChain:
+class FreeChain(FreePasses):
     """Each model of a ``ModelChain`` runs whenever the one before it has written a new token.
 
     A request has one chain of tokens below its root, which all models write. The draft appends to
-    its end. A middle model has confirmed or written a first part of it; a pass of it judges the
-    part beyond, as far as the model before it has come. Where its token differs, it replaces the
-    rest of the chain, and the models before it go on from there: what they have in hand for
-    replaced nodes is dropped when it arrives. The target gets what the last model has confirmed.
+    its end. A middle model has confirmed or written the first part of it, and verifies the nodes
+    up to those that the model before it has reached. If its token differs, it replaces the rest of
+    the chain, and the models before it continue from there; results of their passes over replaced
+    nodes are dropped. The target verifies the nodes that the last model has reached.
 
-    With a source of one model it is ``amusd.FreeRunning``. Rejection verifiers are refused: the
-    output for a seed would depend on the times of passes.
+    With a source of one model it is ``amusd.FreeRunning``.
     """
-
-    value_dependent = False
-    time_dependent = True
-    serial = False
 
     @validated
     def __init__(self, *, ahead: DraftCount, least: Index = 1) -> None:
@@ -71,8 +67,8 @@ class FreeChain:
 
         Args:
             ahead: maximum number of tokens below the root, of all models.
-            least: new tokens that a model waits for before it judges any; 0: the target never
-                waits, and the others wait for one. Default: 1.
+            least: number of new tokens that a model waits for before it verifies them; 0: the
+                target never waits, and the others wait for one. Default: 1.
 
         Raises:
             ValueError: ``least`` above ``ahead``.
@@ -101,44 +97,26 @@ class FreeChain:
         self._num_levels = len(levels)
 
     def open(self, request: RequestState) -> None:
-        """The chain is the root."""
+        """Starts a chain that has only the root."""
         self._chains[request.id] = _Chain(request, self._num_levels, self.ahead, self.least)
 
-    def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
-        return 1 + self.ahead
-
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """What the target does not have of the last model's part of each chain."""
+        """Unsubmitted nodes of each chain, up to the last that the last model has reached."""
         requests = ready_requests(state, serial=False)
         return as_nodes((r, self._chains[r.id].for_target()) for r in requests)
 
-    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Runs the models until the target is ready; where it has nothing to do, until it has."""
-        live = live_requests(state)
-        idle = not any(request.awaiting for request in live)
-        while True:
-            self._start_passes(state, events)
-            waits = idle and bool(events.running)
-            event = events.next_draft() if waits else events.next()
-            if event.kind is EventKind.TARGET:
-                return False
-            if event.kind is EventKind.DRAFT:
-                self._apply(state, event)
-                if idle and any(len(self._chains[r.id].for_target()) for r in live):
-                    return True
-
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Follows the new roots."""
+        """Updates the chains after their trees were rerooted."""
         for commit in commits:
             if commit.request in self._chains:
                 self._chains[commit.request].reroot()
 
     def close(self, request_id: int) -> None:
-        """Forgets the request."""
+        """Drops the request's state."""
         del self._chains[request_id]
 
-    def _start_passes(self, state: DecodeState, events: Events) -> None:
+    def start_passes(self, state: DecodeState, events: Events) -> None:
+        """Starts a pass of every model that has none for a request and has nodes to process."""
         busy = {(ticket.level, i) for ticket in events.running for i, _ in ticket.nodes.items}
         for request in live_requests(state):
             chain = self._chains[request.id]
@@ -146,8 +124,12 @@ class FreeChain:
                 if (level, request.id) not in busy and len(ids := chain.work(level)):
                     events.start(Nodes(((request.id, ids),)), 1, level)
 
-    def _apply(self, state: DecodeState, event: Event) -> None:
-        """What an ended pass says about the chains."""
+    def can_submit(self, state: DecodeState) -> bool:
+        """Whether the last model has confirmed or written new tokens."""
+        return any(len(self._chains[r.id].for_target()) for r in live_requests(state))
+
+    def grow(self, state: DecodeState, event: Event) -> None:
+        """Applies the tokens of an ended pass to the chains."""
         assert event.ticket is not None
         for request_id, ids, rows in event.ticket.nodes.packed():
             chain = self._chains.get(request_id)
@@ -161,17 +143,17 @@ class FreeChain:
 
 @dataclass(slots=True)
 class _Chain:
-    """The chain of one request, and how far each model has come.
+    """The chain of one request, and the node that each model has reached.
 
     Attributes:
         request: the request, whose tree has the chain and, until the next commit, replaced nodes.
         num_levels: number of models besides the target.
         ahead: maximum length.
-        least: new tokens that a model waits for.
+        least: number of new tokens that a model waits for.
         reached: id of the last node that each model has written or confirmed; of the draft, the end
             of the chain.
-        said: by level: node id -> the model's token after it.
-        silent: a node below which the draft has no candidates.
+        predicted: by level: node id -> the model's token after it.
+        childless: a node below which the draft has no candidates.
     """
 
     request: RequestState
@@ -179,13 +161,13 @@ class _Chain:
     ahead: int
     least: int
     reached: list[int] = field(init=False)
-    said: list[dict[int, int]] = field(init=False)
-    silent: int = NO_NODE
+    predicted: list[dict[int, int]] = field(init=False)
+    childless: int = NO_NODE
 
     def __post_init__(self) -> None:
         """Every model is at the root."""
         self.reached = [self._tree.root_id] * self.num_levels
-        self.said = [{} for _ in range(self.num_levels)]
+        self.predicted = [{} for _ in range(self.num_levels)]
 
     @property
     def _tree(self) -> TokenTree:
@@ -206,74 +188,76 @@ class _Chain:
         if level == 0:
             end = inside[len(path) - 1 :][: len(path) <= self.ahead]
             ids = tree.ids[end]
-            return ids[(ids != self.silent) & ~tree.expanded[end]]
+            return ids[(ids != self.childless) & ~tree.expanded[end]]
         start = int(np.searchsorted(tree.ids[path], self.reached[level]))
         num = len(path) - 1 - start
         if num == 0 or (num < self.least and self._grows(len(path))):
             return path[:0]
         ids = tree.ids[inside[start:]]
-        return ids[[node_id not in self.said[level] for node_id in ids.tolist()]]
+        return ids[[node_id not in self.predicted[level] for node_id in ids.tolist()]]
 
     def _grows(self, length: int) -> bool:
         """Whether a path of ``length`` nodes to some model can become longer before a commit."""
         return length <= self.ahead and (len(self._to(0)) > length or len(self.work(0)) > 0)
 
     def drafted(self, node_id: int) -> None:
-        """The draft has a candidate after a node: the chain's next token, if it ends there."""
+        """Appends the draft's candidate below a node, if the chain still ends there."""
         if node_id != self.reached[0]:
             return
         slots = append_best(self._tree, self._tree.slots(np.array([node_id])), 1, 1)
         if not len(slots):
-            self.silent = node_id
+            self.childless = node_id
             return
         self.reached[0] = int(self._tree.ids[slots[0]])
         self._advance()
 
     def judged(self, level: int, ids: IntArray, candidates: Candidates) -> None:
-        """A model's tokens after nodes; those that are gone are dropped."""
+        """Stores a model's tokens after nodes; those of pruned nodes are dropped."""
         slots = self._tree.slots(ids)
         for row in np.flatnonzero(slots != NO_NODE).tolist():
             token = candidates.tokens[row, 0] if candidates.counts[row] else _NO_TOKEN
-            self.said[level][int(ids[row])] = int(token)
+            self.predicted[level][int(ids[row])] = int(token)
         self._advance()
 
     def reroot(self) -> None:
-        """After a commit: what is below the new root stays as it is."""
+        """After a commit: keeps the state of the nodes below the new root."""
         live = set(self._tree.ids.tolist())
-        self.said = [{i: t for i, t in said.items() if i in live} for said in self.said]
+        self.predicted = [
+            {i: t for i, t in tokens.items() if i in live} for tokens in self.predicted
+        ]
         root = self._tree.root_id
         if self.reached[0] in live:
             self.reached = [node_id if node_id in live else root for node_id in self.reached]
-        else:  # the root was replaced, and the target has it all the same
+        else:  # a model had replaced the node that is the root now
             end = int(self._tree.ids[self._end(0)])
             self.reached = [end, *[root] * (self.num_levels - 1)]
         self._advance()
 
     def _advance(self) -> None:
-        """Moves every model on by what it has said; the last model has the last word."""
+        """Moves every model as far as its predictions reach; later models override earlier ones."""
         for level in range(1, self.num_levels):
             while self._step(level):
                 pass
 
     def _step(self, level: int) -> bool:
-        """Moves a model on by one token, confirmed or its own; False where it can not."""
+        """Moves a model by one token, confirmed or predicted; returns False if it cannot move."""
         tree = self._tree
-        token = self.said[level].get(self.reached[level])
+        token = self.predicted[level].get(self.reached[level])
         if token is None:
             return False
         path = self._to(0)
         at = int(np.searchsorted(tree.ids[path], self.reached[level]))
         ends = at == len(path) - 1
         if not ends and token in (_NO_TOKEN, int(tree.tokens[path[at + 1]])):
-            following = int(path[at + 1])
+            child_slot = int(path[at + 1])
         elif token == _NO_TOKEN or at >= self.ahead:
             return False
         else:
-            following = self._written(int(path[at]), token)
-            self.reached[0] = int(tree.ids[self._end(following)])
+            child_slot = self._written(int(path[at]), token)
+            self.reached[0] = int(tree.ids[self._end(child_slot)])
             for below in range(1, level):
-                self.reached[below] = int(tree.ids[following])
-        self._reach(level, following)
+                self.reached[below] = int(tree.ids[child_slot])
+        self._reach(level, child_slot)
         return True
 
     def _written(self, parent: int, token: int) -> int:
@@ -285,7 +269,7 @@ class _Chain:
         return int(tree.append(np.array([parent]), np.array([token]), np.zeros(1))[0])
 
     def _reach(self, level: int, slot: int) -> None:
-        """A model is at a node, and those before it at least there."""
+        """Moves a model to a node, and the models before it at least there."""
         tree = self._tree
         self.reached[level] = int(tree.ids[slot])
         for below in range(1, level):
@@ -301,7 +285,7 @@ class _Chain:
         return slot
 
     def _to(self, level: int) -> IntArray:
-        """int64[D + 1]: slots from the root to where a model is."""
+        """int64[D + 1]: slots from the root to the node that a model has reached."""
         return self._tree.path(int(self._tree.slots(np.array([self.reached[level]]))[0]))
 
 

@@ -26,6 +26,7 @@ from specdec.policies.chain import first_path, grow_chains
 from specdec.policies.pass_times import draft_passes
 from specdec.policies.tree_growth import (
     NO_SLOTS,
+    Stateless,
     append_best,
     as_nodes,
     expand,
@@ -34,11 +35,9 @@ from specdec.policies.tree_growth import (
     ready_requests,
 )
 from specdec.tree import TokenTree
-from specdec.types import Commit, IntArray, Nodes, Output
+from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specdec.compose.workbench import Parts, Workbench
     from specdec.interfaces import Events, TokenSource, Verifier
     from specdec.state import DecodeState, RequestState
@@ -89,7 +88,7 @@ def fan_outs(*, gamma: int, outcomes: int, acceptance: float, power: float) -> l
     return [int(count) for count in counts]
 
 
-class Ssd:
+class Ssd(Stateless):
     """Submits a chain of ``gamma`` tokens, and drafts a chain below each likely outcome of it.
 
     A round has gamma + 1 draft passes beside the target's: one for the candidates after the chain's
@@ -174,9 +173,6 @@ class Ssd:
                     _take(request.tree, leaves, 1)
                 self._passes[request.id] += 1
         return False
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """No-op: ``DecodeState.commit`` has rerooted the trees, also at an outcome."""
 
     def close(self, request_id: int) -> None:
         """Forgets the request."""

@@ -12,7 +12,7 @@ from experiments.reproduce.findings import Findings, claim_verdict
 from experiments.reproduce.items import Item, all_items, choose
 from experiments.reproduce.rendering import NONE, span_text
 from experiments.reproduce.running import Settings, revision_facts, run_items
-from specdec.cli.arguments import read_arguments
+from specdec.cli.arguments import read_arguments, read_keys
 from specdec.errors import UserError
 from specdec.report.provenance import provenance
 
@@ -81,7 +81,7 @@ def main(words: Sequence[str]) -> int:
         for line in wrong:
             print(f"a sentence of stated.yaml no longer holds: {line}", file=sys.stderr)
         return 1 if wrong else 0
-    names, keys = _read_words(arguments.overrides)
+    names, keys = read_keys(arguments.overrides, _KEYS)
     if "--all" in arguments.flags:
         names = names or list(items)
     if not names:
@@ -98,20 +98,6 @@ def main(words: Sequence[str]) -> int:
         record=_own_record(keys["record"]),
     )
     return _run_all(choose(names, items), settings)
-
-
-def _read_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    keys = dict(_KEYS)
-    names = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            names.append(word)
-        elif key in _KEYS and value:
-            keys[key] = value
-        else:
-            raise UserError(f"{word}: unknown key; use one of {', '.join(_KEYS)}")
-    return names, keys
 
 
 def _list(items: Mapping[str, Item]) -> None:

@@ -128,6 +128,26 @@ def read_folder(
     return Path(folders[0]).expanduser(), values
 
 
+def read_keys(
+    words: Sequence[str], defaults: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """The words without "=", and the values of the keys in ``defaults``.
+
+    Raises:
+        UserError: another key, or a key without a value.
+    """
+    values, others = dict(defaults), []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            others.append(word)
+        elif key in defaults and value:
+            values[key] = value
+        else:
+            raise UserError(f"{word}: unknown key; use one of {', '.join(defaults)}")
+    return others, values
+
+
 def _tree(name: str) -> Path:
     """A configuration tree; makes the modules beside it importable, for its ``_target_``."""
     folder = Path(name).expanduser()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.cli.arguments import read_arguments
+from specdec.cli.arguments import read_arguments, read_keys
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,7 +60,10 @@ def main(words: Sequence[str]) -> int:
     if "--help" in arguments.flags:
         print(HELP, end="")
         return 0
-    path, values = _read_words(arguments.overrides)
+    files, values = read_keys(arguments.overrides, _DEFAULTS)
+    if len(files) != 1:
+        raise UserError("name one file of texts: specdec record TEXTS, see `specdec record --help`")
+    path = Path(files[0]).expanduser()
     # Imported here: torch and transformers take seconds to import.
     from specdec.clocks.meter import Meter
     from specdec.config.job import run_job_of
@@ -107,21 +110,6 @@ def main(words: Sequence[str]) -> int:
     print(f"{len(requests)} requests, {tokens} tokens: {shares}")
     print(f"record: {place}")
     return 0
-
-
-def _read_words(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
-    values, files = dict(_DEFAULTS), []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            files.append(word)
-        elif key in _DEFAULTS and value:
-            values[key] = value
-        else:
-            raise UserError(f"{word}: unknown key; use one of {', '.join(_DEFAULTS)}")
-    if len(files) != 1:
-        raise UserError("name one file of texts: specdec record TEXTS, see `specdec record --help`")
-    return Path(files[0]).expanduser(), values
 
 
 def _texts(path: Path, folder: str) -> list[tuple[int, np.ndarray, np.ndarray]]:

@@ -258,7 +258,7 @@ class Workbench:
         refusals.check_choice(policy, verifier, self.clock)
         refusals.check_source(source, policy, verifier, self.pair.vocab_size)
         if not isinstance(plan, FrontPlan):  # whose executor says itself what it lacks
-            refusals.check_exits(source, policy, plan.latency)
+            refusals.check_executor(source, policy, plan)
         parts = Parts(
             source=source,
             policy=policy,

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specdec.clocks.build import check_in_process, clock_kind
+from specdec.clocks.build import clock_kind
 from specdec.config.options import GROUPS, PARTS
 from specdec.errors import UserError
 from specdec.parts.build import build_part, check_values, locate
-from specdec.parts.fields import Count, Index, Positive, Text, expects, signature_of
+from specdec.parts.fields import Count, Index, Positive, Text, errors_of, expects, signature_of
 
 PROTOCOLS = {
     "source": "specdec.interfaces.TokenSource",
@@ -90,7 +90,6 @@ _TAKERS: dict[str, str | type] = {
     "model=random": "specdec.pairs.RandomPair",
     "model=synthetic": "specdec.pairs.build_synthetic",
     "model=replay": "specdec.pairs.build_replay",
-    "executor=specdec.executors.PipelineExecutor": "specdec.executors.layout.PipelineOptions",
     "profiling": "specdec.profiling.options.ProfilingOptions",
 }
 """Section, with its ``kind`` or ``_target_`` if there are several -> what takes its keys."""
@@ -115,15 +114,9 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     if not has_parts:
         taker = _resolved(_TAKERS[f"options of {config['strategy']['kind']}"])
         check_values(taker, config["strategy"]["options"], "strategy.options")
-    elif config["executor"]["_target_"].endswith(".PipelineExecutor"):
-        from specdec.executors.layout import PipelineOptions  # torch comes with its package
-
-        options = PipelineOptions(
-            **{k: v for k, v in config["executor"].items() if k != "_target_"}
-        )
-        if options.transport == "in_process":
-            check_in_process(clock_kind(config["clock"]), tracing=config["trace"])
-        options.layout(default_stages=1)
+    elif check := getattr(locate(config["executor"]["_target_"], "executor"), "check", None):
+        keys = {key: value for key, value in config["executor"].items() if key != "_target_"}
+        check(keys, clock_kind(config["clock"]), tracing=config["trace"])
 
 
 def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
@@ -132,23 +125,22 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
     if not isinstance(node, dict):
         raise UserError(f"{label} is not a section: give it an option's keys, or drop ~{section}")
     values = {key: value for key, value in node.items() if key not in ("kind", "_target_")}
-    common = _resolved(_TAKERS.get(section))
+    common, protocol = _resolved(_TAKERS.get(section)), _resolved(PROTOCOLS.get(section))
     kind = node.get("_target_", node.get("kind"))
     taker = _resolved(_TAKERS.get(f"{section}={kind}"))
     if "_target_" not in node:
         taker = taker or common
     elif section == "executor":  # whose keys are arguments of the first phase
-        cls: Any = locate(kind, section, _resolved(PROTOCOLS[section]))
-        taker = taker or cls.plan
+        cls: Any = locate(kind, section, protocol)
+        taker = getattr(cls, "options", cls.plan)
     if taker is not None:
         complete = section != "executor"
         check_values(taker, values, section, label, given=_CERTIFICATION_ONLY, complete=complete)
-    elif section in PROTOCOLS and ("_target_" in node or section in PARTS):
+    elif protocol and ("_target_" in node or section in PARTS):
         keys = signature_of(common).plain if common else ()
-        build_part(node, None, section, _resolved(PROTOCOLS[section]), label=label, known=keys)
-        if common:
-            stated = {key: value for key, value in values.items() if key in keys}
-            check_values(common, stated, section, label, also=keys)
+        build_part(node, None, section, protocol, label=label, known=keys)
+        for error in errors_of(common, node, f"{section}.") if common else ():
+            raise UserError(error)
     else:
         known = ", ".join(k.partition("=")[2] for k in _TAKERS if k.startswith(f"{section}="))
         raise UserError(f"{label} has kind {str(kind)!r}, which is unknown: use one of {known}")

@@ -8,7 +8,7 @@ the same steps over messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,16 @@ class PipelineExecutor:
         self.latency: int | None = self.in_flight
         self.counters = ExecutorCounters()
         self.stage_rows = [0] * len(self._stages)
+
+    options = PipelineOptions
+
+    @classmethod
+    def check(cls, keys: Mapping[str, Any], clock: ClockKind, *, tracing: bool) -> None:
+        """Refuses keys that do not fit together, the clock or a trace; see ``PlannedExecutor``."""
+        options = PipelineOptions(**keys)
+        if options.transport == "in_process":
+            check_in_process(clock, tracing=tracing)
+        options.layout(default_stages=1)
 
     @classmethod
     def plan(cls, models: PlannedModels, **options: Any) -> PipelinePlan:

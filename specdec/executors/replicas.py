@@ -1,20 +1,21 @@
 """Copies of the target that answer batches at the same time, each on separate devices.
 
 A batch goes to the copy that is free first. Copies do not wait for each other, so answers come in
-any order, and a step has no fixed latency. Copies share no caches: each computes what it lacks of a
-batch's paths along with the batch.
+any order, and a step has no fixed latency. Copies share no caches: each computes the missing
+entries of a batch's paths along with the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import sleep
 from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.clocks import CONTROLLER, Clock, ClockKind
 from specdec.clocks.build import check_in_process
-from specdec.errors import UserError
+from specdec.errors import RankFailure, UserError
 from specdec.executors.layout import PipelinePlan, StageLayout
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, OverRanks, PlannedModels, TargetModels
@@ -117,7 +118,7 @@ class ReplicasExecutor:
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> ReplicasExecutor:
-        """Loads the copies, in this process or on ranks of their own; see ``PlannedExecutor``.
+        """Loads the copies, in this process or on separate ranks; see ``PlannedExecutor``.
 
         Raises:
             UserError: paced processes, whose schedule is that of one target.
@@ -204,7 +205,7 @@ class ReplicasExecutor:
         return Output(step=self._step, answers=tuple(answers))
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Prunes caches and waiting batches; a copy at work hears it when it has ended."""
+        """Prunes caches and waiting batches; a busy copy applies the commits after its batch."""
         if commits:
             for copy in self._copies:
                 copy.commit(commits)
@@ -217,9 +218,16 @@ class ReplicasExecutor:
             copy.close(request_id)
 
     def shutdown(self) -> None:
-        """Ends the copies' processes, if they have any."""
+        """Frees the copies' models, and releases their processes if they have any.
+
+        After a complete run it waits for passes whose answers are no longer needed, so that the
+        processes can serve the next run; after an error, busy processes are ended.
+        """
         for copy in self._copies:
-            copy.shutdown()
+            if copy.is_busy and not self._requests:
+                with suppress(RankFailure):
+                    copy.finish()
+            copy.executor.shutdown()
 
     def reports(self) -> list[dict[str, Any]]:
         """Reports of the copies' processes, each under its copy's rank; none in one process.

@@ -1,13 +1,13 @@
-"""One of several copies of the target: what it has computed, and what it is computing.
+"""One of several copies of the target: the state of its caches, and the batch being computed.
 
-The controller knows what a copy has without asking it: a batch brings what is lacking of its paths,
-and commits have the same effect on this record as on the copy's caches.
+The controller keeps a record of a copy's caches, which needs no messages: a batch brings the
+missing entries of its paths, and commits have the same effect on the record as on the caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +15,13 @@ import numpy as np
 
 from specdec.clocks import Clock
 from specdec.device import select_rows
-from specdec.errors import RankFailure
 from specdec.state import RequestState, tree_rows
 from specdec.types import Answers, Batch, BoolArray, Commit, IntArray, Output, PrefillChunk
 
 
 @dataclass(slots=True)
-class Held:
-    """What a copy has of a request: the first ``cached_len`` committed tokens, and nodes."""
+class CachedRequest:
+    """A request in a copy's cache: the first ``cached_len`` committed tokens, and nodes."""
 
     request: RequestState
     cached_len: int = 0
@@ -37,12 +36,12 @@ class Held:
         self.nodes &= set(commit.kept_ids.tolist())
 
     def has(self, ids: IntArray) -> BoolArray:
-        """bool[n]: which nodes the copy has."""
+        """bool[n]: which nodes are cached."""
         return np.array([node_id in self.nodes for node_id in ids.tolist()], np.bool_)
 
 
 class TargetCopy:
-    """One copy, and what it has computed."""
+    """One copy, and the record of its caches."""
 
     def __init__(self, executor: Any, clock: Clock, rank: int | None) -> None:
         """``rank``: clock rank of a copy in this process; None for a remote one."""
@@ -50,31 +49,31 @@ class TargetCopy:
         self.is_busy = False
         self.due_s: float | None = None
         self._clock, self._rank = clock, rank
-        self._held: dict[int, Held] = {}
-        self._asked: dict[int, IntArray] = {}  # request -> nodes of the batch at work
+        self._cached: dict[int, CachedRequest] = {}
+        self._requested: dict[int, IntArray] = {}  # request -> nodes of the current batch
         self._output: Output | None = None
         self._deferred: list[Sequence[Commit]] = []
 
     def open(self, request: RequestState) -> None:
         """Allocates the request's cache."""
         self.executor.open(request)
-        self._held[request.id] = Held(request)
+        self._cached[request.id] = CachedRequest(request)
 
     def close(self, request_id: int) -> None:
-        """Frees the request's cache, and forgets commits that it has not heard of."""
+        """Frees the request's cache, and drops its deferred commits."""
         self.executor.close(request_id)
-        self._held.pop(request_id, None)
-        self._asked.pop(request_id, None)
+        self._cached.pop(request_id, None)
+        self._requested.pop(request_id, None)
         self._deferred = [
             [commit for commit in commits if commit.request != request_id]
             for commits in self._deferred
         ]
 
     def start(self, batch: Batch) -> None:
-        """Computes a batch, or makes the copy's process begin."""
+        """Computes a batch, or starts it in the copy's process."""
         self._catch_up(batch.step)
         self.is_busy = True
-        self._asked = {rows.request: rows.node_ids for rows in batch.trees}
+        self._requested = {rows.request: rows.node_ids for rows in batch.trees}
         whole = self._completed(batch)
         with nullcontext() if self._rank is None else self._clock.on(self._rank):
             self.executor.submit(whole)
@@ -92,31 +91,26 @@ class TargetCopy:
         return self.due_s is None or self.due_s <= self._clock.now()
 
     def finish(self) -> list[Answers]:
-        """The answers to the nodes that were asked for."""
+        """The answers to the nodes of the batch, without those of ancestors added to it."""
         output = self.executor.collect() if self._output is None else self._output
         self.is_busy, self._output, self.due_s = False, None, None
         if self._rank is None:
             self.executor.commit(self._deferred.pop(0) if self._deferred else (), output)
         return [
-            _only(a, self._asked[a.request]) for a in output.answers if a.request in self._asked
+            _only(a, self._requested[a.request])
+            for a in output.answers
+            if a.request in self._requested
         ]
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Follows commits; the caches do so when the copy is free."""
+        """Applies commits to the record; the caches follow when the copy is free."""
         for commit in commits:
-            if commit.request in self._held:
-                self._held[commit.request].commit(commit)
+            if commit.request in self._cached:
+                self._cached[commit.request].commit(commit)
         if self._rank is None:
             self._deferred.append(commits)
-        else:  # what it works on is computed already
+        else:  # its batch is computed already
             self.executor.commit(commits, Output(step=commits[0].step))
-
-    def shutdown(self) -> None:
-        """Waits for the batch at work, so that the copy's process can be used again; frees it."""
-        if self.is_busy and self._rank is None:
-            with suppress(RankFailure):
-                self.finish()
-        self.executor.shutdown()
 
     def _catch_up(self, step: int) -> None:
         """Applies commits of earlier steps, one empty batch per step."""
@@ -127,28 +121,28 @@ class TargetCopy:
         self._deferred = []
 
     def _completed(self, batch: Batch) -> Batch:
-        """The batch with the committed tokens and the ancestors that the copy lacks."""
+        """The batch with the committed tokens and ancestors that are missing in the cache."""
         trees, prefills = [], []
         for rows in batch.trees:
-            held = self._held[rows.request]
-            request, start = held.request, held.cached_len
+            cached = self._cached[rows.request]
+            request, start = cached.request, cached.cached_len
             tree = request.tree
             if start < request.prefix_len:
                 missing = request.tokens[start : request.prefix_len]
                 prefills.append(PrefillChunk(request=request.id, start=start, tokens=missing))
-                held.cached_len = request.prefix_len
-            slots = tree.with_missing_ancestors(tree.slots(rows.node_ids), held.has)
-            held.nodes.update(tree.ids[slots].tolist())
+                cached.cached_len = request.prefix_len
+            slots = tree.with_missing_ancestors(tree.slots(rows.node_ids), cached.has)
+            cached.nodes.update(tree.ids[slots].tolist())
             trees.append(tree_rows(request, slots))
         return Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
 
 
 def _only(answers: Answers, ids: IntArray) -> Answers:
     """The answers to the nodes ``ids``."""
-    asked = np.flatnonzero(np.isin(answers.node_ids, ids))
+    rows = np.flatnonzero(np.isin(answers.node_ids, ids))
     return Answers(
         request=answers.request,
-        node_ids=answers.node_ids[asked],
-        tokens=answers.tokens[asked],
-        probs=None if answers.probs is None else select_rows(answers.probs, asked),
+        node_ids=answers.node_ids[rows],
+        tokens=answers.tokens[rows],
+        probs=None if answers.probs is None else select_rows(answers.probs, rows),
     )

@@ -1,7 +1,7 @@
-"""Acceptance of one request, as logs state it: accepted draft tokens by pass, or counts.
+"""Acceptance of one request as read from a log: accepted draft tokens per pass, or pass counts.
 
-Shape letters: N passes, or kinds of passes where a log has counts only; T positions, K draft tokens
-per pass.
+Shape letters: N passes (or kinds of passes, where a log has only counts), T positions, K draft
+tokens per pass.
 """
 
 from __future__ import annotations

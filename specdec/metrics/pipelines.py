@@ -79,25 +79,25 @@ def _judged(
     cutoff, recovery, decay = moves
     entered = [0]  # step in which each token of the chain goes to the pipeline, the root first
     judged = runs = fruitless = step = 0
-    held = False  # a drafted token after the last one that has entered
+    pending = False  # a drafted token after the last one that has entered
     now = 0.0
     while judged < len(entered):
         level = cutoff + recovery * runs - decay * fruitless
         passes = 0
         if level < 1.0 and level <= alpha:
-            passes = tokens - held
+            passes = tokens - pending
             entered += [step + 1] * tokens
-            held, runs = False, runs + 1
+            pending, runs = False, runs + 1
         elif level < 1.0:
-            passes = int(not held)
-            held, fruitless = True, fruitless + 1
+            passes = int(not pending)
+            pending, fruitless = True, fruitless + 1
         now += max(stage, passes * draft)
         while judged < len(entered) and entered[judged] == step - stages + 1:
             judged += 1
             runs = fruitless = 0
-            if judged == len(entered) and held:  # the held token is the root
+            if judged == len(entered) and pending:  # the pending token is the root
                 entered.append(step + 1)
-                held = False
+                pending = False
             yield now, judged < len(entered)
         step += 1
 

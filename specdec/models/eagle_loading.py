@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from specdec.errors import UserError
-from specdec.files import parse_json, write_bytes, write_json
+from specdec.files import write_bytes, write_json
 from specdec.models.eagle import EagleConfig, EagleHead, default_layers
+from specdec.models.inspection import read_config
 
 _LEGACY = {
     "midlayer.": "layers.0.",
@@ -67,7 +68,7 @@ class HeadFiles:
                 f"EAGLE head {folder} is not a folder: give a local one with config.json and"
                 " model.safetensors"
             )
-        self.config = _json(self.folder / "config.json")
+        self.config = read_config(self.folder / "config.json", "give the folder of an EAGLE head")
         self._places: dict[str, tuple[Path, str]] = {}  # our name -> file, its name there
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in _weight_files(self.folder):
@@ -301,18 +302,6 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise UserError(f"{path} is damaged ({error}); copy or download it again") from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"EAGLE head {path.parent} has no {path.name}; give the folder of a head")
-    try:
-        content = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); copy the file again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object; copy the file again")
-    return content
 
 
 def _version(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> Literal[1, 3]:

@@ -31,6 +31,7 @@ CERTIFIED = frozenset(
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # suffixes of causal language models' class names
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_REMEDY = "give a folder in transformers' format (model.save_pretrained writes one)"
 _TOO_LARGE = 1 << 40  # beyond it a size is damage
 _LFS = b"version "  # first bytes of a git-lfs pointer
 
@@ -72,7 +73,7 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
     if isinstance(path_or_id, ModelInfo):
         return path_or_id
     folder = _folder(path_or_id)
-    config = _json(folder / "config.json")
+    config = read_config(folder / "config.json", _REMEDY)
     _check_architecture(folder, config)
     text = config.get("text_config") or config
     where = folder / "config.json"
@@ -126,13 +127,14 @@ def _hub_folder(hub_id: str) -> Path:
         ) from error
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file."""
+def read_config(path: Path, remedy: str) -> dict[str, Any]:
+    """Reads a JSON object of a model folder.
+
+    Raises:
+        UserError: ``remedy`` where there is no such file; a damaged file.
+    """
     if not path.is_file():
-        raise UserError(
-            f"{path.parent} has no {path.name}; give a folder in transformers' format "
-            "(model.save_pretrained writes one)"
-        )
+        raise UserError(f"{path.parent} has no {path.name}; {remedy}")
     try:
         content = parse_json(path.read_bytes())
     except ValueError as error:
@@ -198,7 +200,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
             "pickles can run code; convert the weights where you trust them: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
         )
-    shards: dict[str, str] = _json(folder / _INDEX).get("weight_map") or {}
+    shards: dict[str, str] = read_config(folder / _INDEX, _REMEDY).get("weight_map") or {}
     if not (shards and isinstance(shards, dict) and all(type(v) is str for v in shards.values())):
         raise UserError(
             f"{folder / _INDEX} lists no tensors with the files that hold them; copy the file again"

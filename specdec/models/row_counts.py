@@ -57,7 +57,7 @@ class Operator:
         key: everything that may decide which kernel runs, besides type, device and threads.
         num_rows: size of the sample, at most ``MOST_ROWS``.
         layouts: ways to run rows of the sample; the first one defines the reference.
-        on_disk: name and key say all about the operator, so that its proof holds in other
+        on_disk: name and key identify the operator completely, so that its proof is valid in other
             processes.
     """
 

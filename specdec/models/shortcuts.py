@@ -67,8 +67,9 @@ def is_plain_rms_norm(module: nn.Module) -> bool:
     float64, for example, they differ, because transformers' norms compute in float32.
     """
     weight, eps = getattr(module, "weight", None), epsilon(module)
-    names = {name for name, _ in module.named_parameters()}
-    if not isinstance(eps, float) or names != {"weight"} or list(module.children()):
+    if not isinstance(eps, float) or list(module.children()):
+        return False
+    if {name for name, _ in module.named_parameters()} != {"weight"}:
         return False
     if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.is_meta:
         return False

@@ -187,9 +187,9 @@ def build_replay(
     Args:
         record: a ``record.npz``, ``bundled:NAME``, or a ``.jsonl`` (``.jsonl.gz``) of acceptance
             lengths.
-        method: which of a trace's methods; None for a trace of one method, and for records.
-        num_layers: of the target; the largest possible number of stages.
-        seed: of the draws of wrong nodes.
+        method: name of a method in the trace; None for a trace of one method, and for records.
+        num_layers: layers of the target, the largest possible number of stages.
+        seed: seed of the draws that choose wrong nodes.
 
     Raises:
         UserError: a file that cannot be used.

@@ -164,7 +164,7 @@ class TranscriptModels(HiddenModels):
         """The draft model.
 
         Raises:
-            UserError: there is none, or another model is asked for.
+            UserError: there is none, or another model is requested.
         """
         if name == "draft" and self._draft is not None:
             return ModelRunner(model=self._draft, name=name, meter=meter)

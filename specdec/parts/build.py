@@ -2,6 +2,10 @@
 
 A class is called only if it has the methods of the Protocol of its kind, so a ``_target_`` cannot
 name an arbitrary callable. Its module is imported to find that out, which runs the module's code.
+
+What is refused raises ``UserError``. Arguments of all functions: ``where`` is the dotted key of a
+section or node, ``label`` how the user chose it (default: the key), ``protocol`` the Protocol or
+base class that a class must implement (None: any).
 """
 
 from __future__ import annotations
@@ -32,12 +36,7 @@ _CONTAINERS = (Annotated, Union, UnionType, list, tuple, Sequence)
 
 
 def locate(target: object, where: str, protocol: type | None = None) -> type:
-    """Imports the class that ``_target_`` names, in the node at the dotted key ``where``.
-
-    Raises:
-        UserError: it cannot be imported, is not a class, or lacks methods of the Protocol (or is
-            not derived from the class) ``protocol``.
-    """
+    """Imports the class that ``_target_`` names in the node at ``where``."""
     at = f"{where}._target_={target}"
     try:
         cls = resolve_name(str(target))
@@ -65,13 +64,9 @@ def check_values(
     """Checks a section of a configuration against the parameters of a function or class.
 
     Args:
-        where, label: the section's dotted key, and how the user chose it (default: the key).
         given: parameters that it may not state, since the program passes them.
-        also: keys that it may state or leave out; unless parameters, they are not looked at.
+        also: keys that it may state or leave out; unless parameters, their values are not checked.
         complete: whether it must state the parameters with defaults too.
-
-    Raises:
-        UserError: the first unknown, mistyped or missing key.
     """
     label, prefix = label or where or "the configuration", where and f"{where}."
     plain, required, _ = signature_of(make)
@@ -108,13 +103,7 @@ def build_part(
     Args:
         runtime: argument name -> factory of the object passed where the node has no such key.
             None: everything is checked and nothing constructed; returns None.
-        protocol: Protocol that the class and the object must satisfy; None checks nothing.
-        where, label: the node's dotted key, and how the user chose it (default: the key).
         known: further keys that the section has.
-
-    Raises:
-        UserError: a class that does not fit, an unknown, missing or mistyped key, or a value that
-            the class refuses.
     """
     label = label or where
     if isinstance(node, list):
@@ -154,45 +143,31 @@ def build_part(
     return part
 
 
-def require(candidate: Any, expected: type | None, at: str) -> None:
-    """Refuses a class without the methods of a Protocol, or an object without its members.
-
-    Args:
-        candidate: the class or object.
-        expected: the Protocol, or a base class; None refuses nothing.
-        at: what the candidate is called in the message.
-
-    Raises:
-        UserError: with the names of what is missing.
-    """
-    if expected is None:
+def require(candidate: Any, protocol: type | None, at: str) -> None:
+    """Refuses a class without the methods, or an object without the members; named ``at``."""
+    if protocol is None:
         return
-    is_class = isinstance(candidate, type)
-    if is_protocol(expected):  # properties are not read: they may compute, or raise
-        members = {name: getattr(expected, name, None) for name in get_protocol_members(expected)}
-        missing = sorted(
-            name
-            for name, member in members.items()
-            if (callable(member) or not (is_class or isinstance(member, property)))
-            and not (name in _OPTIONAL or _has(candidate, name, member))
-        )
+    if is_protocol(protocol):
+        members = sorted(get_protocol_members(protocol) - {*_OPTIONAL})
+        missing = [name for name in members if _lacks(candidate, name, protocol)]
     else:
-        fits = issubclass(candidate if is_class else type(candidate), expected)
-        missing = [] if fits else [f"the base class {expected.__name__}"]
+        fits = issubclass(candidate if isinstance(candidate, type) else type(candidate), protocol)
+        missing = [] if fits else [f"the base class {protocol.__name__}"]
     if missing:
         raise UserError(
-            f"{at} is not a {expected.__name__}: it lacks {', '.join(missing)}; name a class that"
-            f" implements {expected.__module__}.{expected.__name__}"
+            f"{at} is not a {protocol.__name__}: it lacks {', '.join(missing)}; name a class that"
+            f" implements {protocol.__module__}.{protocol.__name__}"
         )
 
 
-def _has(candidate: Any, name: str, member: Any) -> bool:
-    """Whether there is the member; the stub of an inherited Protocol does not return a value."""
-    if not hasattr(candidate, name):
-        return False
-    returns = getattr(member, "__annotations__", {}).get("return")
-    owner = candidate if isinstance(candidate, type) else type(candidate)
-    return returns in (None, "None") or getattr(owner, name, None) is not member
+def _lacks(candidate: Any, name: str, protocol: type) -> bool:
+    """Whether a member is missing, or an inherited stub that would have to return a value."""
+    member, is_class = getattr(protocol, name, None), isinstance(candidate, type)
+    if isinstance(member, property) or (is_class and not callable(member)):
+        return False  # properties may compute or raise, and a class need not have attributes
+    inherited = getattr(candidate if is_class else type(candidate), name, None) is member
+    returns = getattr(member, "__annotations__", {}).get("return") not in (None, "None")
+    return not hasattr(candidate, name) or (inherited and returns)
 
 
 def _expected(hint: Any) -> type | None:

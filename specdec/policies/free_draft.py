@@ -1,4 +1,9 @@
-"""A draft that never waits: one pass per request, on the end of its chain, and then the next."""
+"""Policies whose draft models never wait: every pass is followed by the next.
+
+A pass may outlive the step in which it began. With a source that is not asynchronous
+(``sources.Background`` makes one of any) a pass runs when it is started, and the target waits for
+its end.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,65 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.policies.tree_growth import append_best, live_requests, open_bottom
-from specdec.types import NO_NODE, Event, Nodes
+from specdec.policies.tree_growth import Stateless, append_best, live_requests, open_bottom
+from specdec.types import NO_NODE, Event, EventKind, Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Events
+    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 
-class FreeDraft:
-    """The draft's part of a policy whose trees are chains.
+class FreePasses(Stateless):
+    """Base of policies that start draft passes until the target is ready.
 
-    A pass may outlive the step in which it began. With a source that is not asynchronous
-    (``sources.Background`` makes one of any) a pass runs when it is started.
+    Rejection verifiers are refused: they would keep the target's distribution, but the output for
+    a seed would depend on the times of passes.
+
+    Attributes:
+        ahead: maximum number of tokens below the root.
+        feeds_busy_target: whether a step also ends when a busy target can be given more nodes.
+            Default: only an idle one.
     """
+
+    value_dependent = False
+    time_dependent = True
+    serial = False
+    feeds_busy_target = False
+    ahead: int
+
+    def held_nodes(self, in_flight: int) -> int:
+        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
+        return 1 + self.ahead
+
+    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
+        """Drafts until the target is ready or can be given nodes; see ``feeds_busy_target``."""
+        idle = not any(request.awaiting for request in live_requests(state))
+        while True:
+            self.start_passes(state, events)
+            waits = idle and not self.feeds_busy_target and bool(events.running)
+            event = events.next_draft() if waits else events.next()
+            if event.kind is EventKind.TARGET:
+                return False
+            if event.kind is EventKind.DRAFT:
+                self.grow(state, event)
+                if (idle or self.feeds_busy_target) and self.can_submit(state):
+                    return True
+
+    def start_passes(self, state: DecodeState, events: Events) -> None:
+        """Starts every pass that is possible now."""
+        raise NotImplementedError
+
+    def grow(self, state: DecodeState, event: Event) -> None:
+        """Updates the trees by the candidates of an ended pass."""
+        raise NotImplementedError
+
+    def can_submit(self, state: DecodeState) -> bool:
+        """Whether the next ``select`` has nodes for the target; called after ``grow``."""
+        raise NotImplementedError
+
+
+class FreeDraft(FreePasses):
+    """Base of policies with one chain per request, and one draft pass at a time on its end."""
 
     def __init__(self, ahead: int) -> None:
         """Sets the limit.
@@ -28,15 +78,15 @@ class FreeDraft:
             ahead: maximum number of tokens below the root.
         """
         self.ahead = ahead
-        self._silent: dict[int, int] = {}  # request -> node without candidates
+        self._childless: dict[int, int] = {}  # request -> node without candidates
 
     def open(self, request: RequestState) -> None:
         """No node is known to have no candidates."""
-        self._silent[request.id] = NO_NODE
+        self._childless[request.id] = NO_NODE
 
     def close(self, request_id: int) -> None:
-        """Forgets the request."""
-        del self._silent[request_id]
+        """Drops the request's state."""
+        del self._childless[request_id]
 
     def can_draft(self, request: RequestState) -> bool:
         """Whether a pass on the end of the chain can add a token."""
@@ -44,7 +94,7 @@ class FreeDraft:
         return (
             len(slots) > 0
             and len(request.tree) <= self.ahead
-            and int(request.tree.ids[slots[0]]) != self._silent.get(request.id, NO_NODE)
+            and int(request.tree.ids[slots[0]]) != self._childless.get(request.id, NO_NODE)
         )
 
     def start_passes(self, state: DecodeState, events: Events) -> None:
@@ -62,4 +112,4 @@ class FreeDraft:
             if request is None or (slot := int(request.tree.slots(ids)[0])) == NO_NODE:
                 continue
             if not len(append_best(request.tree, np.array([slot]), 1, 1)):
-                self._silent[request_id] = int(ids[0])
+                self._childless[request_id] = int(ids[0])

@@ -1,7 +1,7 @@
 """Python environments of other runtimes, and models converted to their formats.
 
-Everything lies in one cache folder: ``SPECDEC_CACHE``, else ``~/.cache/specdec``. An environment is
-made once by ``specdec rivals install NAME``; a model is converted when it is first used.
+All of them are stored in one cache folder: ``SPECDEC_CACHE``, by default ``~/.cache/specdec``.
+``specdec rivals install NAME`` creates an environment; a model is converted at its first use.
 """
 
 from __future__ import annotations

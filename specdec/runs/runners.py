@@ -167,7 +167,7 @@ class PartsRunner:
         prompts: Sequence[TokenPrompt],
         on_finish: Callable[[RequestState], None],
     ) -> Iterator[list[Commit]]:
-        """The loop over the prompts, one item per step.
+        """Runs the decode loop over the prompts; yields the commits of each step.
 
         Args:
             state: see ``Parts.new_state``.

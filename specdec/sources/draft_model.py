@@ -20,7 +20,7 @@ from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import counts_of, top_candidates
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.draw_guesser import DrawGuesser
-from specdec.sources.sampled import sampled_candidates
+from specdec.sources.sampled import Histories, by_transform, sampled_candidates
 from specdec.types import BoolArray, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
@@ -361,28 +361,21 @@ class DraftModelSource:
     def _candidates(
         self, state: DecodeState, nodes: Nodes, works: Sequence[_Work], logits: torch.Tensor, k: int
     ) -> Candidates:
-        """Applies the requests' transforms, in one call if all requests have the same."""
-        transform = works[0].draft.transform
-        if any(work.draft.transform is not transform for work in works):
-            return Candidates.joined(
-                [
-                    self._candidates(state, Nodes(((request_id, ids),)), [work], logits[rows], k)
-                    for (request_id, ids, rows), work in zip(nodes.packed(), works, strict=True)
-                ]
+
+        def propose(
+            nodes: Nodes, logits: torch.Tensor, transform: SamplingTransform, histories: Histories
+        ) -> Candidates:
+            if self.gives_probs:
+                probs = transform.proposal_probs(logits, histories)
+                return sampled_candidates(state, nodes, probs, k)
+            top = top_candidates(transform, logits, k, histories)
+            if self._guesser is None or transform.params.greedy:
+                return top
+            tokens, logprobs = self._guesser.rank(
+                state, nodes, transform, logits, histories, top.tokens, top.logprobs
             )
-        histories = None
-        if transform.params.needs_history:
-            histories = [
-                work.request.path_tokens(slot) for work in works for slot in work.slots.tolist()
-            ]
-        if self.gives_probs:
-            probs = transform.proposal_probs(logits, histories)
-            return sampled_candidates(state, nodes, probs, k)
-        top = top_candidates(transform, logits, k, histories)
-        if self._guesser is None or transform.params.greedy:
-            return top
-        tokens, logprobs = self._guesser.rank(
-            state, nodes, transform, logits, histories, top.tokens, top.logprobs
-        )
-        counts = counts_of(transform, logprobs)
-        return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
+            counts = counts_of(transform, logprobs)
+            return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
+
+        transforms = [work.draft.transform for work in works]
+        return by_transform(state, nodes, transforms, logits, propose)

@@ -31,7 +31,7 @@ from specdec.sampling.candidates import counts_of, top_candidates
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.eagle_passes import HeadPass
 from specdec.sources.eagle_state import Draft, Features
-from specdec.sources.sampled import sampled_candidates
+from specdec.sources.sampled import Histories, by_transform, sampled_candidates
 from specdec.types import Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
@@ -236,34 +236,24 @@ class EagleSource:
     def _candidates(
         self, state: DecodeState, nodes: Nodes, works: Sequence[_Work], logits: Tensor, k: int
     ) -> Candidates:
-        """Applies the requests' transforms, in one call if all requests have the same."""
-        transform = works[0].draft.transform
-        if any(work.draft.transform is not transform for work in works):
-            return Candidates.joined(
-                [
-                    self._candidates(state, Nodes(((request_id, ids),)), [work], logits[rows], k)
-                    for (request_id, ids, rows), work in zip(nodes.packed(), works, strict=True)
-                ]
-            )
-        head, histories = self._runner, None
-        if transform.params.needs_history:
-            histories = [
-                work.request.path_tokens(slot) for work in works for slot in work.slots.tolist()
-            ]
-        if self.gives_probs:
-            probs = transform.proposal_probs(head.target_logits(logits), histories)
-            return sampled_candidates(state, nodes, probs, k)
-        if head.target_ids is None:
-            return top_candidates(transform, logits, k, histories)
-        if histories is None:  # the draft vocabulary alone, which is smaller
-            found = top_candidates(transform, logits, k, None)
-            return Candidates(
-                tokens=to_host(head.target_ids)[found.tokens],
-                logprobs=found.logprobs,
-                counts=found.counts,
-            )
-        found = top_candidates(transform, head.target_logits(logits), k, histories)
-        return replace(found, counts=counts_of(transform, found.logprobs))
+        head = self._runner
+
+        def propose(
+            nodes: Nodes, logits: Tensor, transform: SamplingTransform, histories: Histories
+        ) -> Candidates:
+            if self.gives_probs:
+                probs = transform.proposal_probs(head.target_logits(logits), histories)
+                return sampled_candidates(state, nodes, probs, k)
+            if head.target_ids is None:
+                return top_candidates(transform, logits, k, histories)
+            if histories is None:  # the draft vocabulary alone, which is smaller
+                top = top_candidates(transform, logits, k, None)
+                return replace(top, tokens=to_host(head.target_ids)[top.tokens])
+            top = top_candidates(transform, head.target_logits(logits), k, histories)
+            return replace(top, counts=counts_of(transform, top.logprobs))
+
+        transforms = [work.draft.transform for work in works]
+        return by_transform(state, nodes, transforms, logits, propose)
 
 
 def _commit(draft: Draft, commit: Commit) -> None:

@@ -24,7 +24,8 @@ Match = tuple[int, int]
 class Confidence:
     """Probability that the continuations of a match contain the next token, by match length.
 
-    A running ratio per length, initialised with 4 trials at length / (length + 2).
+    A running success rate per length. Its initial value, length / (length + 2), has the weight of 4
+    trials.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from specdec.parts.fields import Count, validated
 from specdec.sampling.candidates import top_candidates
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.draft_text import DraftText, Place, reachable
-from specdec.sources.sampled import sampled_candidates
+from specdec.sources.sampled import Histories, by_transform, sampled_candidates
 from specdec.types import Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
@@ -224,25 +224,19 @@ class TranslatedSource:
     def _candidates(
         self, state: DecodeState, nodes: Nodes, works: Sequence[_Work], logits: Tensor, k: int
     ) -> Candidates:
-        """Applies the requests' transforms, in one call if all requests have the same."""
-        model, transform = self._model, works[0].draft.transform
+        model = self._model
         k = min(k, len(model.translation.target_ids))
-        if any(work.draft.transform is not transform for work in works):
-            return Candidates.joined(
-                [
-                    self._candidates(state, Nodes(((request_id, ids),)), [work], logits[rows], k)
-                    for (request_id, ids, rows), work in zip(nodes.packed(), works, strict=True)
-                ]
-            )
-        histories = None
-        if transform.params.needs_history:
-            histories = [
-                work.request.path_tokens(slot) for work in works for slot in work.slots.tolist()
-            ]
-        if self.gives_probs:
-            probs = transform.proposal_probs(model.target_logits(logits), histories)
-            return sampled_candidates(state, nodes, probs, k)
-        if histories is None:  # the intersection alone, which is smaller
-            found = top_candidates(transform, model.shared_logits(logits), k, None)
-            return replace(found, tokens=model.translation.target_ids[found.tokens])
-        return top_candidates(transform, model.target_logits(logits), k, histories)
+
+        def propose(
+            nodes: Nodes, logits: Tensor, transform: SamplingTransform, histories: Histories
+        ) -> Candidates:
+            if self.gives_probs:
+                probs = transform.proposal_probs(model.target_logits(logits), histories)
+                return sampled_candidates(state, nodes, probs, k)
+            if histories is None:  # the intersection alone, which is smaller
+                top = top_candidates(transform, model.shared_logits(logits), k, None)
+                return replace(top, tokens=model.translation.target_ids[top.tokens])
+            return top_candidates(transform, model.target_logits(logits), k, histories)
+
+        transforms = [work.draft.transform for work in works]
+        return by_transform(state, nodes, transforms, logits, propose)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,7 +24,18 @@ _KEY_VALUE = ("k_proj", "v_proj")
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Returns a copy of the module tree that shares all parameters and buffers with ``model``."""
-    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
+    memo: dict[int, Any] = {id(t): t for t in chain(model.parameters(), model.buffers())}
+    memo |= {id(module): object.__new__(type(module)) for module in model.modules()}
+    for module in model.modules():
+        # Most attributes are empty dictionaries of hooks, which take deepcopy most of its time.
+        memo[id(module)].__dict__ = {
+            name: type(value)()
+            if isinstance(value, dict) and not value
+            else copy.deepcopy(value, memo)
+            for name, value in vars(module).items()
+        }
+    copied: PreTrainedModel = memo[id(model)]
+    return copied
 
 
 def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:

@@ -268,11 +268,11 @@ def train_exit_heads(
     sampling: dict[str, Any] | None,
     evaluation: dict[str, Any],
 ) -> None:
-    """Trains heads of output_dir/target together; the target is not changed.
+    """Trains exit heads of the model in output_dir/target in one run; its weights do not change.
 
     Writes heads/NAME.safetensors for each head and, under the first head's name, training-NAME.json
-    (record of the run) and measured-NAME.json (agreement by data set). Arguments:
-    conf/train/exit_head.yaml.
+    (record of the run) and measured-NAME.json (agreement by data set). The arguments are the keys
+    of conf/train/exit_head.yaml.
     """
     seed, report = session.seed, session.report
     specs = [build(HeadSpec, head, "heads") for head in heads]

@@ -136,20 +136,22 @@ def sample_documents(
     mark: Callable[[np.ndarray], np.ndarray] | None = None,
     report: Report = silent,
 ) -> np.ndarray:
-    """Continues prompts with a model and joins the results, each preceded by its end token.
+    """Samples a continuation of each prompt and concatenates them, an end token before each.
 
     Args:
-        model, prompts: the sampled model, and token ids of any lengths.
-        sampling: ``new_tokens`` per prompt (a continuation is cut at its own end token); ``batch``,
-            sequences at a time; ``rules``, values of Sampling, among which each batch is divided by
-            their shares; ``minutes`` after which no new batch begins (None uses all prompts).
-        seed: of the order of batches and of all draws.
+        model: the model to sample from.
+        prompts: int64[T] each, token ids of any lengths.
+        sampling: ``new_tokens``: limit per prompt (a continuation also ends at its end token);
+            ``batch``: sequences per batch; ``rules``: list of values of ``Sampling``, whose shares
+            divide each batch among them; ``minutes``: no batch begins after this time (None: all
+            prompts are used).
+        seed: seed of the order of batches and of all draws.
         keep_prompt: whether a document begins with its prompt.
         mark: applied to the ids of each continuation.
         report: called after each batch.
 
     Returns:
-        Ids in one dimension, of the dtype that ``streams.compact`` chooses.
+        Token ids, one-dimensional, of the dtype that ``streams.compact`` chooses.
 
     Raises:
         UserError: no prompts, or an invalid rule.

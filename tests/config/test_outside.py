@@ -89,6 +89,22 @@ def test_a_wrong_yaml_is_refused_before_anything_is_built(
         run_job_of(["strategy=mine", "model=random"], [own_tree])
 
 
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("executor.groups=[1,2]", "names 2 stages"),
+        ("executor.stages=0", "at least 1"),
+        ("+executor.stagse=2", "did you mean stages"),
+        ("trace=true", "needs a process per stage"),
+    ],
+)
+def test_an_executor_states_and_checks_its_own_keys(word: str, reason: str) -> None:
+    """Under any path of its class, so also one from outside."""
+    target = "executor._target_=specdec.executors.pipeline.PipelineExecutor"
+    with pytest.raises(UserError, match=reason):
+        run_job_of(["model=random", "executor=pipeline", target, word])
+
+
 SMALL = ["model=random", "data.limit=3", "max_new_tokens=12"]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import astuple, dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,32 @@ def pair() -> RandomPair:
     return found
 
 
+class _Composing(RandomPair):
+    """Models of strategies that are composed and decode nothing: each slice is prepared once."""
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def stage(self, first, last, meter, group=None, capture=()):  # type: ignore[no-untyped-def]
+        make = partial(super().stage, first, last, meter, group, capture)
+        return self._once(make, first, last, group, *capture)
+
+    def runner(self, name, meter, group=None):  # type: ignore[no-untyped-def]
+        return self._once(partial(super().runner, name, meter, group), name, group)
+
+    def _once(self, make: Callable[[], Any], *key: Any) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+@cache
+def composing_pair() -> RandomPair:
+    """The models of ``base`` for ``runner`` without ``decode``."""
+    return _Composing(**{k: v for k, v in base()["model"].items() if k != "kind"})
+
+
 def serving_of(cell: Cell) -> str:
     """How the cell's two requests share the target.
 
@@ -215,9 +241,11 @@ def config(
     return values
 
 
-def runner(values: dict[str, Any]) -> PartsRunner:
+def runner(values: dict[str, Any], models: RandomPair | None = None) -> PartsRunner:
     """Composes a strategy on the tiny models; raises UserError where it is refused."""
-    return PartsRunner(cfg=values, pair=pair(), stop=StopRules(max_new_tokens=MAX_NEW_TOKENS))
+    return PartsRunner(
+        cfg=values, pair=models or pair(), stop=StopRules(max_new_tokens=MAX_NEW_TOKENS)
+    )
 
 
 def decode(ready: PartsRunner) -> dict[int, tuple[int, ...]]:

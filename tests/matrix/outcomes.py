@@ -14,6 +14,7 @@ from tests.matrix.cells import (
     NUM_STAGES,
     PROMPTS,
     Cell,
+    composing_pair,
     config,
     decode,
     option,
@@ -74,7 +75,7 @@ def _claims(cell: Cell) -> tuple[Lossless | None, str]:
     Once for all samplings: a strategy is composed without a look at them.
     """
     try:
-        ready = runner(config(cell))
+        ready = runner(config(cell), composing_pair())
     except UserError as error:
         return None, " ".join(str(error).split())
     ready.close()

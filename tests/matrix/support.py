@@ -75,11 +75,12 @@ def _table(found: Mapping[Cell, Outcome], reasons: dict[str, int]) -> str:
         "| source | " + " | ".join(policies) + " |",
         "| --- |" + " --- |" * len(policies),
     ]
+    here: dict[tuple[str, str], list[Outcome]] = {}
+    for cell, outcome in found.items():
+        here.setdefault((cell.source, cell.policy), []).append(outcome)
     for source in options("source"):
-        texts = []
-        for policy in policies:
-            here = [o for o in found.values() if (o.cell.source, o.cell.policy) == (source, policy)]
-            texts.append(_text(here, ("executor", "sampling"), reasons))
+        cells = (here.get((source, policy), []) for policy in policies)
+        texts = [_text(outcomes, ("executor", "sampling"), reasons) for outcomes in cells]
         lines.append(f"| {source} | " + " | ".join(texts) + " |")
     return "\n".join(lines) + "\n"
 

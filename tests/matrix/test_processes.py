@@ -36,11 +36,7 @@ def sample() -> list[Cell]:
 
 
 def _met(cell: Cell) -> set[Any]:
-    """What meets in a cell; of copies of the target every policy and verifier alone.
-
-    A run ends while copies still compute, which ends their processes: starting others for each
-    cell takes longer than all cells of pipelines.
-    """
+    """What meets in a cell; of copies of the target every policy and verifier alone."""
     if "replicas" in option("executor", cell.executor):
         return {("copies", cell.policy), ("copies", cell.verifier)}
     return met(cell)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.planted.warm import Pool
+
 TABLE = pytest.StashKey[str]()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Processes with the libraries imported, for all tests that plant faults."""
+    with Pool(2) as processes:
+        yield processes
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.planted.bugs import BUGS, SOUND
 from tests.planted.certificate import Certificate, certificate
-from tests.planted.warm import Warm, on_each
+from tests.planted.warm import Pool, Warm
 
 PROCESSES = 2
 
@@ -38,9 +38,9 @@ class HuntResult:
         return self.fired > 0 and self.found.failed
 
 
-def hunt(names: Sequence[str]) -> list[HuntResult]:
-    """Tests bugs, ``PROCESSES`` at a time."""
-    return list(on_each(find, names, min(PROCESSES, len(names))))
+def hunt(names: Sequence[str], pool: Pool) -> list[HuntResult]:
+    """Tests bugs on the processes of a pool."""
+    return list(pool.each(find, names))
 
 
 def find(warm: Warm, name: str) -> HuntResult:
@@ -73,7 +73,8 @@ def table(results: Sequence[HuntResult]) -> str:
 
 def main(names: Sequence[str]) -> int:
     """Tests the named bugs, or all; returns 0 if all are detected."""
-    results = hunt(names or [name for name in BUGS if name not in SOUND])
+    with Pool(PROCESSES) as pool:
+        results = hunt(names or [name for name in BUGS if name not in SOUND], pool)
     for one in results:
         if not one.caught:
             print(

@@ -37,7 +37,7 @@ from typing import Any
 import yaml
 
 from tests.planted.certificate import Certificate, certificate
-from tests.planted.warm import ROOT, TIMED_OUT, Warm, on_each
+from tests.planted.warm import ROOT, TIMED_OUT, Pool, Warm
 
 SOURCES = ("specdec", "strategies", "conf")
 """Folders of the code that is certified."""
@@ -314,12 +314,13 @@ def main(words: Sequence[str]) -> int:
         line = f"python -m tests.planted.mutants {given.file.name}"
         run = Run(content, given.root, timeout_s=given.timeout, output=given.output, command=line)
         entries = {}
-        for name, entry in zip(names, on_each(run.mutant, names, given.jobs), strict=True):
-            entries[name] = entry
-            line = line_of(entry, content.mutants[name])
-            print(f"{name}: {line}", file=sys.stderr, flush=True)
-        commands = dict.fromkeys(entry["command"] for entry in entries.values())
-        list(on_each(run.control, commands, given.jobs))
+        with Pool(given.jobs) as pool:
+            for name, entry in zip(names, pool.each(run.mutant, names), strict=True):
+                entries[name] = entry
+                line = line_of(entry, content.mutants[name])
+                print(f"{name}: {line}", file=sys.stderr, flush=True)
+            commands = dict.fromkeys(entry["command"] for entry in entries.values())
+            list(pool.each(run.control, commands))
     except Unusable as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2

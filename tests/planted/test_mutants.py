@@ -23,7 +23,7 @@ from tests.planted.mutants import (
     report,
     result_of,
 )
-from tests.planted.warm import ROOT, TIMED_OUT, Warm, on_each
+from tests.planted.warm import ROOT, TIMED_OUT, Pool
 
 FILE = Path(__file__).with_name("mutants.yaml")
 RESULTS = FILE.with_suffix(".json")
@@ -93,7 +93,8 @@ def test_names_are_unique_and_known(code: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_what_a_process_ends_with(code: Path, tmp_path: Path) -> None:
+@pytest.mark.xdist_group("planted")
+def test_what_a_process_ends_with(code: Path, tmp_path: Path, pool: Pool) -> None:
     """Its status is that of ``python -m``; one that hangs is ended, with its own children."""
     (code / "pkg" / "hangs.py").write_text(
         "import subprocess, sys\n"
@@ -102,7 +103,7 @@ def test_what_a_process_ends_with(code: Path, tmp_path: Path) -> None:
     )
     (code / "pkg" / "fails.py").write_text("import sys, pkg.a\nsys.exit(pkg.a.X + 2)\n")
     (code / "pkg" / "raises.py").write_text("import pkg.a\nraise ValueError(pkg.a.X)\n")
-    with Warm() as warm:
+    with pool.one() as warm:
         hung, failed, raised = (
             certificate(warm, [f"pkg.{name}"], tmp_path, code=code, timeout_s=limit)
             for name, limit in (("hangs", 1.0), ("fails", 60.0), ("raises", 60.0))
@@ -156,7 +157,8 @@ def test_results_are_those_of_the_file() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_finds_some_of_them() -> None:
+@pytest.mark.xdist_group("planted")
+def test_the_command_finds_some_of_them(pool: Pool) -> None:
     run = Run(read_mutants(FILE), ROOT, timeout_s=300.0, output=None, command="")
-    entries = dict(zip(SAMPLE, on_each(run.mutant, SAMPLE, 1), strict=True))
+    entries = dict(zip(SAMPLE, pool.each(run.mutant, SAMPLE), strict=True))
     assert [entry["result"] for entry in entries.values()] == ["found"] * len(SAMPLE), entries

@@ -7,11 +7,14 @@ import pytest
 from tests.planted.bugs import BUGS, SOUND
 from tests.planted.conftest import TABLE
 from tests.planted.hunt import hunt, table
+from tests.planted.warm import Pool
+
+pytestmark = pytest.mark.xdist_group("planted")  # whose pool is of one process
 
 
 @pytest.mark.slow
-def test_every_planted_bug_is_found(request: pytest.FixtureRequest) -> None:
-    results = hunt([name for name in BUGS if name not in SOUND])
+def test_every_planted_bug_is_found(request: pytest.FixtureRequest, pool: Pool) -> None:
+    results = hunt([name for name in BUGS if name not in SOUND], pool)
     request.config.stash[TABLE] = table(results)
     missed = {result.bug: result.found.output for result in results if not result.caught}
     assert not missed, f"not detected: {missed}"
@@ -19,8 +22,8 @@ def test_every_planted_bug_is_found(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SOUND))
-def test_the_sound_code_passes(name: str) -> None:
+def test_the_sound_code_passes(name: str, pool: Pool) -> None:
     """Without a bug the same commands return 0; otherwise detecting bugs proves nothing."""
-    (result,) = hunt([name])
+    (result,) = hunt([name], pool)
     assert result.found.status == 0, result.found.output
     assert not result.found.checks

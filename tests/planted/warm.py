@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -40,8 +40,8 @@ _POLL_S = 0.05
 class Warm:
     """The process; a context manager."""
 
-    def __init__(self) -> None:
-        """Starts it; it is ready when it answers."""
+    def __init__(self, libraries: Sequence[str]) -> None:
+        """Starts it, to import ``libraries``; it is ready when it answers."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.planted.warm"],
             cwd=ROOT,
@@ -50,6 +50,12 @@ class Warm:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._send(libraries)
+
+    def _send(self, content: Sequence[object]) -> None:
+        assert self._process.stdin is not None, "a pipe"
+        self._process.stdin.write(json.dumps(content) + "\n")
+        self._process.stdin.flush()
 
     def run(self, words: Sequence[str], code: Path, output: Path, timeout_s: float) -> int:
         """Runs a module with arguments as ``python -m`` does; returns its exit status.
@@ -60,11 +66,8 @@ class Warm:
             output: file for everything that is printed.
             timeout_s: the command and its children are ended after this time.
         """
-        assert self._process.stdin is not None, "a pipe"
         assert self._process.stdout is not None, "a pipe"
-        request = [list(words), str(code), str(output), timeout_s]
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        self._send([list(words), str(code), str(output), timeout_s])
         return int(self._process.stdout.readline())
 
     def __enter__(self) -> Self:
@@ -81,32 +84,49 @@ class Warm:
         self._process.wait()
 
 
-def on_each(
-    work: Callable[[Warm, Item], Result], items: Iterable[Item], jobs: int
-) -> Iterator[Result]:
-    """``work(warm, item)`` for every item, in order, with ``jobs`` processes at a time."""
-    free: SimpleQueue[Warm] = SimpleQueue()
+class Pool:
+    """Processes that serve several calls; a context manager."""
 
-    def one(item: Item) -> Result:
-        warm = free.get()
-        try:
-            return work(warm, item)
-        finally:
-            free.put(warm)
-
-    with ExitStack() as stack, ThreadPoolExecutor(jobs) as pool:
+    def __init__(self, jobs: int) -> None:
+        """Starts ``jobs`` processes."""
+        self._jobs = jobs
+        self._stack = ExitStack()
+        self._free: SimpleQueue[Warm] = SimpleQueue()
+        names = _libraries()
         for _ in range(jobs):
-            free.put(stack.enter_context(Warm()))
-        yield from pool.map(one, items)
+            self._free.put(self._stack.enter_context(Warm(names)))
+
+    @contextmanager
+    def one(self) -> Iterator[Warm]:
+        """A process that no other thread uses meanwhile."""
+        warm = self._free.get()
+        try:
+            yield warm
+        finally:
+            self._free.put(warm)
+
+    def each(self, work: Callable[[Warm, Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """``work(warm, item)`` for every item, in order, on all processes."""
+
+        def run(item: Item) -> Result:
+            with self.one() as warm:
+                return work(warm, item)
+
+        with ThreadPoolExecutor(self._jobs) as threads:
+            yield from threads.map(run, items)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
 
-def _import_libraries() -> None:
-    """Imports all modules that the certified code imports, but for that code itself."""
+def _libraries() -> list[str]:
+    """Names of all modules that the certified code imports, but for that code itself."""
     listed = subprocess.run([sys.executable, "-c", _LIST], capture_output=True, text=True)
-    for name in json.loads(listed.stdout.splitlines()[-1]):
-        if name.partition(".")[0] not in _OWN:
-            with suppress(Exception):  # modules that others make, under names of their own
-                importlib.import_module(name)
+    names: list[str] = json.loads(listed.stdout.splitlines()[-1])
+    return [name for name in names if name.partition(".")[0] not in _OWN]
 
 
 def _become(words: Sequence[str], code: str, output: str) -> None:
@@ -163,8 +183,10 @@ def _run(words: Sequence[str], code: str, output: str, timeout_s: float) -> int:
 
 
 def main() -> None:
-    """Answers each request with an exit status, until its input ends."""
-    _import_libraries()
+    """Imports libraries, then answers each request with an exit status until its input ends."""
+    for name in json.loads(sys.stdin.readline()):
+        with suppress(Exception):  # modules that others make, under names of their own
+            importlib.import_module(name)
     for line in sys.stdin:
         print(_run(*json.loads(line)), flush=True)
 
