@@ -53,7 +53,8 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _, length = _complete_lines(self.path)
+        lines, length = _complete_lines(self.path)
+        self._stated = {(line.get("strategy"), line.get("id")) for _, line in lines}
         self._stream = self.path.open("a", encoding="utf-8")
         self._stream.truncate(length)
 
@@ -74,7 +75,9 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         """
         line = {"strategy": strategy, "repeat": repeat, "prompt": prompt, **result.to_json()}
         line["totals"] = None if totals is None else totals.to_json()
-        if totals is not None:
+        # Counts are the same in every attempt and repeat; readers of such objects add them up.
+        if totals is not None and (strategy, result.id) not in self._stated:
+            self._stated.add((strategy, result.id))
             line["speculative_decoding"] = speculative_decoding(
                 [result.counters], whole_tree=totals.whole_tree, each_step=True
             )
