@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.compose.build import compose
 from specdec.compose.workbench import Parts
+from specdec.data import Prompt
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import ModelPair
@@ -31,10 +32,12 @@ class TokenPrompt:
     Attributes:
         id: the prompt's id in its data set, which keys its randomness.
         tokens: int64[T].
+        source: the prompt as its set has it; None for tokens alone.
     """
 
     id: int
     tokens: IntArray
+    source: Prompt | None = None
 
 
 Book = Callable[[RequestResult, RunTotals], None]
