@@ -85,6 +85,7 @@ def checked_job(composed: Composed) -> Job:
             f"record=true needs a draft model, which model={choices.get('model')} does not have:"
             " leave it out, or use model=tiny or model=hf"
         )
+    _check_turns(config)
     if config["model"].get("kind") == "pretrained":
         check_data(Request.of(**config["data"]))
         num_layers, notices = _check_models(name, config)
@@ -136,6 +137,15 @@ def _check_own_decoding(name: str, config: Mapping[str, Any]) -> None:
                 f" measured time, real models; this {key} does not fit. Leave the strategy or the"
                 f" {key} out"
             )
+
+
+def _check_turns(config: Mapping[str, Any]) -> None:
+    at_once = config["serving"].get("arrivals", "at_once") == "at_once"
+    if config["data"].get("turns", "first") == "all" and (config["batch_size"] > 1 or not at_once):
+        raise UserError(
+            "data.turns=all asks a turn after the answer to the one before: use batch_size=1 and"
+            " serving.arrivals=at_once, or data.turns=first"
+        )
 
 
 def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:

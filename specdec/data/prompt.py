@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +30,8 @@ class Prompt:
         name: short and unique in the data set ("humaneval/17").
         source: origin of the text ("json/decoder.py:JSONDecoder.decode", "line 3").
         message: the user message for a model with a chat template; empty: ``text``.
+        later: (text, message) of each further turn of a dialogue.
+        question_id, category: as in the set's file; None and empty without them.
     """
 
     id: int
@@ -36,6 +39,9 @@ class Prompt:
     name: str
     source: str
     message: str = ""
+    later: tuple[tuple[str, str], ...] = ()
+    question_id: int | str | None = None
+    category: str = ""
 
 
 @runtime_checkable
@@ -59,16 +65,25 @@ class DataReader(Protocol):
         ...
 
 
+TURN_IDS = 1_000_000_000
+"""Turn t of a dialogue is decoded under the prompt's id plus t times this number."""
+
+
 def prompt_tokens(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat: str = "auto"
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat: str = "auto",
+    answers: Sequence[str] = (),
 ) -> npt.NDArray[np.int64]:
-    """A prompt's tokens.
+    """A prompt's tokens, or those of a later turn of a dialogue.
 
     Args:
         prompt: the prompt.
         tokenizer: the target's.
         chat: "auto" applies the tokenizer's chat template to the message where it has one, "never"
             uses the text, "always" refuses a tokenizer without a template.
+        answers: to the first turns; the next one is asked after them.
 
     Returns:
         int64[T].
@@ -76,13 +91,15 @@ def prompt_tokens(
     Raises:
         UserError: "always" without a template, or a template that raises.
     """
+    asked = [(prompt.text, prompt.message or prompt.text), *prompt.later][: len(answers) + 1]
     if chat == "never" or (chat == "auto" and not tokenizer.chat_template):
-        return _ids(tokenizer, prompt.text)
+        before = [f"{text}{reply}" for (text, _), reply in zip(asked, answers, strict=False)]
+        return _ids(tokenizer, "\n".join([*before, asked[-1][0]]))
     if not tokenizer.chat_template:
         raise UserError("data.chat=always, but this model has no chat template: use data.chat=auto")
     try:
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.message or prompt.text}],
+            _messages([message for _, message in asked], answers),
             tokenize=False,
             add_generation_prompt=True,
             date_string=CHAT_DATE,
@@ -94,6 +111,16 @@ def prompt_tokens(
         ) from error
     # The template includes the special tokens.
     return _ids(tokenizer, text, add_special_tokens=False)
+
+
+def _messages(questions: Sequence[str], answers: Sequence[str]) -> list[dict[str, str]]:
+    """A dialogue that ends with a question."""
+    messages = []
+    for question, answer in zip_longest(questions, answers):
+        messages.append({"role": "user", "content": question})
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+    return messages
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> npt.NDArray[np.int64]:

@@ -19,6 +19,7 @@ from specdec.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_FIRST_TURN = "{turns.0}"
 _ID_BLOCK = 1_000_000  # ids of set number s in ``mixed`` start at s * _ID_BLOCK
 
 
@@ -139,7 +140,36 @@ def _of_records(
         text, user = (
             fill(form, record.fields, where=record.where, hint=hint) for form in (template, message)
         )
-        yield Prompt(record.index, text, f"{name}/{record.index}", record.where, user)
+        question = record.fields.get("question_id")
+        yield Prompt(
+            id=record.index,
+            text=text,
+            name=f"{name}/{record.index}",
+            source=record.where,
+            message=user,
+            later=_later(template, message, record, hint),
+            question_id=question if isinstance(question, int | str) else None,
+            category=str(record.fields.get("category") or ""),
+        )
+
+
+def _later(template: str, message: str, record: Record, hint: str) -> tuple[tuple[str, str], ...]:
+    """Further turns of a record, for templates of the first: those with ``{turns.0}``."""
+    turns = record.fields.get("turns")
+    if _FIRST_TURN not in template or not isinstance(turns, list):
+        return ()
+    forms = [
+        tuple(form.replace(_FIRST_TURN, f"{{turns.{i}}}") for form in (template, message))
+        for i in range(1, len(turns))
+    ]
+    where = record.where
+    return tuple(
+        (
+            fill(text, record.fields, where=where, hint=hint),
+            fill(user, record.fields, where=where, hint=hint),
+        )
+        for text, user in forms
+    )
 
 
 def _mixed(request: Request) -> Iterator[Prompt]:

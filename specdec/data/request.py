@@ -13,7 +13,18 @@ from typing import Any, Literal
 
 from specdec.data.files import data_folder, sha256_of
 from specdec.data.prompt import DataReader
-from specdec.data.sets import MIXED, OWN, SETS, STDLIB, Hub, Place, holds, place_of, require_known
+from specdec.data.sets import (
+    DIALOGUES,
+    MIXED,
+    OWN,
+    SETS,
+    STDLIB,
+    Hub,
+    Place,
+    holds,
+    place_of,
+    require_known,
+)
 from specdec.errors import UserError
 from specdec.parts.build import build_part, locate
 from specdec.parts.fields import Count, Index, Text, errors_of, signature_of
@@ -38,6 +49,7 @@ class DataOptions:
         chat: see ``prompt_tokens``.
         max_prompt_tokens: largest number of tokens of a prompt; None for what the model takes.
         truncation: see ``fit_prompt``.
+        turns: "first", or "all" turns of dialogues, each after the model's own answers.
     """
 
     name: Text
@@ -52,9 +64,10 @@ class DataOptions:
     chat: Literal["auto", "never", "always"] = "auto"
     max_prompt_tokens: Count | None = None
     truncation: Literal["error", "left"] = "left"
+    turns: Literal["first", "all"] = "first"
 
 
-_OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation")
+_OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation", "turns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +174,17 @@ def check_request(request: Request) -> None:
     """
     if request.reader is None:
         require_known(request.name)
-    values = {"limit": request.limit, "origin": request.origin}
+    values = {"limit": request.limit, "origin": request.origin, "turns": request.turns}
     for error in errors_of(DataOptions, values, "data."):
         raise UserError(error)
     if request.reader is not None:
         return
     name, path, subset = request.name, request.path, request.subset
+    if request.turns == "all" and name not in DIALOGUES:
+        raise UserError(
+            f"data.turns=all is for {', '.join(DIALOGUES)}: prompts of data={name} have one turn,"
+            " so leave it out"
+        )
     if name in OWN and not path:
         raise UserError(f"data={name} needs data.path=FILE, the file of the prompts")
     for key, users in _USERS.items():

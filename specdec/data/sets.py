@@ -120,6 +120,12 @@ def _choices(a: str, b: str, c: str, d: str) -> Texts:
     return {"template": text, "message": text}
 
 
+def _reasoning(file: str) -> DataSet:
+    """A set of DeepSpec's ``eval_datasets``, whose prompts say how to answer."""
+    files = f"deepspec_eval/{file}.jsonl", f"{file}.jsonl"
+    return DataSet(places=_places(*files, **_open_question("turns.0")))
+
+
 _XSUM = _texts(
     "Article: {FIELD}\n\nSummary of the article in one sentence:",
     "Summarize this article in one sentence.\n\n{FIELD}",
@@ -261,14 +267,31 @@ SETS = {
         places=_places("gutenberg/", read=books(BOOKS), template=_BOOK, message=_BOOK),
         subsets=tuple(BOOKS),
     ),
+    # 500 competition problems of MATH (Hendrycks et al. 2021; Lightman et al. 2023)
+    "math500": _reasoning("math500"),
+    # 30 problems of the American Invitational Mathematics Examination 2025
+    "aime25": _reasoning("aime25"),
+    # 1,055 programming contest problems (Jain et al. 2024)
+    "livecodebench": _reasoning("livecodebench"),
+    # 300 issues of Python repositories with the files around them (Jimenez et al. 2024)
+    "swe_bench": _reasoning("swe-bench"),
+    # 750 hard prompts of users, version 2 (Li et al. 2024)
+    "arena_hard": _reasoning("arena-hard-v2"),
 }
 """Sets whose records come from the data folder or the hub.
 
 The order determines ids in ``data=mixed``: add new sets at the end.
 """
 
-MIXED = tuple(name for name in SETS if name not in ("spec_bench", "gutenberg"))
-"""Sets of ``data=mixed`` by default: without overlap and without book-length prompts."""
+_ALONE = (
+    *("spec_bench", "gutenberg", "math500", "aime25"),
+    *("livecodebench", "swe_bench", "arena_hard"),
+)
+MIXED = tuple(name for name in SETS if name not in _ALONE)
+"""Sets of ``data=mixed`` by default: short prompts of the papers, without overlap."""
+
+DIALOGUES = ("mt_bench", "spec_bench", "jsonl")
+"""Data sets with questions of several turns."""
 
 OWN = ("jsonl", "text")
 """Data sets that read the user's file ``data.path``."""

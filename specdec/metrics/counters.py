@@ -65,6 +65,7 @@ class RequestCounters:
             root after a miss, or a kept root passed through the executor.
         accepted_by_depth, judged_by_depth: depth below the answered root -> count.
         path_lengths: emitted tokens per answer -> count.
+        decided: the same lengths, one per answer, in order.
     """
 
     answers: int = 0
@@ -80,6 +81,7 @@ class RequestCounters:
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
     judged_by_depth: Counter[int] = field(default_factory=Counter)
     path_lengths: Counter[int] = field(default_factory=Counter)
+    decided: list[int] = field(default_factory=list)
 
     def count_answer(self, depth: int, num_verified: int, *, hit: bool) -> None:
         """Counts an answer.
@@ -95,6 +97,7 @@ class RequestCounters:
         self.misses += not hit
         self.verified += num_verified
         self.path_lengths[depth + 1] += 1
+        self.decided.append(depth + 1)
         for level in range(1, depth + 1):  # Counter.update costs ten times as much
             self.accepted_by_depth[level] += 1
             self.judged_by_depth[level] += 1

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specdec.metrics.engine_keys import speculative_decoding
 from specdec.metrics.loops import loop_share
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.metrics.times import time_metrics
@@ -60,6 +61,9 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         **(acceptance := _acceptance_metrics(results, totals)),
         "speedup_law": None if totals.law is None else totals.law.of(acceptance),
         **_histograms(results, level_per_step=totals.level_per_step),
+        "speculative_decoding": speculative_decoding(
+            [result.counters for result in results], whole_tree=totals.whole_tree
+        ),
         **_cost_metrics(totals),
         "relative_memory_traffic": _ratio(read, new_tokens * totals.target_bytes),
         "loop_share": loop_share(result.output for result in results),

@@ -8,6 +8,7 @@ from typing import Any
 from specdec.errors import UserError
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.interface import ModelPair
+from specdec.pairs.loaded import LoadedPair
 from specdec.pairs.parts_only import PartsOnly
 from specdec.pairs.pretrained import PretrainedPair
 from specdec.pairs.random import RandomPair
@@ -21,6 +22,7 @@ from specdec.parts.build import build_part
 __all__ = [
     "HiddenModels",
     "HuggingFacePair",
+    "LoadedPair",
     "ModelPair",
     "PartsOnly",
     "PretrainedPair",

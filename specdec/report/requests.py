@@ -11,6 +11,7 @@ from typing import Any
 from specdec.errors import UserError
 from specdec.files import parse_json, plain
 from specdec.metrics.contention import CpuTimes
+from specdec.metrics.engine_keys import speculative_decoding
 from specdec.metrics.results import RequestResult, RunTotals
 
 
@@ -52,7 +53,8 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _, length = _complete_lines(self.path)
+        lines, length = _complete_lines(self.path)
+        self._stated = {(line.get("strategy"), line.get("id")) for _, line in lines}
         self._stream = self.path.open("a", encoding="utf-8")
         self._stream.truncate(length)
 
@@ -73,6 +75,12 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         """
         line = {"strategy": strategy, "repeat": repeat, "prompt": prompt, **result.to_json()}
         line["totals"] = None if totals is None else totals.to_json()
+        # Counts are the same in every attempt and repeat; readers of such objects add them up.
+        if totals is not None and (strategy, result.id) not in self._stated:
+            self._stated.add((strategy, result.id))
+            line["speculative_decoding"] = speculative_decoding(
+                [result.counters], whole_tree=totals.whole_tree, each_step=True
+            )
         if cpu is not None:
             line |= {"cpu": cpu.to_json(), "disturbed": disturbed}
         self._stream.write(json.dumps(plain(line), allow_nan=False) + "\n")
@@ -118,6 +126,7 @@ def _record(line: dict[str, Any]) -> RequestRecord:
     totals = line.pop("totals")
     totals = None if totals is None else RunTotals.from_json(totals)
     cpu, disturbed = line.pop("cpu", None), line.pop("disturbed", "")
+    line.pop("speculative_decoding", None)  # derived from the counters
     result = RequestResult.from_json(line)
     times = None if cpu is None else CpuTimes(**cpu)
     return RequestRecord(strategy, repeat, result, totals, prompt, times, disturbed)

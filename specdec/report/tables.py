@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
@@ -80,6 +81,30 @@ COLUMNS = (
 )
 
 
+CATEGORIES = (
+    "By category: speed-up over ar (without ar: tokens/s) as Spec-Bench computes it, a mean over"
+    " questions with their prefill; in brackets emitted tokens per step"
+)
+"""Heading of the table by category."""
+
+
+def category_columns(rows: Sequence[Row]) -> list[Column]:
+    """Columns of the table by category; empty for prompts without categories."""
+    names = dict.fromkeys(name for row in rows for name in row.get("by_category") or {})
+    return (
+        [COLUMNS[0], *(Column(n, "", partial(_category_cell, n)) for n in names)] if names else []
+    )
+
+
+def _category_cell(name: str, row: Row) -> str:
+    figures = (row.get("by_category") or {}).get(name)
+    if figures is None:
+        return NONE
+    ratio = figures["speedup"]
+    speed = number(figures["tokens_per_s"], 1) if ratio is None else f"{ratio:.2f}x"
+    return f"{speed} ({number(figures['accept_length'])})"
+
+
 def used_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[Column]:
     """Columns with a value in at least one row."""
     return [column for column in columns if any(column.cell(row) != NONE for row in rows)]
@@ -119,7 +144,17 @@ def print_table(
     """
     console = console or Console()
     console.print(title_of(conditions), highlight=False, soft_wrap=True)
-    first, *others = used_columns(rows)
+    _print_blocks(rows, used_columns(rows), console)
+    if categories := category_columns(rows):
+        console.print(f"\n{CATEGORIES}", highlight=False, soft_wrap=True)
+        _print_blocks(rows, categories, console)
+    for line in notes_of(rows):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _print_blocks(rows: Sequence[Row], columns: Sequence[Column], console: Console) -> None:
+    """One table, or several that each repeat the first column in a narrow terminal."""
+    first, *others = columns
     blocks = [[first]]
     for column in others:
         narrow = console.is_terminal and console.width < _width(rows, [*blocks[-1], column])
@@ -131,8 +166,6 @@ def print_table(
         # rich assumes 80 characters for files and pipes and would truncate the cells.
         wide = Console(file=console.file, width=width, force_terminal=terminal)
         (console if console.width >= width else wide).print(_table(rows, columns))
-    for line in notes_of(rows):
-        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
@@ -245,6 +278,8 @@ def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
     lines = [f"# Comparison: {title_of(conditions)}", ""]
     lines += markdown_lines(columns, rows)
     lines += ["", *(f"- {note}" for note in notes_of(rows))]
+    if categories := category_columns(rows):
+        lines += ["", "## By category", "", CATEGORIES, "", *markdown_lines(categories, rows)]
     meanings = "; ".join(f"{c.heading}: {c.about}" for c in columns if c.about)
     lines += ["", f"Columns: {meanings}.", "", "## Conditions", ""]
     lines += [f"- {key}: {_inline(value)}" for key, value in conditions.items()]

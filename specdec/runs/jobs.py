@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from specdec.report import (
     write_run,
 )
 from specdec.report.origins import write_token_ends
+from specdec.report.spec_bench import Answer, answers_of, by_category, write_answers
 from specdec.runs.conditions import (
     conditions_of,
     further_figures,
@@ -38,6 +39,7 @@ from specdec.runs.conditions import (
     note_replay,
     note_unused_options,
 )
+from specdec.runs.dialogues import Dialogues
 from specdec.runs.hf_generate import HFBaseline
 from specdec.runs.measurements import Measurements, meter_of
 from specdec.runs.rival import baseline_of_endpoint, baseline_of_runtime
@@ -90,6 +92,7 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         **summarise(run.results, run.totals),
     }
     summary |= further_figures(cfg, pair) | decoding.measured.figures(runner.name)
+    summary["by_category"] = by_category(decoding.answers()[runner.name], None)
     conditions = decoding.conditions(repeats=1)
     _write_provenance(cfg, output_dir)
     write_run(output_dir, summary, run.results, conditions)
@@ -117,6 +120,7 @@ def compare_jobs(
     decoding.decode(repeats)
     measured, conditions = decoding.measured, decoding.conditions(repeats)
     merged = measured.merged()
+    answers = decoding.answers()
     rows = [
         comparison_row(
             r.name,
@@ -127,6 +131,7 @@ def compare_jobs(
         )
         | further_figures(cfg, decoding.pair)
         | measured.figures(r.name)
+        | {"by_category": by_category(answers[r.name], answers.get("ar"))}
         for r, cfg in zip(decoding.runners, cfgs, strict=True)
     ]
     _write_provenance(cfgs[0], output_dir, strategies=list(merged))
@@ -152,6 +157,7 @@ class _Decoding:
         progress.phase("loading models", None)
         self.pair, self._prompts, self._cut = prepare(self._base)
         self.runners: list[Runner] = []
+        self._dialogues = Dialogues(self._base, self.pair)
         note_replay(self.pair, progress.note)
         note_unused_options(cfgs, self.pair, progress.note)
 
@@ -170,7 +176,8 @@ class _Decoding:
                 for runner in self.runners:
                     _warm_up(runner, self._prompts[0])
                     progress.advance(detail=runner.name)
-            total = repeats * len(self._prompts) * len(self.runners)
+            num_turns = sum(map(self._dialogues.num_turns, self._prompts))
+            total = repeats * num_turns * len(self.runners)
             progress.phase("decoding", total)
             with RequestWriter(self._folder / "requests.jsonl") as writer:
                 self.measured = self._measurements(writer)
@@ -220,8 +227,34 @@ class _Decoding:
                 group = [prompt for prompt in together if prompt.id not in done]
                 if group:
                     measured.measure(runner, repeat, group)
+                if alone:
+                    self._further_turns(runner, repeat, together[0])
         if alone:
-            measured.measure_again(runners, self._prompts)
+            measured.measure_again(runners, self._prompts, self._dialogues.prompts)
+
+    def _further_turns(self, runner: Runner, repeat: int, prompt: TokenPrompt) -> None:
+        """The turns after a prompt's first."""
+        done = self.measured.records[runner.name][repeat]
+        turn = self._dialogues.after(runner.name, prompt, done)
+        while turn is not None:
+            if turn.id not in done:
+                self.measured.measure(runner, repeat, [turn])
+            turn = self._dialogues.after(runner.name, turn, done)
+
+    def answers(self) -> dict[str, list[Answer]]:
+        """Strategy -> answers in the format of Spec-Bench, also written; empty lists for others."""
+        prompts = {p.id: p.source for p in self._prompts if p.source is not None}
+        tokenizer, found = self.pair.tokenizer, dict[str, list[Answer]]()
+        for name, runs in self.measured.merged().items():
+            assert tokenizer is not None or not prompts, "data= has a tokenizer"
+            found[name] = answers_of(
+                prompts,
+                [run.results for run in runs],
+                name,
+                lambda ids: str(cast(Any, tokenizer).decode(list(ids), skip_special_tokens=True)),
+            )
+            write_answers(self._folder, name, found[name])
+        return found
 
     def _write_record(self, results: Sequence[RequestResult]) -> None:
         """``record=true``: a draft pass per prompt of the first row, excluded from all metrics."""
@@ -301,7 +334,7 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
             label=f"prompt {prompt.id} of data={data['name']}",
         )
         cut += num_cut > 0
-        prompts.append(TokenPrompt(prompt.id, tokens))
+        prompts.append(TokenPrompt(prompt.id, tokens, prompt))
     return pair, prompts, cut
 
 

@@ -76,23 +76,31 @@ class Measurements:
             meter.start()
         runner.run(prompts, lambda _: None, book)
 
-    def measure_again(self, runners: Sequence[Runner], prompts: Sequence[TokenPrompt]) -> None:
+    def measure_again(
+        self,
+        runners: Sequence[Runner],
+        prompts: Sequence[TokenPrompt],
+        later: Mapping[tuple[str, int], TokenPrompt] | None = None,
+    ) -> None:
         """Measures disturbed prompts again, within bounds, and marks those that stay disturbed.
+
+        ``later`` has the prompts that a strategy alone has, by strategy and id (default: none).
 
         Bounds: ``MAX_ATTEMPTS`` per prompt; per call, a quarter of a repeat's measurements, and no
         more when several in succession were disturbed again. Runs that are traced are not repeated.
         """
         named = {runner.name: runner for runner in runners if runner.trace is None}
-        by_id = {prompt.id: prompt for prompt in prompts}
+        by_key = {(name, prompt.id): prompt for name in named for prompt in prompts}
+        by_key |= {key: prompt for key, prompt in (later or {}).items() if key[0] in named}
         left = max(_AGAIN_TOGETHER, int(_AGAIN_SHARE * len(runners) * len(prompts)))
         while left > 0:
             tries = [
                 key
                 for key in self.disturbed()
-                if self._attempts.get(key, 1) < MAX_ATTEMPTS and key[0] in named and key[2] in by_id
+                if self._attempts.get(key, 1) < MAX_ATTEMPTS and (key[0], key[2]) in by_key
             ][: min(left, _AGAIN_TOGETHER)]
             for name, repeat, prompt in tries:
-                self.measure(named[name], repeat, [by_id[prompt]])
+                self.measure(named[name], repeat, [by_key[name, prompt]])
             if self.disturbed().keys() >= {*tries}:
                 break
             left -= len(tries)

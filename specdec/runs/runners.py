@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.compose.build import compose
 from specdec.compose.workbench import Parts
+from specdec.data import Prompt
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import ModelPair
@@ -31,10 +32,12 @@ class TokenPrompt:
     Attributes:
         id: the prompt's id in its data set, which keys its randomness.
         tokens: int64[T].
+        source: the prompt as its set has it; None for tokens alone.
     """
 
     id: int
     tokens: IntArray
+    source: Prompt | None = None
 
 
 Book = Callable[[RequestResult, RunTotals], None]
@@ -88,6 +91,7 @@ class PartsRunner:
         pair: ModelPair,
         stop: StopRules,
         on_step: Callable[[DecodeState], None] | None = None,
+        new_request: Callable[[TokenPrompt, float], RequestState] | None = None,
     ) -> None:
         """Composes the strategy.
 
@@ -95,6 +99,8 @@ class PartsRunner:
             cfg, pair: see ``compose``.
             stop: when requests are complete.
             on_step: called with the state after each step of ``run``; may cancel requests.
+            new_request: makes the request of a prompt and its arrival time, in place of one with
+                ``stop`` and the sampling of ``cfg``.
 
         Raises:
             UserError: see ``compose``.
@@ -108,6 +114,7 @@ class PartsRunner:
         self._pair = pair
         self._sampling = sampling_params(cfg["sampling"])
         self._on_step = on_step
+        self._new_request = new_request or self._plain_request
 
     def run(
         self,
@@ -186,14 +193,8 @@ class PartsRunner:
             seed=int(self._cfg["seed"]),
         )
         requests = [
-            RequestState(
-                request_id=p.id,
-                prompt=p.tokens,
-                stop=self._stop,
-                sampling=self._sampling,
-                arrival_s=arrival_s,
-            )
-            for p, arrival_s in zip(prompts, arrivals.tolist(), strict=True)
+            self._new_request(prompt, arrival_s)
+            for prompt, arrival_s in zip(prompts, arrivals.tolist(), strict=True)
         ]
         return parts.decode(
             state,
@@ -201,6 +202,15 @@ class PartsRunner:
             batch_size=int(self._cfg["batch_size"]),
             prefill_chunk=int(self._cfg["prefill_chunk"]),
             on_finish=on_finish,
+        )
+
+    def _plain_request(self, prompt: TokenPrompt, arrival_s: float) -> RequestState:
+        return RequestState(
+            request_id=prompt.id,
+            prompt=prompt.tokens,
+            stop=self._stop,
+            sampling=self._sampling,
+            arrival_s=arrival_s,
         )
 
     def close(self) -> None:

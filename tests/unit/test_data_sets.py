@@ -74,6 +74,16 @@ EXPECTED = {
         lambda r: f"Question: {r['question']}\nAnswer:",
     ),
     "drop": ("drop/drop_v0_dev.jsonl.gz", 9536, lambda r: r["context"]),
+    **{
+        name: (f"deepspec_eval/{file}", count, lambda r: f"USER: {r['turns'][0]}\nASSISTANT:")
+        for name, file, count in (
+            ("math500", "math500.jsonl", 500),
+            ("aime25", "aime25.jsonl", 30),
+            ("livecodebench", "livecodebench.jsonl.gz", 1055),
+            ("swe_bench", "swe-bench.jsonl.gz", 300),
+            ("arena_hard", "arena-hard-v2.jsonl.gz", 750),
+        )
+    },
     "spec_bench": (
         "spec_bench/question.jsonl.gz",
         480,
@@ -280,6 +290,7 @@ def test_the_order_of_the_sets_is_kept() -> None:
     assert list(SETS) == [
         *("humaneval", "gsm8k", "xsum", "mt_bench", "humaneval_x", "alpaca", "cnn_dm"),
         *("natural_questions", "drop", "mmlu", "wmt14", "triviaqa", "spec_bench", "gutenberg"),
+        *("math500", "aime25", "livecodebench", "swe_bench", "arena_hard"),
     ]
     assert tuple(list(SETS)[:12]) == MIXED
 

@@ -1,0 +1,1 @@
+"""Strategies of this library inside other libraries: ``specdec.integrations.transformers``."""
