@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specdec.planning.answer import Choice, Plan
-from specdec.planning.checking import Verdict, check_run
+from specdec.planning.checking import Verdict, check_run, units_of_run
 from specdec.planning.job import plan
 from specdec.planning.options import PlanOptions
 
-__all__ = ["Choice", "Plan", "PlanOptions", "Verdict", "check_run", "plan"]
+__all__ = ["Choice", "Plan", "PlanOptions", "Verdict", "check_run", "plan", "units_of_run"]

@@ -35,10 +35,17 @@ class Acceptance(Protocol):
         drawn: whether any number of prompts can be drawn from it.
     """
 
-    told: str
-    requests: int
-    draft_name: str | None
-    drawn: bool
+    @property
+    def told(self) -> str: ...
+
+    @property
+    def requests(self) -> int: ...
+
+    @property
+    def draft_name(self) -> str | None: ...
+
+    @property
+    def drawn(self) -> bool: ...
 
     @property
     def words(self) -> list[str]:
@@ -81,7 +88,7 @@ class OfLaw:
     def of(section: Mapping[str, Any], told: str = "") -> OfLaw:
         """The law of a section ``model``."""
         return OfLaw(
-            section=dict(section),
+            section={"kind": "synthetic", **section},
             told=told or f"law of {section.get('origin', 'assumed')}",
             requests=int(section.get("requests", 0)),
             draft_name=section.get("draft_name"),

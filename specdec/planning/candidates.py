@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ def clock_node(machine: Machine, layout: Layout, batch: int, context: int) -> di
     }
 
 
-def sized(candidate: Candidate) -> Iterator[tuple[str, list[Candidate]]]:
+def sized(candidate: Candidate) -> Generator[tuple[str, list[Candidate]], Candidate | None, None]:
     """For each key of the policy that has sizes, the candidates that differ in it alone.
 
     The generator is sent the best of them, from which the next key goes on.

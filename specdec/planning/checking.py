@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import UserError
-from specdec.files import parse_json
 from specdec.planning.search import drawn_units, effective, interval
-from specdec.planning.simulate import Unit
+from specdec.planning.simulate import Unit, unit_of
+from specdec.report.requests import read_requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Verdict:
 
 
 def expectation(
-    units: list[Unit], *, requests: int, drawn: bool, error: float, whole: bool
+    units: Sequence[Unit], *, requests: int, drawn: bool, error: float
 ) -> dict[str, Any]:
     """What ``check_run`` needs of a plan, as plain values.
 
@@ -76,108 +76,79 @@ def expectation(
         units: of the first choice.
         requests, drawn: see ``specdec.planning.search.effective``.
         error: relative error of the machine's times.
-        whole: whether answers are of whole trees, so that they emit several tokens.
     """
     return {
         "units": [asdict(unit) for unit in units],
         "requests": requests,
         "drawn": drawn,
         "error": error,
-        "whole": whole,
     }
 
 
-def check_run(expected: Mapping[str, Any], summary: Mapping[str, Any]) -> Verdict:
-    """Compares a run of the first choice with the plan, at batch size 1.
+def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> Verdict:
+    """Compares a run of the first choice with the plan.
 
-    The interval is that of as many prompts as the run has, drawn anew (bootstrap over the plan's
+    The intervals are those of as many prompts as the run has, drawn anew (bootstrap over the plan's
     prompts, the law's own uncertainty included), and for times the error of the machine's times
-    besides. Acceptance outside of it blames the law or record, a time per answer the profile.
+    besides. Acceptance outside blames the law or record, a time per answer the profile.
 
     Args:
         expected: of a plan, see ``Plan``.
-        summary: summary.json of the run, or a row of comparison.json.
-
-    Raises:
-        UserError: the run has no figures to compare.
+        run: results of the run, see ``units_of_run``.
     """
-    needed = ("num_prompts", "tbt_ms_mean", "answers", "new_tokens")
-    missing = [name for name in needed if not summary.get(name)]
-    if missing:
-        raise UserError(
-            f"the run has no {', '.join(missing)}: give the folder of a complete `specdec run`"
-        )
     units = [Unit(**values) for values in expected["units"]]
     carried = effective(len(units), int(expected["requests"]), bool(expected["drawn"]))
-    count = 1.0 / (1.0 / carried + 1.0 / int(summary["num_prompts"]))
-    names = ("tokens", "seconds", "emitted", "answers", "hits")
-    of = {name: np.array([getattr(u, name) for u in units], float) for name in names}
-    picks = drawn_units(len(units), count)
-    drawn = {name: values[picks].sum(axis=1) for name, values in of.items()}
-    whole = {name: values.sum() for name, values in of.items()}
+    picks = drawn_units(len(units), 1.0 / (1.0 / carried + 1.0 / len(run)))
     error = float(expected["error"])
 
-    def figure(name: str, ratio: Any, measured: float, spread: float) -> Figure:
-        low, high = interval(ratio(drawn))
+    def figure(name: str, above: str, below: str, scale: float, spread: float) -> Figure:
+        planned, here = _values(units), _values(run)
+        values = planned[above][picks].sum(axis=1) / np.maximum(
+            planned[below][picks].sum(axis=1), 1.0
+        )
+        low, high = interval(scale * values)
         return Figure(
             name=name,
-            planned=float(ratio(whole)),
+            planned=scale * float(planned[above].sum() / max(planned[below].sum(), 1.0)),
             low=low * (1.0 - spread),
             high=high * (1.0 + spread),
-            measured=measured,
+            measured=scale * float(here[above].sum() / max(here[below].sum(), 1.0)),
         )
 
-    time = figure(
-        "ms per token",
-        lambda s: 1e3 * s["seconds"] / np.maximum(s["tokens"], 1.0),
-        float(summary["tbt_ms_mean"]),
-        error,
-    )
-    if expected["whole"]:
-        acceptance = figure(
-            "tokens per answer",
-            lambda s: s["emitted"] / np.maximum(s["answers"], 1.0),
-            summary["new_tokens"] / summary["answers"],
-            0.0,
-        )
-    else:
-        acceptance = figure(
-            "hit rate",
-            lambda s: s["hits"] / np.maximum(s["answers"], 1.0),
-            float(summary["hit_rate"]),
-            0.0,
-        )
-    answer = figure(
-        "ms per answer",
-        lambda s: (
-            1e3
-            * s["seconds"]
-            / np.maximum(s["tokens"], 1.0)
-            * s["emitted"]
-            / np.maximum(s["answers"], 1.0)
-        ),
-        float(summary["tbt_ms_mean"]) * summary["new_tokens"] / summary["answers"],
-        error,
-    )
+    time = figure("ms per token", "seconds", "tokens", 1e3, error)
+    emitted = figure("tokens per answer", "emitted", "answers", 1.0, 0.0)
+    hits = figure("hit rate", "hits", "answers", 1.0, 0.0)
+    answer = figure("ms per answer", "seconds", "later_answers", 1e3, error)
+    # Whole trees have no hits, and their answers no refills.
+    whole = not any(unit.hits for unit in units)
     return Verdict(
-        figures=(time, acceptance, answer),
-        warnings=tuple(_warnings(time, acceptance, answer, bool(expected["whole"]))),
+        figures=(time, emitted, hits, answer),
+        warnings=tuple(_warnings(time, [emitted, hits], answer, whole)),
     )
 
 
-def _warnings(time: Figure, acceptance: Figure, answer: Figure, whole: bool) -> list[str]:
+def _values(units: Sequence[Unit]) -> dict[str, np.ndarray]:
+    """Name of a count -> float64[U]."""
+    names = ("tokens", "seconds", "emitted", "answers", "hits", "requests")
+    of = {name: np.array([getattr(unit, name) for unit in units], float) for name in names}
+    # Decode phases begin with the first answer.
+    return {**of, "later_answers": of["answers"] - of["requests"]}
+
+
+def _warnings(time: Figure, acceptance: Sequence[Figure], answer: Figure, whole: bool) -> list[str]:
     """Which input is wrong.
 
     A time per answer follows from the profile alone where answers are of whole trees; elsewhere
     it contains refills after misses, so it says nothing of the profile while hits disagree.
     """
     found = []
-    if not acceptance.is_inside:
+    outside = [figure for figure in acceptance if not figure.is_inside]
+    if outside:
         found.append(
-            f"WARNING: acceptance disagrees with the law ({acceptance.told()}): plan again with a"
+            f"WARNING: acceptance disagrees with the law ({outside[0].told()}): plan again with a"
             " record or log of this workload"
         )
-    if not answer.is_inside and (whole or acceptance.is_inside):
+    if not answer.is_inside and (whole or not outside):
         slow = answer.measured / answer.planned
         found.append(
             f"WARNING: times disagree with the profile by {slow:.2f} ({answer.told()}): measure"
@@ -188,19 +159,21 @@ def _warnings(time: Figure, acceptance: Figure, answer: Figure, whole: bool) -> 
     return found
 
 
-def summary_of(folder: Path) -> Mapping[str, Any]:
-    """The summary of a run folder.
+def units_of_run(folder: Path) -> list[Unit]:
+    """The requests of a complete run, one by one.
 
     Raises:
-        UserError: no complete run.
+        UserError: no complete run, or one of several requests at a time.
     """
-    path = folder / "summary.json"
-    if not path.is_file():
+    if not (folder / "summary.json").is_file():
         raise UserError(
             f"check={folder} has no summary.json: give the folder of a complete `specdec run`, or"
             " check=true to run the first choice here"
         )
-    loaded = parse_json(path.read_bytes())
-    if not isinstance(loaded, dict):
-        raise UserError(f"check={folder}: summary.json is damaged")
-    return loaded
+    records = read_requests(folder / "requests.jsonl")
+    alone = [record for record in records if record.totals is not None]
+    if not alone or len(alone) < len(records):
+        raise UserError(
+            f"check={folder} has requests that shared steps: check with a run of batch_size=1"
+        )
+    return [unit_of([r.result], r.totals) for r in alone if r.totals is not None]

@@ -18,7 +18,7 @@ from specdec.planning.acceptance import Acceptance, OfRecord, chain_table, of_lo
 from specdec.planning.answer import Plan, Ranked, choices_of, compared
 from specdec.planning.candidates import PLAIN, Candidate, families, with_batch
 from specdec.planning.chains import chain_cell, chain_cells, crossover
-from specdec.planning.checking import Verdict, check_run, expectation, summary_of
+from specdec.planning.checking import Verdict, check_run, expectation, units_of_run
 from specdec.planning.machines import DoesNotFit, Machine, machine_of
 from specdec.planning.measuring import measured_costs, measured_machine, with_controller
 from specdec.planning.options import MEASURED, PlanOptions, split_words
@@ -123,7 +123,7 @@ def planning_of(
             " run of the planned strategy"
         )
     if chosen.check not in ("", "true", "false"):
-        summary_of(Path(chosen.check).expanduser())
+        units_of_run(Path(chosen.check).expanduser())
     return Planning(chosen, tuple(rest), tuple(extra), config, machine, acceptance, job.output_dir)
 
 
@@ -199,14 +199,18 @@ def _answer(
     plain = next(c for c in finalists if c.name == PLAIN)
     of_presets = list({c.name: c for c in reversed(by_time) if c.name != PLAIN}.values())[::-1]
     search.report("sensitivity", 11)
-    found = changes(
-        acceptance,
-        [*of_presets, plain],
-        times=times,
-        objective=chosen.objective,
-        length=_LENGTH,
-        path=path,
-        report=search.report,
+    found = (
+        []
+        if search.out_of_time
+        else changes(
+            acceptance,
+            [*of_presets, plain],
+            times=times,
+            objective=chosen.objective,
+            length=_LENGTH,
+            path=path,
+            report=search.report,
+        )
     )
     drafting = sum(unit.draft_s for unit in units[id(winner)])
     hidden = sum(unit.hidden_s for unit in units[id(winner)]) / drafting if drafting else None
@@ -243,15 +247,9 @@ def _answer(
             requests=acceptance.requests,
             drawn=acceptance.drawn,
             error=machine.error,
-            whole=_whole(winner),
         ),
     )
     return plan, winner
-
-
-def _whole(winner: Candidate) -> bool:
-    """Whether answers are of whole trees: then a hit rate of levels says nothing."""
-    return winner.config["policy"].get("levels_per_step") is None and winner.layout.stages == 1
 
 
 def _by_batch(
@@ -360,7 +358,7 @@ def check_job(asked: Planning, folder: Path, progress: Progress) -> Verdict:
     loaded = parse_json((folder / "plan.json").read_bytes())
     expected = loaded["expected"]
     if asked.chosen.check != "true":
-        return check_run(expected, summary_of(Path(asked.chosen.check).expanduser()))
+        return check_run(expected, units_of_run(Path(asked.chosen.check).expanduser()))
     trees = [*asked.extra, folder]
     words = [*_decoding_words(asked.words), f"strategy={PRESET}"]
     staged = loaded["choices"][0]["devices"] > 1
@@ -373,7 +371,7 @@ def check_job(asked: Planning, folder: Path, progress: Progress) -> Verdict:
     if not (run / "summary.json").is_file():
         run.mkdir(parents=True, exist_ok=True)
         run_job(run_job_of(words, trees).config, run, progress)
-    return check_run(expected, summary_of(run))
+    return check_run(expected, units_of_run(run))
 
 
 class _Silent:

@@ -147,6 +147,7 @@ class Description:
         weight_bytes: of a parameter; 0.5 for 4 bits.
         kv_kb: kilobytes of keys and values of the target per token; 0 leaves the context out.
         target_layers, draft_layers: None: those of a published model of that size.
+        graphs: whether the engine captures graphs; without them a layer costs more.
         boxes: groups of devices; tensor parallelism stays in one of them.
         box_link_ms, box_link_gb_s: between two of them; None: as inside.
     """
@@ -163,6 +164,7 @@ class Description:
     kv_kb: NotNegative = 0.0
     target_layers: Count | None = None
     draft_layers: Count | None = None
+    graphs: bool = True
     boxes: Count = 1
     box_link_ms: NotNegative | None = None
     box_link_gb_s: Positive | None = None
@@ -215,7 +217,11 @@ class Described:
         kv = 1e3 * about.kv_kb * batch * context / layout.stages
         weights = 1e9 * about.target_gb / layout.stages
         layers = self._layers(about.target_gb, about.target_layers)
-        limits = {"bytes_per_s": 1e9 * about.memory_gb_s, "flops_per_s": 1e12 * about.tflops}
+        limits: dict[str, Any] = {
+            "bytes_per_s": 1e9 * about.memory_gb_s,
+            "flops_per_s": 1e12 * about.tflops,
+            "eager": not about.graphs,
+        }
         costs = {
             "stage": _curve(
                 lambda rows: roofline.pass_ms(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import UserError
-from specdec.metrics import RequestResult
+from specdec.metrics import RequestResult, RunTotals
 from specdec.metrics.times import decode_phase
 from specdec.pairs import ModelPair
 from specdec.planning.layouts import Layout
@@ -58,12 +58,14 @@ class Unit:
     """Counts of prompts that were served together.
 
     Attributes:
+        requests: of the unit.
         tokens, seconds: of the decode phases, summed over requests.
         emitted, clock_s: all tokens, and the time in which they came.
         answers, hits: of the target.
         draft_s, hidden_s: seconds of drafting, and those of them beside target work.
     """
 
+    requests: int
     tokens: int
     seconds: float
     emitted: int
@@ -72,6 +74,22 @@ class Unit:
     hits: int
     draft_s: float
     hidden_s: float
+
+
+def unit_of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
+    """The counts of finished requests that were served together."""
+    phases = [decode_phase(result) for result in results]
+    return Unit(
+        requests=len(results),
+        tokens=sum(phase.tokens for phase in phases),
+        seconds=sum(phase.seconds for phase in phases),
+        emitted=sum(len(result.output) for result in results),
+        clock_s=totals.clock_s,
+        answers=sum(result.counters.answers for result in results),
+        hits=sum(result.counters.hits for result in results),
+        draft_s=totals.draft_total_s,
+        hidden_s=totals.draft_hidden_s or 0.0,
+    )
 
 
 _FIELDS = tuple(item.name for item in fields(Unit))
@@ -139,18 +157,7 @@ class Simulator:
                 results: list[RequestResult] = []
                 together = self._prompts[at * batch : (at + 1) * batch]
                 totals = runner.run(together, results.append)
-                phases = [decode_phase(result) for result in results]
-                unit = Unit(
-                    tokens=sum(phase.tokens for phase in phases),
-                    seconds=sum(phase.seconds for phase in phases),
-                    emitted=sum(len(result.output) for result in results),
-                    clock_s=totals.clock_s,
-                    answers=sum(result.counters.answers for result in results),
-                    hits=sum(result.counters.hits for result in results),
-                    draft_s=totals.draft_total_s,
-                    hidden_s=totals.draft_hidden_s or 0.0,
-                )
-                self._keep(key, unit)
+                self._keep(key, unit_of(results, totals))
         finally:
             runner.close()
 
