@@ -30,6 +30,7 @@ class Choice:
         first: share of the resamples in which this candidate is the best.
         tokens_per_answer, hit_rate: of the target's answers.
         memory_gb: on the fullest device; None if unknown.
+        is_plain: whether it is plain decoding.
     """
 
     strategy: str
@@ -46,6 +47,7 @@ class Choice:
     tokens_per_answer: float
     hit_rate: float
     memory_gb: float | None
+    is_plain: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,13 +166,20 @@ def choices_of(
             gain=times[base].mean / times[at].mean,
             gain_interval=interval(drawn_times[base] / drawn_times[at]),
             first=float((fastest == place).mean()),
+            is_plain=at == base,
         )
         for place, at in enumerate(kept)
     )
 
 
 def _choice(
-    ranked: Ranked, num: float, *, gain: float, gain_interval: tuple[float, float], first: float
+    ranked: Ranked,
+    num: float,
+    *,
+    gain: float,
+    gain_interval: tuple[float, float],
+    first: float,
+    is_plain: bool,
 ) -> Choice:
     units, candidate = ranked.units, ranked.candidate
     together = Times.of(units, "throughput", 1)
@@ -196,6 +205,7 @@ def _choice(
         tokens_per_answer=sum(unit.emitted for unit in units) / max(answers, 1),
         hit_rate=sum(unit.hits for unit in units) / max(answers, 1),
         memory_gb=ranked.memory_gb,
+        is_plain=is_plain,
     )
 
 

@@ -60,14 +60,19 @@ class Family:
         config: resolved; executor and clock are replaced in candidates.
         staged: whether its executor has stages, or is replaced by one that has.
         copies: whether its executor has copies of the target.
-        runs_free: whether passes of the draft run on a device of their own by construction.
+        free: models whose passes run on a device of their own by construction.
     """
 
     name: str
     config: Mapping[str, Any]
     staged: bool
     copies: bool
-    runs_free: bool = False
+    free: int = 0
+
+    @property
+    def others(self) -> int:
+        """Devices of models besides target and draft."""
+        return max(self.free - 1, 0)
 
     def candidate(self, machine: Machine, layout: Layout, *, batch: int, context: int) -> Candidate:
         """The preset in a layout.
@@ -119,8 +124,8 @@ def families(
         copies = "replicas" in executor
         # An executor of one device has no keys; it is replaced by a pipeline.
         staged = not copies and ("target_degree" in executor or len(executor) == 1)
-        free = any("free_rank" in signature_of(cls).plain for cls, _ in sources)
-        found.append(Family(name=name, config=config, staged=staged, copies=copies, runs_free=free))
+        free = sum("free_rank" in signature_of(cls).plain for cls, _ in sources)
+        found.append(Family(name=name, config=config, staged=staged, copies=copies, free=free))
     return found, left_out
 
 

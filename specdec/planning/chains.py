@@ -105,16 +105,18 @@ def chain_cells(
 
 
 def crossover(machine: Machine, tokens_per_pass: FloatArray, context: int) -> int | None:
-    """The smallest power of two of requests from which plain decoding is best.
+    """The smallest power of two of requests from which on plain decoding stays best.
 
     None where chains pay up to ``_MOST_REQUESTS``, or up to what fits.
     """
-    batch = 1
+    start, batch = None, 1
     while batch <= _MOST_REQUESTS:
         cell = chain_cell(machine, tokens_per_pass, batch, context)
         if cell is None:
-            return None
-        if cell.draft_tokens == 0:
-            return batch
+            break
+        if cell.draft_tokens:
+            start = None
+        elif start is None:
+            start = batch
         batch *= 2
-    return None
+    return start

@@ -222,7 +222,7 @@ def _answer(
     batches = chosen.batch if len(chosen.batch) > 1 else _BATCHES
     contexts = chosen.context if machine.prices_context else chosen.context[:1]
     best_chain = chain_cell(machine, table, batch, context)
-    draft = asked.config["model"].get("draft") or "DRAFT"
+    draft = str(asked.config["model"].get("draft") or "DRAFT")
     plan = Plan(
         choices=choices,
         objective=chosen.objective,
@@ -291,9 +291,9 @@ def _notes(asked: Planning, search: Search) -> list[str]:
         notes.append("the law states no requests: intervals are of the simulated prompts alone")
     if not machine.prices_context:
         notes.append(f"times of {machine.name} do not depend on the context")
-    if search.left_out:
-        others = [name for name, why in search.left_out.items() if "another program" not in why]
-        notes.append(f"not simulated (why: plan.json): {', '.join(others)}")
+    others = [name for name, why in search.left_out.items() if "another program" not in why]
+    if others:
+        notes.append(f"{len(others)} presets were not simulated: plan.json says why, each")
     return notes
 
 

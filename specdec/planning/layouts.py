@@ -18,6 +18,7 @@ class Layout:
         draft_degree: devices that share every layer of the draft.
         replicas: copies of the target.
         own_draft: whether the draft works beside the target, on devices of its own.
+        others: devices of further models, one each.
     """
 
     stages: int = 1
@@ -25,6 +26,7 @@ class Layout:
     draft_degree: int = 1
     replicas: int = 1
     own_draft: bool = False
+    others: int = 0
 
     @property
     def target_devices(self) -> int:
@@ -33,8 +35,8 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Devices of target and draft."""
-        return self.target_devices + (self.draft_degree if self.own_draft else 0)
+        """Devices of all models."""
+        return self.target_devices + (self.draft_degree if self.own_draft else 0) + self.others
 
     def told(self) -> str:
         """In words, such as ``8 stages + draft``."""
@@ -42,7 +44,8 @@ class Layout:
         words += [f"TP {self.degree}"] if self.degree > 1 else []
         words += [f"{self.replicas} copies"] if self.replicas > 1 else []
         draft = f"draft TP {self.draft_degree}" if self.draft_degree > 1 else "draft"
-        return " x ".join(words or ["1 device"]) + (f" + {draft}" if self.own_draft else "")
+        told = " x ".join(words or ["1 device"]) + (f" + {draft}" if self.own_draft else "")
+        return told + (f" + {self.others} more" if self.others else "")
 
 
 def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> Iterator[Layout]:

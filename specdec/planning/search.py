@@ -8,7 +8,7 @@ is fitted to m requests count as 1 / (1 / n + 1 / m).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
@@ -27,6 +27,8 @@ _LEVEL = 0.95
 _FIRST = (3, 48)  # prompts and tokens of the first round
 _ROUNDS = ((6, 18), (12, 12), (None, 8))  # prompts (None: all), candidates that are kept
 _BESIDE = 0.2  # share of drafting during target work from which the draft needs its own device
+_TUNING = 0.6  # share of the budget after which sizes are no longer tried
+_HOPELESS = 2.5  # times the best so far, from which a preset's sizes are not tried
 _PER_FAMILY = 3  # candidates of a preset that enter the halving
 
 
@@ -113,23 +115,36 @@ class Search:
     _ends: float = 0.0
 
     def run(self, families: Sequence[Family]) -> list[Candidate]:
-        """The candidates of the last round, best first; plain decoding is one of them."""
-        self._ends = monotonic() + self.chosen.budget_s
-        self.report("layouts and sizes", len(families))
-        entered: list[Candidate] = []
-        plain: Candidate | None = None
+        """The candidates of the last round, and plain decoding.
+
+        First every preset as it is, in every layout; then sizes of those that may still be best,
+        the fastest first; then halving.
+        """
+        began = monotonic()
+        self._ends = began + self.chosen.budget_s
+        self.report("layouts", len(families))
+        tried: dict[str, dict[str, tuple[float, Candidate]]] = {}
         for family in families:
-            tried = self._family(family)
-            if family.name == PLAIN:
-                plain = tried[0] if tried else None
-            else:
-                entered += tried
+            found = self._in_layouts(family)
+            if found:
+                tried[family.name] = found
             self.report(family.name, None)
-        if plain is None:
+        if PLAIN not in tried:
             raise UserError(
                 f"plain decoding does not fit: {self.left_out.get(PLAIN, 'no layout')}; give more"
                 " devices, or a machine that holds the target"
             )
+        plain = _fastest(tried.pop(PLAIN))[0]
+        order = sorted(tried, key=lambda name: min(tried[name].values(), key=_time)[0])
+        tuned_by = began + _TUNING * self.chosen.budget_s
+        best = min((t for found in tried.values() for t, _ in found.values()), default=0.0)
+        self.report("sizes", len(order))
+        for name in order:
+            if _fastest_time(tried[name]) <= _HOPELESS * best:
+                self._tune(tried[name], tuned_by)
+                best = min(best, _fastest_time(tried[name]))
+            self.report(name, None)
+        entered = [c for name in order for c in _fastest(tried[name])[:_PER_FAMILY]]
         return [*self._halved(entered), plain]
 
     def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
@@ -146,16 +161,16 @@ class Search:
         """Whether the budget is spent."""
         return monotonic() > self._ends
 
-    def _family(self, family: Family) -> list[Candidate]:
-        """The best candidates of a preset: the best layout, then its sizes one after the other."""
-        if self.out_of_time:
-            self.complete = False
-            self.left_out.setdefault(family.name, "the budget was spent before it was tried")
-            return []
+    def _in_layouts(self, family: Family) -> dict[str, tuple[float, Candidate]]:
+        """Key -> time and candidate: a preset as it is, in every layout that fits."""
         batch, context = self.chosen.batch[0], self.chosen.context[0]
         tried: dict[str, tuple[float, Candidate]] = {}
         reasons: list[str] = []
         for layout in self._layouts(family):
+            if self.out_of_time:
+                self.complete = False
+                reasons.append("the budget was spent before it was tried")
+                break
             try:
                 made = family.candidate(self.machine, layout, batch=batch, context=context)
                 self._try(made, tried)
@@ -163,35 +178,36 @@ class Search:
                 reasons.append(str(error))
         if not tried:
             self.left_out[family.name] = reasons[0] if reasons else "it fits no layout"
-            return []
-        keys = sized(min(tried.values(), key=lambda pair: pair[0])[1])
+        return tried
+
+    def _tune(self, tried: dict[str, tuple[float, Candidate]], until: float) -> None:
+        """Adds sizes in the best layout, one key after the other, each from the best so far."""
+        keys = sized(_fastest(tried)[0])
         variants = next(keys, None)
         while variants is not None:
             for made in variants[1]:
-                if self.out_of_time:
+                if monotonic() > until:
                     self.complete = False
-                    break
+                    return
                 try:
                     self._try(made, tried)
                 except (UserError, ValueError):
                     continue  # sizes that do not go together
-            best = min(tried.values(), key=lambda pair: pair[0])[1]
             try:
-                variants = keys.send(best)
+                variants = keys.send(_fastest(tried)[0])
             except StopIteration:
-                variants = None
-        ordered = sorted(tried.values(), key=lambda pair: pair[0])
-        return [made for _, made in ordered[:_PER_FAMILY]]
+                return
 
     def _layouts(self, family: Family) -> list[Layout]:
         """Layouts on all devices; the draft has its own where it works beside the target."""
         shape: Mapping[str, Any] = {"staged": family.staged, "copies": family.copies}
         own = self._drafts_beside(family)
-        return list(layouts(self.machine.devices, own_draft=own, **shape))
+        found = layouts(self.machine.devices - family.others, own_draft=own, **shape)
+        return [replace(layout, others=family.others) for layout in found]
 
     def _drafts_beside(self, family: Family) -> bool:
         """Whether drafting overlaps with target work, in a short simulation on any layout."""
-        if family.runs_free:
+        if family.free:
             return True
         batch, context = self.chosen.batch[0], self.chosen.context[0]
         shape: Mapping[str, Any] = {"staged": family.staged, "copies": family.copies}
@@ -233,11 +249,25 @@ class Search:
         num = effective(len(best.above), self.requests, self.drawn)
         first = best.resampled(num)
         names: set[str] = set()
-        survivors = []
+        firsts, others = [], []
         for candidate in ordered:
             ratio = self.times(candidate, count).resampled(num) / first
-            worse = interval(ratio)[0] > 1.0
-            if not (worse and candidate.name in names):
-                survivors.append(candidate)
+            if candidate.name not in names:
+                firsts.append(candidate)
+            elif interval(ratio)[0] <= 1.0:
+                others.append(candidate)
             names.add(candidate.name)
-        return survivors[:kept]
+        room = max(kept - len(firsts), kept // 3)
+        return [*firsts[: kept - min(room, len(others))], *others[:room]]
+
+
+def _time(pair: tuple[float, Candidate]) -> float:
+    return pair[0]
+
+
+def _fastest(tried: Mapping[str, tuple[float, Candidate]]) -> list[Candidate]:
+    return [made for _, made in sorted(tried.values(), key=_time)]
+
+
+def _fastest_time(tried: Mapping[str, tuple[float, Candidate]]) -> float:
+    return min(tried.values(), key=_time)[0]

@@ -128,11 +128,14 @@ def table(plan: Plan) -> str:
 
 
 def _ranking(plan: Plan) -> list[str]:
-    """The first rows, and plain decoding."""
-    shown = list(plan.choices[:_SHOWN])
-    plain = next(c for c in plan.choices if c.gain == 1.0 and c.gain_interval == (1.0, 1.0))
-    if plain not in shown:
-        shown.append(plain)
+    """The best of each preset; its share of being first is that of all its sizes."""
+    best = list({c.strategy: c for c in reversed(plan.choices)}.values())
+    first = {
+        b.strategy: sum(c.first for c in plan.choices if c.strategy == b.strategy) for b in best
+    }
+    shown = sorted(best, key=plan.choices.index)
+    if len(shown) > _SHOWN:  # plain decoding is always shown
+        shown = [*shown[: _SHOWN - 1], next(c for c in shown if c.is_plain)]
     limit = plan.memory_limit_gb
     names = [_named(choice) for choice in shown]
     width = max(len(name) for name in names)
@@ -150,7 +153,7 @@ def _ranking(plan: Plan) -> list[str]:
         memory = "?" if choice.memory_gb is None else f"{choice.memory_gb:.1f} of {limit:g}"
         rows.append(
             f" {name:<{width}}  {choice.layout:<{places}}  {speed:>22}  {gain:>18}"
-            f"  {100 * choice.first:>3.0f} %  {memory}"
+            f"  {100 * first[choice.strategy]:>3.0f} %  {memory}"
         )
     return rows
 
@@ -170,8 +173,8 @@ def _chains(plan: Plan) -> list[str]:
     batches = sorted({cell.batch for cell in plan.chains})
     cells = {(cell.batch, cell.context): cell for cell in plan.chains}
     lines = [
-        "draft tokens K of the best chain (gain over plain decoding), by the law, drafting before"
-        " each pass:",
+        "draft tokens of the best chain drafted before each pass (gain over plain decoding), by"
+        " formula:",
         f" {'context':>8}" + "".join(f"{f'batch {b}':>15}" for b in batches) + "   plain best from",
     ]
     for context in contexts:
