@@ -26,7 +26,8 @@ from specdec.config.job import run_job_of
 from specdec.files import write_json
 from specdec.metrics import RequestResult
 from specdec.metrics.times import decode_phase
-from specdec.planning.job import plan_job, planning_of
+from specdec.planning.asked import planning_of
+from specdec.planning.job import plan_job
 from specdec.report.provenance import provenance
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner

@@ -45,8 +45,9 @@ _VERDICT = "check.json"
 
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    from specdec.planning.job import check_job, plan_job, planning_of
-    from specdec.planning.writing import PRESET, RESULT_FILE, TABLE_FILE
+    from specdec.planning.asked import planning_of
+    from specdec.planning.job import SEARCH_FILE, check_job, plan_job
+    from specdec.planning.writing import PRESET, TABLE_FILE
 
     arguments = read_arguments(words, flags=())
     asked = planning_of(arguments.overrides, arguments.config_dirs)
@@ -57,7 +58,7 @@ def main(words: Sequence[str]) -> int:
         print((folder / TABLE_FILE).read_text(encoding="utf-8"), end="")
         return True
 
-    done = run_in(folder, asked.claimed, RESULT_FILE, work, table=TABLE_FILE)
+    done = run_in(folder, asked.claimed, SEARCH_FILE, work, table=TABLE_FILE)
     if done:
         print(f"use it: --config-dir {folder} strategy={PRESET} (clock.profile={PRESET})")
         print(f"results in {folder}")

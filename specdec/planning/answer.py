@@ -134,7 +134,7 @@ class Ranked:
 
 
 def choices_of(
-    ranked: Sequence[Ranked], *, objective: str, requests: int, drawn: bool, plain: str
+    ranked: Sequence[Ranked], *, objective: str, requests: float, drawn: bool, plain: str
 ) -> tuple[Choice, ...]:
     """The choices, fastest first; a preset that decodes exactly like an earlier one is dropped.
 

@@ -126,6 +126,23 @@ def with_controller(
     return changed, note
 
 
+def measured_here(
+    words: Sequence[str],
+    extra: Sequence[Path],
+    *,
+    stages: int,
+    acceptance: OfRecord,
+    progress: Progress,
+) -> tuple[dict[str, Any], str]:
+    """Costs of this machine, on one device with the controller's own time, and a note."""
+    costs, work = measured_costs(words, extra, stages=stages, progress=progress)
+    if stages > 1:
+        return costs, "measured here"
+    return with_controller(
+        costs, work=work, words=words, extra=extra, acceptance=acceptance, progress=progress
+    )
+
+
 def measured_machine(costs: Mapping[str, Any], note: str, *, stages: int, devices: int) -> Profiled:
     """The machine of measured costs."""
     profile = {"costs": dict(costs), "note": note, "stages": stages}

@@ -71,12 +71,12 @@ def drawn_units(num: int, count: float) -> np.ndarray:
     return np.random.default_rng(0).integers(0, num, (_RESAMPLES, size))
 
 
-def effective(simulated: int, requests: int, drawn: bool) -> float:
+def effective(simulated: float, requests: float, drawn: bool) -> float:
     """Number of units that carry the information; see the module.
 
     Args:
         simulated: units.
-        requests: that the law was fitted to; 0: no uncertainty of the law is known.
+        requests: units that the law was fitted to; 0: no uncertainty of the law is known.
         drawn: whether prompts are drawn from a law; a record's prompts are its requests.
     """
     if not drawn or not requests:
@@ -106,7 +106,7 @@ class Search:
     machine: Machine
     simulator: Simulator
     chosen: PlanOptions
-    requests: int
+    requests: float
     drawn: bool
     length: int
     report: Callable[[str, int | None], None]

@@ -79,13 +79,14 @@ def changes(
         report: called after each of them.
     """
     kept = [*finalists[:_FINALISTS], finalists[-1]]
+    prompts = _PROMPTS * int(kept[0].config["batch_size"])
     found = []
     for odds in _ODDS:
         try:
             other = acceptance.shifted(odds)
         except UserError:
             break  # a trace, which cannot be changed
-        simulator = Simulator(other.pair(), path, of=f"odds{odds:+g}", prompts=_PROMPTS)
+        simulator = Simulator(other.pair(), path, of=f"odds{odds:+g}", prompts=prompts)
 
         def shifted(candidate: Candidate, count: int, of: Simulator = simulator) -> Times:
             units = of.units(candidate, count, length)

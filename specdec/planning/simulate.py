@@ -31,7 +31,6 @@ class Candidate:
         layout: of its models.
         config: resolved, with the costs of the layout.
         sizes: keys of the policy that differ from the preset.
-        own_executor: whether the preset's executor was replaced by a pipeline.
     """
 
     name: str

@@ -21,7 +21,7 @@ from specdec.cli.profile import profile_config
 from specdec.config.comparison import compose_comparison
 from specdec.config.job import run_job_of
 from specdec.config.options import options
-from specdec.planning.job import planning_of
+from specdec.planning.asked import planning_of
 from tests.docs.blocks import ROOT
 
 STANDS_FOR = {

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 import specdec
+from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.fitting import HitLaw
 from specdec.metrics.speedup import expected_accepted
 from specdec.planning import check_run, units_of_run
 from specdec.planning.acceptance import OfLaw, OfRecord, chain_table
+from specdec.planning.asked import planning_of
 from specdec.planning.chains import chain_cell, crossover, round_ms
 from specdec.planning.layouts import Layout, layouts
 from specdec.planning.machines import DoesNotFit, machine_of
@@ -80,6 +82,7 @@ def test_own_keys_are_split_from_the_configuration() -> None:
         (["profile=measured"], "a law or record has none"),
         (["check=true"], "check=DIR"),
         (["check=nowhere"], "no summary.json"),
+        (["check=nowhere", "batch=4"], "one request at a time"),
         (["acceptance=nowhere.jsonl"], "nowhere.jsonl"),
         (["model.nothing=3"], "nothing"),
         (["profile=specpipe_8x3090", "link_gb_s=10"], "described machine"),
@@ -347,3 +350,51 @@ def test_a_spent_budget_is_told(machine_file: Path) -> None:
     )
     assert not plan.complete
     assert any("budget" in note for note in plan.notes)
+
+
+def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
+    """Accepted lengths of a draft that is right at 70 % of the positions, in passes of 5."""
+    rng = np.random.default_rng(0)
+    hits = rng.random((12, 200, 5)) < 0.7
+    lengths = 1 + np.cumprod(hits, axis=2).sum(axis=2)
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps(lengths.tolist()))
+    asked = planning_of([f"acceptance={path}", "draft_tokens=5", "profile=uniform_30ms"])
+    assert asked.acceptance is not None
+    assert asked.acceptance.requests == 12
+    assert asked.acceptance.hit_rate() == pytest.approx(0.7, abs=0.03)  # 5 standard errors
+    expected = 1.0 + expected_accepted(0.7, 5)
+    assert asked.acceptance.tokens_per_pass(5) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.slow
+def test_models_are_recorded_and_measured(tmp_path: Path) -> None:
+    """One device: a record, a profile of this machine, and the controller's own time."""
+    pair = ["model=random", "model.num_layers=4", "model.hidden_size=32", "max_new_tokens=24"]
+    words = [*pair, "data.limit=4", "threads=1"]
+    small = {"strategies": ["speculative"], "prompts": 4, "profile": "measured"}
+    plan = specdec.plan(words, output_dir=tmp_path, **small)
+    assert {choice.strategy for choice in plan.choices} == {"ar", "speculative"}
+    assert "record of 4 prompts" in plan.acceptance
+    profile = (tmp_path / "profile" / "planned.yaml").read_text()
+    assert "ms of the controller per target pass" in profile
+    assert (tmp_path / "record" / "record.npz").is_file()
+
+
+@pytest.mark.slow
+def test_the_command(machine_file: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "out"
+    words = ["plan", LAW, f"profile={machine_file}", "strategies=[speculative]", "prompts=4"]
+    assert main([*words, f"output_dir={folder}"]) == 0
+    first = capsys.readouterr().out
+    assert "tokens/s (95 %)" in first
+    assert f"--config-dir {folder} strategy=planned" in first
+    run_planned(folder, tmp_path / "run", "clock.profile=planned")
+    capsys.readouterr()
+    assert main([*words, f"output_dir={folder}", f"check={tmp_path / 'run'}"]) == 0
+    second = capsys.readouterr().out
+    assert "complete already" in second
+    assert "check: ms per token" in second
+    assert "WARNING" not in second
+    assert main([*words[:-1], "prompts=5", f"output_dir={folder}"]) == 2
+    assert main(["plan", "--help"]) == 0
