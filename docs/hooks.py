@@ -32,6 +32,7 @@ NAV: dict[str, list[str]] = {
         "serving.md",
     ],
     "Where it runs": [
+        "plan.md",
         "backends.md",
         "distributed.md",
         "gpu.md",

@@ -11,6 +11,7 @@ from specdec.errors import UserError
 
 if TYPE_CHECKING:
     from specdec.api import Decoder, Generation, Step, certify, generate, stream
+    from specdec.planning import plan
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "__version__",
     "certify",
     "generate",
+    "plan",
     "stream",
 ]
 
@@ -33,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from specdec import api
 
         return getattr(api, name)
+    if name == "plan":
+        from specdec.planning import plan
+
+        return plan
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")
 
 

@@ -74,6 +74,7 @@ _MEANING = {
     "stay": "chance to keep the class at the next position",
     "depth": "added to the log odds of top1 by distance from the root",
     "covers": "a hit is some node of the measured tree",
+    "requests": "that it was fitted to, for intervals",
     "draft_name": "whose hits: the profile must have its time",
     "origin": "of the law, for result files",
 }

@@ -21,7 +21,14 @@ BAD_INPUT = 2
 _FAILED = 1
 _MAX_SHOWN = 200  # characters of a path or of another library's reason in a message
 _LONGEST = 1000  # characters of a message
-_ONE_PROCESS = ("run", "compare", "verify", "profile", "reproduce")  # start their ranks themselves
+_ONE_PROCESS = (
+    "run",
+    "compare",
+    "verify",
+    "profile",
+    "plan",
+    "reproduce",
+)  # start their ranks themselves
 _LAUNCHERS = {
     "torchrun": ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -47,6 +54,7 @@ _COMMANDS = {
     "train": "train the models that ship with the package",
     "doctor": "which reading of an EAGLE head its target accepts best",
     "profile": "latency profile of this hardware, and trees that suit it",
+    "plan": "which method, sizes and layout, for your models on your machines",
     "record": "a draft's ranks of texts that a target wrote, for model=replay",
     "fit": "a law of hits from measured acceptance, for model=",
     "trace": "timeline of all ranks and the tree's growth, of a traced run",

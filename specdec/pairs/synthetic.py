@@ -180,6 +180,7 @@ def build_synthetic(
     covers: Literal["chain", "tree"] = "chain",
     draft_name: Text | None = None,
     origin: Text = "assumed",
+    requests: Index = 0,
     seed: Index = 0,
 ) -> HiddenModels:
     """The models of ``SyntheticPair``, which has the other keys.
@@ -191,6 +192,7 @@ def build_synthetic(
         covers: what a hit is: the token of a chain, or some node of a measured tree.
         draft_name: of the draft that the law was measured with; the profile must have its time.
         origin: of the law, for result files.
+        requests: that the law was fitted to, for the intervals of a plan; 0: not known.
     """
     law = partial(
         SyntheticPair,
@@ -204,7 +206,7 @@ def build_synthetic(
         group_weights=group_weights,
         seed=seed,
     )
-    about = {"law": origin, "draft": draft_name}
+    about = {"law": origin, "draft": draft_name, "requests": requests or None}
     models = SyntheticModels(covers=covers, pair=law(top1=top1), num_layers=num_layers, about=about)
     models.hidden_middle = law(top1=middle_top1) if middle_top1 else None
     return models

@@ -21,6 +21,7 @@ from specdec.cli.profile import profile_config
 from specdec.config.comparison import compose_comparison
 from specdec.config.job import run_job_of
 from specdec.config.options import options
+from specdec.planning.asked import planning_of
 from tests.docs.blocks import ROOT
 
 STANDS_FOR = {
@@ -95,6 +96,11 @@ def _check_profile(words: list[str]) -> None:
     profile_config(arguments.overrides, arguments.config_dirs)
 
 
+def _check_plan(words: list[str]) -> None:
+    arguments = _read(words)
+    planning_of(arguments.overrides, arguments.config_dirs)
+
+
 def _check_list(words: list[str]) -> None:
     assert set(_read(words).overrides) <= SECTIONS.keys(), words
 
@@ -134,6 +140,7 @@ _SPECDEC: dict[str, Callable[[list[str]], None]] = {
     "verify": _check_run,
     "compare": _check_compare,
     "profile": _check_profile,
+    "plan": _check_plan,
     "list": _check_list,
     "reproduce": _check_reproduce,
     "trace": _check_trace,

@@ -1,0 +1,1 @@
+"""How right ``specdec plan`` is: times of described machines, regret, published cases."""

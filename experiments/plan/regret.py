@@ -1,0 +1,197 @@
+"""Is the first choice of a plan the fastest in measured time?
+
+    python -m experiments.plan.regret OUTPUT_DIR [--quick]
+
+For every case (pair x data x threads x batch) a profile of this machine is measured and a plan is
+made; then its five best candidates and three others are run on the wall clock, interleaved prompt
+by prompt, on other prompts than those of the record. Regret is the measured time per token of the
+first choice over that of the best of the eight. Prints a line per case and the shares of cases
+within the bars: regret at most 5 % (wanted in 90 %), predicted tokens/s of the first choice within
+10 % (wanted in 80 %). Needs a quiet machine and SPECDEC_DATA; continues after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.config.job import run_job_of
+from specdec.files import write_json
+from specdec.metrics import RequestResult
+from specdec.metrics.times import decode_phase
+from specdec.planning.asked import planning_of
+from specdec.planning.job import plan_job
+from specdec.report.provenance import provenance
+from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.runners import PartsRunner
+
+PAIRS: Mapping[str, Sequence[str]] = {
+    "bundled": ["model=tiny"],
+    # Untrained targets whose draft is their first layers; agreement by the number of these.
+    "random_small": ["model=random", "model.num_layers=16", "model.draft_layers=8",
+                     "model.hidden_size=128", "model.dtype=float32", "model.vocab_size=1024"],
+    "random_wide": ["model=random", "model.num_layers=12", "model.draft_layers=3",
+                    "model.hidden_size=384", "model.num_heads=6", "model.dtype=float32",
+                    "model.vocab_size=4096"],
+}  # fmt: skip
+SETS = ("stdlib", "humaneval", "gsm8k")
+BEST, OTHERS = 5, 3
+_PLANNED, _RUN = 8, 6  # prompts of the record, and of the runs
+_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A pair, its data, threads and batch size; random pairs have seeds in place of data."""
+
+    pair: str
+    data: str
+    threads: int
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.pair}-{self.data}-t{self.threads}-b{self.batch}"
+
+    def words(self) -> list[str]:
+        """Words of the command line that are common to plan and runs."""
+        data = f"data={self.data}"
+        if self.pair != "bundled":
+            data = f"seed={SETS.index(self.data)}"
+        return [*PAIRS[self.pair], data, "sampling=t06", f"threads={self.threads}"]
+
+
+def cases(quick: bool) -> list[Case]:
+    """All cases; of the batch sizes 4 only for the bundled pair."""
+    found = [
+        Case(pair=pair, data=data, threads=threads, batch=batch)
+        for pair in PAIRS
+        for data in SETS
+        for threads in (1, 2)
+        for batch in ((1, 4) if pair == "bundled" else (1,))
+    ]
+    return found[:1] if quick else found
+
+
+class _Silent:
+    def phase(self, label: str, total: int | None) -> None: ...
+
+    def advance(self, count: int = 1, detail: str = "") -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def run_case(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
+    """The plan of a case and the measured times of eight of its candidates."""
+    length = f"max_new_tokens={_TOKENS}"
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = planning_of(
+        [
+            *(*case.words(), length, f"data.limit={_PLANNED}", "profile=measured"),
+            *(f"batch={case.batch}", "budget_s=120"),
+            "objective=" + ("latency" if case.batch == 1 else "throughput"),
+        ]
+    )
+    torch.set_num_threads(case.threads)
+    plan = plan_job(asked, folder, _Silent())
+    choices = [*plan.choices[:BEST], *plan.choices[BEST:][-OTHERS:]]
+    count = (2 if quick else _RUN) * case.batch
+    words = [*case.words(), length, f"data.limit={_PLANNED + count}", f"batch_size={case.batch}"]
+    measured = _measured(words, choices, count, case.batch)
+    return {
+        "case": asdict(case),
+        "candidates": [
+            {
+                "strategy": choice.strategy,
+                "sizes": dict(choice.sizes),
+                "planned_tokens_per_s": choice.tokens_per_s,
+                "interval": list(choice.tokens_per_s_interval),
+                "measured_tokens_per_s": speed,
+            }
+            for choice, speed in zip(choices, measured, strict=True)
+        ],
+    }
+
+
+def _measured(words: Sequence[str], choices: Sequence[Any], count: int, batch: int) -> list[float]:
+    """Tokens per second of each choice on the last ``count`` prompts, in turns."""
+    runners, done = [], []
+    pair = prompts = None
+    for choice in choices:
+        sizes = [f"policy.{k}={json.dumps(v)}" for k, v in choice.sizes.items()]
+        cfg = run_job_of([*words, f"strategy={choice.strategy}", *sizes]).config
+        if pair is None:
+            pair, prompts, _ = prepare(cfg)
+        runners.append(PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair)))
+        done.append([0.0, 0])
+    assert prompts is not None
+    chosen = prompts[-count:]
+    groups = [chosen[at : at + batch] for at in range(0, len(chosen), batch)]
+    for runner in runners:
+        runner.run(groups[0], lambda _: None)  # warms up
+    for turn, group in enumerate(groups):
+        for at in np.roll(np.arange(len(runners)), turn):
+            results: list[RequestResult] = []
+            totals = runners[at].run(group, results.append)
+            phases = [decode_phase(result) for result in results]
+            alone = batch == 1
+            done[at][0] += sum(p.seconds for p in phases) if alone else totals.clock_s
+            done[at][1] += sum(p.tokens if alone else len(r.output)
+                               for p, r in zip(phases, results, strict=True))  # fmt: skip
+    for runner in runners:
+        runner.close()
+    return [tokens / seconds for seconds, tokens in done]
+
+
+def regret(result: Mapping[str, Any]) -> float:
+    """Time of the first choice over that of the best, less 1."""
+    speeds = [c["measured_tokens_per_s"] for c in result["candidates"]]
+    return max(speeds) / speeds[0] - 1.0
+
+
+def error(result: Mapping[str, Any]) -> float:
+    """Of the planned tokens/s of the first choice, relative to the measured ones."""
+    first = result["candidates"][0]
+    return float(first["planned_tokens_per_s"] / first["measured_tokens_per_s"] - 1.0)
+
+
+def main() -> None:
+    """Runs the cases that are not in the folder yet."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one case of two prompts")
+    args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / "regret.json"
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}
+    for case in cases(args.quick):
+        if case.name not in stored["cases"]:
+            result = run_case(case, args.output_dir / case.name, args.quick)
+            stored["cases"][case.name] = result
+            stored["provenance"] = provenance(command=["experiments.plan.regret"], config={})
+            write_json(path, stored)
+        result = stored["cases"][case.name]
+        first = result["candidates"][0]
+        print(
+            f"{case.name}: {first['strategy']} {first['measured_tokens_per_s']:.1f} tokens/s,"
+            f" planned {first['planned_tokens_per_s']:.1f} ({100 * error(result):+.1f} %), regret"
+            f" {100 * regret(result):.1f} %",
+            flush=True,
+        )
+    results = list(stored["cases"].values())
+    small = np.mean([regret(r) <= 0.05 for r in results])
+    near = np.mean([abs(error(r)) <= 0.1 for r in results])
+    print(f"{len(results)} cases: regret at most 5 % in {100 * small:.0f} % (wanted 90 %),"
+          f" tokens/s within 10 % in {100 * near:.0f} % (wanted 80 %)")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Fits the constants of ``specdec.planning.roofline`` to published pass times.
+
+    python -m experiments.plan.roofline
+
+reads extracted/pass_times.csv of the acceptance traces (SPECDEC_DATA), fits the constants to all
+series of 16-bit weights on a named GPU, and states the error on series that a fit does not see:
+each series is held out once, with all others of its source. A series is a model on a machine.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specdec.data.files import data_folder
+from specdec.planning.roofline import CONSTANTS, Constants, pass_ms
+
+FILE = "acceptance_traces/extracted/pass_times.csv"
+
+GPUS = {  # GB/s and dense 16-bit TFLOP/s of the vendors' data sheets
+    "A100 PCIE": (1935.0, 312.0),
+    "A100 SXM": (2039.0, 312.0),
+    "A100-80GB SXM": (2039.0, 312.0),
+    "A100": (1555.0, 312.0),
+    "H100 PCIE": (2000.0, 756.0),
+    "RTX 4090": (1008.0, 165.0),
+    "L40": (864.0, 181.0),
+    "GH200": (4000.0, 990.0),
+}
+MODELS = {  # billions of parameters, layers, kilobytes of keys and values per token
+    "Llama-68M": (0.068, 2, 6.0),
+    "Sheared-LLaMA-2.7B": (2.7, 32, 328.0),
+    "Llama-2-7B": (6.74, 32, 524.0),
+    "Qwen2.5-7B-Instruct": (7.62, 28, 57.0),
+    "Apertus-1.5-8B": (8.05, 32, 131.0),
+    "Llama-2-13B": (13.0, 40, 819.0),
+    "Qwen2.5-14B-Instruct": (14.8, 48, 197.0),
+    "Vicuna-33B": (32.5, 60, 1597.0),
+    "Llama-2-70B": (69.0, 80, 328.0),
+    "Apertus-1.5-70B": (70.6, 80, 328.0),
+}
+_MOST_ROWS = 512  # larger passes are prefills
+_GRID = {
+    "memory_share": (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
+    "flop_share": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8),
+    "layer_ms": (0.0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1),
+    "eager_layer_ms": (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3),
+    "reduce_ms": (0.0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A published pass time with the sizes that the roofline needs."""
+
+    source: str
+    series: str
+    rows: int
+    ms: float
+    parameters: float
+    num_bytes: float
+    layers: int
+    bytes_per_s: float
+    flops_per_s: float
+    degree: int
+    eager: bool
+
+    def predicted(self, constants: Constants) -> float:
+        """Milliseconds by the roofline."""
+        return pass_ms(
+            self.rows,
+            parameters=self.parameters,
+            num_bytes=self.num_bytes,
+            layers=self.layers,
+            bytes_per_s=self.bytes_per_s,
+            flops_per_s=self.flops_per_s,
+            degree=self.degree,
+            eager=self.eager,
+            constants=constants,
+        )
+
+
+def read_times(path: Path) -> list[Timed]:
+    """The rows that can be used: 16-bit weights, a named GPU, a known model, no pipeline."""
+    found = []
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            machine = re.fullmatch(r"(\d+)x (.+?)(?: TP(\d+))?", row["hardware"])
+            if machine is None or machine[2] not in GPUS or row["model"] not in MODELS:
+                continue
+            if int(row["rows"]) > _MOST_ROWS or "INFERRED" in row["note"]:
+                continue
+            degree = int(machine[3] or 1)
+            billions, layers, kv_kb = MODELS[row["model"]]
+            speed, flops = GPUS[machine[2]]
+            weights = 2e9 * billions
+            requests = int(row["rows"]) if "concurrency" in row["note"] else 1
+            found.append(
+                Timed(
+                    source=row["source"],
+                    series=f"{row['source']} {row['model']} {row['hardware']} {row['engine']}",
+                    rows=int(row["rows"]),
+                    ms=float(row["ms"]),
+                    parameters=1e9 * billions,
+                    num_bytes=weights + 1e3 * kv_kb * _context(row["context"]) * requests,
+                    layers=layers,
+                    bytes_per_s=1e9 * speed,
+                    flops_per_s=1e12 * flops,
+                    degree=degree,
+                    eager=row["engine"].startswith("HF"),
+                )
+            )
+    return found
+
+
+def _context(text: str) -> float:
+    """Tokens of context; 0 where the source does not say."""
+    kilo = re.search(r"([\d.]+)k$", text)
+    if kilo:
+        return 1024.0 * float(kilo[1])
+    return float(text) if text.isdecimal() else 0.0
+
+
+def fitted(times: Sequence[Timed]) -> Constants:
+    """Constants of the least mean absolute log error, every series alike: by coordinates."""
+    weights = _weights(times)
+    best = CONSTANTS
+    for _ in range(4):
+        before = best
+        for name, values in _GRID.items():
+            tries = [Constants(**{**_plain(best), name: value}) for value in values]
+            best = min(tries, key=lambda c: _loss(times, weights, c))
+        if best == before:
+            break
+    return best
+
+
+def _plain(constants: Constants) -> dict[str, float]:
+    return {name: getattr(constants, name) for name in _GRID}
+
+
+def _weights(times: Sequence[Timed]) -> np.ndarray:
+    counts: dict[str, int] = {}
+    for timed in times:
+        counts[timed.series] = counts.get(timed.series, 0) + 1
+    return np.array([1.0 / counts[timed.series] for timed in times])
+
+
+def _loss(times: Sequence[Timed], weights: np.ndarray, constants: Constants) -> float:
+    return float(weights @ np.abs(log_errors(times, constants)) / weights.sum())
+
+
+def log_errors(times: Sequence[Timed], constants: Constants) -> np.ndarray:
+    """float64[N]: log of predicted over published."""
+    return np.array([np.log(timed.predicted(constants) / timed.ms) for timed in times])
+
+
+def held_out(times: Sequence[Timed]) -> dict[str, np.ndarray]:
+    """Series -> log errors under constants that are fitted without its model on any machine."""
+    errors = {}
+    for series in dict.fromkeys(timed.series for timed in times):
+        inside = [timed for timed in times if timed.series == series]
+        model = inside[0].parameters
+        others = [timed for timed in times if timed.parameters != model]
+        errors[series] = log_errors(inside, fitted(others))
+    return errors
+
+
+def main() -> None:
+    """Prints the constants and the errors."""
+    times = read_times(data_folder(None, name="pass times", places=FILE) / FILE)
+    series = len({timed.series for timed in times})
+    constants = fitted(times)
+    print(f"{len(times)} pass times in {series} series")
+    for name in _GRID:
+        print(f"  {name}: {getattr(constants, name):g}")
+    errors = held_out(times)
+    for name, values in errors.items():
+        low, high = 100 * np.expm1(values.min()), 100 * np.expm1(values.max())
+        source, *what = name.split()
+        short = source.partition("@")[0].rpartition("/")[2]
+        print(f"  {short} {' '.join(what)}: {low:+.0f} % to {high:+.0f} %")
+    each = np.array([np.abs(values).mean() for values in errors.values()])
+    every = np.abs(np.concatenate(list(errors.values())))
+    for label, values in (("series", each), ("pass times", every)):
+        cells = [f"{100 * np.expm1(np.quantile(values, q)):.0f} %" for q in (0.5, 0.75, 0.9)]
+        print(
+            f"held-out error over {label}: median {cells[0]}, 75 % below {cells[1]},"
+            f" 90 % {cells[2]}"
+        )
+
+
+if __name__ == "__main__":
+    main()

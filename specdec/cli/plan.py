@@ -1,0 +1,73 @@
+"""``specdec plan``: which method, sizes and layout, for given models on given machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from specdec.cli.arguments import read_arguments
+from specdec.cli.execute import run_in
+from specdec.cli.folders import output_folder
+from specdec.cli.progress import reporting
+from specdec.files import write_text
+
+HELP = """\
+specdec plan [--config-dir DIR] [key=value] ...
+
+Simulates the presets that fit the devices, over their layouts and sizes, with the measured hits of
+a draft and the times of a machine. Prints a ranking with 95 % intervals, what decides it, how many
+draft tokens pay at which batch and context, and what would change the choice. Writes plan.json, a
+preset and its profile. An interrupted plan continues with the same command and output_dir.
+
+  model=law_NAME      a fitted law (specdec list models, specdec fit); model=replay model.record=F
+                      plays a record; model=hf model.target=T model.draft=D decodes a few prompts
+  acceptance=FILE     the log of an engine, in place of a law; method= draft_tokens= as for fit
+  profile=NAME|FILE   a latency profile; a described machine (docs/plan.md); or measured: here
+  devices=8           in total, the draft's own included; by default those of the profile
+  link_ms= link_gb_s= of a transfer, in place of the profile's
+  batch=1,4,16        requests at a time; the first is ranked, all are in the tables
+  context=512,8k      tokens before the output
+  objective=latency   time per token of a request; throughput: tokens per second; per_device
+  strategies=[A,B]    presets to try
+  prompts=24          of the last round
+  budget_s=60         seconds of search
+  check=DIR           compares a run of the planned preset with the plan; check=true runs it
+  output_dir=DIR      of the plan
+
+Examples
+  specdec plan model=law_pipespec_1b_70b profile=specpipe_8x3090 devices=9
+  specdec plan model=tiny profile=measured data=stdlib check=true
+  specdec plan acceptance=responses.jsonl profile=cluster.yaml batch=1,4,16 context=512,8k
+"""
+
+_VERDICT = "check.json"
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    from specdec.planning.asked import planning_of
+    from specdec.planning.job import SEARCH_FILE, check_job, plan_job
+    from specdec.planning.writing import PRESET, TABLE_FILE
+
+    arguments = read_arguments(words, flags=())
+    asked = planning_of(arguments.overrides, arguments.config_dirs)
+    folder = output_folder(asked.output_dir, "plan")
+
+    def work(progress: object) -> bool:
+        plan_job(asked, folder, progress)  # type: ignore[arg-type]
+        print((folder / TABLE_FILE).read_text(encoding="utf-8"), end="")
+        return True
+
+    done = run_in(folder, asked.claimed, SEARCH_FILE, work, table=TABLE_FILE)
+    if done:
+        print(f"use it: --config-dir {folder} strategy={PRESET} (clock.profile={PRESET})")
+        print(f"results in {folder}")
+    if asked.chosen.check not in ("", "false"):
+        with reporting() as progress:
+            verdict = check_job(asked, folder, progress)
+        write_text(folder / _VERDICT, json.dumps(verdict.to_json(), indent=1))
+        for figure in verdict.figures:
+            print(f"check: {figure.told()}")
+        for warning in verdict.warnings:
+            print(warning)
+    return 0

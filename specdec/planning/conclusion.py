@@ -1,0 +1,173 @@
+"""From the candidates of a search to the plan: figures, sentences, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.planning.acceptance import chain_table
+from specdec.planning.answer import Choice, Plan, Ranked, choices_of, compared
+from specdec.planning.asked import Planning
+from specdec.planning.candidates import PLAIN, Candidate, with_batch
+from specdec.planning.chains import chain_cell, chain_cells, crossover
+from specdec.planning.checking import expectation
+from specdec.planning.machines import DoesNotFit
+from specdec.planning.search import Search, Times
+from specdec.planning.sensitivity import (
+    Change,
+    changes,
+    sentence_of_shares,
+    sentences_of_changes,
+    shares,
+)
+from specdec.planning.simulate import Unit
+from specdec.planning.writing import engine_flags
+
+_BATCHES = (1, 4, 16, 64)
+_FEW_UNITS = 4  # batches at sizes that are not ranked
+_CHANGES = 11  # simulated changes at most
+
+
+def conclude(
+    asked: Planning, search: Search, finalists: Sequence[Candidate], path: Path
+) -> tuple[Plan, Candidate]:
+    """The plan of a finished search, and its first choice.
+
+    Args:
+        asked: with machine and acceptance.
+        search: that found the candidates.
+        finalists: of its last round, and plain decoding.
+        path: of the file of results.
+    """
+    chosen, machine, acceptance = asked.chosen, search.machine, asked.acceptance
+    assert acceptance is not None
+    count, batch, context = chosen.prompts, chosen.batch[0], chosen.context[0]
+    ranked = [
+        Ranked(
+            c,
+            search.simulator.units(c, count, search.length),
+            machine.memory_gb(c.layout, batch, context),
+        )
+        for c in search.ranked(finalists, count)
+    ]
+    choices = choices_of(
+        ranked,
+        objective=chosen.objective,
+        requests=search.requests,
+        drawn=acceptance.drawn,
+        plain=PLAIN,
+    )
+    winner, units = ranked[0].candidate, ranked[0].units
+    plain = next(r.candidate for r in ranked if r.candidate.name == PLAIN)
+    of_presets: dict[str, Candidate] = {}
+    for entry in ranked:
+        of_presets.setdefault(entry.candidate.name, entry.candidate)
+    others = [c for name, c in of_presets.items() if name != PLAIN]
+    found = _changed(asked, search, [*others, plain], path)
+    table = chain_table(acceptance)
+    contexts = chosen.context if machine.prices_context else chosen.context[:1]
+    batches = chosen.batch if len(chosen.batch) > 1 else _BATCHES
+    draft = str(asked.config["model"].get("draft") or "DRAFT")
+    plan = Plan(
+        choices=choices,
+        objective=chosen.objective,
+        batch=batch,
+        context=context,
+        devices=machine.devices,
+        acceptance=f"{acceptance.told}; hit rate {acceptance.hit_rate():.3f}",
+        machine=machine.name,
+        decides=tuple(_decides(search, winner, units, choices)),
+        changes=tuple(found),
+        changes_told=tuple(sentences_of_changes(found, winner.name, acceptance.hit_rate())),
+        chains=tuple(chain_cells(machine, table, batches, contexts)),
+        crossover={c: crossover(machine, table, c) for c in contexts},
+        by_batch=tuple(_by_batch(search, others, plain)),
+        engines=engine_flags(chain_cell(machine, table, batch, context), draft),
+        memory_limit_gb=machine.limit_gb,
+        left_out=search.left_out,
+        complete=search.complete,
+        notes=tuple(_notes(asked, search)),
+        expected=expectation(
+            units,
+            requests=acceptance.requests,
+            drawn=acceptance.drawn,
+            error=machine.error,
+        ),
+    )
+    return plan, winner
+
+
+def _changed(
+    asked: Planning, search: Search, finalists: Sequence[Candidate], path: Path
+) -> list[Change]:
+    """See ``changes``; none where the budget is spent."""
+    if search.out_of_time:
+        search.complete = False
+        return []
+    assert asked.acceptance is not None
+    search.report("sensitivity", _CHANGES)
+    return changes(
+        asked.acceptance,
+        finalists,
+        times=search.times,
+        objective=search.chosen.objective,
+        length=search.length,
+        path=path,
+        report=search.report,
+    )
+
+
+def _decides(
+    search: Search, winner: Candidate, units: Sequence[Unit], choices: Sequence[Choice]
+) -> list[str]:
+    drafting = sum(unit.draft_s for unit in units)
+    hidden = sum(unit.hidden_s for unit in units) / drafting if drafting else None
+    told = [sentence_of_shares(shares(search.times, winner), hidden)]
+    other = next((c for c in choices if c.strategy not in (winner.name, PLAIN)), None)
+    return told if other is None else [*told, compared(choices[0], other)]
+
+
+def _by_batch(
+    search: Search, of_presets: Sequence[Candidate], plain: Candidate
+) -> list[dict[str, Any]]:
+    """The fastest ranked candidate at the other batch sizes, in its own layout."""
+    rows = []
+    context = search.chosen.context[0]
+    for batch in search.chosen.batch[1:]:
+        made: list[tuple[float, Candidate]] = []
+        base = None
+        for candidate in [*of_presets[:4], plain]:
+            try:
+                other = with_batch(candidate, search.machine, batch, context)
+            except DoesNotFit:
+                continue
+            seconds = search.times(other, _FEW_UNITS).mean
+            made.append((seconds, other))
+            base = seconds if candidate is plain else base
+        if made and base is not None:
+            seconds, best = min(made, key=lambda pair: pair[0])
+            units = search.simulator.units(best, _FEW_UNITS, search.length)
+            speed = 1.0 / Times.of(units, "throughput", 1).mean
+            told = {"batch": batch, "told": best.told(), "tokens_per_s": speed}
+            rows.append({**told, "gain": base / seconds})
+    return rows
+
+
+def _notes(asked: Planning, search: Search) -> list[str]:
+    acceptance, machine, chosen = asked.acceptance, search.machine, asked.chosen
+    assert acceptance is not None
+    notes = []
+    if not search.complete:
+        notes.append(
+            f"budget_s={chosen.budget_s:g} was spent before the search ended: give more, and start"
+            " the same command again to continue"
+        )
+    if acceptance.drawn and not acceptance.requests:
+        notes.append("the law states no requests: intervals are of the simulated prompts alone")
+    if not machine.prices_context:
+        notes.append(f"times of {machine.name} do not depend on the context")
+    others = [name for name, why in search.left_out.items() if "another program" not in why]
+    if others:
+        notes.append(f"{len(others)} presets were not simulated: plan.json says why, each")
+    return notes

@@ -1,0 +1,195 @@
+"""``specdec plan``: from the words of the command line to a plan in a folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+from specdec.config.job import run_job_of
+from specdec.errors import UserError
+from specdec.files import parse_json, write_json
+from specdec.pairs import build_pair
+from specdec.planning.acceptance import OfRecord
+from specdec.planning.answer import Plan
+from specdec.planning.asked import Planning, planning_of
+from specdec.planning.candidates import PLAIN, families
+from specdec.planning.checking import Verdict, check_run, units_of_run
+from specdec.planning.conclusion import conclude
+from specdec.planning.measuring import measured_here, measured_machine
+from specdec.planning.options import MEASURED
+from specdec.planning.search import Search
+from specdec.planning.simulate import Simulator
+from specdec.planning.writing import PRESET, RESULT_FILE, write_plan
+from specdec.report.provenance import provenance
+from specdec.runs.jobs import Progress, run_job
+
+SEARCH_FILE = "search.json"
+"""Where it exists in a folder, the search was complete."""
+
+_MEASURED = "measured.json"
+_LENGTH = 64  # tokens per simulated prompt
+_DECODED = 8  # prompts that are decoded where models have to
+_UNITS, _FEW_UNITS = 8, 4  # batches at least, of the ranked size and of the others
+
+
+def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
+    """Searches, and writes the plan into a folder; continues an interrupted search.
+
+    Raises:
+        UserError: nothing fits the devices.
+    """
+    began = monotonic()
+    asked = _with_measured(asked, folder, progress)
+    chosen, machine, acceptance = asked.chosen, asked.machine, asked.acceptance
+    assert machine is not None
+    assert acceptance is not None
+    words = [w for w in asked.words if not w.startswith(("model", "output_dir=", "threads="))]
+    path = folder / "evaluations.jsonl"
+    pair = acceptance.pair()
+    prompts = max(chosen.prompts, _UNITS * chosen.batch[0], _FEW_UNITS * max(chosen.batch))
+    simulator = Simulator(pair, path, of="plan", prompts=prompts)
+    found, left_out = families([*words, *acceptance.words], asked.extra, chosen.strategies, pair)
+
+    def report(label: str, total: int | None) -> None:
+        if total is None:
+            progress.advance(detail=label)
+        else:
+            progress.phase(label, total)
+
+    search = Search(
+        machine=machine,
+        simulator=simulator,
+        chosen=chosen,
+        requests=acceptance.requests / chosen.batch[0],
+        drawn=acceptance.drawn,
+        length=_LENGTH,
+        report=report,
+        left_out=left_out,
+    )
+    finalists = search.run(found)
+    plan, winner = conclude(asked, search, finalists, path)
+    plan = replace(
+        plan,
+        simulated_tokens=simulator.simulated_tokens,
+        search_s=monotonic() - began,
+        folder=str(folder),
+        overrides=asked.words,
+    )
+    write_plan(folder, plan, winner, provenance(command=sys.argv, config=asked.claimed))
+    if plan.complete:
+        write_json(folder / SEARCH_FILE, {"tokens": plan.simulated_tokens, "s": plan.search_s})
+    return plan
+
+
+def _with_measured(asked: Planning, folder: Path, progress: Progress) -> Planning:
+    """Decodes prompts and measures the machine where the plan has to."""
+    if asked.acceptance is not None and asked.machine is not None:
+        return asked
+    words = _decoding_words(asked.words)
+    job = run_job_of([*words, f"strategy={PLAIN}", "record=true"], asked.extra)
+    run = folder / "record"
+    if not (run / "summary.json").is_file():
+        run.mkdir(parents=True, exist_ok=True)
+        run_job(job.config, run, progress)
+    acceptance = OfRecord.of(str(run / "record.npz"))
+    acceptance = replace(acceptance, num_layers=_layers(asked))
+    machine = asked.machine
+    if machine is None:
+        devices = asked.chosen.devices or 1
+        stages = max(devices - 1, 1)
+        stored = folder / _MEASURED
+        if not stored.is_file():
+            costs, note = measured_here(
+                words, asked.extra, stages=stages, acceptance=acceptance, progress=progress
+            )
+            write_json(stored, {"costs": costs, "note": note})
+        loaded = parse_json(stored.read_bytes())
+        costs, note = loaded["costs"], loaded["note"]
+        machine = measured_machine(costs, note, stages=stages, devices=devices)
+    return replace(asked, acceptance=acceptance, machine=machine)
+
+
+def _decoding_words(words: Sequence[str]) -> list[str]:
+    """The words of a real run, which has few prompts unless they say otherwise."""
+    kept = [word for word in words if not word.startswith("output_dir=")]
+    limited = any(word.startswith("data.limit=") for word in kept)
+    return kept if limited else [*kept, f"data.limit={_DECODED}"]
+
+
+def _layers(asked: Planning) -> int:
+    """Layers of the target that was decoded."""
+    return int(build_pair(asked.config["model"]).num_layers)
+
+
+def check_job(asked: Planning, folder: Path, progress: Progress) -> Verdict:
+    """Compares the plan in a folder with a run, which it starts where ``check=true``.
+
+    On the wall clock where the profile was measured and one device suffices, else on the paced
+    clock with the plan's own profile.
+
+    Raises:
+        UserError: a run that cannot be compared.
+    """
+    loaded = parse_json((folder / RESULT_FILE).read_bytes())
+    expected = loaded["expected"]
+    if asked.chosen.check != "true":
+        return check_run(expected, units_of_run(Path(asked.chosen.check).expanduser()))
+    trees = [*asked.extra, folder]
+    words = [*_decoding_words(asked.words), f"strategy={PRESET}"]
+    staged = loaded["choices"][0]["devices"] > 1
+    if asked.chosen.profile == MEASURED and not staged:
+        words.append("clock=measured")
+    else:
+        words += ["clock=paced", f"clock.profile={PRESET}"]
+        words += ["executor.transport=distributed"] if staged else []
+    run = folder / "check"
+    if not (run / "summary.json").is_file():
+        run.mkdir(parents=True, exist_ok=True)
+        run_job(run_job_of(words, trees).config, run, progress)
+    return check_run(expected, units_of_run(run))
+
+
+class _Silent:
+    """Progress that nobody sees."""
+
+    def phase(self, label: str, total: int | None) -> None: ...
+
+    def advance(self, count: int = 1, detail: str = "") -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def plan(
+    overrides: Sequence[str] = (),
+    *,
+    config_dirs: Sequence[str | Path] = (),
+    output_dir: str | Path | None = None,
+    **keys: Any,
+) -> Plan:
+    """Plans a method, its sizes and its layout, as ``specdec plan`` does.
+
+        specdec.plan(["model=law_pipespec_1b_70b"], profile="specpipe_8x3090", devices=9).frame
+
+    Args:
+        overrides: as on the command line: model=, data=, sampling=, and the plan's own keys.
+        config_dirs: further configuration trees (``--config-dir``).
+        output_dir: folder for the files of the plan, which continues a search; None: none remain.
+        keys: the plan's own keys (``PlanOptions``) as values.
+
+    Raises:
+        UserError: anything that the command line refuses.
+    """
+    for name, value in (("overrides", overrides), ("config_dirs", config_dirs)):
+        if isinstance(value, str):
+            raise UserError(f"{name}={value!r} must be a list, as in {name}=[{value!r}]")
+    asked = planning_of(list(overrides), [Path(folder) for folder in config_dirs], keys)
+    if output_dir is not None:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        return plan_job(asked, Path(output_dir), _Silent())
+    with TemporaryDirectory() as folder:
+        return replace(plan_job(asked, Path(folder), _Silent()), folder="")

@@ -1,0 +1,94 @@
+"""Layouts of a target on devices, and the devices and bytes that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_DEGREES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where target and draft run.
+
+    Attributes:
+        stages: of the target's pipeline.
+        degree: devices that share every layer of a stage.
+        draft_degree: devices that share every layer of the draft.
+        replicas: copies of the target.
+        own_draft: whether the draft works beside the target, on devices of its own.
+        others: devices of further models, one each.
+    """
+
+    stages: int = 1
+    degree: int = 1
+    draft_degree: int = 1
+    replicas: int = 1
+    own_draft: bool = False
+    others: int = 0
+
+    @property
+    def target_devices(self) -> int:
+        """Devices of the target."""
+        return self.stages * self.degree * self.replicas
+
+    @property
+    def devices(self) -> int:
+        """Devices of all models."""
+        return self.target_devices + (self.draft_degree if self.own_draft else 0) + self.others
+
+    def told(self) -> str:
+        """In words, such as ``8 stages + draft``."""
+        words = [f"{self.stages} stage{'s' * (self.stages > 1)}"] if self.stages > 1 else []
+        words += [f"TP {self.degree}"] if self.degree > 1 else []
+        words += [f"{self.replicas} copies"] if self.replicas > 1 else []
+        draft = f"draft TP {self.draft_degree}" if self.draft_degree > 1 else "draft"
+        told = " x ".join(words or ["1 device"]) + (f" + {draft}" if self.own_draft else "")
+        return told + (f" + {self.others} more" if self.others else "")
+
+
+def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> Iterator[Layout]:
+    """Layouts of an executor on so many devices in total.
+
+    All devices of the target are used, by every tensor-parallel degree that divides them into
+    stages; besides the target on one stage, and the smallest pipelines.
+
+    Args:
+        devices: in total.
+        own_draft: whether the draft has devices of its own.
+        staged: whether the executor has stages.
+        copies: whether it has copies of the target, a device each.
+    """
+    seen = set()
+    for draft_degree in _DEGREES if own_draft and staged else (1,):
+        left = devices - (draft_degree if own_draft else 0)
+        if left < 1 or (draft_degree > 1 and draft_degree > left):
+            continue
+        for layout in _of_target(left, staged, copies):
+            kept = Layout(
+                stages=layout.stages,
+                degree=layout.degree,
+                draft_degree=draft_degree,
+                replicas=layout.replicas,
+                own_draft=own_draft,
+            )
+            if kept not in seen:
+                seen.add(kept)
+                yield kept
+
+
+def _of_target(left: int, staged: bool, copies: bool) -> Iterator[Layout]:
+    if copies:
+        yield from (Layout(replicas=number) for number in range(2, left + 1))
+        return
+    yield Layout()
+    if not staged:
+        return
+    for degree in (d for d in _DEGREES if d <= left):
+        yield Layout(stages=left // degree, degree=degree)
+        yield Layout(degree=degree)
+    half = left
+    while half > 2:
+        half //= 2
+        yield Layout(stages=half)

@@ -1,0 +1,348 @@
+"""What a cluster's work costs in a layout: from a latency profile, or from a described machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from specdec.clocks.profile import curve_at
+from specdec.config.options import options, read_yaml
+from specdec.config.profile_costs import with_draft
+from specdec.config.profiles import load_profile
+from specdec.errors import UserError
+from specdec.parts.fields import Count, NotNegative, Positive, errors_of, validated
+from specdec.parts.suggest import did_you_mean
+from specdec.planning import roofline
+from specdec.planning.layouts import Layout
+from specdec.planning.options import PlanOptions
+
+CLOCK_ERROR = 0.05
+"""Relative error that is granted to the times of a measured or stated profile."""
+
+_POINTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+"""Rows at which a described machine is priced."""
+
+
+class DoesNotFit(Exception):
+    """A layout that the machine does not have or cannot hold; the message says why."""
+
+
+class Machine(Protocol):
+    """A cluster.
+
+    Attributes:
+        name: of the profile or file.
+        note: origin of the times.
+        devices: in total.
+        error: relative error of its times.
+        prices_context: whether times depend on the context.
+        limit_gb: gigabytes of a device; None if unknown.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def note(self) -> str: ...
+
+    @property
+    def devices(self) -> int: ...
+
+    @property
+    def error(self) -> float: ...
+
+    @property
+    def prices_context(self) -> bool: ...
+
+    @property
+    def limit_gb(self) -> float | None: ...
+
+    def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
+        """Cost curves by kind, as in a profile.
+
+        Raises:
+            DoesNotFit: no such layout here.
+        """
+        ...
+
+    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
+        """Gigabytes on the fullest device; None if unknown."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """A latency profile: times of one stage of a target on ``stages`` devices.
+
+    With another number of stages a stage has more or fewer layers, and its times are scaled by
+    that. Fewer devices than the profile's are taken not to hold the target.
+
+    Attributes:
+        profile: content of the profile.
+        transfer: curve in place of the profile's; None: the profile's.
+        name, note, devices, error, prices_context: see ``Machine``.
+    """
+
+    name: str
+    profile: Mapping[str, Any]
+    devices: int
+    transfer: Mapping[str, Any] | None = None
+    error: float = CLOCK_ERROR
+    prices_context: bool = False
+
+    @property
+    def note(self) -> str:
+        """Of the profile."""
+        return str(self.profile.get("note", ""))
+
+    @property
+    def limit_gb(self) -> float | None:
+        """Unknown."""
+        return None
+
+    @property
+    def priced(self) -> int:
+        """Stages of the profile's target."""
+        return int(self.profile.get("stages", 1))
+
+    def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
+        """See ``Machine``; batch and context change nothing."""
+        if layout.stages * layout.degree < self.priced:
+            raise DoesNotFit(
+                f"the target of {self.name} is on {self.priced} devices, and"
+                f" {layout.stages * layout.degree} are taken not to hold it"
+            )
+        costs = {kind: dict(curve) for kind, curve in self.profile["costs"].items()}
+        for kind, degree in (("stage", layout.degree), ("draft", layout.draft_degree)):
+            curves = self.profile.get("degrees", {}).get(kind, {})
+            known = sorted(int(number) for number in curves)
+            if known and known[0] <= degree <= known[-1]:
+                costs[kind] = curve_at(curves, degree)
+            elif degree > 1:
+                raise DoesNotFit(f"{self.name} has no time of a {kind} on {degree} devices")
+        if "stage" in costs:
+            costs["stage"] = scaled(costs["stage"], self.priced / layout.stages)
+        if self.transfer is not None:
+            costs["transfer"] = dict(self.transfer)
+        return costs
+
+    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
+        """Unknown."""
+        return None
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """The keys of a described machine; those with a default may be left out.
+
+    Attributes:
+        devices: in total, all alike.
+        memory_gb_s, tflops, memory_gb: of a device: bandwidth, peak of the weights' arithmetic,
+            size.
+        link_ms, link_gb_s: latency and bandwidth of a transfer between two devices.
+        target_gb, draft_gb: bytes of weights; 0 without a draft.
+        weight_bytes: of a parameter; 0.5 for 4 bits.
+        kv_kb: kilobytes of keys and values of the target per token; 0 leaves the context out.
+        target_layers, draft_layers: None: those of a published model of that size.
+        graphs: whether the engine captures graphs; without them a layer costs more.
+        boxes: groups of devices; tensor parallelism stays in one of them.
+        box_link_ms, box_link_gb_s: between two of them; None: as inside.
+    """
+
+    devices: Count
+    memory_gb_s: Positive
+    tflops: Positive
+    memory_gb: Positive
+    link_ms: NotNegative
+    link_gb_s: Positive
+    target_gb: Positive
+    draft_gb: NotNegative
+    weight_bytes: Positive = 2.0
+    kv_kb: NotNegative = 0.0
+    target_layers: Count | None = None
+    draft_layers: Count | None = None
+    graphs: bool = True
+    boxes: Count = 1
+    box_link_ms: NotNegative | None = None
+    box_link_gb_s: Positive | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A described machine, priced by ``specdec.planning.roofline``.
+
+    A transfer over several links of a step takes as long as the slowest: stages of a pipeline over
+    boxes pay the link between them.
+
+    Attributes:
+        name: of the file.
+        about: the description.
+        devices, error: see ``Machine``.
+    """
+
+    name: str
+    about: Description
+    devices: int
+    error: float = roofline.ERROR
+    note: str = field(
+        default=f"described machine: roofline, efficiencies fitted to {roofline.SOURCE}"
+    )
+
+    @property
+    def prices_context(self) -> bool:
+        """Whether the description has bytes of keys and values."""
+        return self.about.kv_kb > 0
+
+    @property
+    def limit_gb(self) -> float | None:
+        """Of the description."""
+        return self.about.memory_gb
+
+    def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
+        """See ``Machine``."""
+        about = self.about
+        if max(layout.degree, layout.draft_degree) * about.boxes > max(self.devices, 1):
+            raise DoesNotFit(
+                f"a box has {self.devices // about.boxes} devices, fewer than"
+                f" {max(layout.degree, layout.draft_degree)} that share a layer"
+            )
+        held = self.memory_gb(layout, batch, context)
+        if held is not None and held > about.memory_gb:
+            raise DoesNotFit(
+                f"{held:.1f} GB on a device ({layout.told()}), and it has {about.memory_gb:g}"
+            )
+        kv = 1e3 * about.kv_kb * batch * context / layout.stages
+        weights = 1e9 * about.target_gb / layout.stages
+        layers = self._layers(about.target_gb, about.target_layers)
+        limits: dict[str, Any] = {
+            "bytes_per_s": 1e9 * about.memory_gb_s,
+            "flops_per_s": 1e12 * about.tflops,
+            "eager": not about.graphs,
+        }
+        costs = {
+            "stage": _curve(
+                lambda rows: roofline.pass_ms(
+                    rows,
+                    parameters=weights / about.weight_bytes,
+                    num_bytes=weights + kv,
+                    layers=-(-layers // layout.stages),
+                    degree=layout.degree,
+                    **limits,
+                )
+            )
+        }
+        if about.draft_gb:
+            costs["draft"] = _curve(
+                lambda rows: roofline.pass_ms(
+                    rows,
+                    parameters=1e9 * about.draft_gb / about.weight_bytes,
+                    num_bytes=1e9 * about.draft_gb,
+                    layers=self._layers(about.draft_gb, about.draft_layers),
+                    degree=layout.draft_degree,
+                    **limits,
+                )
+            )
+        if layout.stages > 1 or layout.own_draft:
+            costs["transfer"] = _curve(lambda rows: self._transfer_ms(layout, layers, rows))
+        return costs
+
+    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
+        """Weights, keys and values of the fullest device."""
+        about, parts = self.about, layout.stages * layout.degree
+        target = (about.target_gb + 1e-6 * about.kv_kb * batch * context) / parts
+        if layout.own_draft:
+            return max(target, about.draft_gb / layout.draft_degree)
+        return target + about.draft_gb / layout.draft_degree
+
+    def _layers(self, size_gb: float, stated: int | None) -> int:
+        return stated or roofline.layers_of(1e9 * size_gb / self.about.weight_bytes)
+
+    def _transfer_ms(self, layout: Layout, layers: int, rows: int) -> float:
+        about = self.about
+        crosses = about.boxes > 1 and layout.devices > self.devices // about.boxes
+        slow_ms = about.link_ms if about.box_link_ms is None else about.box_link_ms
+        slow_gb_s = about.link_gb_s if about.box_link_gb_s is None else about.box_link_gb_s
+        latency, speed = (slow_ms, slow_gb_s) if crosses else (about.link_ms, about.link_gb_s)
+        width = roofline.hidden_of(1e9 * about.target_gb / about.weight_bytes, layers)
+        return latency + rows * width * 2.0 / (speed * 1e6)
+
+
+def machine_of(
+    chosen: PlanOptions, extra: Sequence[Path] = (), *, draft_name: str | None = None
+) -> Machine:
+    """The machine of ``profile``: a profile by name or path, or the path of a description.
+
+    Args:
+        chosen: its profile, devices and link are used.
+        extra: further configuration trees with profiles.
+        draft_name: of the law; the profile must have its time.
+
+    Raises:
+        UserError: neither of the two, or a draft whose time the profile does not have.
+    """
+    path = Path(chosen.profile).expanduser()
+    if chosen.profile not in options("profile", extra) and path.is_file():
+        loaded = read_yaml(path, f"profile={chosen.profile} is not readable YAML", resolve=True)
+        if isinstance(loaded, dict) and "costs" not in loaded:
+            return _described(chosen, loaded)
+    profile = load_profile(chosen.profile, extra, key="profile")
+    profile = with_draft({**profile, "profile": chosen.profile}, draft_name)
+    priced = int(profile.get("stages", 1))
+    transfer = None
+    if chosen.link_ms is not None:
+        transfer = {"tokens": [1], "ms": [chosen.link_ms]}
+    if chosen.link_gb_s is not None:
+        raise UserError(
+            f"link_gb_s={chosen.link_gb_s:g} is for a described machine, whose hidden states have a"
+            f" size; profile={chosen.profile} has times: leave it out, or use link_ms"
+        )
+    return Profiled(
+        name=path.stem if path.is_file() else chosen.profile,
+        profile=profile,
+        devices=chosen.devices or priced + 1,
+        transfer=transfer,
+    )
+
+
+def _described(chosen: PlanOptions, loaded: Mapping[str, Any]) -> Described:
+    known = [item.name for item in fields(Description)]
+    for key in loaded:
+        if key not in known:
+            raise UserError(
+                f"profile={chosen.profile}: {key} is no key of a described machine:"
+                f" {did_you_mean(str(key), known)}"
+            )
+    values = {**loaded}
+    for key in ("devices", "link_ms", "link_gb_s"):
+        if getattr(chosen, key) is not None:
+            values[key] = getattr(chosen, key)
+    needed = [item.name for item in fields(Description) if item.default is MISSING]
+    missing = [name for name in needed if name not in values]
+    if missing:
+        raise UserError(
+            f"profile={chosen.profile} describes a machine without {', '.join(missing)}: add them"
+            " (docs/plan.md)"
+        )
+    for error in errors_of(Description, values):
+        raise UserError(f"profile={chosen.profile}: {error}")
+    about = Description(**values)
+    if about.devices % about.boxes:
+        raise UserError(
+            f"profile={chosen.profile}: {about.devices} devices are not {about.boxes} equal boxes"
+        )
+    return Described(name=Path(chosen.profile).stem, about=about, devices=about.devices)
+
+
+def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """A cost curve times ``factor``."""
+    result = {**curve, "ms": [ms * factor for ms in curve["ms"]]}
+    if "block_ms" in curve:
+        result["block_ms"] = curve["block_ms"] * factor
+    return result
+
+
+def _curve(ms: Any) -> dict[str, Any]:
+    return {"tokens": list(_POINTS), "ms": [round(ms(rows), 6) for rows in _POINTS]}

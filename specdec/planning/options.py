@@ -1,0 +1,117 @@
+"""The own keys of ``specdec plan``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from specdec.errors import UserError
+from specdec.parts.fields import Count, NotNegative, Positive, Text, errors_of, expects, validated
+from specdec.parts.suggest import did_you_mean
+
+Objective = Literal["latency", "throughput", "per_device"]
+Counts = Annotated[
+    tuple[Count, ...],
+    Field(min_length=1),
+    expects("it must be whole numbers of at least 1, as in 1,4,16 or 512,8k"),
+]
+Names = tuple[Text, ...]
+
+MEASURED = "measured"
+"""Value of ``profile``: measure the models of this run on this machine."""
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What is planned for.
+
+    Attributes:
+        profile: a profile's name or path, the path of a described machine, or "measured".
+        devices: in total, the draft's included; None: as many as the profile has.
+        link_ms, link_gb_s: latency and bandwidth of a transfer in place of the profile's.
+        batch: requests at a time; the first one is ranked, the others are in the tables.
+        context: tokens before the output; the first one is ranked.
+        objective: time per token of a request, tokens per second, or these per device.
+        acceptance: a log or trace of an engine, in place of a law of ``model=``.
+        method, draft_tokens: as for ``specdec fit``.
+        strategies: presets to try; empty: all.
+        prompts: at most, of the last round.
+        budget_s: seconds of search.
+        check: true: run the winner; a run folder: compare its results; empty: neither.
+    """
+
+    profile: Text = "uniform_30ms"
+    devices: Count | None = None
+    link_ms: NotNegative | None = None
+    link_gb_s: Positive | None = None
+    batch: Counts = (1,)
+    context: Counts = (512,)
+    objective: Objective = "latency"
+    acceptance: Text | None = None
+    method: Text | None = None
+    draft_tokens: Count | None = None
+    strategies: Names = ()
+    prompts: Annotated[int, Field(ge=4, le=1000)] = 24
+    budget_s: Positive = 60.0
+    check: str = ""
+
+
+_LISTS = ("batch", "context", "strategies")
+_TEXTS = ("profile", "acceptance", "method", "check", "objective")
+_KILO = re.compile(r"(\d+)k")
+
+
+def split_words(
+    words: Iterable[str], keys: Mapping[str, Any] | None = None
+) -> tuple[PlanOptions, list[str]]:
+    """The plan's own keys, and the words that are left for the configuration.
+
+    Args:
+        words: of the command line.
+        keys: own keys as values, which take precedence.
+
+    Raises:
+        UserError: an unknown key, or a value that its key does not accept.
+    """
+    known = {field.name for field in fields(PlanOptions)}
+    own: dict[str, Any] = {}
+    rest: list[str] = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and key in known:
+            own[key] = _value(key, value)
+        else:
+            rest.append(word)
+    for key, value in (keys or {}).items():
+        if key not in known:
+            raise UserError(f"{key} is no key of a plan: {did_you_mean(key, known)}")
+        own[key] = tuple(value) if isinstance(value, list) else value
+    for error in errors_of(PlanOptions, own):
+        raise UserError(error)
+    return PlanOptions(**own), rest
+
+
+def _value(key: str, text: str) -> Any:
+    if key in _LISTS:
+        items = [item.strip() for item in text.strip("[]").split(",") if item.strip()]
+        return tuple(items) if key == "strategies" else tuple(_number(item) for item in items)
+    return text if key in _TEXTS else _number(text)
+
+
+def _number(text: str) -> Any:
+    """A number where the text is one; ``8k`` is 8192."""
+    if kilo := _KILO.fullmatch(text):
+        return int(kilo[1]) * 1024
+    if text in ("null", "none"):
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,273 @@
+"""The search: layouts and sizes by short simulations, then successive halving on prompts.
+
+Candidates are compared on the same prompts. The uncertainty of a ratio is that of prompts drawn
+anew (bootstrap), with as many of them as carry the information: n simulated prompts of a law that
+is fitted to m requests count as 1 / (1 / n + 1 / m).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import UserError
+from specdec.planning.candidates import PLAIN, Candidate, Family, sized
+from specdec.planning.layouts import Layout, layouts
+from specdec.planning.machines import DoesNotFit, Machine
+from specdec.planning.options import PlanOptions
+from specdec.planning.simulate import Simulator, Unit
+from specdec.types import FloatArray
+
+_RESAMPLES = 2000
+_LEVEL = 0.95
+_FIRST = (3, 48)  # prompts and tokens of the first round
+_ROUNDS = ((6, 18), (12, 12), (None, 8))  # prompts (None: all), candidates that are kept
+_BESIDE = 0.2  # share of drafting during target work from which the draft needs its own device
+_TUNING = 0.6  # share of the budget after which sizes are no longer tried
+_HOPELESS = 2.5  # times the best so far, from which a preset's sizes are not tried
+_PER_FAMILY = 3  # candidates of a preset that enter the halving
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Time per token of a candidate on units of prompts; less is better.
+
+    Attributes:
+        above, below: float64[U], numerator and denominator of the objective, unit by unit.
+    """
+
+    above: FloatArray
+    below: FloatArray
+
+    @staticmethod
+    def of(units: Sequence[Unit], objective: str, devices: int) -> Times:
+        """By the objective: seconds per token of a request, or of all, or times devices."""
+        if objective == "latency":
+            above, below = [u.seconds for u in units], [u.tokens for u in units]
+        else:
+            factor = devices if objective == "per_device" else 1
+            above, below = [u.clock_s * factor for u in units], [u.emitted for u in units]
+        return Times(np.array(above, float), np.maximum(np.array(below, float), 1e-9))
+
+    @property
+    def mean(self) -> float:
+        """Seconds per token of all units."""
+        return float(self.above.sum() / self.below.sum())
+
+    def resampled(self, count: float) -> FloatArray:
+        """float64[R]: means over ``count`` units drawn with replacement; the same for all."""
+        picks = drawn_units(len(self.above), count)
+        means: FloatArray = self.above[picks].sum(axis=1) / self.below[picks].sum(axis=1)
+        return means
+
+
+def drawn_units(num: int, count: float) -> np.ndarray:
+    """int64[R, max(1, round(count))]: units drawn with replacement, keyed by nothing."""
+    size = max(1, round(count))
+    return np.random.default_rng(0).integers(0, num, (_RESAMPLES, size))
+
+
+def effective(simulated: float, requests: float, drawn: bool) -> float:
+    """Number of units that carry the information; see the module.
+
+    Args:
+        simulated: units.
+        requests: units that the law was fitted to; 0: no uncertainty of the law is known.
+        drawn: whether prompts are drawn from a law; a record's prompts are its requests.
+    """
+    if not drawn or not requests:
+        return float(simulated)
+    return 1.0 / (1.0 / simulated + 1.0 / requests)
+
+
+def interval(values: FloatArray) -> tuple[float, float]:
+    """The central 95 %."""
+    low, high = np.quantile(values, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+    return float(low), float(high)
+
+
+@dataclass(slots=True)
+class Search:
+    """A search over presets, layouts and sizes.
+
+    Attributes:
+        machine, simulator, chosen: the inputs.
+        requests, drawn: of the acceptance; see ``effective``.
+        length: tokens per prompt.
+        report: called with the label and number of steps of a phase, or with a finished step.
+        left_out: preset -> why it is not simulated.
+        complete: whether the budget sufficed.
+    """
+
+    machine: Machine
+    simulator: Simulator
+    chosen: PlanOptions
+    requests: float
+    drawn: bool
+    length: int
+    report: Callable[[str, int | None], None]
+    left_out: dict[str, str] = field(default_factory=dict)
+    complete: bool = True
+    _ends: float = 0.0
+
+    def run(self, families: Sequence[Family]) -> list[Candidate]:
+        """The candidates of the last round, and plain decoding.
+
+        First every preset as it is, in every layout; then sizes of those that may still be best,
+        the fastest first; then halving.
+        """
+        began = monotonic()
+        self._ends = began + self.chosen.budget_s
+        self.report("layouts", len(families))
+        tried: dict[str, dict[str, tuple[float, Candidate]]] = {}
+        for family in families:
+            found = self._in_layouts(family)
+            if found:
+                tried[family.name] = found
+            self.report(family.name, None)
+        if PLAIN not in tried:
+            raise UserError(
+                f"plain decoding does not fit: {self.left_out.get(PLAIN, 'no layout')}; give more"
+                " devices, or a machine that holds the target"
+            )
+        plain = _fastest(tried.pop(PLAIN))[0]
+        order = sorted(tried, key=lambda name: min(tried[name].values(), key=_time)[0])
+        tuned_by = began + _TUNING * self.chosen.budget_s
+        best = min((t for found in tried.values() for t, _ in found.values()), default=0.0)
+        self.report("sizes", len(order))
+        for name in order:
+            if _fastest_time(tried[name]) <= _HOPELESS * best:
+                self._tune(tried[name], tuned_by)
+                best = min(best, _fastest_time(tried[name]))
+            self.report(name, None)
+        entered = [c for name in order for c in _fastest(tried[name])[:_PER_FAMILY]]
+        return [*self._halved(entered), plain]
+
+    def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
+        """Times of a candidate on the first units."""
+        units = self.simulator.units(candidate, count, length or self.length)
+        return Times.of(units, self.chosen.objective, candidate.layout.devices)
+
+    def ranked(self, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+        """Candidates by their time, fastest first."""
+        return sorted(candidates, key=lambda c: self.times(c, count).mean)
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the budget is spent."""
+        return monotonic() > self._ends
+
+    def _in_layouts(self, family: Family) -> dict[str, tuple[float, Candidate]]:
+        """Key -> time and candidate: a preset as it is, in every layout that fits."""
+        batch, context = self.chosen.batch[0], self.chosen.context[0]
+        tried: dict[str, tuple[float, Candidate]] = {}
+        reasons: list[str] = []
+        for layout in self._layouts(family):
+            if self.out_of_time:
+                self.complete = False
+                reasons.append("the budget was spent before it was tried")
+                break
+            try:
+                made = family.candidate(self.machine, layout, batch=batch, context=context)
+                self._try(made, tried)
+            except (DoesNotFit, UserError) as error:
+                reasons.append(str(error))
+        if not tried:
+            self.left_out[family.name] = reasons[0] if reasons else "it fits no layout"
+        return tried
+
+    def _tune(self, tried: dict[str, tuple[float, Candidate]], until: float) -> None:
+        """Adds sizes in the best layout, one key after the other, each from the best so far."""
+        keys = sized(_fastest(tried)[0])
+        variants = next(keys, None)
+        while variants is not None:
+            for made in variants[1]:
+                if monotonic() > until:
+                    self.complete = False
+                    return
+                try:
+                    self._try(made, tried)
+                except (UserError, ValueError):
+                    continue  # sizes that do not go together
+            try:
+                variants = keys.send(_fastest(tried)[0])
+            except StopIteration:
+                return
+
+    def _layouts(self, family: Family) -> list[Layout]:
+        """Layouts on all devices; the draft has its own where it works beside the target."""
+        shape: Mapping[str, Any] = {"staged": family.staged, "copies": family.copies}
+        own = self._drafts_beside(family)
+        found = layouts(self.machine.devices - family.others, own_draft=own, **shape)
+        return [replace(layout, others=family.others) for layout in found]
+
+    def _drafts_beside(self, family: Family) -> bool:
+        """Whether drafting overlaps with target work, in a short simulation on any layout."""
+        if family.free:
+            return True
+        batch, context = self.chosen.batch[0], self.chosen.context[0]
+        shape: Mapping[str, Any] = {"staged": family.staged, "copies": family.copies}
+        for layout in layouts(self.machine.devices, own_draft=False, **shape):
+            try:
+                made = family.candidate(self.machine, layout, batch=batch, context=context)
+                units = self.simulator.units(made, 1, _FIRST[1])
+            except (DoesNotFit, UserError):
+                continue
+            drafting = sum(unit.draft_s for unit in units)
+            if drafting and sum(unit.hidden_s for unit in units) > _BESIDE * drafting:
+                return True
+        return False
+
+    def _try(self, made: Candidate, tried: dict[str, tuple[float, Candidate]]) -> None:
+        count, length = _FIRST
+        tried[made.key] = (self.times(made, count, min(length, self.length)).mean, made)
+
+    def _halved(self, entered: Sequence[Candidate]) -> list[Candidate]:
+        """Successive halving: more prompts for fewer candidates."""
+        left = list(entered)
+        for prompts, kept in _ROUNDS:
+            count = self.simulator.num_prompts if prompts is None else prompts
+            self.report(f"{len(left)} candidates on {count} prompts", len(left))
+            for at, candidate in enumerate(left):
+                if self.out_of_time and at >= kept:
+                    self.complete, left = False, left[:at]
+                    break
+                self.times(candidate, count)
+                self.report(candidate.told(), None)
+            if left:
+                left = self._survivors(left, count, kept)
+        return left
+
+    def _survivors(self, left: Sequence[Candidate], count: int, kept: int) -> list[Candidate]:
+        """The best; of those that are worse with 97.5 % certainty only the best of each preset."""
+        ordered = self.ranked(left, count)
+        best = self.times(ordered[0], count)
+        num = effective(len(best.above), self.requests, self.drawn)
+        first = best.resampled(num)
+        names: set[str] = set()
+        firsts, others = [], []
+        for candidate in ordered:
+            ratio = self.times(candidate, count).resampled(num) / first
+            if candidate.name not in names:
+                firsts.append(candidate)
+            elif interval(ratio)[0] <= 1.0:
+                others.append(candidate)
+            names.add(candidate.name)
+        room = max(kept - len(firsts), kept // 3)
+        return [*firsts[: kept - min(room, len(others))], *others[:room]]
+
+
+def _time(pair: tuple[float, Candidate]) -> float:
+    return pair[0]
+
+
+def _fastest(tried: Mapping[str, tuple[float, Candidate]]) -> list[Candidate]:
+    return [made for _, made in sorted(tried.values(), key=_time)]
+
+
+def _fastest_time(tried: Mapping[str, tuple[float, Candidate]]) -> float:
+    return min(tried.values(), key=_time)[0]

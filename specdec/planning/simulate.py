@@ -1,0 +1,185 @@
+"""Candidates decoded on a simulated clock, a few prompts at a time; results are kept on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import UserError
+from specdec.metrics import RequestResult, RunTotals
+from specdec.metrics.times import decode_phase
+from specdec.pairs import ModelPair
+from specdec.planning.layouts import Layout
+from specdec.runs.runners import PartsRunner, TokenPrompt
+from specdec.state import StopRules
+
+_PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A strategy with its sizes in a layout.
+
+    Attributes:
+        name: of the preset.
+        layout: of its models.
+        config: resolved, with the costs of the layout.
+        sizes: keys of the policy that differ from the preset.
+    """
+
+    name: str
+    layout: Layout
+    config: Mapping[str, Any]
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Digest of all that its times depend on."""
+        parts = ("source", "policy", "verifier", "executor", "serving", "seed", "batch_size")
+        told = {part: self.config.get(part) for part in parts}
+        told["costs"] = self.config["clock"]["costs"]
+        return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:20]
+
+    def told(self) -> str:
+        """The preset and its sizes."""
+        sizes = " ".join(f"{key}={_shown(value)}" for key, value in self.sizes.items())
+        return f"{self.name} {sizes}".strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Counts of prompts that were served together.
+
+    Attributes:
+        requests: of the unit.
+        tokens, seconds: of the decode phases, summed over requests.
+        emitted, clock_s: all tokens, and the time in which they came.
+        answers, hits: of the target.
+        draft_s, hidden_s: seconds of drafting, and those of them beside target work.
+    """
+
+    requests: int
+    tokens: int
+    seconds: float
+    emitted: int
+    clock_s: float
+    answers: int
+    hits: int
+    draft_s: float
+    hidden_s: float
+
+
+def unit_of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
+    """The counts of finished requests that were served together."""
+    phases = [decode_phase(result) for result in results]
+    return Unit(
+        requests=len(results),
+        tokens=sum(phase.tokens for phase in phases),
+        seconds=sum(phase.seconds for phase in phases),
+        emitted=sum(len(result.output) for result in results),
+        clock_s=totals.clock_s,
+        answers=sum(result.counters.answers for result in results),
+        hits=sum(result.counters.hits for result in results),
+        draft_s=totals.draft_total_s,
+        hidden_s=totals.draft_hidden_s or 0.0,
+    )
+
+
+_FIELDS = tuple(item.name for item in fields(Unit))
+
+
+class Simulator:
+    """Decodes candidates; every unit is kept in a file, so that a search can continue.
+
+    Attributes:
+        simulated_tokens: tokens decoded by this object, those read from the file left out.
+    """
+
+    def __init__(self, pair: ModelPair, path: Path | None, *, of: str, prompts: int) -> None:
+        """Reads what is on disk.
+
+        Args:
+            pair: plays the draft's hits.
+            path: of the file; None keeps nothing.
+            of: what the pair plays, part of the keys of results.
+            prompts: at most; pairs that draw prompts have as many.
+        """
+        self._pair, self._path, self._of = pair, path, of
+        self._known: dict[str, Unit] = {}
+        self.simulated_tokens = 0
+        recorded = getattr(pair, "prompts", None)
+        if recorded is not None:
+            self._prompts = [TokenPrompt(*prompt) for prompt in recorded()[:prompts]]
+        else:
+            rng = np.random.default_rng(0)
+            drawn = rng.integers(1, pair.vocab_size, (prompts, _PROMPT_TOKENS), np.int64)
+            self._prompts = [TokenPrompt(i, row) for i, row in enumerate(drawn)]
+        if path is not None and path.is_file():
+            self._read(path)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that there are."""
+        return len(self._prompts)
+
+    def units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
+        """The results of the first ``count`` units of ``batch_size`` prompts each.
+
+        Args:
+            candidate: what decodes them.
+            count: of units; fewer where there are not so many prompts.
+            length: tokens per prompt.
+
+        Raises:
+            UserError: parts that do not go together.
+        """
+        batch = int(candidate.config["batch_size"])
+        count = min(count, max(len(self._prompts) // batch, 1))
+        keys = [f"{self._of}:{candidate.key}:{length}:{at}" for at in range(count)]
+        if any(key not in self._known for key in keys):
+            self._decode(candidate, keys, batch, length)
+        return [self._known[key] for key in keys]
+
+    def _decode(self, candidate: Candidate, keys: Sequence[str], batch: int, length: int) -> None:
+        stop = StopRules(max_new_tokens=length, eos_ids=self._pair.eos_ids)
+        runner = PartsRunner(cfg=candidate.config, pair=self._pair, stop=stop)
+        try:
+            for at, key in enumerate(keys):
+                if key in self._known:
+                    continue
+                results: list[RequestResult] = []
+                together = self._prompts[at * batch : (at + 1) * batch]
+                totals = runner.run(together, results.append)
+                self._keep(key, unit_of(results, totals))
+        finally:
+            runner.close()
+
+    def _keep(self, key: str, unit: Unit) -> None:
+        self._known[key] = unit
+        self.simulated_tokens += unit.emitted
+        if self._path is not None:
+            line = json.dumps({"key": key, **asdict(unit)})
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def _read(self, path: Path) -> None:
+        """Reads complete lines; the last one may be cut by an interruption."""
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                values = json.loads(line)
+                self._known[values["key"]] = Unit(**{name: values[name] for name in _FIELDS})
+            except (ValueError, KeyError, TypeError):
+                if line is not None and line.endswith("}"):
+                    raise UserError(
+                        f"{path} is damaged: delete it, and start the same command again"
+                    ) from None
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value).replace(" ", "") if isinstance(value, list) else str(value)
