@@ -223,11 +223,10 @@ class SamplingTransform:
         if logits.requires_grad:
             logits = logits.detach()
         module: ModuleType = host
-        if logits.device.type != "cpu":
-            if on_accelerator(logits):
-                module = on_device
-            else:
-                logits = logits.cpu()
+        if on_accelerator(logits):
+            module = on_device
+        elif not logits.is_cpu:
+            logits = logits.cpu()
         if (dtype := logits.dtype) is not torch.float32 and dtype is not torch.float64:
             logits = logits.float()
         params = self.params
