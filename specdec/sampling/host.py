@@ -45,17 +45,13 @@ def argmax(logits: Tensor) -> IntArray:
     return best
 
 
-def top_one(logits: Tensor, temperature: float) -> tuple[IntArray, FloatArray]:
-    """Returns the best token of each row of logits[W, V] and its log probability, [W, 1] each."""
-    values = logits.numpy()
+def top_one(scores: Tensor) -> tuple[IntArray, FloatArray]:
+    """Returns ``top`` with one token per row of scores[W, V], which takes no search for others."""
+    values = scores.numpy()
     tokens = values.argmax(axis=1)  # NaN counts as the largest
-    best = _at(values, tokens)
-    check_finite(best)
-    weights = values - best[:, None]
-    if temperature != 1.0:
-        weights /= temperature
-    np.exp(weights, out=weights)
-    return tokens[:, None], -np.log(weights.sum(axis=1), dtype=np.float64)[:, None]
+    logprobs = _at(values, tokens)
+    check_finite(logprobs)
+    return tokens[:, None], np.minimum(logprobs, 0.0, dtype=np.float64)[:, None]
 
 
 def _at(values: Values, columns: IntArray) -> Values:

@@ -180,12 +180,12 @@ class SamplingTransform:
         if module is host and large_rows.serves(logits.numpy()):
             tokens, logprobs = host.top_of_large(logits, k, temperature)
             return tokens, np.minimum(logprobs, 0.0)
-        if module is host and k == 1:
-            return host.top_one(logits, temperature)
         if temperature != 1.0:
             logits = logits / temperature
         # Few calls: a pass of a small draft leaves some 100 us for sampling.
         scores = torch.log_softmax(logits, dim=1)
+        if k == 1 and module is host:
+            return host.top_one(scores)
         best = scores.topk(min(k + 1, logits.shape[1]), dim=1)
         tokens, logprobs = _on_host(best.indices, best.values)
         check_finite(logprobs[:, 0])
