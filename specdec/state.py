@@ -316,7 +316,8 @@ class DecodeState:
         retired = _ROOT
         if depth:
             retired = np.concatenate([_ROOT, tree.live_slots(verdict.accepted_ids)])
-        child = tree.child(int(retired[-1]), verdict.next_token)
+        last = int(retired[-1])
+        child = tree.child(last, verdict.next_token)
         answered = tree.answered.take(retired).tolist()
         assert all(answered), f"a node of request {request.id} has no answer"
         retired_ids, retired_tokens, _, positions = tree.rows_of(retired)

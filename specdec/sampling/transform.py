@@ -123,22 +123,20 @@ class SamplingTransform:
 
         Greedy: the argmax, whatever the uniforms, which may be empty.
         """
+        if self.params.greedy:
+            return self.greedy(logits, histories)
         if not len(logits):
             return np.zeros(0, np.int64)
-        logits = self._processed(logits, histories)
-        if self._static is not None and not self.params.greedy and self._static.serves(logits):
+        logits, module = self._processed(logits, histories)
+        if self._static is not None and self._static.serves(logits):
             return self._static.sample(logits, uniforms, **self._filters)
-        module = _module(logits)
-        tokens: IntArray
-        if self.params.greedy:
-            tokens = module.argmax(logits)
-        else:
-            tokens = module.sample(logits, uniforms, **self._filters)
+        tokens: IntArray = module.sample(logits, uniforms, **self._filters)
         return tokens
 
-    def greedy(self, logits: Tensor) -> IntArray:
-        """Returns the first of the largest entries of each row, int64[A]; without histories."""
-        best: IntArray = _module(logits).argmax(self._processed(logits, None))
+    def greedy(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> IntArray:
+        """Returns the first of the largest processed logits of each row, int64[A]."""
+        logits, module = self._processed(logits, histories)
+        best: IntArray = module.argmax(logits)
         return best
 
     def distribution(
@@ -177,22 +175,23 @@ class SamplingTransform:
         k = min(k, logits.shape[1])
         if not len(logits):
             return np.zeros((0, k), np.int64), np.zeros((0, k))
-        logits = self._processed(logits, histories)
-        if not on_accelerator(logits) and large_rows.serves(logits.numpy()):
-            tokens, logprobs = host.top_of_large(logits, k, self.params.temperature or 1.0)
+        logits, module = self._processed(logits, histories)
+        temperature = self.params.temperature or 1.0
+        if module is host and large_rows.serves(logits.numpy()):
+            tokens, logprobs = host.top_of_large(logits, k, temperature)
             return tokens, np.minimum(logprobs, 0.0)
-        if self.params.temperature not in (0.0, 1.0):
-            logits = logits / self.params.temperature
+        if temperature != 1.0:
+            logits = logits / temperature
         # Few calls: a pass of a small draft leaves some 100 us for sampling.
         scores = torch.log_softmax(logits, dim=1)
-        if k == 1 and not on_accelerator(scores):
+        if k == 1 and module is host:
             return host.top_one(scores)
         best = scores.topk(min(k + 1, logits.shape[1]), dim=1)
         tokens, logprobs = _on_host(best.indices, best.values)
         check_finite(logprobs[:, 0])
         # topk does not specify their order
         tied = np.count_nonzero(logprobs[:, 1:] == logprobs[:, :-1])
-        if tied and on_accelerator(scores):
+        if tied and module is on_device:
             tokens, logprobs = _on_host(*on_device.top(scores, k))
         elif tied:
             tokens, logprobs = host.top(scores, k)
@@ -203,24 +202,36 @@ class SamplingTransform:
     ) -> Distribution | Weighted:
         if not len(logits):
             return Distribution(None, np.zeros(logits.shape), logits.shape[1])
-        logits = self._processed(logits, histories)
-        module, greedy = _module(logits), filters["temperature"] == 0.0
+        logits, module = self._processed(logits, histories)
         weighed: Distribution | Weighted
-        weighed = module.one_hot(logits) if greedy else module.weigh(logits, **filters)
+        if filters["temperature"] == 0.0:
+            weighed = module.one_hot(logits)
+        else:
+            weighed = module.weigh(logits, **filters)
         return weighed
 
-    def _processed(self, logits: Tensor, histories: Sequence[IntArray] | None) -> Tensor:
-        """Applies processors; returns [A, V] in float32 or float64 without changing the input."""
-        # Each of these calls takes microseconds even where it changes nothing.
+    def _processed(
+        self, logits: Tensor, histories: Sequence[IntArray] | None
+    ) -> tuple[Tensor, ModuleType]:
+        """Applies processors.
+
+        Returns:
+            [A, V] in float32 or float64, the input unchanged; the module that samples from them.
+        """
+        # Right after a pass, whose weights have taken the caches, each use of a tensor takes
+        # microseconds even where it changes nothing.
         if logits.requires_grad:
             logits = logits.detach()
-        if logits.device.type != "cpu" and not on_accelerator(logits):
+        module: ModuleType = host
+        if on_accelerator(logits):
+            module = on_device
+        elif not logits.is_cpu:
             logits = logits.cpu()
-        if logits.dtype is not torch.float32 and logits.dtype is not torch.float64:
+        if (dtype := logits.dtype) is not torch.float32 and dtype is not torch.float64:
             logits = logits.float()
         params = self.params
         if not params.needs_history:
-            return logits
+            return logits, module
         assert histories is not None, "these sampling parameters need histories"
         if params.no_repeat_ngram:
             rows, tokens = repeated_ngrams(histories, params.no_repeat_ngram)
@@ -229,12 +240,7 @@ class SamplingTransform:
             logits[rows[inside], tokens[inside]] = -torch.inf
         if params.processors:
             logits = apply_processors(params.processors, logits, histories)
-        return logits
-
-
-def _module(logits: Tensor) -> ModuleType:
-    """The module that samples from these logits."""
-    return on_device if on_accelerator(logits) else host
+        return logits, module
 
 
 def _on_host(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
