@@ -55,7 +55,7 @@ _WIDTHS = (52, 34, 34, 12, 14)
 """Widest columns of the printed table: claim, paper, ours, kind, verdict."""
 
 _FLAGS = ("--list", "--all", "--quick", "--paced", "--resume", "--document")
-_KEYS = {
+KEYS = {
     "output_dir": "outputs/reproduce",
     "runs_dir": "outputs/reproduce",
     "record": "",
@@ -81,7 +81,7 @@ def main(words: Sequence[str]) -> int:
         for line in wrong:
             print(f"a sentence of stated.yaml no longer holds: {line}", file=sys.stderr)
         return 1 if wrong else 0
-    names, keys = read_keys(arguments.overrides, _KEYS)
+    names, keys = read_keys(arguments.overrides, KEYS)
     if "--all" in arguments.flags:
         names = names or list(items)
     if not names:

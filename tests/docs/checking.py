@@ -10,9 +10,9 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments.reproduce.command import _read_words
+from experiments.reproduce.command import KEYS
 from experiments.reproduce.items import all_items, choose
-from specdec.cli.arguments import Arguments, read_arguments
+from specdec.cli.arguments import Arguments, read_arguments, read_keys
 from specdec.cli.batch_sizes import compose_curves
 from specdec.cli.compare import batch_sizes
 from specdec.cli.list import SECTIONS
@@ -126,7 +126,7 @@ def _check_doctor(words: list[str]) -> None:
 
 
 def _check_reproduce(words: list[str]) -> None:
-    items, _ = _read_words([word for word in words if not word.startswith("-")])
+    items, _ = read_keys([word for word in words if not word.startswith("-")], KEYS)
     choose(items, all_items())
 
 

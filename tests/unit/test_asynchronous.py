@@ -8,7 +8,6 @@ texts. The bound is 5 %; at the ends, prompts and last rounds, up to 2 % of it i
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import pytest
@@ -22,33 +21,22 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
 from specdec.metrics.asynchronous import amusd_time, pearl_time, ssd_hit_rate, ssd_time
-from specdec.pairs import build_pair
-from specdec.pairs.synthetic import SyntheticModels
-from specdec.sampling.transform import SamplingParams
-from specdec.state import RequestState, StopRules
+from specdec.state import RequestState
 from specdec.trace.files import chrome_events
 from specdec.types import Batch, Output
 from strategies import amusd, pearl, ssd
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd, fan_outs
 from tests import toys
+from tests.laws import greedy_request, one_class, one_class_bench
 
 BOUND = 0.05
 NUM_REQUESTS, NUM_TOKENS = 6, 400
 
 
-@cache
-def models(alpha: float) -> SyntheticModels:
-    """A draft whose first candidate is right with probability ``alpha``, at every position."""
-    law = {"weights": [1.0], "top1": [alpha], "decay": [2.0], "miss": [0.0]}
-    found = build_pair({"kind": "synthetic", **law, "vocab_size": 4096})
-    assert isinstance(found, SyntheticModels)
-    return found
-
-
 def ranks(alpha: float) -> list[float]:
     """Chance that the target's token is the draft's first, second, ... candidate."""
-    found: list[float] = models(alpha).hidden.class_probs[0].tolist()  # type: ignore[attr-defined]
+    found: list[float] = one_class(alpha).hidden.class_probs[0].tolist()  # type: ignore[attr-defined]
     return found
 
 
@@ -59,7 +47,7 @@ def decoded(
 
     In a batch, where the rounds of all requests coincide, the time per token of each of them.
     """
-    requests = [request(number) for number in range(num_requests)]
+    requests = [greedy_request(number, NUM_TOKENS) for number in range(num_requests)]
     for _ in parts.decode(parts.new_state(), requests, batch_size=batch_size):
         pass
     if batch_size > 1:
@@ -67,23 +55,9 @@ def decoded(
     return 1e3 * parts.clock.now() / (num_requests * NUM_TOKENS), requests
 
 
-def request(number: int, num_tokens: int = NUM_TOKENS) -> RequestState:
-    """A greedy request with a prompt of one token."""
-    return RequestState(
-        request_id=number,
-        prompt=np.array([1]),
-        stop=StopRules(max_new_tokens=num_tokens),
-        sampling=SamplingParams(),
-    )
-
-
 def hit_rate(requests: list[RequestState]) -> float:
     hits, misses = (sum(getattr(r.counters, n) for r in requests) for n in ("hits", "misses"))
     return float(hits / (hits + misses))
-
-
-def bench(alpha: float, target: float, draft: float) -> Workbench:
-    return Workbench(models(alpha), clock=toys.simulated(target, draft))
 
 
 # ---------------------------------------------------------------------- PEARL
@@ -102,7 +76,9 @@ def test_pearl_takes_the_time_of_its_law(
     alpha: float, gamma: int, target: float, draft: float
 ) -> None:
     time, _ = decoded(
-        pearl.build(bench(alpha, target, draft), gamma=gamma), num_requests=16, batch_size=16
+        pearl.build(one_class_bench(alpha, target, draft), gamma=gamma),
+        num_requests=16,
+        batch_size=16,
     )
     law = pearl_time(alpha=alpha, gamma=gamma, target=target, draft=draft)
     assert time == pytest.approx(law, rel=BOUND)
@@ -110,7 +86,9 @@ def test_pearl_takes_the_time_of_its_law(
 
 def test_a_serial_draft_does_not_keep_pearls_law() -> None:
     """A control: rounds in which target and draft take turns are seen."""
-    serial = decoded(pearl.build(_in_turns(bench(0.8, 10.0, 2.0)), gamma=5), num_requests=1)[0]
+    serial = decoded(
+        pearl.build(_in_turns(one_class_bench(0.8, 10.0, 2.0)), gamma=5), num_requests=1
+    )[0]
     assert serial > 1.5 * pearl_time(alpha=0.8, gamma=5, target=10.0, draft=2.0)
 
 
@@ -135,7 +113,7 @@ def test_pearls_law_at_its_ends(alpha: float, tokens_per_round: float) -> None:
 
 def test_pearl_pre_verifies_after_a_miss_and_post_verifies_after_a_hit() -> None:
     """Rows of each pass: the root alone, or the gamma tokens of the round before."""
-    parts = pearl.build(bench(0.7, 10.0, 2.0), gamma=4)
+    parts = pearl.build(one_class_bench(0.7, 10.0, 2.0), gamma=4)
     rows: list[int] = []
     kinds: list[str] = []
     submit = parts.executor.submit
@@ -145,7 +123,7 @@ def test_pearl_pre_verifies_after_a_miss_and_post_verifies_after_a_hit() -> None
         submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
-    for commits in parts.decode(parts.new_state(), [request(1)]):
+    for commits in parts.decode(parts.new_state(), [greedy_request(1, NUM_TOKENS)]):
         kinds += [commit.kind for commit in commits]
     assert rows[0] == 1
     wanted = {"miss": 1, "hit": 4}
@@ -183,7 +161,7 @@ def test_a_ratio_without_times_is_refused(profile: LatencyProfile | None) -> Non
 def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: int) -> None:
     """It begins no pass after the target's has ended."""
     times = [
-        decoded(pearl.build(bench(0.8, target, draft), gamma=chosen), num_requests=1)[0]
+        decoded(pearl.build(one_class_bench(0.8, target, draft), gamma=chosen), num_requests=1)[0]
         for chosen in ("until_ready", gamma)
     ]
     assert times[0] == pytest.approx(times[1])
@@ -204,7 +182,7 @@ def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: 
 def test_ssd_takes_the_time_of_its_law(
     alpha: float, gamma: int, outcomes: int, target: float, draft: float
 ) -> None:
-    parts = ssd.build(bench(alpha, target, draft), gamma=gamma, outcomes=outcomes)
+    parts = ssd.build(one_class_bench(alpha, target, draft), gamma=gamma, outcomes=outcomes)
     policy = parts.policy
     assert isinstance(policy, Ssd)
     time, requests = decoded(parts, num_requests=10)
@@ -245,7 +223,7 @@ def test_the_fan_out_is_the_best_for_its_law(alpha: float, power: float) -> None
 def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
     """Draft passes of a round: gamma + 1 beside the target, and gamma before it after a miss."""
     gamma = 4
-    parts = ssd.build(bench(0.7, 10.0, 2.0), gamma=gamma)
+    parts = ssd.build(one_class_bench(0.7, 10.0, 2.0), gamma=gamma)
     passes: list[int] = []
     submit, counters = parts.executor.submit, parts.source.counters
     collect = parts.executor.collect
@@ -260,7 +238,7 @@ def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
 
     parts.executor.submit = submitting  # type: ignore[method-assign]
     parts.executor.collect = collecting  # type: ignore[method-assign]
-    steps = parts.decode(parts.new_state(), [request(1)])
+    steps = parts.decode(parts.new_state(), [greedy_request(1, NUM_TOKENS)])
     kinds = [commit.kind for commits in steps for commit in commits]
     before = [passes[0], *np.subtract(passes[2::2], passes[1:-1:2]).tolist()]
     beside = np.subtract(passes[1::2], passes[::2]).tolist()
@@ -284,14 +262,14 @@ def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
     ],
 )
 def test_amusd_takes_the_time_of_its_law(alpha: float, target: float, draft: float) -> None:
-    time, _ = decoded(amusd.build(bench(alpha, target, draft), ahead=64), num_requests=8)
+    time, _ = decoded(amusd.build(one_class_bench(alpha, target, draft), ahead=64), num_requests=8)
     assert time == pytest.approx(amusd_time(alpha=alpha, target=target, draft=draft), rel=BOUND)
 
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
     """Batches of the root alone: none but at the end of a text, or one after every miss."""
-    parts = amusd.build(bench(0.7, 10.0, 3.0), wait=wait)
+    parts = amusd.build(one_class_bench(0.7, 10.0, 3.0), wait=wait)
     lonely = 0
     submit = parts.executor.submit
 
@@ -301,7 +279,7 @@ def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
         submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
-    for _ in parts.decode(parts.new_state(), [request(1)]):
+    for _ in parts.decode(parts.new_state(), [greedy_request(1, NUM_TOKENS)]):
         pass
     assert lonely <= 2 if wait else lonely > 50
 
@@ -331,8 +309,8 @@ BUILDERS: dict[str, Callable[[Workbench], Parts]] = {
 @pytest.mark.parametrize("name", BUILDERS)
 def test_the_trace_shows_both_groups_at_work_at_the_same_time(name: str) -> None:
     clock = SimulatedClock(toys.profile(10.0, 2.0), timeline=Timeline())
-    parts = BUILDERS[name](Workbench(models(0.8), clock=clock))
-    for _ in parts.decode(parts.new_state(), [request(1)]):
+    parts = BUILDERS[name](Workbench(one_class(0.8), clock=clock))
+    for _ in parts.decode(parts.new_state(), [greedy_request(1, NUM_TOKENS)]):
         pass
     assert clock.timeline is not None
     spans = clock.timeline.take()

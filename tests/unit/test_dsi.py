@@ -21,7 +21,8 @@ from specdec.metrics.asynchronous import dsi_time
 from specdec.types import Batch
 from strategies import dsi
 from tests import toys
-from tests.unit.test_asynchronous import decoded, models, request
+from tests.laws import greedy_request, one_class, one_class_bench
+from tests.unit.test_asynchronous import decoded
 
 BOUND = 0.05
 
@@ -43,7 +44,7 @@ def enough(lookahead: int, target: float, draft: float) -> int:
 def test_it_takes_the_time_of_its_law(
     alpha: float, lookahead: int, target: float, draft: float
 ) -> None:
-    bench = Workbench(models(alpha), clock=toys.simulated(target, draft))
+    bench = one_class_bench(alpha, target, draft)
     replicas = enough(lookahead, target, draft)
     time, _ = decoded(dsi.build(bench, lookahead=lookahead, replicas=replicas), num_requests=8)
     law = dsi_time(alpha=alpha, lookahead=lookahead, target=target, draft=draft)
@@ -58,7 +59,7 @@ def test_the_law_at_its_ends() -> None:
 
 def test_one_copy_does_not_keep_the_law() -> None:
     """A control: the blocks of one target take turns."""
-    bench = Workbench(models(0.8), clock=toys.simulated(10.0, 2.0))
+    bench = one_class_bench(0.8, 10.0, 2.0)
     time, _ = decoded(dsi.build(bench, lookahead=2, replicas=1), num_requests=2)
     assert time > 1.2 * dsi_time(alpha=0.8, lookahead=2, target=10.0, draft=2.0)
 
@@ -78,7 +79,7 @@ def test_the_output_is_that_of_plain_decoding(
 
 def test_copies_work_at_the_same_time_and_answers_overtake() -> None:
     clock = SimulatedClock(toys.profile(10.0, 2.0), timeline=Timeline())
-    parts = dsi.build(Workbench(models(0.9), clock=clock), lookahead=1, replicas=4)
+    parts = dsi.build(Workbench(one_class(0.9), clock=clock), lookahead=1, replicas=4)
     rows: list[int] = []
     submit = parts.executor.submit
 
@@ -87,7 +88,7 @@ def test_copies_work_at_the_same_time_and_answers_overtake() -> None:
         submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
-    for _ in parts.decode(parts.new_state(), [request(1, 200)]):
+    for _ in parts.decode(parts.new_state(), [greedy_request(1, 200)]):
         pass
     assert {*rows} <= {1, 2}  # a root, a block, or both
     assert clock.timeline is not None

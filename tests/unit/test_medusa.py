@@ -28,9 +28,6 @@ from specdec.certify.laws import (
     FALSE_ALARM,
     OPPOSED_TABLE,
     TARGET_TABLE,
-    chi_square,
-    pair_counts,
-    pair_laws,
 )
 from specdec.clocks import CONTROLLER, Work
 from specdec.clocks.meter import Meter
@@ -40,10 +37,9 @@ from specdec.interfaces import TokenSource, TreePolicy
 from specdec.models.medusa import MedusaHeads, read_medusa
 from specdec.pairs import build_pair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
-from specdec.sampling.transform import SamplingParams
 from specdec.sources import EarlyExitSource, MixtureSource, RandomSource
-from specdec.state import DecodeState, StopRules
-from specdec.testing import Case, Oracle, TablePair, decode_cases
+from specdec.state import DecodeState
+from specdec.testing import Oracle, TablePair, decode_cases
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Candidates, HiddenName, Needs, Nodes
@@ -51,6 +47,7 @@ from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies import medusa
 from strategies.medusa import MedusaSource
 from strategies.staged import StagedSource
+from tests.laws import least_p_value
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
@@ -193,7 +190,7 @@ class TestCandidates:
 # ---------------------------------------------------------------------- whole strategies
 
 
-def least_p_value(num: int = 300) -> float:
+def rejecting_p_value() -> float:
     """Least p-value of neighbouring tokens under rejection, on tables that disagree.
 
     Head k guesses by the k-th power of the draft's table. The prompt has two tokens, so the first
@@ -201,16 +198,7 @@ def least_p_value(num: int = 300) -> float:
     """
     bench = Workbench(TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE), seed=1)
     parts = medusa.build(bench, heads=2, branching=(3, 2), verifier=RejectionVerifier())
-    stop, rule = StopRules(max_new_tokens=3), SamplingParams(temperature=1.0)
-    found = decode_cases(
-        parts, [Case(i, "", (1, 0), rule, stop) for i in range(num)], batch_size=150
-    )
-    assert sum(decoded.accepted for decoded in found.values()) > num // 4
-    tokens = np.array([found[i].output for i in range(num)])
-    table = torch.tensor(TARGET_TABLE, dtype=torch.float64).softmax(dim=1).numpy()
-    laws = pair_laws(table, 0, tokens.shape[1])
-    counts = pair_counts(tokens, len(table))
-    return min(chi_square(*both) for both in zip(counts, laws, strict=True))
+    return least_p_value(parts, 300, num_tokens=3, batch_size=150)
 
 
 class TestLossless:
@@ -228,7 +216,7 @@ class TestLossless:
         assert sum(decoded.accepted for decoded in found.values()) >= 5
 
     def test_sampled_candidates_keep_the_law(self) -> None:
-        assert least_p_value() > FALSE_ALARM
+        assert rejecting_p_value() > FALSE_ALARM
 
     def test_another_law_than_the_sampled_one_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Control: the test of rejection needs the distribution that was sampled from."""
@@ -239,7 +227,7 @@ class TestLossless:
             return replace(found, probs=np.roll(found.probs, 1, axis=1))
 
         monkeypatch.setattr(MedusaSource, "_proposed", other)
-        assert least_p_value() < FALSE_ALARM
+        assert rejecting_p_value() < FALSE_ALARM
 
 
 # ---------------------------------------------------------------------- weights, refusals

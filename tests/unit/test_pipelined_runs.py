@@ -7,55 +7,28 @@ per token must be the law's, up to chance and the ends of texts. The bound is 5 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from specdec.compose.workbench import Parts, Workbench
+from specdec.compose.workbench import Parts
 from specdec.interfaces import Events, TokenSource
 from specdec.metrics.pipelines import flowspec_time, pipeinfer_time
-from specdec.pairs import build_pair
-from specdec.pairs.synthetic import SyntheticModels
-from specdec.sampling.transform import SamplingParams
-from specdec.state import DecodeState, RequestState, StopRules
+from specdec.state import DecodeState
 from specdec.types import Batch, Commit, CommitKind, Nodes, Output
 from strategies import flowspec, pipeinfer
-from tests import toys
+from tests.laws import greedy_request, one_class, one_class_bench
 
 BOUND = 0.05
 NUM_REQUESTS, NUM_TOKENS = 10, 400
-
-
-@cache
-def models(alpha: float) -> SyntheticModels:
-    """A draft whose first candidate is right with probability ``alpha``, at every position."""
-    law = {"weights": [1.0], "top1": [alpha], "decay": [2.0], "miss": [0.0]}
-    found = build_pair({"kind": "synthetic", **law, "vocab_size": 4096})
-    assert isinstance(found, SyntheticModels)
-    return found
-
-
-def bench(alpha: float, stage: float, draft: float) -> Workbench:
-    return Workbench(models(alpha), clock=toys.simulated(stage, draft))
-
-
-def request(number: int, num_tokens: int = NUM_TOKENS) -> RequestState:
-    """A greedy request with a prompt of one token."""
-    return RequestState(
-        request_id=number,
-        prompt=np.array([1]),
-        stop=StopRules(max_new_tokens=num_tokens),
-        sampling=SamplingParams(),
-    )
 
 
 def milliseconds_per_token(
     parts: Parts, num_requests: int = NUM_REQUESTS, num_tokens: int = NUM_TOKENS
 ) -> float:
     """Of requests that share every step; their rows cost nothing."""
-    requests = [request(number, num_tokens) for number in range(num_requests)]
+    requests = [greedy_request(number, num_tokens) for number in range(num_requests)]
     for _ in parts.decode(parts.new_state(), requests, batch_size=num_requests):
         pass
     return 1e3 * float(np.mean([r.emitted_s[-1] for r in requests])) / num_tokens
@@ -72,7 +45,7 @@ def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str
         submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
-    for commits in parts.decode(parts.new_state(), [request(1, num_tokens)]):
+    for commits in parts.decode(parts.new_state(), [greedy_request(1, num_tokens)]):
         kinds.append("".join(commit.kind for commit in commits))
     return list(zip(sizes, kinds, strict=True))
 
@@ -100,7 +73,7 @@ def test_pipeinfer_takes_the_time_of_its_law(
     decay: float,
 ) -> None:
     run = {"tokens": tokens, "cutoff": cutoff, "recovery": recovery, "decay": decay}
-    parts = pipeinfer.build(bench(alpha, 10.0, draft), stages=stages, **run)  # type: ignore[arg-type]
+    parts = pipeinfer.build(one_class_bench(alpha, 10.0, draft), stages=stages, **run)  # type: ignore[arg-type]
     law = pipeinfer_time(alpha=alpha, stages=stages, stage=10.0, draft=draft, **run)  # type: ignore[arg-type]
     assert milliseconds_per_token(parts) == pytest.approx(law, rel=BOUND)
 
@@ -132,7 +105,7 @@ def test_the_bound_would_see_another_size(wrong: dict[str, int]) -> None:
 
 def test_a_run_enters_every_step_and_a_miss_sends_the_root_alone() -> None:
     """Without a cut-off: after a miss the root, then runs of ``tokens`` behind each other."""
-    parts = pipeinfer.build(bench(0.7, 10.0, 1.0), stages=4, tokens=3, cutoff=0.0)
+    parts = pipeinfer.build(one_class_bench(0.7, 10.0, 1.0), stages=4, tokens=3, cutoff=0.0)
     steps = submitted(parts)[1:100]  # far from the end of the text, where runs are cut
     assert {"miss", "hit", ""} == {kind for _, kind in steps}
     for (_, kind), (size, _) in pairwise(steps):
@@ -142,7 +115,7 @@ def test_a_run_enters_every_step_and_a_miss_sends_the_root_alone() -> None:
 def test_the_cutoff_rises_with_runs_and_falls_with_fruitless_attempts() -> None:
     """Before the first verdict: 0.5, 0.6, 0.7 begin runs, 0.8 (above 0.75) none, 0.7 one, ..."""
     run = {"tokens": 1, "cutoff": 0.5, "recovery": 0.1, "decay": 0.1}
-    parts = pipeinfer.build(bench(0.75, 10.0, 1.0), stages=8, **run)  # type: ignore[arg-type]
+    parts = pipeinfer.build(one_class_bench(0.75, 10.0, 1.0), stages=8, **run)  # type: ignore[arg-type]
     sizes = "".join(str(size) for size, _ in submitted(parts)[:8])
     assert sizes == "11110101"
 
@@ -150,7 +123,7 @@ def test_the_cutoff_rises_with_runs_and_falls_with_fruitless_attempts() -> None:
 def test_a_contradicted_run_is_cancelled_half_way() -> None:
     """Later stages compute fewer rows than the first: those of cancelled runs are skipped."""
     stages = 6
-    parts = pipeinfer.build(bench(0.5, 10.0, 1.0), stages=stages, tokens=2, cutoff=0.0)
+    parts = pipeinfer.build(one_class_bench(0.5, 10.0, 1.0), stages=stages, tokens=2, cutoff=0.0)
     milliseconds_per_token(parts, 1)
     rows = parts.executor.stage_rows  # type: ignore[attr-defined]
     assert rows == sorted(rows, reverse=True)
@@ -162,7 +135,7 @@ def test_a_contradicted_run_is_cancelled_half_way() -> None:
 
 def ranks(alpha: float) -> list[float]:
     """Chance that the target's token is the draft's first, second, ... candidate."""
-    found: list[float] = models(alpha).hidden.class_probs[0].tolist()  # type: ignore[attr-defined]
+    found: list[float] = one_class(alpha).hidden.class_probs[0].tolist()  # type: ignore[attr-defined]
     return found
 
 
@@ -182,7 +155,7 @@ def test_flowspec_takes_the_time_of_its_law(
     width, depth = nodes // 3, nodes // 3
     sizes = {"segment": segment, "grown_segment": segment, "nodes": nodes, "grown_nodes": nodes}
     beam = {"width": width, "children": width, "depth": depth}
-    parts = flowspec.build(bench(alpha, 10.0, draft), stages=stages, **sizes, **beam)
+    parts = flowspec.build(one_class_bench(alpha, 10.0, draft), stages=stages, **sizes, **beam)
     law = flowspec_time(
         ranks=ranks(alpha)[:width],
         segment=segment,
@@ -198,7 +171,7 @@ def test_flowspec_takes_the_time_of_its_law(
 
 def test_segments_are_the_best_nodes_that_wait() -> None:
     """Each step submits the most probable chosen nodes that the target does not have."""
-    parts = flowspec.build(bench(0.7, 10.0, 1.0), stages=4, segment=5, grown_segment=6)
+    parts = flowspec.build(one_class_bench(0.7, 10.0, 1.0), stages=4, segment=5, grown_segment=6)
     policy, state = parts.policy, parts.new_state()
     checked = 0
     select = policy.select
@@ -219,14 +192,16 @@ def test_segments_are_the_best_nodes_that_wait() -> None:
         return nodes
 
     policy.select = checking  # type: ignore[method-assign]
-    for _ in parts.decode(state, [request(1, 100)]):
+    for _ in parts.decode(state, [greedy_request(1, 100)]):
         pass
     assert checked > 20
 
 
 def test_a_verdict_keeps_what_waits_and_merges_the_new_tree() -> None:
     """After a hit the chosen nodes of the subtree stay chosen, and the redrawn tree adds others."""
-    parts = flowspec.build(bench(0.8, 10.0, 1.0), stages=3, nodes=30, grown_nodes=20, segment=4)
+    parts = flowspec.build(
+        one_class_bench(0.8, 10.0, 1.0), stages=3, nodes=30, grown_nodes=20, segment=4
+    )
     policy = parts.policy
     sizes: dict[str, list[int]] = {"kept": [], "grown": []}
     commit, overlap = policy.commit, policy.overlap
@@ -251,7 +226,7 @@ def test_a_verdict_keeps_what_waits_and_merges_the_new_tree() -> None:
         return found
 
     policy.commit, policy.overlap = committing, growing  # type: ignore[method-assign]
-    for _ in parts.decode(parts.new_state(), [request(1, 100)]):
+    for _ in parts.decode(parts.new_state(), [greedy_request(1, 100)]):
         pass
     assert np.mean(sizes["kept"]) > 3
     assert np.mean(sizes["grown"]) > 1

@@ -23,7 +23,8 @@ from specdec.verifiers import MatchVerifier
 from strategies import pipespec
 from strategies.pipespec import FreeChain
 from tests import toys
-from tests.unit.test_asynchronous import decoded, request
+from tests.laws import greedy_request
+from tests.unit.test_asynchronous import NUM_TOKENS, decoded
 
 BOUND = 0.05
 NUM_REQUESTS = 20  # with 5 the mean itself is off by up to 5 %
@@ -126,7 +127,7 @@ def test_a_rank_for_every_model_all_at_work_at_the_same_time() -> None:
 
 
 def run(parts: Parts) -> RequestState:
-    one = request(1)
+    one = greedy_request(1, NUM_TOKENS)
     for _ in parts.decode(parts.new_state(), [one]):
         pass
     return one

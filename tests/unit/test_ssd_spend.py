@@ -16,7 +16,8 @@ from strategies import pearl, ssd
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd
 from tests import toys
-from tests.unit.test_asynchronous import decoded, hit_rate, request
+from tests.laws import greedy_request
+from tests.unit.test_asynchronous import decoded, hit_rate
 
 CLASSES = {"weights": [0.5, 0.5], "top1": [0.95, 0.4], "decay": [2.5, 1.8], "miss": [0.0, 0.0]}
 
@@ -40,7 +41,7 @@ def test_scores_are_spent_on_the_most_probable_outcomes() -> None:
     parts = ssd.build(
         Workbench(models, clock=toys.simulated(10.0, 2.5)), gamma=3, outcomes=8, spend="scores"
     )
-    one, checked = request(1, 60), 0
+    one, checked = greedy_request(1, 60), 0
     collect = parts.executor.collect
 
     def looking(**keys: bool):
@@ -104,6 +105,6 @@ def test_rows_of_a_round() -> None:
         submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
-    for _ in parts.decode(parts.new_state(), [request(1, 60)]):
+    for _ in parts.decode(parts.new_state(), [greedy_request(1, 60)]):
         pass
     assert {*rows[:-5]} == {5}  # the root and four tokens

@@ -14,9 +14,6 @@ from specdec.certify.laws import (
     FALSE_ALARM,
     OPPOSED_TABLE,
     TARGET_TABLE,
-    chi_square,
-    pair_counts,
-    pair_laws,
 )
 from specdec.certify.subject import decode_cases, decode_steps
 from specdec.compose.workbench import Parts, Workbench
@@ -25,16 +22,16 @@ from specdec.interfaces import TreePolicy
 from specdec.models.eagle import EagleHead
 from specdec.models.eagle_fitting import hidden_states, sampled_text
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
-from specdec.sampling.transform import SamplingParams
 from specdec.sources import EagleSource, MixtureSource, RandomSource
 from specdec.sources.eagle_passes import HeadPass
-from specdec.state import DecodeState, StopRules
-from specdec.testing import Case, TablePair
+from specdec.state import DecodeState
+from specdec.testing import TablePair
 from specdec.types import Candidates, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies.specpipe_bf import PipelineBestFirst
 from strategies.staged import StagedSource
 from tests import eagle, toys
+from tests.laws import least_p_value
 
 K = 4  # candidates that are compared
 CASES = toys.cases(12)[::2]  # one of each sampling
@@ -335,7 +332,7 @@ def test_a_pass_computes_each_node_once() -> None:
     assert drafted_from - 4 <= counters.catch_up_rows <= drafted_from
 
 
-def least_p_value(num: int = 240) -> float:
+def rejecting_p_value() -> float:
     """Least p-value of neighbouring tokens under rejection, on tables that disagree."""
     bench = Workbench(TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE), seed=1)
     parts = bench.parts(
@@ -343,20 +340,11 @@ def least_p_value(num: int = 240) -> float:
         policy=Static(branching=[3, 2]),
         verifier=RejectionVerifier(),
     )
-    stop, rule = StopRules(max_new_tokens=4), SamplingParams(temperature=1.0)
-    found = decode_cases(
-        parts, [Case(i, "", (1, 0), rule, stop) for i in range(num)], batch_size=120
-    )
-    assert sum(one.accepted for one in found.values()) > num // 4
-    tokens = np.array([found[i].output for i in range(num)])
-    table = torch.tensor(TARGET_TABLE, dtype=torch.float64).softmax(dim=1).numpy()
-    laws = pair_laws(table, 0, tokens.shape[1])
-    counts = pair_counts(tokens, len(table))
-    return min(chi_square(*both) for both in zip(counts, laws, strict=True))
+    return least_p_value(parts, 240)
 
 
 def test_sampled_candidates_keep_the_law_of_the_target() -> None:
-    assert least_p_value() > FALSE_ALARM
+    assert rejecting_p_value() > FALSE_ALARM
 
 
 def test_another_law_than_the_sampled_one_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,4 +356,4 @@ def test_another_law_than_the_sampled_one_shows(monkeypatch: pytest.MonkeyPatch)
         return replace(found, probs=np.roll(found.probs, 1, axis=1))
 
     monkeypatch.setattr(EagleSource, "_candidates", other)
-    assert least_p_value() < FALSE_ALARM
+    assert rejecting_p_value() < FALSE_ALARM

@@ -20,9 +20,6 @@ from specdec.certify.laws import (
     FALSE_ALARM,
     OPPOSED_TABLE,
     TARGET_TABLE,
-    chi_square,
-    pair_counts,
-    pair_laws,
 )
 from specdec.certify.subject import decode_cases
 from specdec.clocks.meter import Meter
@@ -36,15 +33,15 @@ from specdec.models.translated import TranslatedDraft
 from specdec.models.vocabulary import Tail, Translation, Vocabulary
 from specdec.pairs import PretrainedPair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
-from specdec.sampling.transform import SamplingParams
 from specdec.sources import MixtureSource, RandomSource, TranslatedSource
 from specdec.sources.draft_text import DraftText
-from specdec.state import DecodeState, StopRules
-from specdec.testing import Case, TablePair
+from specdec.state import DecodeState
+from specdec.testing import TablePair
 from specdec.types import Candidates, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies.specpipe_bf import PipelineBestFirst
 from tests import toys
+from tests.laws import least_p_value
 
 K = 4  # candidates that are compared
 CASES = toys.cases(12)[::2]  # one of each sampling
@@ -200,7 +197,7 @@ def test_nodes_of_other_sources_are_translated() -> None:
 # ---------------------------------------------------------------------- rejection sampling
 
 
-def least_p_value(num: int = 1200) -> float:
+def rejecting_p_value() -> float:
     """Least p-value of neighbouring tokens under rejection, on tables that disagree."""
     bench = Workbench(TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE), seed=1)
     parts = bench.parts(
@@ -208,21 +205,12 @@ def least_p_value(num: int = 1200) -> float:
         policy=Static(branching=[3, 2]),
         verifier=RejectionVerifier(),
     )
-    stop, rule = StopRules(max_new_tokens=4), SamplingParams(temperature=1.0)
-    found = decode_cases(
-        parts, [Case(i, "", (1, 0), rule, stop) for i in range(num)], batch_size=120
-    )
-    assert sum(one.accepted for one in found.values()) > num // 4
-    tokens = np.array([found[i].output for i in range(num)])
-    table = torch.tensor(TARGET_TABLE, dtype=torch.float64).softmax(dim=1).numpy()
-    laws = pair_laws(table, 0, tokens.shape[1])
-    counts = pair_counts(tokens, len(table))
-    return min(chi_square(*both) for both in zip(counts, laws, strict=True))
+    return least_p_value(parts, 1200)
 
 
 def test_sampled_candidates_keep_the_law_of_the_target() -> None:
     """The target emits tokens that the draft cannot propose, as often as without it."""
-    assert least_p_value() > FALSE_ALARM
+    assert rejecting_p_value() > FALSE_ALARM
 
 
 def test_a_law_over_the_drafts_whole_vocabulary_would_show(
@@ -236,7 +224,7 @@ def test_a_law_over_the_drafts_whole_vocabulary_would_show(
         return replace(found, probs=0.7 * found.probs + 0.3 / found.probs.shape[1])
 
     monkeypatch.setattr(TranslatedSource, "_candidates", other)
-    assert least_p_value() < FALSE_ALARM
+    assert rejecting_p_value() < FALSE_ALARM
 
 
 # ---------------------------------------------------------------------- real tokenizers

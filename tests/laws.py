@@ -1,0 +1,55 @@
+"""Laws and times of strategies on pairs whose probabilities are known."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from specdec.certify.laws import TARGET_TABLE, chi_square, pair_counts, pair_laws
+from specdec.certify.subject import decode_cases
+from specdec.compose.workbench import Parts, Workbench
+from specdec.pairs import build_pair
+from specdec.pairs.synthetic import SyntheticModels
+from specdec.sampling.transform import SamplingParams
+from specdec.state import RequestState, StopRules
+from specdec.testing import Case
+from tests import toys
+
+
+def least_p_value(parts: Parts, num: int, *, num_tokens: int = 4, batch_size: int = 120) -> float:
+    """Least p-value of neighbouring tokens, of ``num`` requests to a target of ``TARGET_TABLE``."""
+    stop, rule = StopRules(max_new_tokens=num_tokens), SamplingParams(temperature=1.0)
+    cases = [Case(i, "", (1, 0), rule, stop) for i in range(num)]
+    decoded = decode_cases(parts, cases, batch_size=batch_size)
+    assert sum(one.accepted for one in decoded.values()) > num // 4
+    tokens = np.array([decoded[i].output for i in range(num)])
+    table = torch.tensor(TARGET_TABLE, dtype=torch.float64).softmax(dim=1).numpy()
+    laws = pair_laws(table, 0, tokens.shape[1])
+    counts = pair_counts(tokens, len(table))
+    return min(chi_square(*both) for both in zip(counts, laws, strict=True))
+
+
+@cache
+def one_class(alpha: float) -> SyntheticModels:
+    """A draft whose first candidate is right with probability ``alpha``, at every position."""
+    law = {"weights": [1.0], "top1": [alpha], "decay": [2.0], "miss": [0.0]}
+    models = build_pair({"kind": "synthetic", **law, "vocab_size": 4096})
+    assert isinstance(models, SyntheticModels)
+    return models
+
+
+def one_class_bench(alpha: float, target: float, draft: float) -> Workbench:
+    """``one_class`` on a simulated clock; times of a target or stage pass and of a draft pass."""
+    return Workbench(one_class(alpha), clock=toys.simulated(target, draft))
+
+
+def greedy_request(number: int, num_tokens: int) -> RequestState:
+    """A greedy request with a prompt of one token."""
+    return RequestState(
+        request_id=number,
+        prompt=np.array([1]),
+        stop=StopRules(max_new_tokens=num_tokens),
+        sampling=SamplingParams(),
+    )
