@@ -91,8 +91,8 @@ def by_category(
     plain = {answer["question_id"]: answer for answer in baseline or ()}
     groups: dict[str, list[Answer]] = {}
     for answer in answers:
-        if answer["category"]:
-            category = answer["category"]
+        category: str = answer["category"]
+        if category:
             groups.setdefault(_TASK_OF.get(category, category), []).append(answer)
     if groups:
         groups[OVERALL] = [answer for group in groups.values() for answer in group]
