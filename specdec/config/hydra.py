@@ -260,8 +260,8 @@ def _explain(
     missing = str(getattr(error, "missing_cfg_file", None) or "")
     if missing.startswith("hydra/"):  # such as hydra/launcher, whose options plugins add
         group, _, value = missing.rpartition("/")
-        known = list(getattr(error, "options", None) or ())
-        return UserError(f"{group}={value} is unknown: {did_you_mean(value, known)}")
+        there = getattr(error, "options", None) or ()
+        return UserError(f"{group}={value} is unknown: {did_you_mean(value, there)}")
     parsed = [o for o in parse(overrides) if not str(o.key_or_group).startswith("hydra")]
     for override in parsed:
         group = override.key_or_group
