@@ -10,23 +10,29 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
-    from specdec.api import Decoder, Generation, Step, certify, generate, stream
+    from specdec.api import Decoder, certify, generate, stream, verify
+    from specdec.comparing import Compared, compare
+    from specdec.generation import Generation, Step
     from specdec.planning import plan
 
 __version__ = "0.1.0"
 
-_FROM_API = ("Decoder", "Generation", "Step", "certify", "generate", "stream")
+_FROM_API = ("Decoder", "Generation", "Step", "certify", "generate", "stream", "verify")
+_FROM_COMPARING = ("Compared", "compare")
 
 __all__ = [
+    "Compared",
     "Decoder",
     "Generation",
     "Step",
     "UserError",
     "__version__",
     "certify",
+    "compare",
     "generate",
     "plan",
     "stream",
+    "verify",
 ]
 
 
@@ -39,6 +45,10 @@ def __getattr__(name: str) -> Any:
         from specdec.planning import plan
 
         return plan
+    if name in _FROM_COMPARING:
+        from specdec import comparing
+
+        return getattr(comparing, name)
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
 from specdec.config.job import run_job_of
 from specdec.data import Prompt, prompt_tokens
 from specdec.errors import UserError
+from specdec.generation import Follower, Generation, OnStep, Step
 from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.runs.jobs import stop_rules
@@ -23,52 +23,9 @@ from specdec.state import DecodeState, RequestState
 if TYPE_CHECKING:
     from specdec.certify import Report
 
-_INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are missing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """Result of ``generate``.
-
-    Attributes:
-        text: the decoded output; empty for pairs without a tokenizer.
-        tokens: output tokens.
-        origins: per token the index of the source that proposed it; -1 for none.
-        finish_reason: eos, stop_string, length or cancelled.
-        metrics: metrics of the run, by the names of docs/metrics.md.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    origins: tuple[int, ...]
-    finish_reason: str
-    metrics: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """The tokens decided in one step of the loop.
-
-    Attributes:
-        tokens: at least one.
-        origins: per token the index of the source that proposed it; -1 for none.
-        text: decoded text; a character is complete with its last byte's step. Empty for pairs
-            without a tokenizer.
-        finish_reason: eos, stop_string or length at the last step, else None.
-    """
-
-    tokens: tuple[int, ...]
-    origins: tuple[int, ...]
-    text: str
-    finish_reason: str | None
-
-
-OnStep = Callable[[Step], bool | None]
-"""Called with each step; returning False cancels the request."""
-
 
 class Decoder:
-    """A strategy with its models, for decoding prompts one after the other.
+    """A strategy with its models, for decoding prompts one after the other or in batches.
 
         with Decoder(["strategy=best_first", "sampling=t06"]) as decoder:
             for step in decoder.stream("def fib(n):"):
@@ -106,11 +63,12 @@ class Decoder:
         self._runner = PartsRunner(
             cfg=cfg, pair=self.pair, stop=stop_rules(cfg, self.pair), on_step=self._tell
         )
-        self._follower: _Follower | None = None
+        self._followers: dict[int, Follower] = {}  # by prompt id
         self._on_step: OnStep | None = None
         self._raised: BaseException | None = None  # by on_step
         self._busy = self._broken = False
 
+    @overload
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -118,35 +76,66 @@ class Decoder:
         prompt_id: int = 0,
         chat: bool = False,
         on_step: OnStep | None = None,
-    ) -> Generation:
-        """Decodes one prompt to its end.
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]],
+        *,
+        prompt_id: int = 0,
+        chat: bool = False,
+        on_step: OnStep | None = None,
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | list[str] | list[list[int]],
+        *,
+        prompt_id: int = 0,
+        chat: bool = False,
+        on_step: OnStep | None = None,
+    ) -> Generation | list[Generation]:
+        """Decodes one prompt, or several, to the end.
 
         Args:
-            prompt: text, or token ids.
-            prompt_id: of the draws, together with ``seed=``.
+            prompt: text, or token ids; or a list of these, of which ``batch_size=`` share the
+                target's passes at a time.
+            prompt_id: of the draws, together with ``seed=``; of a list that of its first prompt,
+                the others follow.
             chat: apply the model's chat template to the text, as the user's message.
-            on_step: called with each step; returning False cancels the request.
+            on_step: called with each step; returning False cancels its request.
+
+        Returns:
+            One generation per prompt, in their order; for a single prompt the generation itself.
 
         Raises:
             UserError: a prompt that is empty or too long, text without a tokenizer, a decoder that
                 is decoding already, or one in which a step was interrupted.
         """
-        tokens = self._tokens(prompt, prompt_id, chat)
+        several = isinstance(prompt, list | tuple) and any(map(_is_prompt, prompt))
+        given: Any = prompt if several else [prompt]
+        prompts = [self._tokens(p, prompt_id + i, chat) for i, p in enumerate(given)]
         results: list[RequestResult] = []
         with self._decoding():
-            self._follower, self._on_step = _Follower(self.pair), on_step
+            self._followers = {p.id: Follower(self.pair) for p in prompts}
+            self._on_step = on_step
             with self._whole_steps():
-                totals = self._runner.run([tokens], results.append)
+                totals = self._runner.run(prompts, results.append)
         if self._raised is not None:
             raise self._raised
-        result = results[0]
-        return Generation(
-            text=result.text,
-            tokens=result.output,
-            origins=result.origins,
-            finish_reason=result.finish_reason,
-            metrics=summarise(results, totals),
-        )
+        metrics = summarise(results, totals)
+        generations = [
+            Generation(
+                text=result.text,
+                tokens=result.output,
+                origins=result.origins,
+                finish_reason=result.finish_reason,
+                metrics=metrics,
+            )
+            for result in sorted(results, key=lambda r: r.id)
+        ]
+        return generations if several else generations[0]
 
     def stream(
         self, prompt: str | Sequence[int], *, prompt_id: int = 0, chat: bool = False
@@ -159,7 +148,7 @@ class Decoder:
         tokens = self._tokens(prompt, prompt_id, chat)
         with self._decoding():
             state = self._runner.parts.new_state()
-            follower = _Follower(self.pair)
+            follower = Follower(self.pair)
             steps = self._runner.steps(state, [tokens], _ignore)
             try:
                 while self._has_step(steps):
@@ -190,7 +179,7 @@ class Decoder:
             yield
         finally:
             self._busy = False
-            self._follower = self._on_step = None
+            self._followers, self._on_step = {}, None
 
     @contextmanager
     def _whole_steps(self) -> Iterator[None]:
@@ -206,16 +195,18 @@ class Decoder:
             return next(steps, None) is not None
 
     def _tell(self, state: DecodeState) -> None:
-        """Calls ``on_step``; its exception is raised after the request has ended."""
+        """Calls ``on_step``; its exception is raised after the requests have ended."""
         for request in state.requests.values():
-            if self._on_step is None or self._follower is None:
-                return
-            step = self._follower.step(request)
+            if self._on_step is None:
+                break
+            step = self._followers[request.id].step(request)
             try:
                 if step is not None and self._on_step(step) is False:
                     request.cancel()
-            except BaseException as error:  # raised by ``generate``, once closed
+            except BaseException as error:  # raised by ``generate``, once all are closed
                 self._raised, self._on_step = error, None
+        if self._raised is not None:
+            for request in state.requests.values():
                 request.cancel()
 
     def _tokens(self, prompt: str | Sequence[int], prompt_id: int, chat: bool) -> TokenPrompt:
@@ -255,45 +246,20 @@ class Decoder:
         return TokenPrompt(prompt_id, np.asarray(ids, np.int64))
 
 
+def _is_prompt(item: object) -> bool:
+    """Whether an item of a list is a prompt of a batch rather than a token."""
+    return isinstance(item, str | list | tuple) or bool(getattr(item, "shape", ()))
+
+
 def _token_ids(prompt: object) -> list[int]:
     """The token ids of one prompt."""
     try:
         return [operator.index(token) for token in prompt]  # type: ignore[attr-defined]
     except TypeError as error:
         raise UserError(
-            f"a prompt is text or a list of token ids, not {prompt!r:.60}; decode several prompts"
-            " by one call each (or as a batch by `specdec run batch_size=`)"
+            f"a prompt is text or a list of token ids, not {prompt!r:.60}; several prompts are a"
+            " list of these"
         ) from error
-
-
-class _Follower:
-    """Computes the new tokens and text of a request after each step."""
-
-    def __init__(self, pair: ModelPair) -> None:
-        self._tokenizer = pair.tokenizer
-        self._num_tokens = 0
-        self._text = ""
-
-    def step(self, request: RequestState) -> Step | None:
-        """The new tokens; None if there are none (pipeline filling, prefill)."""
-        first, self._num_tokens = self._num_tokens, len(request.output)
-        if first == self._num_tokens:
-            return None
-        return Step(
-            tokens=tuple(request.output[first:]),
-            origins=tuple(request.output_origins[first:]),
-            text=self._new_text(request),
-            finish_reason=request.finish_reason,
-        )
-
-    def _new_text(self, request: RequestState) -> str:
-        if self._tokenizer is None:
-            return ""
-        text = str(self._tokenizer.decode(request.output))
-        if request.finish_reason is None and text.endswith(_INCOMPLETE):
-            return ""
-        new, self._text = text[len(self._text) :], text
-        return new
 
 
 def _ignore(_request: RequestState) -> None:
@@ -364,6 +330,10 @@ def certify(
     from specdec.certify import certify as run_checks
 
     return run_checks(_config(overrides, config_dirs), checks=checks, depth=depth)
+
+
+verify = certify
+"""``certify`` under the name of its command."""
 
 
 def _config(overrides: Sequence[str], config_dirs: Sequence[str | Path]) -> dict[str, Any]:

@@ -36,6 +36,10 @@ class Careful(Stateless):
         self.gamma = gamma
         self.min_prob = min_prob
 
+    def held_nodes(self, in_flight: int) -> int:
+        """The root and the chain."""
+        return 1 + self.gamma
+
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """Grows the chain of every request that awaits no answer, and submits all of it."""
         requests = ready_requests(state, serial=True)

@@ -9,6 +9,7 @@ import numpy as np
 from careful import Careful
 
 from specdec.compose.workbench import Parts, Workbench
+from specdec.interfaces import TreePolicy
 from specdec.pairs import PretrainedPair
 from specdec.policies import Chain
 from specdec.sampling.transform import SamplingParams
@@ -21,7 +22,7 @@ pair = PretrainedPair(target="bundled:target", draft="bundled:draft")
 bench = Workbench(pair, seed=0)
 
 
-def strategy(bench: Workbench, policy: Chain | Careful) -> Parts:
+def strategy(bench: Workbench, policy: TreePolicy) -> Parts:
     """Draft model, the given policy, token-for-token verification."""
     source = DraftModelSource(runner=bench.draft_runner())
     return bench.parts(source=source, policy=policy, verifier=MatchVerifier())
@@ -29,12 +30,11 @@ def strategy(bench: Workbench, policy: Chain | Careful) -> Parts:
 
 # %% Decode one prompt with both, step by step
 assert pair.tokenizer is not None
-prompt = "def is_prime(n: int) -> bool:\n    "
+ids = np.asarray(pair.tokenizer("def is_prime(n: int) -> bool:\n    ")["input_ids"], np.int64)
 
 
 def decode(parts: Parts) -> RequestState:
     """The loop to its end; ``steps`` has one list of commits per step."""
-    ids = np.asarray(pair.tokenizer(prompt)["input_ids"], np.int64)
     request = RequestState(
         request_id=0, prompt=ids, stop=StopRules(max_new_tokens=48), sampling=SamplingParams()
     )
@@ -43,8 +43,12 @@ def decode(parts: Parts) -> RequestState:
     return request
 
 
+policies: dict[str, TreePolicy] = {
+    "chain": Chain(gamma=4),
+    "careful": Careful(gamma=8, min_prob=0.6),
+}
 outputs = {}
-for name, policy in {"chain": Chain(gamma=4), "careful": Careful(gamma=8, min_prob=0.6)}.items():
+for name, policy in policies.items():
     parts = strategy(bench, policy)
     request = decode(parts)
     outputs[name] = request.output

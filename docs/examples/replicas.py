@@ -141,7 +141,8 @@ class Replicas:
         self._clock.charge(rank, Work.HEAD, batch.num_nodes)
         end = self._clock.ends_s(rank)
         if end is None:  # measured: this process has computed them already; hold them back
-            self._pending.append(_Pending(answers, self._num_collects + self._random.integers(5)))
+            due = self._num_collects + int(self._random.integers(5))
+            self._pending.append(_Pending(answers, due))
         else:
             delay = self._random.exponential(self._delay_ms) if self._delay_ms else 0.0
             self._pending.append(_Pending(answers, end + delay * 1e-3))

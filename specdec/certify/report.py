@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.table import Table
 
 from specdec.files import write_json
 from specdec.types import Lossless
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 RESULT_FILE = "verify.json"
 """Name of the result file."""
@@ -122,6 +125,13 @@ class Report:
             return f"{self.strategy} is NOT lossless: {', '.join(self.failed)} failed"
         how = "token for token" if self.claims is Lossless.TOKEN else "in distribution"
         return f"{self.strategy} is lossless {how}"
+
+    def frame(self) -> DataFrame:
+        """A pandas frame with one row per check: ``check``, ``result``, ``detail``."""
+        import pandas as pd
+
+        rows = [{"check": c.name, "result": c.result, "detail": c.detail} for c in self.checks]
+        return pd.DataFrame(rows)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of ``verify.json``."""

@@ -257,6 +257,11 @@ def _explain(
     error: Exception, overrides: Sequence[str], name: str, extra: Sequence[Path]
 ) -> UserError:
     """The error for the override that Hydra refused."""
+    missing = str(getattr(error, "missing_cfg_file", None) or "")
+    if missing.startswith("hydra/"):  # such as hydra/launcher, whose options plugins add
+        group, _, value = missing.rpartition("/")
+        there = getattr(error, "options", None) or ()
+        return UserError(f"{group}={value} is unknown: {did_you_mean(value, there)}")
     parsed = [o for o in parse(overrides) if not str(o.key_or_group).startswith("hydra")]
     for override in parsed:
         group = override.key_or_group

@@ -21,6 +21,11 @@ from specdec.trace.files import TIMELINE_FILE, TREES_FILE
 from specdec.trace.page import commit_kinds, html_template, tree_page
 from specdec.trace.timeline import timeline_png
 
+_TITLE_KEYS = (
+    *("clock", "clock_profile", "data", "num_prompts", "sampling", "max_new_tokens", "dtype"),
+)
+"""Conditions of which the title has every value."""
+
 _MAX_TEXTS = 24  # strategies or jobs whose texts are shown
 _MAX_PICTURES = 8  # strategies or jobs whose first text is also drawn as a picture
 _MAX_TREES_BYTES = 12_000_000
@@ -33,7 +38,7 @@ class Report:
     Attributes:
         folder, curves: the folder that was read; one curve per strategy and run folder.
         rows: table rows (``metrics.comparison_row``) of complete runs.
-        conditions: those of the first complete run.
+        conditions: those of all complete runs; of some that vary, their values.
     """
 
     folder: Path
@@ -53,8 +58,24 @@ def load_report(folder: str | Path) -> Report:
         raise UserError(f"{folder}: no prompt has finished yet; there is nothing to report")
     curves = [_curve(result, results) for result in results]
     rows = [_row(curve) for curve in curves if curve.result.summary is not None]
-    conditions = next((r.conditions for r in results if r.conditions), {})
+    conditions = _shared([r.conditions for r in results if r.conditions])
     return Report(Path(folder), tuple(curves), tuple(rows), conditions)
+
+
+def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The conditions of several runs; of those that vary, all values that the title shows."""
+    shared = dict(conditions[0]) if conditions else {}
+    for key, value in conditions[0].items() if conditions else ():
+        values = list(dict.fromkeys(str(c.get(key)) for c in conditions))
+        if len(values) > 1:
+            shared.pop(key)
+            if key in _TITLE_KEYS:
+                shared[key] = _several(value, values)
+    return shared
+
+
+def _several(value: Any, values: Sequence[str]) -> str:
+    return " or ".join(values) if not isinstance(value, Mapping) else "several"
 
 
 def write_report(report: Report, *, num_texts: int = 4) -> list[Path]:

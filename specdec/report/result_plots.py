@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from specdec.metrics.compare import decoded_by_prompt, pooled, prompt_speedups
 from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
-from specdec.metrics.times import decode_phase
+from specdec.metrics.times import decode_phase, decode_speed
 from specdec.report.plots import DRAFTED_LABEL, figure_of, png, tidy
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
         # Spread equal values vertically so that all dots stay visible.
         offset = (np.argsort(np.argsort(values)) % 5 - 2) * 0.09
         ax.scatter(values, y + offset, s=16, color=color, alpha=0.65, lw=0, zorder=3)
-        low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
+        low, high = np.quantile(values, [0.25, 0.75])
+        middle = table_number(curve, relative=relative) or float(np.median(values))
         ax.plot([low, high], [y, y], color="black", lw=1.2, zorder=4)
         ax.plot([middle, middle], [y - 0.28, y + 0.28], color="black", lw=2.0, zorder=4)
         text = f"{middle:.2f}x" if relative else f"{middle:.0f}"
@@ -81,8 +83,19 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
         label = f"speed-up over ar, {clock} time (ar = 1)"
     tidy(ax, xlabel=label, xlim=(0, ax.get_xlim()[1] * 1.05))
     what = "Speed-up" if relative else "Speed"
-    text = f"{what} per prompt: dots are prompts, thick bars medians, lines the middle half"
+    text = f"{what}: dots are prompts, lines their middle half, thick bars the table's number"
     return png(figure, text)
+
+
+def table_number(curve: Curve, *, relative: bool) -> float | None:
+    """The row's number in the table: all prompts together, the median over repeats."""
+    speeds = [decode_speed(run.results) for run in curve.runs]
+    if relative:
+        plain = [decode_speed(run.results) for run in curve.plain]
+        pairs = zip(speeds, plain, strict=True)
+        speeds = [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
+    known = [speed for speed in speeds if speed is not None]
+    return median(known) if known else None
 
 
 def acceptance_png(curves: Sequence[Curve]) -> bytes:

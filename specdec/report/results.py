@@ -109,8 +109,10 @@ def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
     return None
 
 
-def frame(*folders: str | Path) -> DataFrame:
+def frame(*folders: str | Path | Result) -> DataFrame:
     """A pandas frame with one row per strategy and run folder.
+
+    Each argument is a folder for ``read``, or a ``Result`` (of ``specdec.compare``).
 
     Columns: ``folder``, ``name``, ``strategy``, ``complete``; every configuration key as
     ``config.<key>``; every metric of docs/metrics.md by its name. Histograms are mappings.
@@ -127,12 +129,11 @@ def frame(*folders: str | Path) -> DataFrame:
             **_flat(result.config, "config."),
             **{k: v for k, v in (result.summary or {}).items() if k != "conditions"},
         }
-        for folder in folders
-        for result in read(folder)
+        for result in _results(folders)
     )
 
 
-def prompt_frame(*folders: str | Path) -> DataFrame:
+def prompt_frame(*folders: str | Path | Result) -> DataFrame:
     """A pandas frame with one row per finished prompt and repeat.
 
     Columns: ``folder``, ``name``, ``strategy``, ``repeat``, ``prompt``; ``num_prompt``,
@@ -146,7 +147,7 @@ def prompt_frame(*folders: str | Path) -> DataFrame:
     return _data_frame({**head, **prompt_metrics(r)} for head, r in _prompts(folders))
 
 
-def token_frame(*folders: str | Path) -> DataFrame:
+def token_frame(*folders: str | Path | Result) -> DataFrame:
     """A pandas frame with one row per generated token of every prompt and repeat.
 
     Columns: ``folder``, ``name``, ``strategy``, ``repeat``, ``prompt``, ``position`` (0 the first
@@ -248,9 +249,16 @@ def _identity(result: Result) -> dict[str, Any]:
     return {"folder": result.folder.as_posix(), "name": result.name, "strategy": result.strategy}
 
 
-def _prompts(folders: Iterable[str | Path]) -> Iterator[tuple[dict[str, Any], RequestResult]]:
+def _results(sources: Iterable[str | Path | Result]) -> Iterator[Result]:
+    for source in sources:
+        yield from [source] if isinstance(source, Result) else read(source)
+
+
+def _prompts(
+    folders: Iterable[str | Path | Result],
+) -> Iterator[tuple[dict[str, Any], RequestResult]]:
     """Each finished request, with the first columns of its rows."""
-    for result in (result for folder in folders for result in read(folder)):
+    for result in _results(folders):
         for record in result.records:
             yield _identity(result) | {"repeat": record.repeat}, record.result
 

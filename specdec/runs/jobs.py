@@ -101,7 +101,11 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
 
 
 def compare_jobs(
-    cfgs: list[dict[str, Any]], output_dir: Path, repeats: int, progress: Progress
+    cfgs: list[dict[str, Any]],
+    output_dir: Path,
+    repeats: int,
+    progress: Progress,
+    pair: ModelPair | None = None,
 ) -> dict[str, Any]:
     """Decodes the same prompts with several strategies, interleaved prompt by prompt.
 
@@ -112,11 +116,12 @@ def compare_jobs(
         output_dir: receives requests.jsonl, comparison.json, comparison.md and comparison.png.
         repeats: number of measurements of every prompt.
         progress: called for every finished prompt of every row.
+        pair: models in memory; built from the configuration if omitted.
 
     Returns:
         The content of ``comparison.json``.
     """
-    decoding = _Decoding(cfgs, output_dir, progress)
+    decoding = _Decoding(cfgs, output_dir, progress, pair)
     decoding.decode(repeats)
     measured, conditions = decoding.measured, decoding.conditions(repeats)
     merged = measured.merged()
@@ -149,13 +154,19 @@ class _Decoding:
 
     measured: Measurements
 
-    def __init__(self, cfgs: Sequence[dict[str, Any]], folder: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        cfgs: Sequence[dict[str, Any]],
+        folder: Path,
+        progress: Progress,
+        pair: ModelPair | None = None,
+    ) -> None:
         self._cfgs, self._folder, self._progress = cfgs, folder, progress
         self._base = cfgs[0]
         if self._base.get("threads"):
             torch.set_num_threads(int(self._base["threads"]))
         progress.phase("loading models", None)
-        self.pair, self._prompts, self._cut = prepare(self._base)
+        self.pair, self._prompts, self._cut = prepare(self._base, pair)
         self.runners: list[Runner] = []
         self._dialogues = Dialogues(self._base, self.pair)
         note_replay(self.pair, progress.note)
@@ -289,8 +300,10 @@ def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Ru
     return PartsRunner(cfg=cfg, pair=pair, stop=stop) if make is None else make(cfg, pair, stop)
 
 
-def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
-    """Loads a pair and its prompts.
+def prepare(
+    cfg: Mapping[str, Any], pair: ModelPair | None = None
+) -> tuple[ModelPair, list[TokenPrompt], int]:
+    """Loads a pair, unless one is given, and its prompts.
 
     Returns:
         The pair, tokenised prompts that fit its positions (random ones for pairs without a
@@ -299,7 +312,7 @@ def prepare(cfg: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt], int]:
     Raises:
         UserError: ``max_new_tokens`` leaves no room for prompts, or too many random ones.
     """
-    pair = build_pair(cfg["model"])
+    pair = pair or build_pair(cfg["model"])
     data = cfg["data"]
     recorded = getattr(pair, "prompts", None)
     if recorded is not None:

@@ -151,7 +151,7 @@ def test_bad_input_names_value_and_remedy(prompt, overrides, message) -> None:  
     [
         ({"overrides": "strategy=ar"}, r"\['strategy=ar'\]"),
         ({"config_dirs": "conf"}, r"config_dirs=\['conf'\]"),
-        ({"prompt": ["one", "two"]}, "one call each"),
+        ({"prompt": ["one", "two"]}, "no tokenizer"),
         ({"prompt": None}, "not None"),
         ({"prompt": [1.5]}, r"not \[1\.5\]"),
     ],

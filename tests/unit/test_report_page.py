@@ -16,6 +16,7 @@ import pytest
 from specdec.cli.main import BAD_INPUT, main
 from specdec.config.job import run_job_of
 from specdec.config.options import options
+from specdec.metrics.compare import comparison_row, prompt_speedups
 from specdec.metrics.rates import drafted_by_context, drafted_by_position
 from specdec.report.origins import (
     PALETTE,
@@ -29,8 +30,8 @@ from specdec.report.origins import (
     token_ends,
 )
 from specdec.report.page import load_report
-from specdec.report.result_plots import mean_emission, rate_by_position
-from specdec.report.tables import notes_of
+from specdec.report.result_plots import mean_emission, rate_by_position, table_number
+from specdec.report.tables import notes_of, title_of
 from tests.unit.test_metrics import make_result
 from tests.unit.test_results import comparison, sweep  # noqa: F401 - fixtures
 
@@ -182,3 +183,44 @@ def test_bad_arguments_and_empty_folders_are_refused(tmp_path: Path, capsys) -> 
     for words in ([], ["a", "b"], ["a", "text=x"], [str(tmp_path / "none")], [str(tmp_path)]):
         assert main(["report", *words]) == BAD_INPUT
         assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_plot_per_prompt_shows_the_number_of_the_table(
+    comparison: Path,  # noqa: F811
+) -> None:
+    """Medians over prompts stood in the plot, and another figure for the same row in the table."""
+    lines = (comparison / "requests.jsonl").read_text().splitlines()
+    slow = json.loads(lines[-1])  # the second prompt of speculative: not as fast as the first
+    slow["emitted_s"] = [3 * at for at in slow["emitted_s"]]
+    (comparison / "requests.jsonl").write_text("\n".join([*lines[:-1], json.dumps(slow)]) + "\n")
+    report = load_report(comparison)
+    plain, ours = report.curves
+    speeds = prompt_speedups(ours.runs, plain.runs)
+    row = comparison_row("speculative", ours.runs, plain.runs)
+    assert table_number(ours, relative=True) == row["speedup_wall"]
+    assert row["speedup_wall"] != pytest.approx(float(np.median(speeds)), rel=0.05)
+    assert table_number(ours, relative=False) == row["tokens_per_s"]
+
+
+def test_a_sweeps_header_states_what_varies(sweep: Path) -> None:  # noqa: F811
+    """It stated the first run's conditions as those of all."""
+    file = sweep / "strategy=ar,seed=1" / "summary.json"
+    summary = json.loads(file.read_text())
+    assert title_of(load_report(sweep).conditions).endswith("data=stdlib (2 prompts)")
+    summary["conditions"] |= {"sampling": "t06", "num_prompts": 3}
+    file.write_text(json.dumps(summary))
+    for folder in sweep.iterdir():
+        path = folder / "summary.json"
+        if path.is_file() and path != file:
+            other = json.loads(path.read_text())
+            other["conditions"]["sampling"] = "greedy"
+            path.write_text(json.dumps(other))
+    title = title_of(load_report(sweep).conditions)
+    assert "data=stdlib (2 or 3 prompts)" in title
+    assert "sampling=greedy or t06" in title
+
+
+def test_columns_are_explained_below_the_table(comparison: Path) -> None:  # noqa: F811
+    assert main(["report", str(comparison)]) == 0
+    page = (comparison / "report.html").read_text(encoding="utf-8")
+    assert "<b>accept len</b>: emitted per target pass" in page
