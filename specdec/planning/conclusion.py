@@ -42,15 +42,8 @@ def conclude(
     """
     chosen, machine, acceptance = asked.chosen, search.machine, asked.acceptance
     assert acceptance is not None
-    count, batch, context = chosen.prompts, chosen.batch[0], chosen.context[0]
-    ranked = [
-        Ranked(
-            c,
-            search.simulator.units(c, count, search.length),
-            machine.memory_gb(c.layout, batch, context),
-        )
-        for c in search.ranked(finalists, count)
-    ]
+    batch, context = chosen.batch[0], chosen.context[0]
+    ranked = _ranked(search, finalists)
     choices = choices_of(
         ranked,
         objective=chosen.objective,
@@ -96,6 +89,20 @@ def conclude(
         ),
     )
     return plan, winner
+
+
+def _ranked(search: Search, finalists: Sequence[Candidate]) -> list[Ranked]:
+    """The candidates with their results, fastest first."""
+    chosen = search.chosen
+    memory, count = search.machine.memory_gb, chosen.prompts
+    return [
+        Ranked(
+            candidate,
+            search.simulator.units(candidate, count, search.length),
+            memory(candidate.layout, chosen.batch[0], chosen.context[0]),
+        )
+        for candidate in search.ranked(finalists, count)
+    ]
 
 
 def _changed(

@@ -167,7 +167,7 @@ class Search:
         tried: dict[str, tuple[float, Candidate]] = {}
         reasons: list[str] = []
         for layout in self._layouts(family):
-            if self.out_of_time:
+            if self.out_of_time and family.name != PLAIN:
                 self.complete = False
                 reasons.append("the budget was spent before it was tried")
                 break
