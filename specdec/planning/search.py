@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import UserError
-from specdec.planning.candidates import PLAIN, Candidate, Family, sized
+from specdec.planning.candidates import PLAIN, Candidate, Family, sized, with_size
 from specdec.planning.layouts import Layout, layouts
 from specdec.planning.machines import DoesNotFit, Machine
 from specdec.planning.options import PlanOptions
@@ -98,6 +98,7 @@ class Search:
         machine, simulator, chosen: the inputs.
         requests, drawn: of the acceptance; see ``effective``.
         length: tokens per prompt.
+        chain_length: draft tokens of the best chain by formula, which are tried besides.
         report: called with the label and number of steps of a phase, or with a finished step.
         left_out: preset -> why it is not simulated.
         complete: whether the budget sufficed.
@@ -109,6 +110,7 @@ class Search:
     requests: float
     drawn: bool
     length: int
+    chain_length: int
     report: Callable[[str, int | None], None]
     left_out: dict[str, str] = field(default_factory=dict)
     complete: bool = True
@@ -144,7 +146,7 @@ class Search:
                 self._tune(tried[name], tuned_by)
                 best = min(best, _fastest_time(tried[name]))
             self.report(name, None)
-        entered = [c for name in order for c in _fastest(tried[name])[:_PER_FAMILY]]
+        entered = [c for name in order for c in self._entering(tried[name])]
         return [*self._halved(entered), plain]
 
     def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
@@ -197,6 +199,14 @@ class Search:
                 variants = keys.send(_fastest(tried)[0])
             except StopIteration:
                 return
+
+    def _entering(self, tried: Mapping[str, tuple[float, Candidate]]) -> list[Candidate]:
+        """The best sizes of a preset; for chains also the length that the formula says."""
+        kept = _fastest(tried)[:_PER_FAMILY]
+        lengths = [c.config["policy"].get("gamma") for c in kept]
+        if self.chain_length and type(lengths[0]) is int and self.chain_length not in lengths:
+            kept.append(with_size(kept[0], "gamma", self.chain_length))
+        return kept
 
     def _layouts(self, family: Family) -> list[Layout]:
         """Layouts on all devices; the draft has its own where it works beside the target."""

@@ -13,7 +13,7 @@ from experiments.plan.roofline import FILE, Timed, fitted, held_out, log_errors,
 from specdec.planning.roofline import CONSTANTS, ERROR
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def times(data_dir: Path) -> list[Timed]:
     path = data_dir / FILE
     if not path.is_file():
