@@ -71,18 +71,20 @@ def test_own_keys_are_split_from_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        ([], "needs the times of a machine"),
+        (["profile=uniform_30ms"], "how many stages"),
         (["batch=0"], "batch"),
         (["devices=none_at_all"], "devices"),
         (["objective=speed"], "objective"),
         (["profile=nowhere"], "neither a profile nor"),
-        (["strategies=[specpype]"], "specpipe"),
+        (["strategies=[specpype]", "profile=specpipe_8x3090"], "specpipe"),
         (["strategy=ar"], "a plan chooses the strategy"),
         (["clock=simulated"], "profile="),
         (["policy.gamma=3"], "a plan chooses the sizes"),
         (["profile=measured"], "a law or record has none"),
-        (["check=true"], "check=DIR"),
-        (["check=nowhere"], "no summary.json"),
-        (["check=nowhere", "batch=4"], "one request at a time"),
+        (["check=true", "profile=specpipe_8x3090"], "check=DIR"),
+        (["check=nowhere", "profile=specpipe_8x3090"], "no summary.json"),
+        (["check=nowhere", "batch=4", "profile=specpipe_8x3090"], "one request at a time"),
         (["acceptance=nowhere.jsonl"], "nowhere.jsonl"),
         (["model.nothing=3"], "nothing"),
         (["profile=specpipe_8x3090", "link_gb_s=10"], "described machine"),
@@ -359,7 +361,7 @@ def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
     lengths = 1 + np.cumprod(hits, axis=2).sum(axis=2)
     path = tmp_path / "log.json"
     path.write_text(json.dumps(lengths.tolist()))
-    asked = planning_of([f"acceptance={path}", "draft_tokens=5", "profile=uniform_30ms"])
+    asked = planning_of([f"acceptance={path}", "draft_tokens=5", "profile=specpipe_8x3090"])
     assert asked.acceptance is not None
     assert asked.acceptance.requests == 12
     assert asked.acceptance.hit_rate() == pytest.approx(0.7, abs=0.03)  # 5 standard errors
