@@ -25,7 +25,7 @@ from specdec.types import FloatArray
 _RESAMPLES = 2000
 _LEVEL = 0.95
 _FIRST = (3, 48)  # prompts and tokens of the first round
-_ROUNDS = ((6, 18), (12, 12), (None, 8))  # prompts (None: all), candidates that are kept
+_ROUNDS = ((8, 18), (None, 9))  # prompts (None: all), candidates that are kept
 _BESIDE = 0.2  # share of drafting during target work from which the draft needs its own device
 _TUNING = 0.6  # share of the budget after which sizes are no longer tried
 _HOPELESS = 2.5  # times the best so far, from which a preset's sizes are not tried
@@ -267,7 +267,7 @@ class Search:
             elif interval(ratio)[0] <= 1.0:
                 others.append(candidate)
             names.add(candidate.name)
-        room = max(kept - len(firsts), kept // 3)
+        room = max(kept - len(firsts), kept // 2)
         return [*firsts[: kept - min(room, len(others))], *others[:room]]
 
 
