@@ -51,7 +51,7 @@ def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float,
         near = min(odds, key=lambda x: abs(law.shifted(float(x)).hit_rate() - wanted))
         top1 = law.shifted(float(near)).section["top1"]
         law = OfLaw.of({**law.section, "middle_top1": top1}, law.told)
-    machine = Profiled(name="pipespec_70b", profile={"costs": used}, devices=3)
+    machine = Profiled(name="pipespec_70b", profile={"costs": used, "stages": 1}, devices=3)
     pair = law.pair()
     found, _ = families(law.words, [], [run["strategy"]], pair)
     simulator = Simulator(pair, None, of="published", prompts=_PROMPTS)

@@ -3,8 +3,8 @@
     python -m experiments.plan.roofline
 
 reads extracted/pass_times.csv of the acceptance traces (SPECDEC_DATA), fits the constants to all
-series of 16-bit weights on a named GPU, and states the error on series that a fit does not see:
-each series is held out once, with all others of its source. A series is a model on a machine.
+series of 16-bit weights on a named GPU, and states the error on models that a fit does not see:
+each model is held out once, on all machines. A series is a model on a machine.
 """
 
 from __future__ import annotations
@@ -162,13 +162,17 @@ def log_errors(times: Sequence[Timed], constants: Constants) -> np.ndarray:
 
 def held_out(times: Sequence[Timed]) -> dict[str, np.ndarray]:
     """Series -> log errors under constants that are fitted without its model on any machine."""
-    errors = {}
-    for series in dict.fromkeys(timed.series for timed in times):
-        inside = [timed for timed in times if timed.series == series]
-        model = inside[0].parameters
-        others = [timed for timed in times if timed.parameters != model]
-        errors[series] = log_errors(inside, fitted(others))
-    return errors
+    unseen = {
+        model: fitted([timed for timed in times if timed.parameters != model])
+        for model in {timed.parameters for timed in times}
+    }
+    by_series: dict[str, list[Timed]] = {}
+    for timed in times:
+        by_series.setdefault(timed.series, []).append(timed)
+    return {
+        series: log_errors(inside, unseen[inside[0].parameters])
+        for series, inside in by_series.items()
+    }
 
 
 def main() -> None:

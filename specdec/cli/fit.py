@@ -134,6 +134,8 @@ def option_text(fitted: FittedLaw, values: dict[str, str], command: str) -> str:
     ]
     option: dict[str, Any] = {
         **fitted.model_option(),
+        # One request is a summary, which says nothing of the spread.
+        **({"requests": fitted.requests} if fitted.requests > 1 else {}),
         "draft_name": values.get("draft"),
         "origin": origin,
     }

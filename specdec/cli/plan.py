@@ -54,8 +54,9 @@ def main(words: Sequence[str]) -> int:
     folder = output_folder(asked.output_dir, "plan")
 
     def work(progress: object) -> bool:
-        plan_job(asked, folder, progress)  # type: ignore[arg-type]
+        plan = plan_job(asked, folder, progress)  # type: ignore[arg-type]
         print((folder / TABLE_FILE).read_text(encoding="utf-8"), end="")
+        print(f"{plan.simulated_tokens} tokens simulated in {plan.search_s:.0f} s")
         return True
 
     done = run_in(folder, asked.claimed, SEARCH_FILE, work, table=TABLE_FILE)

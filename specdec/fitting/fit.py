@@ -117,8 +117,6 @@ class FittedLaw:
             option["depth"] = _rounded(law.depth)
         if self.covers_tree:
             option["covers"] = "tree"
-        if self.requests > 1:  # one is a summary, which says nothing of the spread
-            option["requests"] = self.requests
         return option
 
 

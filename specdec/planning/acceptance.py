@@ -246,7 +246,8 @@ def of_log(chosen: PlanOptions) -> OfLaw:
     fitted = fit_logs([read_log(chosen.acceptance, options)])
     if fitted.covers_tree:
         raise UserError(f"acceptance={chosen.acceptance} is of trees: a plan needs chains")
-    section = {"kind": "synthetic", **fitted.model_option(), "requests": fitted.requests}
+    known = fitted.requests if fitted.requests > 1 else 0  # one is a summary of many
+    section = {**fitted.model_option(), "requests": known}
     return OfLaw.of(section, f"law fitted to {fitted.requests} requests of {chosen.acceptance}")
 
 

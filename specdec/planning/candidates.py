@@ -208,6 +208,16 @@ def sized(candidate: Candidate) -> Generator[tuple[str, list[Candidate]], Candid
         candidate = best or candidate
 
 
+def smaller(candidate: Candidate) -> list[Candidate]:
+    """The candidate with one size at a time halved, and halved twice."""
+    found = []
+    for key in SIZES:
+        value = candidate.config["policy"].get(key)
+        if type(value) is int:
+            found += [with_size(candidate, key, size) for size in (value // 2, value // 4) if size]
+    return found
+
+
 def with_size(candidate: Candidate, key: str, value: Any) -> Candidate:
     """The candidate with another value of a key of its policy."""
     config = {**candidate.config, "policy": {**candidate.config["policy"], key: value}}

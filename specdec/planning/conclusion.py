@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from specdec.errors import UserError
 from specdec.planning.acceptance import chain_table
 from specdec.planning.answer import Choice, Plan, Ranked, choices_of, compared
 from specdec.planning.asked import Planning
-from specdec.planning.candidates import PLAIN, Candidate, with_batch
+from specdec.planning.candidates import PLAIN, Candidate, smaller, with_batch
 from specdec.planning.chains import chain_cell, chain_cells, crossover
 from specdec.planning.checking import expectation
 from specdec.planning.machines import DoesNotFit
@@ -26,6 +28,8 @@ from specdec.planning.writing import engine_flags
 
 _BATCHES = (1, 4, 16, 64)
 _FEW_UNITS = 4  # batches at sizes that are not ranked
+_SHORT = 32  # tokens per prompt where sizes are screened
+_SCREENED = 3  # candidates that are left then
 _CHANGES = 11  # simulated changes at most
 
 
@@ -42,15 +46,8 @@ def conclude(
     """
     chosen, machine, acceptance = asked.chosen, search.machine, asked.acceptance
     assert acceptance is not None
-    count, batch, context = chosen.prompts, chosen.batch[0], chosen.context[0]
-    ranked = [
-        Ranked(
-            c,
-            search.simulator.units(c, count, search.length),
-            machine.memory_gb(c.layout, batch, context),
-        )
-        for c in search.ranked(finalists, count)
-    ]
+    batch, context = chosen.batch[0], chosen.context[0]
+    ranked = _ranked(search, finalists)
     choices = choices_of(
         ranked,
         objective=chosen.objective,
@@ -98,6 +95,20 @@ def conclude(
     return plan, winner
 
 
+def _ranked(search: Search, finalists: Sequence[Candidate]) -> list[Ranked]:
+    """The candidates with their results, fastest first."""
+    chosen = search.chosen
+    memory, count = search.machine.memory_gb, chosen.prompts
+    return [
+        Ranked(
+            candidate,
+            search.simulator.units(candidate, count, search.length),
+            memory(candidate.layout, chosen.batch[0], chosen.context[0]),
+        )
+        for candidate in search.ranked(finalists, count)
+    ]
+
+
 def _changed(
     asked: Planning, search: Search, finalists: Sequence[Candidate], path: Path
 ) -> list[Change]:
@@ -131,26 +142,32 @@ def _decides(
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
 ) -> list[dict[str, Any]]:
-    """The fastest ranked candidate at the other batch sizes, in its own layout."""
+    """The fastest of the ranked presets at the other batch sizes, in its layout.
+
+    Larger batches want smaller trees, so their sizes are also tried halved, on one batch first.
+    """
     rows = []
     context = search.chosen.context[0]
     for batch in search.chosen.batch[1:]:
-        made: list[tuple[float, Candidate]] = []
-        base = None
-        for candidate in [*of_presets[:4], plain]:
-            try:
-                other = with_batch(candidate, search.machine, batch, context)
-            except DoesNotFit:
-                continue
-            seconds = search.times(other, _FEW_UNITS).mean
-            made.append((seconds, other))
-            base = seconds if candidate is plain else base
-        if made and base is not None:
-            seconds, best = min(made, key=lambda pair: pair[0])
-            units = search.simulator.units(best, _FEW_UNITS, search.length)
-            speed = 1.0 / Times.of(units, "throughput", 1).mean
-            told = {"batch": batch, "told": best.told(), "tokens_per_s": speed}
-            rows.append({**told, "gain": base / seconds})
+        screened: list[tuple[float, Candidate]] = []
+        for candidate in (size for best in of_presets for size in (best, *smaller(best))):
+            if search.out_of_time and screened:
+                search.complete = False
+                break
+            with suppress(DoesNotFit, UserError, ValueError):
+                made = with_batch(candidate, search.machine, batch, context)
+                screened.append((search.times(made, 1, _SHORT).mean, made))
+        try:
+            base = with_batch(plain, search.machine, batch, context)
+        except DoesNotFit:
+            continue
+        kept = [made for _, made in sorted(screened, key=lambda pair: pair[0])[:_SCREENED]]
+        best = search.ranked([*kept, base], _FEW_UNITS)[0]
+        units = search.simulator.units(best, _FEW_UNITS, search.length)
+        plain_s, best_s = (search.times(c, _FEW_UNITS).mean for c in (base, best))
+        speed = 1.0 / Times.of(units, "throughput", 1).mean
+        told = {"batch": batch, "told": best.told(), "tokens_per_s": speed}
+        rows.append({**told, "gain": plain_s / best_s})
     return rows
 
 

@@ -14,10 +14,11 @@ from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.files import parse_json, write_json
 from specdec.pairs import build_pair
-from specdec.planning.acceptance import OfRecord
+from specdec.planning.acceptance import OfRecord, chain_table
 from specdec.planning.answer import Plan
 from specdec.planning.asked import Planning, planning_of
 from specdec.planning.candidates import PLAIN, families
+from specdec.planning.chains import chain_cell
 from specdec.planning.checking import Verdict, check_run, units_of_run
 from specdec.planning.conclusion import conclude
 from specdec.planning.measuring import measured_here, measured_machine
@@ -61,6 +62,7 @@ def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
         else:
             progress.phase(label, total)
 
+    best_chain = chain_cell(machine, chain_table(acceptance), chosen.batch[0], chosen.context[0])
     search = Search(
         machine=machine,
         simulator=simulator,
@@ -68,6 +70,7 @@ def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
         requests=acceptance.requests / chosen.batch[0],
         drawn=acceptance.drawn,
         length=_LENGTH,
+        chain_length=0 if best_chain is None else best_chain.draft_tokens,
         report=report,
         left_out=left_out,
     )

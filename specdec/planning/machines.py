@@ -105,7 +105,7 @@ class Profiled:
     @property
     def priced(self) -> int:
         """Stages of the profile's target."""
-        return int(self.profile.get("stages", 1))
+        return int(self.profile["stages"])
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         """See ``Machine``; batch and context change nothing."""
@@ -283,14 +283,24 @@ def machine_of(
     Raises:
         UserError: neither of the two, or a draft whose time the profile does not have.
     """
+    if chosen.profile is None:
+        raise UserError(
+            "a plan needs the times of a machine: give profile=NAME (specdec list profiles), the"
+            " path of a profile or of a described machine, or profile=measured"
+        )
     path = Path(chosen.profile).expanduser()
     if chosen.profile not in options("profile", extra) and path.is_file():
         loaded = read_yaml(path, f"profile={chosen.profile} is not readable YAML", resolve=True)
         if isinstance(loaded, dict) and "costs" not in loaded:
-            return _described(chosen, loaded)
+            return _described(chosen, path, loaded)
     profile = load_profile(chosen.profile, extra, key="profile")
     profile = with_draft({**profile, "profile": chosen.profile}, draft_name)
-    priced = int(profile.get("stages", 1))
+    if "stages" not in profile:
+        raise UserError(
+            f"profile={chosen.profile} does not say of how many stages its target is, so it cannot"
+            " be split otherwise: add `stages: NUMBER` to a copy of it"
+        )
+    priced = int(profile["stages"])
     transfer = None
     if chosen.link_ms is not None:
         transfer = {"tokens": [1], "ms": [chosen.link_ms]}
@@ -307,7 +317,7 @@ def machine_of(
     )
 
 
-def _described(chosen: PlanOptions, loaded: Mapping[str, Any]) -> Described:
+def _described(chosen: PlanOptions, path: Path, loaded: Mapping[str, Any]) -> Described:
     known = [item.name for item in fields(Description)]
     for key in loaded:
         if key not in known:
@@ -333,7 +343,7 @@ def _described(chosen: PlanOptions, loaded: Mapping[str, Any]) -> Described:
         raise UserError(
             f"profile={chosen.profile}: {about.devices} devices are not {about.boxes} equal boxes"
         )
-    return Described(name=Path(chosen.profile).stem, about=about, devices=about.devices)
+    return Described(name=path.stem, about=about, devices=about.devices)
 
 
 def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class PlanOptions:
         check: true: run the winner; a run folder: compare its results; empty: neither.
     """
 
-    profile: Text = "uniform_30ms"
+    profile: Text | None = None
     devices: Count | None = None
     link_ms: NotNegative | None = None
     link_gb_s: Positive | None = None

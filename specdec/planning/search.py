@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import UserError
-from specdec.planning.candidates import PLAIN, Candidate, Family, sized
+from specdec.planning.candidates import PLAIN, Candidate, Family, sized, with_size
 from specdec.planning.layouts import Layout, layouts
 from specdec.planning.machines import DoesNotFit, Machine
 from specdec.planning.options import PlanOptions
@@ -25,7 +25,7 @@ from specdec.types import FloatArray
 _RESAMPLES = 2000
 _LEVEL = 0.95
 _FIRST = (3, 48)  # prompts and tokens of the first round
-_ROUNDS = ((6, 18), (12, 12), (None, 8))  # prompts (None: all), candidates that are kept
+_ROUNDS = ((8, 18), (None, 9))  # prompts (None: all), candidates that are kept
 _BESIDE = 0.2  # share of drafting during target work from which the draft needs its own device
 _TUNING = 0.6  # share of the budget after which sizes are no longer tried
 _HOPELESS = 2.5  # times the best so far, from which a preset's sizes are not tried
@@ -98,6 +98,7 @@ class Search:
         machine, simulator, chosen: the inputs.
         requests, drawn: of the acceptance; see ``effective``.
         length: tokens per prompt.
+        chain_length: draft tokens of the best chain by formula, which are tried besides.
         report: called with the label and number of steps of a phase, or with a finished step.
         left_out: preset -> why it is not simulated.
         complete: whether the budget sufficed.
@@ -109,6 +110,7 @@ class Search:
     requests: float
     drawn: bool
     length: int
+    chain_length: int
     report: Callable[[str, int | None], None]
     left_out: dict[str, str] = field(default_factory=dict)
     complete: bool = True
@@ -144,7 +146,7 @@ class Search:
                 self._tune(tried[name], tuned_by)
                 best = min(best, _fastest_time(tried[name]))
             self.report(name, None)
-        entered = [c for name in order for c in _fastest(tried[name])[:_PER_FAMILY]]
+        entered = [c for name in order for c in self._entering(tried[name])]
         return [*self._halved(entered), plain]
 
     def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
@@ -167,7 +169,7 @@ class Search:
         tried: dict[str, tuple[float, Candidate]] = {}
         reasons: list[str] = []
         for layout in self._layouts(family):
-            if self.out_of_time:
+            if self.out_of_time and family.name != PLAIN:
                 self.complete = False
                 reasons.append("the budget was spent before it was tried")
                 break
@@ -197,6 +199,14 @@ class Search:
                 variants = keys.send(_fastest(tried)[0])
             except StopIteration:
                 return
+
+    def _entering(self, tried: Mapping[str, tuple[float, Candidate]]) -> list[Candidate]:
+        """The best sizes of a preset; for chains also the length that the formula says."""
+        kept = _fastest(tried)[:_PER_FAMILY]
+        lengths = [c.config["policy"].get("gamma") for c in kept]
+        if self.chain_length and type(lengths[0]) is int and self.chain_length not in lengths:
+            kept.append(with_size(kept[0], "gamma", self.chain_length))
+        return kept
 
     def _layouts(self, family: Family) -> list[Layout]:
         """Layouts on all devices; the draft has its own where it works beside the target."""
@@ -257,7 +267,7 @@ class Search:
             elif interval(ratio)[0] <= 1.0:
                 others.append(candidate)
             names.add(candidate.name)
-        room = max(kept - len(firsts), kept // 3)
+        room = max(kept - len(firsts), kept // 2)
         return [*firsts[: kept - min(room, len(others))], *others[:room]]
 
 

@@ -20,6 +20,7 @@ from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 
 _PROMPT_TOKENS = 16
+_DIGITS = 9  # a clock that ran before rounds differently: nanoseconds are the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +82,13 @@ def unit_of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
     return Unit(
         requests=len(results),
         tokens=sum(phase.tokens for phase in phases),
-        seconds=sum(phase.seconds for phase in phases),
+        seconds=round(sum(phase.seconds for phase in phases), _DIGITS),
         emitted=sum(len(result.output) for result in results),
-        clock_s=totals.clock_s,
+        clock_s=round(totals.clock_s, _DIGITS),
         answers=sum(result.counters.answers for result in results),
         hits=sum(result.counters.hits for result in results),
-        draft_s=totals.draft_total_s,
-        hidden_s=totals.draft_hidden_s or 0.0,
+        draft_s=round(totals.draft_total_s, _DIGITS),
+        hidden_s=round(totals.draft_hidden_s or 0.0, _DIGITS),
     )
 
 

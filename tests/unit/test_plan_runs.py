@@ -1,0 +1,187 @@
+"""Whole plans: search, answer, files, the check against a run, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specdec
+from specdec.cli.main import main
+from specdec.config.job import run_job_of
+from specdec.planning import Plan, check_run, units_of_run
+from specdec.runs.jobs import run_job
+
+LAW = "model=law_pipespec_1b_70b"
+MACHINE = """\
+devices: 4
+memory_gb_s: 900
+tflops: 180
+memory_gb: 48
+link_ms: 0.05
+link_gb_s: 25
+target_gb: 70
+draft_gb: 2.5
+"""
+
+
+class _Silent:
+    def phase(self, label: str, total: int | None) -> None: ...
+
+    def advance(self, count: int = 1, detail: str = "") -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@pytest.fixture
+def machine_file(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(MACHINE)
+    return path
+
+
+SMALL = {"strategies": ["speculative"], "prompts": 4}
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
+    folder = tmp_path_factory.mktemp("plan")
+    path = folder / "cluster.yaml"
+    path.write_text(MACHINE.replace("draft_gb: 2.5", "draft_gb: 0.5"))
+    made = specdec.plan([LAW], profile=str(path), output_dir=folder / "out", **SMALL)
+    return made, folder
+
+
+def test_a_plan_of_a_machine_of_eight_lines(planned: Any) -> None:
+    plan, folder = planned
+    assert MACHINE.count("\n") == 8
+    names = {choice.strategy for choice in plan.choices}
+    assert names == {"ar", "speculative"}
+    speeds = [choice.tokens_per_s for choice in plan.choices]
+    assert speeds == sorted(speeds, reverse=True)
+    assert list(plan.frame.tokens_per_s) == speeds
+    for choice in plan.choices:
+        low, high = choice.tokens_per_s_interval
+        assert low <= choice.tokens_per_s <= high
+        assert choice.memory_gb is not None
+        assert choice.memory_gb <= 48
+        assert choice.devices <= 4
+    plain = next(c for c in plan.choices if c.strategy == "ar")
+    assert plain.gain == 1.0
+    assert sum(choice.first for choice in plan.choices) == pytest.approx(1.0)
+    assert "num_speculative_tokens" in plan.engines["vLLM"]
+    written = json.loads((folder / "out" / "plan.json").read_text())
+    assert written["choices"][0]["strategy"] == plan.best.strategy
+    text = (folder / "out" / "plan.txt").read_text()
+    assert plan.best.strategy in text
+    assert len(text.splitlines()) <= 26
+
+
+def test_the_written_preset_runs_as_planned(planned: Any, tmp_path: Path) -> None:
+    """Under the same law and profile: inside the plan's own interval."""
+    plan, folder = planned
+    run_planned(folder / "out", tmp_path, "clock.profile=planned")
+    verdict = check_run(plan.expected, units_of_run(tmp_path))
+    assert verdict.agrees, verdict.figures
+
+
+def run_planned(out: Path, folder: Path, *words: str) -> None:
+    base = ["strategy=planned", "clock=simulated", "data.limit=6", "max_new_tokens=64"]
+    given = any(word.startswith("model=") for word in words)
+    model = () if given else (LAW, "model.draft_name=null")
+    job = run_job_of([*base, *model, "model.seed=1", *words], [out])
+    run_job(job.config, folder, _Silent())
+
+
+def test_a_wrong_profile_is_named(planned: Any, tmp_path: Path) -> None:
+    """The first real run has stages that are twice as slow as planned."""
+    plan, folder = planned
+    text = (folder / "out" / "profile" / "planned.yaml").read_text()
+    lines = [slower(line) if "stage: {" in line else line for line in text.splitlines()]
+    slow = tmp_path / "slow.yaml"
+    slow.write_text("\n".join(lines))
+    run_planned(folder / "out", tmp_path / "run", f"clock.profile={slow}")
+    verdict = check_run(plan.expected, units_of_run(tmp_path / "run"))
+    assert not verdict.agrees
+    assert "times disagree with the profile" in verdict.warnings[0]
+    assert not any("acceptance" in warning for warning in verdict.warnings)
+
+
+def slower(line: str) -> str:
+    head, _, ms = line.partition("ms: [")
+    values, end, rest = ms.partition("]")
+    doubled = ", ".join(str(2.0 * float(value)) for value in values.split(","))
+    return f"{head}ms: [{doubled}{end}{rest}"
+
+
+def test_a_wrong_law_is_named(planned: Any, tmp_path: Path) -> None:
+    """The first real run has a draft that is right at 45 % of the positions."""
+    plan, folder = planned
+    law = ["model=synthetic", "model.weights=[1.0]", "model.top1=[0.45]", "model.decay=[2.0]"]
+    words = [*law, "model.miss=[0.0]", "clock.profile=planned"]
+    run_planned(folder / "out", tmp_path, *words)
+    verdict = check_run(plan.expected, units_of_run(tmp_path))
+    assert "acceptance disagrees with the law" in verdict.warnings[0]
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_plan(planned: Any, machine_file: Path) -> None:
+    plan, folder = planned
+    again = specdec.plan([LAW], profile=str(folder / "cluster.yaml"), **SMALL)
+    assert again.choices == plan.choices
+    assert again.decides == plan.decides
+
+
+def test_an_interrupted_plan_continues(planned: Any, tmp_path: Path) -> None:
+    """With half of the evaluations on disk and a cut line, the answer is the same."""
+    plan, folder = planned
+    whole = (folder / "out" / "evaluations.jsonl").read_text().splitlines()
+    kept = whole[: len(whole) // 2]
+    (tmp_path / "evaluations.jsonl").write_text("\n".join([*kept, whole[len(kept)][:20]]) + "\n")
+    words = {"profile": str(folder / "cluster.yaml"), **SMALL}
+    again = specdec.plan([LAW], output_dir=tmp_path, **words)
+    assert again.choices == plan.choices
+    assert 0 < again.simulated_tokens < plan.simulated_tokens
+
+
+def test_a_spent_budget_is_told(machine_file: Path) -> None:
+    plan = specdec.plan(
+        [LAW], profile=str(machine_file), strategies=["speculative", "specpipe"], budget_s=0.3
+    )
+    assert not plan.complete
+    assert any("budget" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+def test_models_are_recorded_and_measured(tmp_path: Path) -> None:
+    """One device: a record, a profile of this machine, and the controller's own time."""
+    pair = ["model=random", "model.num_layers=4", "model.hidden_size=32", "max_new_tokens=24"]
+    words = [*pair, "data.limit=4", "threads=1"]
+    small = {"strategies": ["speculative"], "prompts": 4, "profile": "measured"}
+    plan = specdec.plan(words, output_dir=tmp_path, **small)
+    assert {choice.strategy for choice in plan.choices} == {"ar", "speculative"}
+    assert "record of 4 prompts" in plan.acceptance
+    profile = (tmp_path / "profile" / "planned.yaml").read_text()
+    assert "ms of the controller per target pass" in profile
+    assert (tmp_path / "record" / "record.npz").is_file()
+
+
+@pytest.mark.slow
+def test_the_command(machine_file: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "out"
+    words = ["plan", LAW, f"profile={machine_file}", "strategies=[speculative]", "prompts=4"]
+    assert main([*words, f"output_dir={folder}"]) == 0
+    first = capsys.readouterr().out
+    assert "tokens/s (95 %)" in first
+    assert f"--config-dir {folder} strategy=planned" in first
+    run_planned(folder, tmp_path / "run", "clock.profile=planned")
+    capsys.readouterr()
+    assert main([*words, f"output_dir={folder}", f"check={tmp_path / 'run'}"]) == 0
+    second = capsys.readouterr().out
+    assert "complete already" in second
+    assert "check: ms per token" in second
+    assert "WARNING" not in second
+    assert main([*words[:-1], "prompts=5", f"output_dir={folder}"]) == 2
+    assert main(["plan", "--help"]) == 0
