@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.attention.tree_attention import RequestPart
+from specdec.attention.tree_attention import RequestPart, _dense_mask
 from specdec.pairs import build_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
@@ -58,7 +58,7 @@ def test_masks_from_the_host_would_be_noticed(monkeypatch):
 
     def from_the_host(self, window, folds=1):
         spec = self.rows.cache.spec
-        return torch.from_numpy(self._dense(window)).to(spec.dtype).to(spec.device)
+        return torch.from_numpy(_dense_mask(self.rows, window)).to(spec.dtype).to(spec.device)
 
     monkeypatch.setattr(RequestPart, "mask", from_the_host)
     _, device = on_the_device(attention="two_level")

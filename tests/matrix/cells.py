@@ -173,6 +173,7 @@ def base() -> dict[str, Any]:
         vocab_size=32,
         max_positions=64,
         seed=MODEL_SEED,
+        device="cpu",  # also where a test emulates another device
     )
     values.update(max_new_tokens=MAX_NEW_TOKENS, batch_size=2, seed=SEED, prefill_chunk=4)
     values.update(threads=1)
