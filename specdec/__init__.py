@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
-    from specdec.api import Decoder, certify, generate, stream, verify
+    from specdec.api import Decoder, generate, stream, verify
     from specdec.comparing import Compared, compare
     from specdec.generation import Generation, Step
     from specdec.planning import plan
 
 __version__ = "0.1.0"
 
-_FROM_API = ("Decoder", "Generation", "Step", "certify", "generate", "stream", "verify")
+_FROM_API = ("Decoder", "Generation", "Step", "generate", "stream", "verify")
 _FROM_COMPARING = ("Compared", "compare")
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Step",
     "UserError",
     "__version__",
-    "certify",
     "compare",
     "generate",
     "plan",

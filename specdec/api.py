@@ -309,7 +309,7 @@ def stream(
         yield from decoder.stream(prompt, prompt_id=prompt_id, chat=chat)
 
 
-def certify(
+def verify(
     overrides: Sequence[str] = (),
     *,
     config_dirs: Sequence[str | Path] = (),
@@ -330,10 +330,6 @@ def certify(
     from specdec.certify import certify as run_checks
 
     return run_checks(_config(overrides, config_dirs), checks=checks, depth=depth)
-
-
-verify = certify
-"""``certify`` under the name of its command."""
 
 
 def _config(overrides: Sequence[str], config_dirs: Sequence[str | Path]) -> dict[str, Any]:
