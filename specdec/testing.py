@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.api import verify as verify_overrides
+from specdec.api import verify as certify_overrides
 from specdec.certify import CHECKS, Check, Report, certify
 from specdec.certify.cases import Case, ending_cases, parity_cases
 from specdec.certify.invariants import Fresh
@@ -93,7 +93,7 @@ def assert_lossless(
         AssertionError: a check failed; the message lists the failed checks with their details.
         UserError: the configuration cannot be composed.
     """
-    return _asserted(verify_overrides(overrides, config_dirs=config_dirs, checks=checks))
+    return _asserted(certify_overrides(overrides, config_dirs=config_dirs, checks=checks))
 
 
 def assert_lossless_parts(

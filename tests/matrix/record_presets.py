@@ -188,8 +188,9 @@ def _runs(values: Iterable[str]) -> str:
 
 
 def _counts(counters: Any) -> str:
-    """A dataclass of counts; zeros are left out."""
-    return _counts_of({field.name: getattr(counters, field.name) for field in fields(counters)})
+    """A dataclass of counts; zeros are left out, and lists, whose counts it has too."""
+    found = {field.name: getattr(counters, field.name) for field in fields(counters)}
+    return _counts_of({k: v for k, v in found.items() if not isinstance(v, list)})
 
 
 def _counts_of(counts: Mapping[str, Any]) -> str:

@@ -144,7 +144,7 @@ def _copies(strategy: str, sampling_name: str) -> tuple[Copies, int, PartsRunner
     values["model"]["vocab_size"] = VOCABULARY
     stop = StopRules(max_new_tokens=MAX_NEW_TOKENS)
     ready = PartsRunner(cfg=values, pair=build_pair(values["model"]), stop=stop)
-    widths = [0]
+    widths = [int(source != "none")]  # one in chains that the source drafts in one call
     with counted() as copies, pytest.MonkeyPatch.context() as patch:
         if source != "none":
             expand = ready.parts.source.expand
