@@ -25,7 +25,7 @@ from experiments.reproduce.results import read_item, write_item
 from experiments.reproduce.stated import ROOT
 from specdec.errors import UserError
 
-_RESULTS = (":!experiments/*/results", ":!docs/reproduction.md")
+_RESULTS = (":!experiments/*/results/*", ":!docs/reproduction.md")
 _FAILED = ("failed: ", "not run: ")
 
 
