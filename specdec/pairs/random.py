@@ -145,7 +145,9 @@ class RandomPair(HuggingFacePair):
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
         """A head that is fitted to the target once, in about a second, and then often right."""
         if version not in self._eagles:
-            self._eagles[version] = fit_head(super().eagle_head(version), self.target)
+            with torch.inference_mode(False):  # also where decoding asks for it first
+                head = super().eagle_head(version)
+            self._eagles[version] = fit_head(head, self.target)
         return self._eagles[version]
 
     def token_samples(self) -> IntArray:
@@ -158,7 +160,8 @@ class RandomPair(HuggingFacePair):
         return window_options(self._family, self._window, num_layers)
 
     def _make(self, num_layers: int) -> PreTrainedModel:
-        model = self._make_model(num_layers=num_layers, options=self._options(num_layers))
+        with torch.inference_mode(False):  # whoever asks first: heads are trained on the weights
+            model = self._make_model(num_layers=num_layers, options=self._options(num_layers))
         scale, step = self._logits
         if self._logits != (1.0, 0.0):
 

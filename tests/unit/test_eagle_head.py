@@ -21,8 +21,8 @@ from specdec.models.eagle import EagleHead, default_layers
 from specdec.models.eagle_loading import HeadFiles, load_head, save_head
 from specdec.models.eagle_runner import EagleRunner, rewritten
 from specdec.models.eagle_untrained import untrained_config
-from specdec.pairs import PretrainedPair
-from tests import eagle
+from specdec.pairs import PretrainedPair, RandomPair
+from tests import eagle, toys
 
 T = 9  # tokens of a sequence
 NO_IDS = np.zeros(0, np.int64)
@@ -322,3 +322,12 @@ def test_a_strategy_without_a_head_says_what_to_give(tmp_path: Path) -> None:
     wrong = PretrainedPair(target="bundled:target", eagle_head=str(tmp_path))
     with pytest.raises(UserError, match="states of size 16, but"):
         wrong.artefact(EagleRunner, version=3, meter=Meter())
+
+
+def test_a_head_is_fitted_to_models_first_made_where_nothing_is_trained() -> None:
+    """Whatever asked for the models first: here text of the draft, and the head while decoding."""
+    pair = RandomPair(**{**toys.MODEL, "num_layers": 2, "draft_layers": 1})
+    pair.token_samples()
+    with torch.inference_mode():
+        head = pair.eagle_head(1)
+    assert not any(w.is_inference() for w in (*head.parameters(), *pair.target.parameters()))
