@@ -2,7 +2,8 @@
 #
 #   make demo       environment, install, and the main job: strategies compared on real prompts
 #   make test       the same environment with the development tools, then the whole test suite
-#   make test-fast  only the tests that take no more than a few seconds each
+#   make test-fast  only the quick tests
+#   make test-exhaustive  the cases that the whole suite only samples; takes long
 #   make lint       ruff and the layers of imports          make types  mypy
 #   make docs       the documentation as a site, build/site/index.html; a warning is an error
 #   make support    runs every combination of parts and writes docs/support.md
@@ -31,7 +32,7 @@ DEMO_STRATEGIES ?= ar,speculative,specinfer,best_first,staged,prompt_lookup,hf_g
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_INDEX ?=
 
-.PHONY: help demo test test-fast support docs lint types format install install-dev clean
+.PHONY: help demo test test-fast test-exhaustive support docs lint types format install install-dev clean
 
 help:  ## this text
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
@@ -52,6 +53,10 @@ test: install-dev  ## the whole test suite
 test-fast: install-dev
 	@echo "== test-fast: tests that are not marked slow, distributed or gpu"
 	@$(BIN)/python -m pytest -m fast -n $(TEST_JOBS) --dist loadgroup $(PYTEST_ARGS)
+
+test-exhaustive: install-dev
+	@echo "== test-exhaustive: what make test runs a fixed sample of"
+	@$(BIN)/python -m pytest -m exhaustive -n $(TEST_JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 support: install-dev
 	@echo "== support: every cell of the composition matrix, then docs/support.md"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
 import tempfile
 import types
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(name) for name in NOT_FAST):
             item.add_marker(pytest.mark.fast)
+    gc.freeze()  # modules live to the end: full collections need not visit them again
     for item in items:
         group = _group(item)
         if group:
@@ -94,6 +97,27 @@ def data_dir() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("SPECDEC_DATA names no folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def keep_ranks() -> Iterator[Callable[..., None]]:
+    """Starts groups of ranks that serve all tests: starting one takes seconds of CPU time.
+
+    ``keep_ranks(3)``: a group of three ranks, started anew if a test has broken it. ``number``: see
+    ``GroupHandle``.
+    """
+    from specdec.distributed import GroupHandle
+
+    handles: dict[tuple[int, int], GroupHandle] = {}
+
+    def keep(num_ranks: int, number: int = 0) -> None:
+        kept = handles.get((num_ranks, number))
+        if kept is None or not kept.group.alive:
+            handles[num_ranks, number] = GroupHandle(num_ranks, threads=1, number=number)
+
+    yield keep
+    for handle in handles.values():
+        handle.release()
 
 
 class FakeEngine(types.ModuleType):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import make_dataclass
-from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,7 +15,7 @@ from pydantic import Field
 from specdec.clocks.build import clock_kind
 from specdec.config.options import GROUPS, PARTS
 from specdec.errors import UserError
-from specdec.parts.build import build_part, check_values, locate
+from specdec.parts.build import build_part, check_values, locate, resolved
 from specdec.parts.fields import Count, Index, Positive, Text, errors_of, expects, signature_of
 
 PROTOCOLS = {
@@ -61,6 +60,7 @@ def _keys(**hints: Any) -> type:
     return make_dataclass("Keys", hints.items())
 
 
+_RUN_KEYS, _COMPARE_KEYS = _keys(**_RUN), _keys(**_RUN, **COMPARE)
 _PRESET = {"name": Text, "title": Text, "baseline": bool}
 _HF_METHOD = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
 _RIVAL_METHOD = Annotated[
@@ -104,8 +104,7 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
         UserError: naming the first key that cannot be used, its value and the remedy.
     """
     top = {key: value for key, value in config.items() if key not in GROUPS}
-    keys = {**_RUN, **COMPARE} if "strategies" in top else _RUN
-    check_values(_keys(**keys), top, also=GROUPS)
+    check_values(_COMPARE_KEYS if "strategies" in top else _RUN_KEYS, top, also=GROUPS)
     check_section("strategy", config.get("strategy"), choices)
     has_parts = config["strategy"]["kind"] == "parts"
     for section in GROUPS[1:]:
@@ -154,4 +153,4 @@ def check_targets(config: Mapping[str, Any]) -> None:
 
 
 def _resolved(path: str | type | None) -> Any:
-    return resolve_name(path) if isinstance(path, str) else path
+    return resolved(path) if isinstance(path, str) else path

@@ -10,6 +10,7 @@ base class that a class must implement (None: any).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pkgutil import resolve_name
 from types import NoneType, UnionType
@@ -39,7 +40,7 @@ def locate(target: object, where: str, protocol: type | None = None) -> type:
     """Imports the class that ``_target_`` names in the node at ``where``."""
     at = f"{where}._target_={target}"
     try:
-        cls = resolve_name(str(target))
+        cls = resolved(str(target))
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"{at} cannot be imported ({error}): give the dotted path of a class, for example"
@@ -49,6 +50,18 @@ def locate(target: object, where: str, protocol: type | None = None) -> type:
         raise UserError(f"{at} is not a class: name one that has the methods of the {where} part")
     require(cls, protocol, at)
     return cls
+
+
+def resolved(path: str) -> Any:
+    """The object at a dotted path.
+
+    Raises:
+        ImportError, AttributeError, ValueError: there is none.
+    """
+    module, _, name = path.rpartition(".")
+    if module in sys.modules and hasattr(sys.modules[module], name):
+        return getattr(sys.modules[module], name)
+    return resolve_name(path)  # slower: it looks for a module of the whole path
 
 
 def check_values(

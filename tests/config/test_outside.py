@@ -140,6 +140,7 @@ def test_each_kind_lists(folder: Path, part: Outside, capsys: pytest.CaptureFixt
     assert part.option in rows
 
 
+@pytest.mark.slow
 def test_each_kind_runs(folder: Path, part: Outside) -> None:
     assert command("run", *SMALL, *part.overrides, "output_dir=out") == 0
     results = lines(folder / "out" / "requests.jsonl")
@@ -197,6 +198,7 @@ def test_an_outside_clock_gives_the_times(folder: Path) -> None:
     assert (folder / "out" / "trace.json").is_file()
 
 
+@pytest.mark.slow
 def test_an_outside_scheduler_chooses_the_order(folder: Path) -> None:
     """Two of three prompts are decoded at a time, of 1 to 10 tokens; all are as long to decode."""
     words = ["data=csv", "data.path=prompts.csv", "serving=shortest", "batch_size=2"]
@@ -213,6 +215,7 @@ def test_an_outside_scheduler_says_what_it_does_not_follow(folder: Path) -> None
     assert command("run", *words) == 2
 
 
+@pytest.mark.slow
 def test_an_outside_reader_gives_prompts_and_provenance(folder: Path) -> None:
     words = ["data=csv", "data.path=prompts.csv", "data.limit=2", "max_new_tokens=4"]
     assert command("run", *words, "output_dir=out") == 0
@@ -238,6 +241,7 @@ def test_an_outside_reader_is_refused_before_models_are_loaded(
         run_job_of(["data=csv", *words], [folder / "conf"])
 
 
+@pytest.mark.slow
 def test_an_outside_logger_gets_every_row(folder: Path) -> None:
     words = [*SMALL, "strategies=[ar,speculative]", "logger=csv", "output_dir=out"]
     assert command("compare", *words) == 0

@@ -49,6 +49,7 @@ def test_preset_composes_and_is_complete(preset: str) -> None:
     assert "output_dir" not in job.config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_key_of_the_preset_can_be_overridden(preset: str) -> None:
     """The keys that every run has, and every whole number of the preset's own parts."""
@@ -88,6 +89,7 @@ def test_presets_state_nothing_but_their_choices_and_names() -> None:
         assert set(own_values(path)) == {"strategy"}, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["specpipe", "mixture"])
 def test_a_replaced_part_is_wholly_replaced(preset: str) -> None:
     choices = {group: sorted(options(group)) for group in PARTS}
@@ -100,6 +102,7 @@ def test_a_replaced_part_is_wholly_replaced(preset: str) -> None:
             assert job.config["choices"][group] == option
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["sampling", "clock", "data", "logger"])
 def test_every_option_of_a_group_composes(
     group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +158,7 @@ def test_presets_say_what_the_papers_say() -> None:
     assert job_of("ar").config["policy"] == {"_target_": "specdec.policies.RootOnly"}
 
 
+@pytest.mark.slow
 def test_default_configuration_has_not_drifted() -> None:
     """A changed default changes everybody's results: it has to be seen in a diff."""
     kept = (Path(__file__).parent / "flat.yaml").read_text(encoding="utf-8")
@@ -215,6 +219,7 @@ class TestCompare:
         assert "source" not in by_name["hf_generate"]
         assert by_name["staged"]["source"] == {"_target_": "specdec.sources.NGramSource"}
 
+    @pytest.mark.slow
     def test_stages_put_every_row_on_a_pipeline(self) -> None:
         rows = compose_comparison(
             ["strategies=[ar,specinfer,pipedec]", *RANDOM, "executor.stages=4"]

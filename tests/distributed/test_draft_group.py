@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ GROUPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("preset", ["pearl", "ssd", "amusd", "swiftspec"])
-def test_lossless_and_traced(preset: str, groups: str) -> None:
+def test_lossless_and_traced(preset: str, groups: str, keep_ranks: Callable[..., None]) -> None:
     """The trace has the work of every rank, the draft's followers included."""
+    keep_ranks(4)
     keys = {**GROUPS[groups], "executor.transport": "distributed"}
     ranks = Ranks(
         model={"kind": "random", **toys.MODEL}, clock={"kind": "measured"}, threads=1, trace=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,7 +50,8 @@ def test_states_arrive_in_the_step_of_their_rank(stages: int, layer: int, delay:
 
 
 @pytest.mark.distributed
-def test_states_arrive_from_processes() -> None:
+def test_states_arrive_from_processes(keep_ranks: Callable[..., None]) -> None:
+    keep_ranks(2)
     seen, policy = decoded(stages=2, layer=1, batch_size=3)
     assert seen.delays == seen.prompt_delays == {0}
     assert seen.error < early.TOLERANCE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ def _outputs(values: dict[str, Any]) -> dict[int, tuple[int, ...]]:
     return {key: result.output for key, result in run(values)[0].items()}
 
 
-def test_shares_equal_plain_decoding_on_the_same_shares() -> None:
+def test_shares_equal_plain_decoding_on_the_same_shares(keep_ranks: Callable[..., None]) -> None:
     """Three ranks, whose sums are in the order of ranks; the draft has a fourth."""
+    keep_ranks(3)
     degrees = {"executor__target_degree": 3, "executor__draft_degree": 1}
     values = config("swiftspec", 1, "t06", distributed=True, **degrees, **EXACT)
     outputs = _outputs(values)
@@ -27,7 +29,8 @@ def test_shares_equal_plain_decoding_on_the_same_shares() -> None:
     assert {len(output) for output in outputs.values()} == {MAX_NEW_TOKENS}
 
 
-def test_stages_equal_plain_decoding_on_one_device() -> None:
+def test_stages_equal_plain_decoding_on_one_device(keep_ranks: Callable[..., None]) -> None:
     """Ranks with slices of layers have the bits of the whole model."""
+    keep_ranks(2)
     values = config("specpipe", 2, "t06", distributed=True, **EXACT)
     assert _outputs(values) == _outputs(plain_config(values))

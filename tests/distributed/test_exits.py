@@ -107,6 +107,7 @@ def test_exits_of_ranks_are_those_of_one_process(
     same_exits(exits(strategy, stages, layer, sampling, head=head))
 
 
+@pytest.mark.slow
 def test_distributions_travel() -> None:
     """Rejection needs the distributions of the candidates and of the target."""
     same_exits(exits("ppsd", 2, 6, "t08", verifier=rejection()))
@@ -115,6 +116,7 @@ def test_distributions_travel() -> None:
     same_exits(exits("ppsd_multi", 2, 2, "t08", verifier=rejection()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [[2, 1], [1, 3]])
 def test_stages_of_several_devices(groups: list[int]) -> None:
     """The exit is on one device of a stage; the others send rows on within the step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -60,7 +61,8 @@ def test_lossless_beside_ranks(kind: str, stages: int, batch_size: int) -> None:
 
 
 @pytest.mark.distributed
-def test_lossless_beside_processes() -> None:
+def test_lossless_beside_processes(keep_ranks: Callable[..., None]) -> None:
+    keep_ranks(2)
     assert decoded({"kind": "measured"}, stages=2, batch_size=3).log.count(EventKind.DRAFT) > 5
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -16,18 +16,10 @@ from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, ru
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    """Keeps ranks for two and three stages running for all tests of the module."""
-    handles = [GroupHandle(number, threads=1) for number in (2, 3)]
-    yield
-    for handle in handles:
-        handle.release()
-
-
 @pytest.fixture(params=[2, 3])
-def stages(request: pytest.FixtureRequest) -> int:
+def stages(request: pytest.FixtureRequest, keep_ranks: Callable[..., None]) -> int:
     """Number of stages."""
+    keep_ranks(request.param)
     return int(request.param)
 
 
@@ -75,14 +67,16 @@ def test_hidden_states_travel(policy: str, batch_size: int, stages: int) -> None
 
 
 @pytest.mark.parametrize("strategy", ["ar", "specpipe", "pipedec"])
-def test_stages_of_several_devices(strategy: str) -> None:
+def test_stages_of_several_devices(strategy: str, keep_ranks: Callable[..., None]) -> None:
     """PipeDec's groups: three ranks form two stages with a latency of two steps."""
+    keep_ranks(3)
     for groups in ([2, 1], [1, 2]):
         values = config(strategy, 2, "t06", executor__groups=groups, executor__split="balanced")
         same(values)
 
 
-def test_one_stage_has_latency_one() -> None:
+def test_one_stage_has_latency_one(keep_ranks: Callable[..., None]) -> None:
+    keep_ranks(1)
     same(config("specinfer", 1, "t06"))
 
 
@@ -129,8 +123,11 @@ def test_reports_count_what_ranks_did(stages: int) -> None:
     assert [r["clock"]["rank"] for r in reports] == list(range(1, stages + 1))
 
 
-def test_groups_of_ranks_survive_what_concerns_one_strategy() -> None:
+def test_groups_of_ranks_survive_what_concerns_one_strategy(
+    keep_ranks: Callable[..., None],
+) -> None:
     """A refused strategy releases its ranks."""
+    keep_ranks(2)
     with pytest.raises(UserError, match="bias"):
         run(config("specpipe", 2, "t08", distributed=True, verifier=rejection()))
     same(config("ar", 2))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from specdec.certify import certify
-from specdec.distributed import GroupHandle
 from specdec.distributed.draft_follower import CallList
 from specdec.errors import RankFailure
 from tests.distributed.support import config, rejection, run, same
 
 pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(autouse=True)
+def _ranks(keep_ranks: Callable[..., None]) -> None:
+    for number in (2, 3, 4, 5):
+        keep_ranks(number)
 
 
 @pytest.mark.parametrize(
@@ -43,13 +50,9 @@ def test_pipeline_stages_of_several_ranks() -> None:
 def test_what_one_rank_of_a_shared_stage_tells() -> None:
     """Exits: one rank has the whole head. Hidden states: all ranks have them, one sends them."""
     head = {"model__exit_layer": 3, "model__exit_head": "transformer"}
-    handle = GroupHandle(4, threads=1)
-    try:
-        same(config("ppsd_tree", 2, "t06", executor__target_degree=2, **head))
-        same(config("medusa", 2, "t06", executor__target_degree=2))
-        same(config("eagle3", 2, "t06", executor__target_degree=2))
-    finally:
-        handle.release()
+    same(config("ppsd_tree", 2, "t06", executor__target_degree=2, **head))
+    same(config("medusa", 2, "t06", executor__target_degree=2))
+    same(config("eagle3", 2, "t06", executor__target_degree=2))
 
 
 def test_a_shared_draft_keeps_its_cache() -> None:

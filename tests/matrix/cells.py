@@ -116,21 +116,20 @@ def met(cell: Cell) -> set[Any]:
 
 
 @cache
-def decoded_cells() -> frozenset[Cell]:
-    """The fast cells, and of every source, policy, verifier and executor one sampling.
+def cell_of_parts() -> frozenset[Cell]:
+    """Of every source, policy, verifier and executor that has no fast cell, one sampling.
 
-    The sampling is drawn from their names, so that every option meets every sampling.
+    It is drawn from their names, so that every option meets every sampling.
     """
     samplings: dict[Cell, list[str]] = {}
     for cell in all_cells():
         samplings.setdefault(replace(cell, sampling=""), []).append(cell.sampling)
     for cell in fast_cells():
         samplings.pop(replace(cell, sampling=""), None)
-    drawn = (
+    return frozenset(
         replace(parts, sampling=names[crc32(repr(parts).encode()) % len(names)])
         for parts, names in samplings.items()
     )
-    return fast_cells() | frozenset(drawn)
 
 
 def cover(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from typing import Any
 
 from specdec.errors import UserError
 from specdec.parts.build import build_part
@@ -14,9 +15,13 @@ from tests.matrix.cells import (
     NUM_STAGES,
     PROMPTS,
     Cell,
+    cell_of_parts,
     composing_pair,
     config,
+    cover,
     decode,
+    fast_cells,
+    is_lossy,
     option,
     plain,
     possible,
@@ -85,6 +90,23 @@ def _claims(cell: Cell) -> tuple[Lossless | None, str]:
 def runs(cell: Cell) -> bool:
     """Whether the cell is not refused."""
     return composed(cell).kind is not Kind.REFUSED
+
+
+@cache
+def decoded_cells() -> frozenset[Cell]:
+    """The fast cells, and with one sampling each: all combinations that claim to be lossless.
+
+    Of the lossy ones, whose output proves little, a sample in which every source meets every
+    policy, and every verifier and executor each of the two, that it meets in any of them.
+    """
+    lossy = cover((c for c in cell_of_parts() if is_lossy(c.verifier)), _met_by_lossy, runs)
+    lossless = (c for c in cell_of_parts() if not is_lossy(c.verifier))
+    return fast_cells().union(lossless, lossy)
+
+
+def _met_by_lossy(cell: Cell) -> set[Any]:
+    rule = cell.verifier, cell.executor
+    return {(cell.source, cell.policy), (cell.source, *rule), (*rule, cell.policy)}
 
 
 def decide(cell: Cell) -> Outcome:

@@ -52,7 +52,7 @@ every source x policy x verifier x executor x sampling in `conf/`: {len(outcomes
         refused
     } are refused when they are composed, with the reason. None is skipped.
 Each runs {prompts} in one batch for {MAX_NEW_TOKENS} tokens, in float64, on tiny random models.
-A sample in which every option meets every other one also runs on real processes.
+A sample in which every option runs on every executor that has processes also runs on these.
 
 - **exact**: every token equals plain decoding by transformers' own forward, with the same seed.
 - **distribution**: under sampling, every token is distributed as under the target, so it need not

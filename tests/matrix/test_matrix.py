@@ -1,9 +1,9 @@
 """Every combination of parts is lossless, labelled lossy, or refused with a reason.
 
-Every cell is composed here, which decides its kind. Decoded are, of those that run, every source
-with every policy, verifier and executor, under one sampling each, and a sample in which every
-option meets every other one. All samplings of all of them: ``pytest -m exhaustive tests/matrix``,
-or ``make support``.
+Every cell is composed here, which decides its kind. Decoded are, of those that run, under one
+sampling each, every source with every policy, lossless verifier and executor; of lossy verifiers a
+sample; and a sample in which every option meets every other one. All of them under all samplings:
+``pytest -m exhaustive tests/matrix``, or ``make support``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,11 @@ from tests.matrix.cells import (
     Cell,
     all_cells,
     cells,
-    decoded_cells,
     executors,
     fast_cells,
     is_lossy,
 )
-from tests.matrix.outcomes import Kind, Outcome, check, decide
+from tests.matrix.outcomes import Kind, Outcome, check, decide, decoded_cells, runs
 from tests.matrix.support import PAGE, page, survey
 
 PAIRS = [(source, policy) for source in options("source") for policy in options("policy")]
@@ -71,11 +71,21 @@ def test_no_cell_is_missing() -> None:
         met = {(getattr(c, one), getattr(c, other)) for c in all_cells()}
         fast = {(getattr(c, one), getattr(c, other)) for c in fast_cells()}
         assert fast == met, f"{one} x {other} in the fast half"
-    parts = {replace(c, sampling="") for c in all_cells()}
-    assert {replace(c, sampling="") for c in decoded_cells()} == parts
     assert all(
         {getattr(c, a) for c in all_cells()} == {*n} for a, n in zip(AXES, names, strict=True)
     )
+
+
+@pytest.mark.slow
+def test_every_lossless_combination_is_decoded() -> None:
+    """And of the lossy ones every two parts that can be together, with every executor."""
+    parts = {replace(c, sampling="greedy") for c in all_cells()}
+    decoded = {replace(c, sampling="greedy") for c in decoded_cells()}
+    assert {c for c in parts if not is_lossy(c.verifier)} <= decoded
+    running = {c for c in parts if is_lossy(c.verifier) and runs(c)}
+    for axes in ("source policy", "source verifier executor", "policy verifier executor"):
+        met = attrgetter(*axes.split())
+        assert {met(c) for c in running} <= {met(c) for c in decoded & running}, axes
 
 
 @pytest.mark.slow

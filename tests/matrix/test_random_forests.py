@@ -95,6 +95,7 @@ bounded = settings(
 )
 
 
+@pytest.mark.slow
 @settings(bounded, max_examples=20)
 @given(policies, surroundings)
 def test_random_forests(policy: TreePolicy, setting: Setting) -> None:

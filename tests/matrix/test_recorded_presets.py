@@ -41,9 +41,14 @@ from tests.matrix.record_presets import (
 )
 
 MAX_BYTES = 5_000  # of the file, per preset: a diff of it has to be readable
+ALONE = [
+    pytest.param(case, marks=() if case == "greedy" else pytest.mark.slow)
+    for case in CASES
+    if case != BATCHED
+]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != BATCHED])
+@pytest.mark.parametrize("case", ALONE)
 @pytest.mark.parametrize("preset", presets())
 def test_preset_decodes_as_recorded(preset: str, case: str) -> None:
     recorded = read().get(preset, {}).get(case)

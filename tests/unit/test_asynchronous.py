@@ -67,8 +67,8 @@ def hit_rate(requests: list[RequestState]) -> float:
     ("alpha", "gamma", "target", "draft"),
     [
         (0.8, 5, 10.0, 2.0),
-        pytest.param(0.6, 5, 10.0, 2.0, marks=pytest.mark.slow),
-        pytest.param(0.8, 3, 10.0, 2.0, marks=pytest.mark.slow),
+        pytest.param(0.6, 5, 10.0, 2.0, marks=pytest.mark.exhaustive),
+        pytest.param(0.8, 3, 10.0, 2.0, marks=pytest.mark.exhaustive),
         pytest.param(0.9, 8, 10.0, 2.0, marks=pytest.mark.slow),  # the draft takes longer
     ],
 )
@@ -157,6 +157,7 @@ def test_a_ratio_without_times_is_refused(profile: LatencyProfile | None) -> Non
         pearl.build(Workbench(toys.pair(), clock=MeasuredClock()), gamma="ratio")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "draft", "gamma"), [(10.0, 2.1, 5), (10.0, 3.0, 4)])
 def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: int) -> None:
     """It begins no pass after the target's has ended."""
@@ -174,9 +175,9 @@ def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: 
     ("alpha", "gamma", "outcomes", "target", "draft"),
     [
         (0.8, 3, 6, 10.0, 2.0),
-        pytest.param(0.6, 4, 16, 10.0, 2.0, marks=pytest.mark.slow),
+        pytest.param(0.6, 4, 16, 10.0, 2.0, marks=pytest.mark.exhaustive),
         pytest.param(0.8, 6, 24, 10.0, 2.0, marks=pytest.mark.slow),  # the draft takes longer
-        pytest.param(0.9, 7, 16, 20.0, 2.0, marks=pytest.mark.slow),
+        pytest.param(0.9, 7, 16, 20.0, 2.0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_ssd_takes_the_time_of_its_law(
@@ -256,9 +257,9 @@ def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
     ("alpha", "target", "draft"),
     [
         (0.8, 10.0, 3.0),
-        pytest.param(0.6, 10.0, 2.5, marks=pytest.mark.slow),
+        pytest.param(0.6, 10.0, 2.5, marks=pytest.mark.exhaustive),
         pytest.param(0.9, 10.0, 4.0, marks=pytest.mark.slow),
-        pytest.param(0.9, 20.0, 3.0, marks=pytest.mark.slow),
+        pytest.param(0.9, 20.0, 3.0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_amusd_takes_the_time_of_its_law(alpha: float, target: float, draft: float) -> None:
@@ -284,6 +285,7 @@ def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
     assert lonely <= 2 if wait else lonely > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["none", "draft_model"])
 def test_a_source_that_is_silent_or_not_asynchronous_does_not_stop_it(source: str) -> None:
     words = ["strategy=amusd", f"source={source}", "model=random", "model.dtype=float64"]
@@ -327,7 +329,7 @@ def test_the_trace_shows_both_groups_at_work_at_the_same_time(name: str) -> None
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("clock", ["measured", "simulated"])
+@pytest.mark.parametrize("clock", ["measured", pytest.param("simulated", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_the_output_is_that_of_plain_decoding(

@@ -181,6 +181,7 @@ def test_bad_input_that_only_parts_can_tell(
     assert told[:-1] == ["loading models"], "before the first prompt"
 
 
+@pytest.mark.slow
 def test_a_fresh_process_refuses_in_one_line(folder: Path) -> None:
     """As a user starts it: libraries that are imported on the way must print nothing either."""
     done = subprocess.run(

@@ -145,6 +145,7 @@ class TestSweep:
         assert [r["status"] for r in records] == ["ok"] * 4
         assert not list(Path("sweep").rglob(".hydra")), "config.yaml is the run's only record"
 
+    @pytest.mark.slow
     def test_it_resumes_and_goes_on_after_failures(self, engine, capsys) -> None:
         engine.failing = {"ar"}
         assert main(list(self.SWEEP)) == 1
@@ -156,6 +157,7 @@ class TestSweep:
         assert len(engine.runs) == 6, "what was complete is skipped"
         assert "2 run, 2 complete before, 0 failed" in capsys.readouterr().out
 
+    @pytest.mark.slow
     def test_what_ctrl_c_left_undone_is_called_so(self, engine) -> None:
         engine.failing, engine.error = {"best_first"}, KeyboardInterrupt()
         words = ["run", "-m", RANDOM, "strategy=ar,best_first,staged", "output_dir=sweep"]
@@ -163,6 +165,7 @@ class TestSweep:
         records = json.loads(Path("sweep/sweep.json").read_text(encoding="utf-8"))
         assert [r["status"] for r in records] == ["ok", "interrupted", "interrupted"]
 
+    @pytest.mark.slow
     def test_a_sweep_over_other_values_does_not_mix_with_it(self, engine, capsys) -> None:
         assert main(list(self.SWEEP)) == 0
         assert main([*self.SWEEP, "max_new_tokens=5"]) == 2
@@ -174,11 +177,13 @@ class TestSweep:
         assert main(["run", "-m", RANDOM, "strategy=best_first", "policy.bs=4,-4,x"]) == 2
         assert engine.runs == []
 
+    @pytest.mark.slow
     def test_two_sweeps_started_in_the_same_second_do_not_meet(self, engine) -> None:
         for _ in range(2):
             assert main(["run", "-m", RANDOM, "strategy=ar", "seed=1,2"]) == 0
         assert len({folder for _, folder in engine.runs}) == 4
 
+    @pytest.mark.slow
     def test_paths_as_values_do_not_nest_folders(self, engine) -> None:
         for part in ("a", "b"):
             Path(part).mkdir()
@@ -191,6 +196,7 @@ class TestSweep:
         assert main(["run", "-m", RANDOM]) == 2
         assert "-m" in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_an_own_tree_is_swept_too(self, engine, tmp_path) -> None:
         (tmp_path / "tree" / "sampling").mkdir(parents=True)
         (tmp_path / "tree" / "sampling" / "hot.yaml").write_text(
@@ -217,6 +223,7 @@ class TestCompare:
         assert len(engine.comparisons) == 1
         assert "| the table |" in capsys.readouterr().out
 
+    @pytest.mark.slow
     def test_other_rows_may_not_use_the_folder(self, engine, capsys) -> None:
         assert main(list(self.WORDS)) == 0
         assert main(["run", RANDOM, "output_dir=out"]) == 2

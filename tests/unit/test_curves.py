@@ -28,6 +28,7 @@ def test_the_list_is_taken_out_of_the_overrides() -> None:
             batch_sizes([f"batch_size={bad}"])
 
 
+@pytest.mark.slow
 def test_rows_replay_one_record_and_ar_runs_once_more_elsewhere() -> None:
     found = compose_curves([4, 1], WORDS, Path("here"))
     assert found.sizes == (1, 4)

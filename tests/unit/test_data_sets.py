@@ -107,6 +107,7 @@ def test_every_set_is_checked_here() -> None:
     assert EXPECTED.keys() | others == SETS.keys()
 
 
+@pytest.mark.slow
 def test_mmlu_asks_all_subjects_or_one(data_dir: Path) -> None:
     files = sorted((data_dir / "mmlu/test").glob("*.csv*"))
     rows = [list(csv.reader(lines_of(file))) for file in files]

@@ -33,6 +33,7 @@ from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import Answers, Candidates, Output
 from specdec.verifiers import MatchVerifier, RejectionVerifier, rejection
+from tests.sampled import sampled
 
 MAX_POSITIONS, MAX_SIBLINGS = 12, 4
 
@@ -204,10 +205,16 @@ def test_rejection_sampling_keeps_the_joint_law(name):
     assert_lossless(LOSSLESS[name])
 
 
+THREE_TOKENS = [
+    (branching, root_only, sampling)
+    for branching in [(1, 1, 1), (2, 2), (3, 1, 2), (4, 2)]
+    for root_only in [False, True]
+    for sampling in SAMPLINGS
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("root_only", [False, True])
-@pytest.mark.parametrize("branching", [(1, 1, 1), (2, 2), (3, 1, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize(("branching", "root_only", "sampling"), sampled(THREE_TOKENS, every=5))
 def test_rejection_sampling_keeps_the_joint_law_of_three_tokens(branching, root_only, sampling):
     """The same with four times the requests and one token more."""
     assert_lossless(

@@ -215,6 +215,7 @@ def outputs_of(head: EagleHead, config: EagleConfig) -> Tensor:
         return torch.cat([head.logits(outputs), head.fed_back(outputs)], -1)
 
 
+@pytest.mark.slow
 def test_the_bundled_target_continues_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

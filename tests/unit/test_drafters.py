@@ -47,6 +47,7 @@ def test_a_difference_is_over_the_same_prompts() -> None:
     assert difference(other, one) == pytest.approx((0.1, 0.1, 0.1))
 
 
+@pytest.mark.slow
 def test_lateness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lateness, "GROUPS", {})
     monkeypatch.setattr(lateness, "PIPELINES", ("specpipe",))
@@ -85,6 +86,7 @@ def test_early_features_gain_the_steps_behind_their_highest_layer() -> None:
     assert [lateness.steps_gained(n) for n in (1, 2, 4, 8, 12, 16, 24)] == [0, 0, 0, 1, 1, 3, 3]
 
 
+@pytest.mark.slow
 def test_sources_by_executor(tmp_path: Path) -> None:
     sources.main([*SMALL, "--data", "stdlib", "--only", "exit", *where(tmp_path)])
     found = {row["executor"]: row["measured"] for row in written("sources", tmp_path)["rows"]}
@@ -98,6 +100,7 @@ def test_sources_by_executor(tmp_path: Path) -> None:
     assert rows[0]["command"] != rows[3]["command"]
 
 
+@pytest.mark.slow
 def test_a_draft_with_all_merges_is_the_same_draft(tmp_path: Path) -> None:
     """Renumbered only: every count is that of the draft itself."""
     other_tokenizer.main([*SMALL, "--data", "stdlib", "--shares", "100", *where(tmp_path)])
@@ -144,6 +147,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.png"))) == 2
 
 
+@pytest.mark.slow
 def test_presets_on_given_texts(tmp_path: Path) -> None:
     presets.main(["--data", "edits", "--prompts", "2", "--tokens", "40", *where(tmp_path)])
     path = tmp_path / "results" / "presets-edits-t06.json"

@@ -36,9 +36,9 @@ def enough(lookahead: int, target: float, draft: float) -> int:
     ("alpha", "lookahead", "target", "draft"),
     [
         (0.8, 2, 10.0, 2.0),
-        pytest.param(0.6, 1, 10.0, 3.0, marks=pytest.mark.slow),
+        pytest.param(0.6, 1, 10.0, 3.0, marks=pytest.mark.exhaustive),
         pytest.param(0.9, 4, 20.0, 2.0, marks=pytest.mark.slow),
-        pytest.param(0.9, 3, 7.0, 1.0, marks=pytest.mark.slow),
+        pytest.param(0.9, 3, 7.0, 1.0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_it_takes_the_time_of_its_law(

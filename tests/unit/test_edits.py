@@ -104,6 +104,7 @@ _TINY = {
 }
 
 
+@pytest.mark.slow
 def test_suffix_decoding_copies_what_prompt_lookup_cannot():
     """Of six turns two resume work whose text is in earlier requests only."""
     outputs, lengths = {}, {}

@@ -64,6 +64,7 @@ class _Watching:
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path: Path, batch_size: int) -> None:
     """It began anew and wrote behind the old lines: two lines for every prompt done before."""

@@ -294,6 +294,7 @@ def test_operators_of_torch_are_kept_on_disk_and_changed_ones_are_not():
     assert kept == {"linear 8 x 16": True, "linear 16 x 8": False}
 
 
+@pytest.mark.slow
 def test_unequal_numbers_of_a_group_are_intersected():
     """Ranks that have proved other numbers use the common ones, and sum in their order."""
     model = random_model("llama", dtype="bfloat16", num_layers=1, vocab_size=61)

@@ -30,8 +30,8 @@ BOUND = 0.05
 NUM_REQUESTS = 20  # with 5 the mean itself is off by up to 5 %
 LAW_CASES = [  # chances of draft and middle model, times of target, middle model and draft
     (0.7, 0.9, 12.0, 3.0, 1.0),
-    pytest.param(0.5, 0.8, 20.0, 4.0, 1.0, marks=pytest.mark.slow),
-    pytest.param(0.8, 0.9, 10.0, 4.0, 2.0, marks=pytest.mark.slow),
+    pytest.param(0.5, 0.8, 20.0, 4.0, 1.0, marks=pytest.mark.exhaustive),
+    pytest.param(0.8, 0.9, 10.0, 4.0, 2.0, marks=pytest.mark.exhaustive),
     pytest.param(0.8, 0.95, 30.0, 6.0, 1.0, marks=pytest.mark.slow),
 ]
 

@@ -1,0 +1,21 @@
+"""Fixed samples of large tests: the suite runs these, ``make test-exhaustive`` the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+
+def sampled(cases: Iterable[Any], every: int, *, start: int = 0) -> Iterator[Any]:
+    """Cases as parameters, all but every ``every``-th one marked as exhaustive.
+
+    Args:
+        cases: of ``pytest.mark.parametrize``; tuples are the values of several parameters.
+        every: distance between two cases of the sample.
+        start: number of the first case of the sample.
+    """
+    for number, case in enumerate(cases):
+        marks = () if number % every == start else (pytest.mark.exhaustive,)
+        yield pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
