@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import types
@@ -88,6 +89,38 @@ def matrix_line(kinds: Counter[str], num_cells: int) -> str:
     words = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds) if kind != DECODED)
     num_found = kinds.total() - kinds[DECODED]
     return f"{num_found} of {num_cells} cells: {words}; {kinds[DECODED]} of them decoded"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """Otherwise the outcome of a test would depend on those before it."""
+    before, path = _process_state(), list(sys.path)
+    yield
+    sys.path[:] = path  # the command line appends the folder of --config-dir
+    after = _process_state()
+    for name, value in before.items():  # but what is imported first during the test
+        assert after[name] == value, f"the test leaves another {name}"
+
+
+def _process_state() -> dict[str, object]:
+    """What the tests of a process share, other than caches."""
+    found: dict[str, object] = {
+        "working directory": os.getcwd(),
+        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        "handlers of signals": [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)],
+    }
+    torch, hydra = sys.modules.get("torch"), sys.modules.get("hydra.core.global_hydra")
+    if torch is not None:
+        found["torch's settings"] = (
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_num_threads(),
+        )
+    if hydra is not None:
+        found["GlobalHydra"] = hydra.GlobalHydra.instance().is_initialized()
+    return found
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -25,12 +26,8 @@ RANKS = Ranks(
 RUNS = 10  # at most, until one ends with a copy at work, which depends on the machine's load
 
 
-@pytest.mark.distributed
-def test_lossless_over_processes(keep_ranks: Callable[..., None]) -> None:
-    """Tokens, reports, and processes that serve the next run although copies were still at work."""
-    for number in (1, 2):
-        keep_ranks(1, number=number)
-    handles = [GroupHandle(1, threads=1, number=number) for number in (1, 2)]
+def decoded_over_processes() -> tuple[list[dict[str, Any]], bool]:
+    """Decodes, asserts plain decoding's output; reports, and whether a copy was still at work."""
     clock = MeasuredClock(timeline=Timeline())
     bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, ranks=RANKS)
     parts = build_preset("dsi", bench, KEYS)
@@ -38,24 +35,34 @@ def test_lossless_over_processes(keep_ranks: Callable[..., None]) -> None:
     assert isinstance(executor, ReplicasExecutor)
     wanted = toys.cases(12)[:6]
     try:
-        for _ in range(RUNS):
-            toys.assert_plain(decode_cases(parts, wanted, batch_size=2), wanted)
-            busy = [copy.is_busy for copy in executor._copies]
-            if any(busy):
-                break
-        reports = executor.reports()
+        toys.assert_plain(decode_cases(parts, wanted, batch_size=2), wanted)
+        busy = any(copy.is_busy for copy in executor._copies)
         assert len({*(executor.pids or ())}) == 2
+        return executor.reports(), busy
     finally:
         executor.shutdown()
-        alive = [handle.group.alive for handle in handles]
+
+
+@pytest.mark.distributed
+def test_lossless_over_processes(keep_ranks: Callable[..., None]) -> None:
+    """Tokens, reports, and processes that serve the next run although copies were still at work."""
+    for number in (1, 2):
+        keep_ranks(1, number=number)
+    handles = [GroupHandle(1, threads=1, number=number) for number in (1, 2)]
+    try:
+        for _ in range(RUNS):
+            reports, busy = decoded_over_processes()
+            assert [report["clock"]["rank"] for report in reports] == [1, 2]
+            assert all(report["rows"] > 10 for report in reports)
+            spans = [span for report in reports for span in report["clock"]["spans"]]
+            assert {span["rank"] for span in spans} == {1, 2}
+            assert all(handle.group.alive for handle in handles)
+            if busy:
+                break
+    finally:
         for handle in handles:
             handle.release()
-    assert any(busy), "the draft runs ahead of the last token"
-    assert all(alive)
-    assert [report["clock"]["rank"] for report in reports] == [1, 2]
-    assert all(report["rows"] > 10 for report in reports)
-    spans = [span for report in reports for span in report["clock"]["spans"]]
-    assert {span["rank"] for span in spans} == {1, 2}
+    assert busy, "the draft runs ahead of the last token"
 
 
 def test_paced_processes_are_refused() -> None:

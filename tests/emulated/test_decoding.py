@@ -25,7 +25,10 @@ from tests.matrix.cells import PROMPTS, Cell, all_cells, base, config, cover, pl
 from tests.matrix.outcomes import runs
 
 EXPECTED = {"synchronize", "a copy to the host"}
+NUM_PARTS = 4  # of the sample, which is composed when the first one runs
 NUM_TOKENS = 5  # of those that plain decoding gives
+
+pytestmark = pytest.mark.xdist_group("matrix")  # a process composes each cell once
 
 
 @cache
@@ -62,14 +65,16 @@ def _expected(sampling: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", chosen(), ids=lambda c: f"{c.source}-{c.policy}-{c.executor}")
-def test_tokens_are_those_of_plain_decoding(cell: Cell) -> None:
-    with emulated() as device:
-        ready = _runner(cell)
-        device.waits.clear()  # of loading
-        assert _decoded(ready) == _expected(cell.sampling)
-        assert set(device.waits) <= EXPECTED
-        assert sum(graph.replays for graph in device.graphs) > 0
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_tokens_are_those_of_plain_decoding(part: int) -> None:
+    assert len(chosen()) >= NUM_PARTS
+    for cell in chosen()[part::NUM_PARTS]:
+        with emulated() as device:
+            ready = _runner(cell)
+            device.waits.clear()  # of loading
+            assert _decoded(ready) == _expected(cell.sampling), cell
+            assert set(device.waits) <= EXPECTED, cell
+            assert sum(graph.replays for graph in device.graphs) > 0, cell
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "t06"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import specdec.attention.exact as exact_module
 from specdec.attention.backends import capped_attention
 from specdec.attention.exact import BLOCK, Context
 from specdec.attention.tree_attention import ScoreOptions
-from specdec.certify import certify
+from specdec.certify import Check, certify
 from specdec.certify.exact_dtype import plain_config
 from specdec.config.job import run_job_of
 from specdec.pairs import build_pair
@@ -79,11 +80,21 @@ def test_the_check_does_not_apply_without_it():
     assert report.checks[0].result == "skipped"
 
 
+def _checked() -> Check:
+    cfg = _config("best_first", exact=True)
+    cfg["model"]["hidden_size"] = 128
+    return certify(cfg, checks=["exact_dtype"]).checks[0]
+
+
+sound = cache(_checked)
+"""The check of the unchanged code: called before anything is planted."""
+
+
 @pytest.mark.slow
+@pytest.mark.xdist_group("exact_dtype")
 def test_the_check_passes():
-    report = certify(_config("best_first", exact=True), checks=["exact_dtype"])
-    assert report.checks[0].passed, report.checks[0].detail
-    assert "no difference" in report.checks[0].detail
+    assert sound().passed, sound().detail
+    assert "no difference" in sound().detail
 
 
 def _by_slot(
@@ -108,12 +119,11 @@ def _by_slot(
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("exact_dtype")
 def test_the_check_finds_attention_by_slots(monkeypatch):
     """Planted behind a cached proof: tokens differ from plain decoding with the same attention."""
-    cfg = _config("best_first", exact=True)
-    cfg["model"]["hidden_size"] = 128
-    assert certify(cfg, checks=["exact_dtype"]).checks[0].passed
+    assert sound().passed
     monkeypatch.setattr(exact_module, "exact_attention", _by_slot)
-    check = certify(cfg, checks=["exact_dtype"]).checks[0]
+    check = _checked()
     assert check.passed is False
     assert "instead of" in check.detail

@@ -43,6 +43,10 @@ HELD_OUT = {
         {"method": "acc_eagle", "draft_tokens": 7},
     ),
 }
+LARGE = {"68M -> Vicuna-7B", "EAGLE-1", "EAGLE-3 on Qwen3-14B"}  # 15 s each; the suite has others
+PAIRS = [
+    pytest.param(pair, marks=pytest.mark.exhaustive if pair in LARGE else ()) for pair in HELD_OUT
+]
 TREES = {"EAGLE-1", "Medusa", "EAGLE-3 on Qwen3-14B", "EAGLE-3 on Qwen3-8B"}
 
 
@@ -56,8 +60,9 @@ def test_chains_of_length_8_predict_lengths_2_to_20() -> None:
 
 MISSED_CASE = ("instructcoder", "acc_eagle")
 MISSED = pytest.mark.xfail(strict=True, reason="up to 7.5 % off: the bar of 3 % is missed here")
+MARKS = {("gsm8k", "acc_eagle"): (), ("gsm8k", "acc_ngram"): (), MISSED_CASE: MISSED}
 TRACE_CASES = [
-    pytest.param(name, method, marks=MISSED if (name, method) == MISSED_CASE else ())
+    pytest.param(name, method, marks=MARKS.get((name, method), pytest.mark.exhaustive))
     for name in ("gsm8k", "cnn", "instructcoder")
     for method in ("acc_eagle", "acc_ngram")
 ]
@@ -74,7 +79,7 @@ def test_short_chains_of_a_trace_predict_others(name: str, method: str) -> None:
     assert max(map(abs, errors.values())) < 0.03, errors
 
 
-@pytest.mark.parametrize("pair", HELD_OUT)
+@pytest.mark.parametrize("pair", PAIRS)
 def test_held_out_prompts(pair: str) -> None:
     """Within 5 %, or inside the 95 % interval."""
     path, options = HELD_OUT[pair]
