@@ -180,7 +180,8 @@ class TreePolicy(Protocol):
         Rejection verifiers, whose output for a seed would depend on them too, are refused.
     inner (none): the policy whose tree this one extends.
     notes() -> Sequence[str] (none): lines that a run prints when it has ended.
-    check_source(source) (none): raises ``UserError`` for a source that the policy cannot use.
+    check_source(source), check_clock(clock) (none): raise ``UserError`` for a source or clock that
+        the policy cannot use.
     """
 
     value_dependent: bool

@@ -12,11 +12,10 @@ from typing import Any
 
 from specdec.cli.execute import print_notices, run_in
 from specdec.cli.folders import as_yaml, claim, output_folder
-from specdec.config.checks import COMPARE
 from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison
 from specdec.config.hydra import compose_config, parse
 from specdec.config.job import Job, run_job_of
-from specdec.config.options import PARTS
+from specdec.config.options import COMPARE, PARTS
 
 TABLE = "comparison.md"
 _RECORDER = ("strategy=speculative", "record=true", "executor=local", "clock=measured")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from specdec.cli.execute import execute
-from specdec.config.checks import check_targets
 from specdec.config.job import Job
-from specdec.config.options import read_yaml
+from specdec.config.options import PROTOCOLS, read_yaml
 from specdec.errors import UserError
+from specdec.parts.build import locate
 
 HELP = """\
 specdec worker CONFIG OUTPUT_DIR
@@ -47,7 +48,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict) or not {"strategy", "choices"} <= loaded.keys():
         raise UserError(f"{path} is not a resolved configuration: {remedy}")
     config = {str(key): value for key, value in loaded.items()}
-    check_targets(config)
+    for section, node in config.items():  # before any class is called
+        if isinstance(node, dict) and "_target_" in node and (path_of := PROTOCOLS.get(section)):
+            locate(node["_target_"], section, resolve_name(path_of))
     executor = config.get("executor", {})
     if executor.get("transport") != "distributed":
         raise UserError(

@@ -8,31 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import make_dataclass
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from specdec.clocks.build import clock_kind
-from specdec.config.options import GROUPS, PARTS
+from specdec.config.options import COMPARE, GROUPS, PARTS, PROTOCOLS
 from specdec.errors import UserError
-from specdec.parts.build import build_part, check_values, locate, resolved
-from specdec.parts.fields import Count, Index, Positive, Text, errors_of, expects, signature_of
-
-PROTOCOLS = {
-    "source": "specdec.interfaces.TokenSource",
-    "policy": "specdec.interfaces.TreePolicy",
-    "verifier": "specdec.interfaces.Verifier",
-    "executor": "specdec.interfaces.PlannedExecutor",
-    "serving": "specdec.interfaces.Scheduler",
-    "logger": "specdec.interfaces.Logger",
-    "clock": "specdec.clocks.Clock",
-    "model": "specdec.pairs.ModelPair",
-    "data": "specdec.data.DataReader",
-}
-"""Section -> Protocol that the class of its ``_target_`` must implement."""
-
-
-_THREADS = "it must be a whole number from 1 to 1024"
+from specdec.parts.build import build_part, check_values, locate
+from specdec.parts.fields import Count, Index, Positive, Text, Threads, errors_of, signature_of
 
 _RUN: dict[str, Any] = {
     "max_new_tokens": Count,
@@ -42,38 +27,27 @@ _RUN: dict[str, Any] = {
     "batch_size": Count,
     "prefill_chunk": Count,
     "trace": bool,
-    "threads": Annotated[int, Field(ge=1, le=1024), expects(_THREADS)] | None,
+    "threads": Threads | None,
     "record": bool,
     "output_dir": Text | None,
 }
-COMPARE: dict[str, Any] = {
-    "strategies": list[str],
-    "repeats": Count,
-    "curve_profile": Text,
-    "cross_profile": Text | None,
-    "curve_replay": bool,
-}
-"""Top-level keys of ``specdec compare`` alone."""
 
 
 def _keys(**hints: Any) -> type:
     return make_dataclass("Keys", hints.items())
 
 
-_RUN_KEYS, _COMPARE_KEYS = _keys(**_RUN), _keys(**_RUN, **COMPARE)
+_KEYS, _COMPARE = _keys(**_RUN), _keys(**_RUN, **COMPARE)
 _PRESET = {"name": Text, "title": Text, "baseline": bool}
-_HF_METHOD = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
-_RIVAL_METHOD = Annotated[
-    str,
-    Field(pattern=r"^(ort|openvino)_(generate|draft|lookup)$"),
-    expects("it must be ort or openvino, then _generate, _draft or _lookup"),
-]
+_HF = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
+_ORT = Literal["ort_generate", "ort_draft", "ort_lookup"]
+_RIVAL = _ORT | Literal["openvino_generate", "openvino_draft", "openvino_lookup"]
 _PROFILED = _keys(profile=Text, scale=Positive)
 
 _TAKERS: dict[str, str | type] = {
     "strategy=parts": _keys(**_PRESET),
-    "strategy=hf": _keys(**_PRESET, method=_HF_METHOD, options=dict[str, Any]),
-    "strategy=rival": _keys(**_PRESET, method=_RIVAL_METHOD, options=dict[str, Any]),
+    "strategy=hf": _keys(**_PRESET, method=_HF, options=dict[str, Any]),
+    "strategy=rival": _keys(**_PRESET, method=_RIVAL, options=dict[str, Any]),
     "strategy=endpoint": _keys(**_PRESET, options=dict[str, Any]),
     "options of hf": "specdec.runs.hf_generate.HFOptions",
     "options of rival": "specdec.runs.rival.RivalOptions",
@@ -94,7 +68,7 @@ _TAKERS: dict[str, str | type] = {
 }
 """Section, with its ``kind`` or ``_target_`` if there are several -> what takes its keys."""
 
-_CERTIFICATION_ONLY = {"logit_scale", "logit_step"}  # of RandomPair; no configuration states them
+_UNSTATED = {"logit_scale", "logit_step"}  # of RandomPair: only certification passes them
 
 
 def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
@@ -104,15 +78,15 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
         UserError: naming the first key that cannot be used, its value and the remedy.
     """
     top = {key: value for key, value in config.items() if key not in GROUPS}
-    check_values(_COMPARE_KEYS if "strategies" in top else _RUN_KEYS, top, also=GROUPS)
-    check_section("strategy", config.get("strategy"), choices)
-    has_parts = config["strategy"]["kind"] == "parts"
-    for section in GROUPS[1:]:
+    check_values(_COMPARE if "strategies" in top else _KEYS, top, also=GROUPS)
+    strategy: Any = config.get("strategy")
+    has_parts = isinstance(strategy, dict) and strategy.get("kind") == "parts"
+    for section in GROUPS:
         if has_parts or section not in PARTS:
             check_section(section, config.get(section), choices)
     if not has_parts:
-        taker = _resolved(_TAKERS[f"options of {config['strategy']['kind']}"])
-        check_values(taker, config["strategy"]["options"], "strategy.options")
+        taker = _TAKERS[f"options of {strategy['kind']}"]
+        check_values(_resolved(taker), strategy["options"], "strategy.options")
     elif check := getattr(locate(config["executor"]["_target_"], "executor"), "check", None):
         keys = {key: value for key, value in config["executor"].items() if key != "_target_"}
         check(keys, clock_kind(config["clock"]), tracing=config["trace"])
@@ -133,8 +107,7 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
         cls: Any = locate(kind, section, protocol)
         taker = getattr(cls, "options", cls.plan)
     if taker is not None:
-        complete = section != "executor"
-        check_values(taker, values, section, label, given=_CERTIFICATION_ONLY, complete=complete)
+        check_values(taker, values, section, label, given=_UNSTATED, complete=section != "executor")
     elif protocol and ("_target_" in node or section in PARTS):
         keys = signature_of(common).plain if common else ()
         build_part(node, None, section, protocol, label=label, known=keys)
@@ -145,12 +118,5 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
         raise UserError(f"{label} has kind {str(kind)!r}, which is unknown: use one of {known}")
 
 
-def check_targets(config: Mapping[str, Any]) -> None:
-    """Checks the class of every ``_target_`` of a resolved configuration, before one is called."""
-    for section, node in config.items():
-        if isinstance(node, dict) and "_target_" in node:
-            locate(node["_target_"], section, _resolved(PROTOCOLS.get(section)))
-
-
 def _resolved(path: str | type | None) -> Any:
-    return resolved(path) if isinstance(path, str) else path
+    return resolve_name(path) if isinstance(path, str) else path

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specdec.clocks.build import clock_kind
-from specdec.config.checks import COMPARE, check_config
+from specdec.config.checks import check_config
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.lengths import check_prompts
-from specdec.config.options import PARTS
+from specdec.config.options import COMPARE, PARTS
 from specdec.config.profile_costs import fit, with_caveat
 from specdec.config.profiles import load_profile
 from specdec.data import Request, check_data

@@ -12,13 +12,37 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specdec.errors import UserError
 from specdec.files import UNREADABLE, check_aliases, why_unreadable
+from specdec.parts.fields import Count, Text
 
 PARTS = ("source", "policy", "verifier", "executor")
 """Groups that make up a strategy."""
 
-GROUPS = ("strategy", *PARTS, "model", "data", "sampling", "serving", "clock", "logger")
+PROTOCOLS = {
+    "strategy": None,
+    "source": "specdec.interfaces.TokenSource",
+    "policy": "specdec.interfaces.TreePolicy",
+    "verifier": "specdec.interfaces.Verifier",
+    "executor": "specdec.interfaces.PlannedExecutor",
+    "model": "specdec.pairs.ModelPair",
+    "data": "specdec.data.DataReader",
+    "sampling": None,
+    "serving": "specdec.interfaces.Scheduler",
+    "clock": "specdec.clocks.Clock",
+    "logger": "specdec.interfaces.Logger",
+}
+"""Group -> Protocol that the class of its ``_target_`` must implement; None where it has none."""
+
+GROUPS = tuple(PROTOCOLS)
 """Groups with options for the command line; other folders of the tree are no groups."""
 
+COMPARE: dict[str, Any] = {
+    "strategies": list[str],
+    "repeats": Count,
+    "curve_profile": Text,
+    "cross_profile": Text | None,
+    "curve_replay": bool,
+}
+"""Top-level keys of ``specdec compare`` alone."""
 
 YAML_ERRORS = (*UNREADABLE, OmegaConfBaseException, OSError, AttributeError)
 """Errors of reading a YAML; the last is PyYAML's, of a malformed date."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from specdec.errors import UserError
-from specdec.fitting.em import Fit, Size, choose_law, fit_law, log_likelihood
+from specdec.fitting.em import Fit, Size, calibrated, choose_law, fit_law, log_likelihood
 from specdec.fitting.law import HitLaw
 from specdec.fitting.observations import Sample, observe, samples_of
 from specdec.fitting.predict import measured, predicted, simulated_spread
@@ -201,10 +201,16 @@ def _chosen(samples: Sequence[Sample], covers_tree: bool) -> Fit:
     return choose_law(
         observe(samples),
         ordered=all(sample.request.ordered for sample in samples),
-        error=lambda law: predicted(law, samples) / part.mean - 1.0,
+        error=_error_on(samples),
         spread=lambda law: simulated_spread(law, samples) / part.spread if part.spread else 1.0,
         chains=not covers_tree,
     )
+
+
+def _error_on(samples: Sequence[Sample]) -> Callable[[HitLaw], float]:
+    """Law -> relative error of its tokens per pass on the samples."""
+    mean = measured(samples).mean
+    return lambda law: predicted(law, samples) / mean - 1.0
 
 
 def _goodness(samples: Sequence[Sample], chosen: Fit, holdout: int) -> Goodness | None:
@@ -212,8 +218,9 @@ def _goodness(samples: Sequence[Sample], chosen: Fit, holdout: int) -> Goodness 
         return None
     held = [s for at, s in enumerate(samples) if at % holdout == holdout - 1]
     kept = [s for at, s in enumerate(samples) if at % holdout != holdout - 1]
-    law = fit_law(observe(kept), chosen.size).law
-    constant = fit_law(observe(kept), Size()).law
+    data = observe(kept)
+    law = calibrated(fit_law(data, chosen.size), data, _error_on(kept)).law
+    constant = fit_law(data, Size()).law
     unseen = observe(held)
     gain = log_likelihood(unseen, law) - log_likelihood(unseen, constant)
     return Goodness(

@@ -10,19 +10,15 @@ base class that a class must implement (None: any).
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from pkgutil import resolve_name
-from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Any, get_args
 
 from typing_extensions import get_protocol_members, is_protocol
 
 from specdec.errors import UserError
 from specdec.parts.fields import errors_of, signature_of
 from specdec.parts.suggest import did_you_mean
-
-_T = TypeVar("_T")
 
 FILLED = {
     "source": {"vocab_size", "sample", "free_rank"},
@@ -33,35 +29,22 @@ FILLED = {
 """Section -> plain arguments of its class that are no keys: the program passes them."""
 
 _OPTIONAL = ("held_nodes",)  # of TreePolicy: only paged caches need it, and refuse its absence
-_CONTAINERS = (Annotated, Union, UnionType, list, tuple, Sequence)
 
 
 def locate(target: object, where: str, protocol: type | None = None) -> type:
     """Imports the class that ``_target_`` names in the node at ``where``."""
     at = f"{where}._target_={target}"
     try:
-        cls = resolved(str(target))
+        cls = resolve_name(str(target))
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
-            f"{at} cannot be imported ({error}): give the dotted path of a class, for example"
+            f"{at} cannot be imported ({error}): give the path of a class, for example"
             " specdec.policies.Chain, and put its folder on PYTHONPATH"
         ) from error
     if not isinstance(cls, type):
         raise UserError(f"{at} is not a class: name one that has the methods of the {where} part")
     require(cls, protocol, at)
     return cls
-
-
-def resolved(path: str) -> Any:
-    """The object at a dotted path.
-
-    Raises:
-        ImportError, AttributeError, ValueError: there is none.
-    """
-    module, _, name = path.rpartition(".")
-    if module in sys.modules and hasattr(sys.modules[module], name):
-        return getattr(sys.modules[module], name)
-    return resolve_name(path)  # slower: it looks for a module of the whole path
 
 
 def check_values(
@@ -88,18 +71,12 @@ def check_values(
         if key not in names:
             hint = did_you_mean(key, names) or "it takes no keys"
             raise UserError(f"{label} has no key {key!r}: {hint}")
-    for error in errors_of(make, values, prefix):
-        raise UserError(error)
+    if errors := errors_of(make, values, prefix):
+        raise UserError(errors[0])
     for key in plain if complete else required:
         if key not in {*values, *given, *also}:
             at = f"{prefix}{key}"
             raise UserError(f"{label} lacks {key}: add {at}=VALUE, or leave out ~{at}")
-
-
-def build(make: Callable[..., _T], values: Mapping[str, Any], where: str = "", **given: Any) -> _T:
-    """Returns ``make(**values, **given)`` after ``check_values``."""
-    check_values(make, values, where, given=given.keys())
-    return make(**values, **given)
 
 
 def build_part(
@@ -120,10 +97,7 @@ def build_part(
     """
     label = label or where
     if isinstance(node, list):
-        return [
-            build_part(item, runtime, f"{where}[{i}]", protocol, label=f"{label}[{i}]")
-            for i, item in enumerate(node)
-        ]
+        return [build_part(item, runtime, f"{where}[{i}]", protocol) for i, item in enumerate(node)]
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise UserError(f"{where}={node!r} is not a part: it needs _target_, the path of a class")
     cls = locate(node["_target_"], where, protocol)
@@ -140,17 +114,18 @@ def build_part(
         also={*nested, *known, *(plain.keys() & (runtime or {}).keys())},
     )
     for key in nested:
-        at, expected = f"{where}.{key}", _expected(objects.get(key)) or protocol
-        arguments[key] = build_part(arguments[key], runtime, at, expected, label=f"{label} at {at}")
+        hint, at = objects.get(key), f"{where}.{key}"  # its class, or that of its items
+        inside = next((c for c in (hint, *get_args(hint)) if isinstance(c, type)), protocol)
+        arguments[key] = build_part(arguments[key], runtime, at, inside, label=f"{label} at {at}")
     if runtime is None:
         return None
     missing = (name for name in names if name in runtime and name not in arguments)
     arguments.update({name: runtime[name]() for name in missing})
     try:
         part = cls(**arguments)
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{where} ({cls.__name__}): {error}") from error
     require(part, protocol, f"{where}._target_={node['_target_']}")
     return part
@@ -183,14 +158,6 @@ def _lacks(candidate: Any, name: str, protocol: type) -> bool:
     return not hasattr(candidate, name) or (inherited and returns)
 
 
-def _expected(hint: Any) -> type | None:
-    """The class of the parts in a type hint such as ``Sequence[TokenSource]``."""
-    if get_origin(hint) in _CONTAINERS:
-        return next(filter(None, map(_expected, get_args(hint))), None)
-    return hint if isinstance(hint, type) and hint not in (NoneType, object) else None
-
-
 def _has_part(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_has_part, value))
-    return isinstance(value, Mapping) and "_target_" in value
+    parts = value if isinstance(value, list) else []
+    return any(map(_has_part, parts)) or (isinstance(value, Mapping) and "_target_" in value)

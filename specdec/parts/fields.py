@@ -34,21 +34,18 @@ def expects(text: str) -> pydantic.GetPydanticSchema:
 
 
 _COUNT = "it must be a whole number of at least 1"
-_SHARE = "it must be a number of at least 0 and at most 1"
-_POSITIVE_SHARE = "it must be a number above 0 and at most 1"
+_NO_DRAFTS = f"{_COUNT}; to decode without drafts use policy=root_only"
 
 Text = Annotated[str, Field(min_length=1)]
 Index = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1), expects(_COUNT)]
-DraftCount = Annotated[
-    int, Field(ge=1), expects(f"{_COUNT}; to decode without drafts use policy=root_only")
-]
-"""A size of a policy's trees."""
+DraftCount = Annotated[int, Field(ge=1), expects(_NO_DRAFTS)]  # a size of a policy's trees
 Limit = Annotated[int, Field(ge=0), expects("it must be a whole number of at least 0 (0 is off)")]
+Threads = Annotated[int, Field(ge=1, le=1024), expects("it must be a whole number from 1 to 1024")]
 Positive = Annotated[float, Field(gt=0, lt=1e9)]
 NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1), expects(_SHARE)]
-PositiveShare = Annotated[float, Field(gt=0, le=1), expects(_POSITIVE_SHARE)]
+Share = Annotated[float, Field(ge=0, le=1), expects("it must be at least 0 and at most 1")]
+PositiveShare = Annotated[float, Field(gt=0, le=1), expects("it must be above 0 and at most 1")]
 
 
 class Signature(NamedTuple):

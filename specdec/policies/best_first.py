@@ -50,7 +50,9 @@ class BestFirst(Stateless):
     nodes, root included; nothing more is submitted until they are answered.
 
     *Asynchronous form* (SwiftSpec, Alg. 1): the ``d`` expansions run in ``overlap``, while the
-    target verifies; ``select`` only adds what is missing to ``bs`` nodes (lines 13-15).
+    target verifies; ``select`` only adds what is missing to ``bs`` nodes (lines 13-15), and with
+    ``min_mass`` what pays: after a miss the tree below the new root is empty, and a deeper one is
+    drafted just in time (which the paper does not do).
 
     *Complete trees* (``d="complete"``, serial): only leaves among the ``bs`` best nodes and
     candidates are expanded, at most ``w`` per call of the source, until there are none. The result
@@ -92,9 +94,10 @@ class BestFirst(Stateless):
                 replaces "ratio" and "ratio_plus_one" by a number derived from the latency profile.
             children: candidates per expanded leaf. Default: max(bs, w).
             asynchronous: expand in ``overlap`` instead of in ``select``. Default: false.
-            min_mass: serial form: a request's expansions end early once the ``w`` best leaves have
-                less than this probability in total, an upper bound on the tokens that an expansion
-                gains. Useful up to (draft pass / target pass) x tokens per pass. Default 0: never.
+            min_mass: probability that the ``w`` best leaves must have in total, an upper bound on
+                the tokens that their expansion gains. Useful: (draft pass / target pass) x tokens
+                per pass. Serial form: a request's expansions end early below it; default 0: never.
+                Asynchronous form: ``select`` expands as long as it is reached; default 0: never.
             min_prob: nodes with a lower draft probability of being on the target's path are neither
                 expanded nor submitted. Useful up to (cost of a row / target pass) x tokens per
                 pass where rows have a cost (CPUs, large batches). Default 0: keep all.
@@ -146,6 +149,11 @@ class BestFirst(Stateless):
         while short := [r for r in short if _num_available(r.tree) < self.bs]:
             short = self._grow(state, source, short, unanswered)
             self.expansions["between"] += bool(short)
+        late = requests if self.asynchronous and self.min_mass else []
+        for _ in range(self.bs - 1):  # deeper nodes could not be submitted
+            if not (late := self._grow(state, source, late, unanswered, self.min_mass)):
+                break
+            self.expansions["between"] += 1
         return as_nodes((r, best_unsubmitted(r.tree, self.bs, self._min_score)) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from specdec.clocks import SimulatedClock
+from specdec.clocks import Clock, SimulatedClock
+from specdec.errors import UserError
 from specdec.parts.fields import Count, validated
 from specdec.policies.tree_growth import (
     NO_SLOTS,
@@ -173,6 +174,14 @@ class Static(Stateless):
             expand(state, source, fresh, children + spare)
             growing = [(r, _next_level(r.tree, level, children)) for r, level in growing]
         self._complete.update(request.id for request in requests)
+
+    def check_clock(self, clock: Clock) -> None:
+        """Refuses a clock that cannot hide all drafting; raises ``UserError``."""
+        if self.draft_overlap == "full" and not isinstance(clock, SimulatedClock):
+            raise UserError(
+                "draft_overlap=full hides all drafting, which only clock=simulated can do; use"
+                " draft_overlap=rule or none"
+            )
 
     def _grow_hidden(
         self, state: DecodeState, source: TokenSource, requests: Sequence[RequestState]

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from specdec.errors import UserError
-from specdec.parts.build import build, check_values
+from specdec.parts.build import check_values
 from specdec.parts.fields import signature_of
 from specdec.train import card, draft, eagle, exits, recipes, unlikelihood
+from specdec.train.sections import build
 from specdec.train.session import Recipe, Session, start
 
 RECIPES: dict[str, Recipe] = {

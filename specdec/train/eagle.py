@@ -21,7 +21,6 @@ from specdec.files import write_json
 from specdec.models.eagle import EagleConfig, EagleHead, default_layers
 from specdec.models.eagle_loading import HeadFiles, load_head, save_head
 from specdec.models.eagle_unroll import unroll
-from specdec.parts.build import build
 from specdec.parts.fields import Count
 from specdec.train.agreement import agreement_by_data, check_evaluation
 from specdec.train.draft import sample_target
@@ -36,6 +35,7 @@ from specdec.train.model import (
 )
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import Teacher, need, read_frozen, train_and_save
+from specdec.train.sections import build
 from specdec.train.session import Session, rank_and_size
 from specdec.train.streams import Mixture
 from specdec.train.target import Target

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from specdec.errors import UserError
 from specdec.files import write_json
-from specdec.parts.build import build
 from specdec.parts.fields import Count, Index, NotNegative, Positive, validated
 from specdec.train.agreement import agreement_by_data, check_evaluation
 from specdec.train.draft import sample_target
@@ -28,6 +27,7 @@ from specdec.train.lm import Loss, Pretraining
 from specdec.train.model import compiled_if, save_weights, weights_hash
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import Teacher, read_frozen, train_and_save
+from specdec.train.sections import build
 from specdec.train.session import Session, rank_and_size
 from specdec.train.streams import Mixture
 from specdec.train.target import Target

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from specdec.errors import UserError
-from specdec.parts.build import build
 from specdec.parts.fields import Count
 from specdec.train.model import ModelShape
+from specdec.train.sections import build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

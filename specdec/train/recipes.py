@@ -22,12 +22,12 @@ from tokenizers import Tokenizer
 from specdec.data.files import read_json
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
-from specdec.parts.build import build
 from specdec.parts.fields import PositiveShare
 from specdec.train.corpus import EVALUATED, Corpus, build_corpus
 from specdec.train.lm import Pretraining
 from specdec.train.model import LanguageModel, ModelShape, save_hf
 from specdec.train.plan import RunPlan
+from specdec.train.sections import build
 from specdec.train.session import Session, rank_and_size
 from specdec.train.streams import Mixture, encode_corpus, load_streams, save_streams
 from specdec.train.target import end_ids, load_target

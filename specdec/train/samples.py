@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from specdec.errors import UserError
-from specdec.parts.build import build
 from specdec.parts.fields import Index, NotNegative, Positive, PositiveShare
+from specdec.train.sections import build
 from specdec.train.session import Report, silent
 from specdec.train.streams import compact
 from specdec.train.target import Target

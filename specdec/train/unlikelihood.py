@@ -21,13 +21,13 @@ from specdec.data.files import read_json
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
-from specdec.parts.build import build
 from specdec.parts.fields import Count, Positive, Share, validated
 from specdec.train.draft import sample_target
 from specdec.train.lm import Loss, Pretraining, keep_settings
 from specdec.train.model import LanguageModel, load_hf, save_hf, weights_hash
 from specdec.train.plan import RunPlan
 from specdec.train.recipes import read_teacher, train_and_save
+from specdec.train.sections import build
 from specdec.train.session import Session, check_rows, own_rows, rank_and_size, wait_for_all
 from specdec.train.streams import Mixture
 

@@ -61,6 +61,7 @@ def decoded(name: str, *, over_ranks: bool) -> tuple[int, SourceCounters]:
     return sum(one.accepted for one in found.values()), source.counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_over_ranks_is_that_of_one_process(name: str) -> None:
     """Tokens, accepted tokens, passes, rows and corrected entries."""

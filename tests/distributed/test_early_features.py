@@ -35,6 +35,7 @@ def decoded(*, stages: int, layer: int, batch_size: int) -> tuple[Arrivals, Leve
     return seen, parts.policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "layer", "delay"), [(2, 0, 0), (2, 1, 0), (4, 1, 1), (4, 2, 2), (1, 2, 0)]
 )

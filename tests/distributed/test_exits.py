@@ -84,6 +84,7 @@ def same_exits(values: dict[str, Any], plant: Any = None) -> list[dict]:
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "stages", "layer", "head", "sampling"),
     [
@@ -182,6 +183,7 @@ def test_a_rank_loads_its_layers_and_the_head(
     assert loaded == [True, False], "a rank must not read the whole target"
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_leaves_no_trace() -> None:
     """Its exits are in flight when it is closed; the next run uses the same prompt ids."""
     values = exits("ppsd_tree", 3, 5)
@@ -199,6 +201,7 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
         assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["head not pruned", "wrong rows", "wrong exit"])
 def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = exits("ppsd_tree", 8, 3) if bug != "wrong exit" else exits("ppsd_multi", 2, 2)

@@ -44,6 +44,7 @@ def decoded(clock: dict[str, Any], *, stages: int, batch_size: int) -> FreeRunni
     return policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "batch_size"), [(1, 1), (1, 3), (3, 3)])
 @pytest.mark.parametrize("kind", ["measured", "paced"])
 def test_lossless_beside_ranks(kind: str, stages: int, batch_size: int) -> None:

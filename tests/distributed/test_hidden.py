@@ -127,6 +127,7 @@ def _equal(mine: States, theirs: States) -> None:
         assert torch.equal(mine[name], theirs[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -169,6 +170,7 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
         same_rows(LEVELS, {"stages": 2}, plant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "policy", "sampling"),
     [(2, "medusa", "t06"), (3, "medusa", "no_repeat4"), (8, "specpipe", "greedy")],

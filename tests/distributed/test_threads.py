@@ -61,11 +61,13 @@ def test_stages_of_several_devices(strategy: str, groups: list[int]) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_histories_and_distributions_travel() -> None:
     same(config("specpipe", 3, "no_repeat4"))
     same(config("speculative", 3, "t08", verifier=rejection()))
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_leaves_no_trace() -> None:
     """Its rows are in flight when it is closed; the next run uses the same prompt ids."""
     expected = run(config("ar", 3))[0]

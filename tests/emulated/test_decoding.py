@@ -77,6 +77,7 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
             assert sum(graph.replays for graph in device.graphs) > 0, cell
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["greedy", "t06"])
 def test_a_step_is_one_wait_and_a_few_small_copies(sampling: str) -> None:
     """Per pass of plain decoding: one integer to the host, the pass's inputs to the device."""

@@ -44,6 +44,7 @@ def on_the_device(**model: Any) -> tuple[list[int], Device]:
         return decoded(device, device="cuda", **model), device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["dense", "two_level"])
 def test_no_mask_is_copied(attention):
     """Copies to the device are of tokens, positions and bits: no row of the context among them."""
@@ -53,6 +54,7 @@ def test_no_mask_is_copied(attention):
     assert set(device.waits) <= {"synchronize", "a copy to the host"}
 
 
+@pytest.mark.slow
 def test_masks_from_the_host_would_be_noticed(monkeypatch):
     """Control: the mask [R, n] of a chunk is larger than all else."""
 

@@ -42,6 +42,7 @@ def _logits(model, **kwargs):
     return torch.cat([first, runner.forward([tree]).logits])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", [Execution(), REPLAY], ids=["plain", "static"])
 @pytest.mark.parametrize(
     ("kind", "dtype"), [pytest.param("triton", "float32", marks=needs_triton), ("flex", "float64")]

@@ -106,6 +106,7 @@ def chosen() -> tuple[Cell, ...]:
     return tuple(cover(cells, lambda c: {(c.source, c.verifier), c.sampling}, runs))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("there")
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_tokens_are_the_hosts(part: int) -> None:

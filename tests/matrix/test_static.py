@@ -50,6 +50,7 @@ def _runner(cell: Cell) -> PartsRunner:
     return PartsRunner(cfg=values, pair=static_pair(), stop=stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_static_passes_are_lossless(part: int) -> None:
     assert len(chosen()) >= NUM_PARTS

@@ -71,6 +71,7 @@ def outputs(name: str, overrides: tuple[str, ...]) -> dict[int, tuple[int, ...]]
     return by_prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*BUGS} - SOUND))
 def test_bug_runs_and_shows(name: str) -> None:
     overrides = BUGS[name].overrides

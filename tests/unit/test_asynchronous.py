@@ -63,6 +63,7 @@ def hit_rate(requests: list[RequestState]) -> float:
 # ---------------------------------------------------------------------- PEARL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "gamma", "target", "draft"),
     [
@@ -171,6 +172,7 @@ def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: 
 # ---------------------------------------------------------------------- SSD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "gamma", "outcomes", "target", "draft"),
     [
@@ -253,6 +255,7 @@ def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
 # ---------------------------------------------------------------------- AMUSD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "target", "draft"),
     [

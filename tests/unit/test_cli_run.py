@@ -134,6 +134,7 @@ class TestSweep:
     def names(self) -> list[str]:
         return sorted(p.name for p in Path("sweep").iterdir() if p.is_dir())
 
+    @pytest.mark.slow
     def test_one_folder_per_combination_named_by_it(self, engine) -> None:
         assert main(list(self.SWEEP)) == 0
         assert self.names() == [

@@ -19,6 +19,7 @@ def compared() -> specdec.Compared:
     return specdec.compare(["ar", "speculative"], [*WORDS, "policy.gamma=2"], pair=PAIR)
 
 
+@pytest.mark.slow
 def test_a_comparison_has_rows_frames_and_the_table(compared: specdec.Compared) -> None:
     assert [row["strategy"] for row in compared.rows] == ["ar", "speculative"]
     assert compared.rows[1]["lossless"] is True

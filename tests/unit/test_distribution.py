@@ -200,6 +200,7 @@ LOSSLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_rejection_sampling_keeps_the_joint_law(name):
     assert_lossless(LOSSLESS[name])
@@ -274,6 +275,7 @@ def plant(name: str, monkeypatch) -> None:
         monkeypatch.setattr(rejection, "_without", lambda draft, token: draft)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPOILED)
 def test_planted_bugs_are_caught(name, monkeypatch):
     plant(name, monkeypatch)

@@ -135,6 +135,7 @@ def test_the_reading_of_training_is_found(
     assert (status, report["best"]) == (0, "as on disk")
 
 
+@pytest.mark.slow
 def test_accepted_tokens_are_those_of_drafting_one_by_one(
     trained: tuple[Path, Path, Tensor],
 ) -> None:

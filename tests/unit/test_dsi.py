@@ -32,6 +32,7 @@ def enough(lookahead: int, target: float, draft: float) -> int:
     return 2 * ceil(target / (lookahead * draft)) + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "lookahead", "target", "draft"),
     [

@@ -113,6 +113,7 @@ class TestLaws:
 
 
 class TestLossless:
+    @pytest.mark.slow
     @pytest.mark.parametrize("head", ["norm", "transformer"])
     @pytest.mark.parametrize("stages", [2, 3, 4])
     def test_ppsd_equals_plain_decoding(self, head: str, stages: int) -> None:
@@ -127,6 +128,7 @@ class TestLossless:
         assert parts.executor.latency == 3
         assert_equal_to_plain(models, parts)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("head", ["norm", "transformer"])
     def test_eesd_equals_plain_decoding(self, head: str) -> None:
         models = pair(exit_head=head, exit_layer=2)

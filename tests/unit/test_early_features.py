@@ -61,6 +61,7 @@ def test_a_state_that_no_layer_has_is_refused(cls: type, name: HiddenName) -> No
         early.composed(bench(), executor, name=name)
 
 
+@pytest.mark.slow
 def test_proposals_follow_in_the_next_step_and_save_time() -> None:
     """A node has proposals in the step after that in which the layer computed it.
 

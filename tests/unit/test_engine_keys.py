@@ -68,6 +68,7 @@ def test_fit_reads_each_request_as_it_was_counted(folder: Path) -> None:
     assert sum(int(r.accepted.sum()) for r in log.requests) > 0
 
 
+@pytest.mark.slow
 def test_fit_reads_the_summary_as_the_sum_of_the_requests(folder: Path) -> None:
     (whole,) = read_log(folder / "summary.json").requests
     singles = read_log(folder / "requests.jsonl").requests

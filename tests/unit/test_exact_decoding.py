@@ -60,6 +60,7 @@ def _decode(cfg: dict[str, Any]) -> dict[int, tuple[int, ...]]:
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PRESETS]
 )

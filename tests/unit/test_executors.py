@@ -76,6 +76,7 @@ def test_rows_in_flight_shrink_with_their_hidden_states() -> None:
     assert [t.request for t in flight.batch.trees] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["specpipe", "static", "chain"])
 @pytest.mark.parametrize("executor", ["local", "pipeline"])
 def test_every_cache_equals_a_fresh_forward_after_every_step(policy: str, executor: str) -> None:

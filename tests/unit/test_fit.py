@@ -126,6 +126,7 @@ def test_the_option_plays_the_fitted_law(fitted: FittedLaw) -> None:
     assert abs(part.mean - fitted.law.tokens_per_pass(7)) < 4 * part.standard_error
 
 
+@pytest.mark.slow
 def test_the_held_out_part_is_inside_its_interval(fitted: FittedLaw) -> None:
     good = fitted.goodness
     assert good is not None
@@ -284,6 +285,7 @@ def test_bad_input_is_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_command_writes_an_option(
     tmp_path: Path, drawn: AcceptanceLog, capsys: pytest.CaptureFixture[str]
 ) -> None:

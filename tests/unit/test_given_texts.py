@@ -46,6 +46,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return sampling, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

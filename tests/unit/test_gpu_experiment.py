@@ -45,6 +45,7 @@ def test_smoke_run(tmp_path):
     assert all("does not count" in row["verdict"] for row in found["bars"])
 
 
+@pytest.mark.slow
 def test_what_was_measured_stays_when_a_later_part_fails(tmp_path, monkeypatch):
     """And the files are written after every part: one that ends the process costs its own rows."""
     written = []

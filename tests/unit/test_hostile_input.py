@@ -300,6 +300,7 @@ class TestResults:
         write("t/trace.json", RESULTS[kind])
         refused(capsys, ["trace", "t"], "trace.json", "run again")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", RESULTS)
     def test_a_folder_is_not_complete(
         self, kind: str, engine: Any, capsys: pytest.CaptureFixture[str]
@@ -313,6 +314,7 @@ class TestResults:
         assert main(words) == 0
         assert len(engine.comparisons) == 2
 
+    @pytest.mark.slow
     def test_a_sweep_onto_a_full_disk(
         self, engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -328,6 +330,7 @@ class TestResults:
         last = told.splitlines()[-1]
         assert last.startswith("specdec: No space left on device: make room")
 
+    @pytest.mark.slow
     def test_a_job_of_a_sweep_fills_the_disk(
         self, engine: Any, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -134,6 +134,7 @@ def test_the_parser_would_see_it() -> None:
 
 
 class TestReport:
+    @pytest.mark.slow
     def test_hostile_text_adds_no_element_and_no_attribute(self, pages: tuple[str, str]) -> None:
         plain, hostile = map(Elements, pages)
         assert hostile.found == plain.found
@@ -143,11 +144,13 @@ class TestReport:
         for text in (NAME, HOSTILE[1]):
             assert text in hostile.text
 
+    @pytest.mark.slow
     def test_the_frame_with_the_trees(self, pages: tuple[str, str]) -> None:
         (plain,), (hostile,) = (Elements(page).frames for page in pages)
         assert Elements(hostile).found == Elements(plain).found
         assert len(Elements(hostile).scripts) == 1
 
+    @pytest.mark.slow
     def test_trees_that_are_too_many_for_the_page(
         self,
         comparison: Path,  # noqa: F811

@@ -137,6 +137,7 @@ class TestExperiment:
         jobs = printed(capsys, "--cfg", "--config-dir=tree", *flags)
         assert [job["max_new_tokens"] for job in jobs] == [3, 4]
 
+    @pytest.mark.slow
     def test_its_sweep_runs(self, capsys, monkeypatch) -> None:
         seen = []
         monkeypatch.setattr(
@@ -179,6 +180,7 @@ class TestTargets:
             assert f"{group}._target_=subprocess.Popen" in capsys.readouterr().err
         assert not Path("X").exists()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("key", ["source.draft", "source.cheap"])
     def test_inside_another_part(self, key: str, capsys) -> None:
         words = [f"{key}._target_=subprocess.Popen", f"+{key}.args=[touch,X]"]
@@ -210,6 +212,7 @@ class TestTargets:
         assert word in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_clone_named_like_the_package_does_not_shadow_it(tmp_path: Path) -> None:
     """In the folder above a clone, ``specdec`` is a folder without ``__init__.py``."""
     clone = tmp_path / "specdec"

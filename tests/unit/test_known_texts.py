@@ -42,6 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return small_runs(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 def test_counts_are_those_of_the_real_target(cell: str, runs: Runs) -> None:
     measure, *overrides = CELLS[cell]
@@ -53,6 +54,7 @@ def test_counts_are_those_of_the_real_target(cell: str, runs: Runs) -> None:
     assert sum(len(output) for output, _ in known) >= 8
 
 
+@pytest.mark.slow
 def test_early_states_that_gain_no_step_change_nothing(runs: Runs) -> None:
     """Up to four stages the highest stream of the bundled head is in the last one."""
     cell = ("strategy=specpipe", "executor.stages=4", "source=eagle", "policy.width=8", PROFILE)
@@ -61,6 +63,7 @@ def test_early_states_that_gain_no_step_change_nothing(runs: Runs) -> None:
     assert early == late
 
 
+@pytest.mark.slow
 def test_a_head_computes_from_states_what_has_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +85,7 @@ def test_a_head_computes_from_states_what_has_arrived(
     assert counts["true"] == counts["all"] > 100
 
 
+@pytest.mark.slow
 def test_wrong_states_cost_hits(runs: Runs) -> None:
     cell = ("strategy=specpipe", "executor.stages=4", "source=eagle", "source.early=true")
     right, wrong = (
@@ -93,6 +97,7 @@ def test_wrong_states_cost_hits(runs: Runs) -> None:
     assert right.value > wrong.value + 0.2
 
 
+@pytest.mark.slow
 def test_states_of_another_row_would_be_seen(
     tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

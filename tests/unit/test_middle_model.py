@@ -58,6 +58,7 @@ def cascade(bench: Workbench) -> Parts:
     return bench.parts(source=source, policy=policy, verifier=MatchVerifier())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [alone, cascade])
 @pytest.mark.parametrize("clock", ["measured", "simulated"])
 def test_tokens_equal_plain_decoding(build, clock: str) -> None:
@@ -110,6 +111,7 @@ def test_the_plan_places_every_model(executor: str) -> None:
 CERTIFIED = ("strategy=speculative", "model=random", "model.middle_layers=4", "source.model=middle")
 
 
+@pytest.mark.slow
 def test_it_is_certified() -> None:
     report = certify(
         compose_config([*CERTIFIED]).values, checks=["greedy_parity", "cache_invariant"]

@@ -175,6 +175,7 @@ def test_unsupported_heads(changes, reason):
     assert auto.backend_of(_head("eagle3").config.llama()) == "onnx"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["eagle3", "eagle2"])
 @pytest.mark.parametrize("sampling", ["greedy", "t06"])
 def test_outputs_are_those_of_plain_decoding(strategy, sampling):

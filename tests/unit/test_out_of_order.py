@@ -249,6 +249,7 @@ def row(policy: dict[str, Any], *, replicas: int, batch_size: int) -> dict[str, 
     return summarise(results, totals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_metrics_of_a_run_are_defined(batch_size: int) -> None:
     chain = {"_target_": "specdec.policies.Chain", "gamma": 3}
@@ -321,6 +322,7 @@ def test_rejection_keeps_the_law(policy: str, sampling: str) -> None:
         assert distance < bound
 
 
+@pytest.mark.slow
 def test_a_bias_of_rejection_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: the correction token is drawn from the target instead of the residual."""
     monkeypatch.setattr(rejection, "_residual", lambda target, draft: target)

@@ -53,6 +53,7 @@ def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str
 # ---------------------------------------------------------------------- PipeInfer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "stages", "tokens", "draft", "cutoff", "recovery", "decay"),
     [
@@ -139,6 +140,7 @@ def ranks(alpha: float) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "stages", "segment", "nodes", "draft", "num_requests"),
     [

@@ -58,6 +58,7 @@ def three(clock: Clock, num_draft: int = 2, num_middle: int = 3) -> Workbench:
     return Workbench(RandomPair(**{**toys.MODEL, **layers}), seed=toys.SEED, clock=clock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draft_right", "middle_right", "target", "middle", "draft"), LAW_CASES)
 def test_it_takes_the_time_of_its_law(
     draft_right: float, middle_right: float, target: float, middle: float, draft: float
@@ -85,6 +86,7 @@ def test_the_law_at_its_ends() -> None:
     assert both < times["draft"] * 1.05 < times["middle"] < alone < slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("least", [0, 1, 3])
 @pytest.mark.parametrize("measured", [False, True])
@@ -99,6 +101,7 @@ def test_the_output_is_that_of_plain_decoding(measured: bool, least: int, batch_
     assert measured or sum(out.accepted for out in outputs.values()) > 20
 
 
+@pytest.mark.slow
 def test_a_chain_of_four_models() -> None:
     bench = three(clock_of(10.0, 3.0, 1.0))
     names = ("draft", "middle", "middle")
@@ -149,6 +152,7 @@ def test_the_target_waits_for_as_many_tokens(least: int) -> None:
     assert min(rows[:-4]) >= least  # a root after a hit may be among them, submitted before or not
 
 
+@pytest.mark.slow
 def test_the_middle_model_lifts_acceptance() -> None:
     """Same draft, same times: with a better model between it and the target fewer rejections."""
     shares = []
@@ -159,6 +163,7 @@ def test_the_middle_model_lifts_acceptance() -> None:
     assert shares[1] < 0.5 * shares[0]
 
 
+@pytest.mark.slow
 def test_it_is_certified() -> None:
     checks = ["cache_invariant", "draft_rows"]
     report = certify(run_job_of([*CERTIFIED]).config, checks=checks)

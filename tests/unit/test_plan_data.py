@@ -36,6 +36,7 @@ def test_the_error_on_models_that_a_fit_does_not_see(times: list[Timed]) -> None
     assert np.quantile(twice, 0.75) > ERROR
 
 
+@pytest.mark.slow
 def test_a_published_run_is_predicted() -> None:
     """PipeSpec's synchronous chain of 7 draft tokens, 1B for 70B: 1.45x in the authors' files."""
     run = {

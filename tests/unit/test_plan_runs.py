@@ -116,6 +116,7 @@ def slower(line: str) -> str:
     return f"{head}ms: [{doubled}{end}{rest}"
 
 
+@pytest.mark.slow
 def test_a_wrong_law_is_named(planned: Any, tmp_path: Path) -> None:
     """The first real run has a draft that is right at 45 % of the positions."""
     plan, folder = planned
@@ -134,6 +135,7 @@ def test_the_same_seed_gives_the_same_plan(planned: Any, machine_file: Path) -> 
     assert again.decides == plan.decides
 
 
+@pytest.mark.slow
 def test_an_interrupted_plan_continues(planned: Any, tmp_path: Path) -> None:
     """With half of the evaluations on disk and a cut line, the answer is the same."""
     plan, folder = planned
@@ -146,6 +148,7 @@ def test_an_interrupted_plan_continues(planned: Any, tmp_path: Path) -> None:
     assert 0 < again.simulated_tokens < plan.simulated_tokens
 
 
+@pytest.mark.slow
 def test_a_spent_budget_is_told(machine_file: Path) -> None:
     plan = specdec.plan(
         [LAW], profile=str(machine_file), strategies=["speculative", "specpipe"], budget_s=0.3

@@ -55,6 +55,7 @@ def equal(one: Record, two: Record) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_texts_give_the_record_of_the_run(
     of_the_target: tuple[Record, list[dict[str, object]]], tmp_path: Path
 ) -> None:

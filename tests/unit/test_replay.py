@@ -165,6 +165,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "reason"), REFUSED)
 def test_what_a_record_does_not_hold_is_refused(words: tuple[str, ...], reason: str) -> None:
     with pytest.raises(UserError, match=reason) as caught:

@@ -133,6 +133,7 @@ def test_curves_agree_with_the_times() -> None:
     assert shares([mixed]) == {-1: pytest.approx(1 / 3), 0: pytest.approx(2 / 3)}
 
 
+@pytest.mark.slow
 def test_a_sweeps_page_compares_jobs_with_their_baseline(
     sweep: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],

@@ -22,6 +22,7 @@ NUM_SCHEDULES = 200
 CONTROLS = range(40)  # schedules in which a planted fault must show
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(16))
 def test_tokens_are_each_request_s_own(part: int) -> None:
     """Whatever shares the batch, is cancelled, or waits for blocks: the request's AR tokens."""

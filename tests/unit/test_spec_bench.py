@@ -100,6 +100,7 @@ def test_its_formula_on_our_answers_gives_our_speed_up(folder: Path) -> None:
     assert "## By category" in (folder / "comparison.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_fit_reads_the_answers(folder: Path) -> None:
     log = read_log(folder / "model_answer" / "speculative.jsonl")
     assert log.form == "accept_lengths"

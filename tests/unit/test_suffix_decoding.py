@@ -69,6 +69,7 @@ def run(pair, source, sampling, *, order=None, batch=1, stages=None) -> Run:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("batch", "stages"), [(1, None), (3, None), (2, 3)])
 def test_the_output_does_not_depend_on_what_is_cached(pair, sampling, batch, stages):

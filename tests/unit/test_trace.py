@@ -261,6 +261,7 @@ console.log(JSON.stringify(JSON.parse(data).requests.map(r => replay(r)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script, which needs node")
 def test_the_page_shows_what_the_loop_did(
     folder: Path, specpipe: tuple[PartsRunner, list[list[Commit]]], tmp_path: Path

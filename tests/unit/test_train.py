@@ -154,6 +154,7 @@ def test_mixture_shares_and_alignment():
         Mixture(streams, {"poems": 1.0}, seed=0)
 
 
+@pytest.mark.slow
 def test_distillation_lowers_the_divergence(tmp_path):
     target = train(tmp_path / "target", 40).model
     draft, streams = toy(seed=9, layers=1), toy_streams()

@@ -137,6 +137,7 @@ def test_a_draft_of_ones_own_and_its_ngrams(family: list[str]) -> None:
     assert (target / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_finish_trains_long_windows_and_recognises_its_model(
     family: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -212,6 +212,7 @@ def test_streamers_receive_the_same_in_the_same_shapes(pair: Any) -> None:
     assert found.ended == expected.ended == 1
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_distribution_of_generate() -> None:
     """1,000 rows of two tokens against the exact joint law; false alarm below 1e-6.
 

@@ -258,6 +258,7 @@ def test_what_cannot_be_certified_is_refused(
 # ---------------------------------------------------------------------- specdec.testing
 
 
+@pytest.mark.slow
 def test_parts_made_in_python_are_certified() -> None:
     checks = ["greedy_parity", "tree_invariant"]
     assert_lossless_parts(

@@ -17,6 +17,7 @@ def outcome(check: str, *overrides: str) -> Check:
     return found
 
 
+@pytest.mark.slow
 def test_admission_without_the_tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = ("strategy=best_first", "serving=paged", "serving.block_tokens=4")
     assert outcome("batch_independence", *paged).passed
@@ -30,6 +31,7 @@ def test_admission_without_the_tree_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert "it exceeds the number it was admitted with" in found.detail
 
 
+@pytest.mark.slow
 def test_a_short_tail_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop string in as many tokens as it has letters, with others without text between."""
     monkeypatch.setattr(state, "_STOP_TAIL_TOKENS", 0)
@@ -38,6 +40,7 @@ def test_a_short_tail_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "among tokens without text" in found.detail
 
 
+@pytest.mark.slow
 def test_a_cache_that_loses_its_origin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Index arrays grow when a tree region has moved far, which only many hits in a row do."""
     honest = TreeCache._make_room

@@ -70,6 +70,7 @@ def test_a_kept_sibling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "under" in failed(report, "tree_invariant")
 
 
+@pytest.mark.slow
 def test_draws_that_forget_the_prompt_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = KeyedDraws.uniform
 
@@ -109,6 +110,7 @@ def test_a_difference_says_who_proposed_the_token(monkeypatch: pytest.MonkeyPatc
     assert float(detail.split(shown)[1].split(";")[0]) > 0.0
 
 
+@pytest.mark.slow
 def test_an_ignored_eos_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = StopRules.reason
 
@@ -121,6 +123,7 @@ def test_an_ignored_eos_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "EOS" in failed(report, "stop_rules")
 
 
+@pytest.mark.slow
 def test_rows_computed_in_vain_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = DraftModelSource.commit
 
@@ -159,6 +162,7 @@ class PartlyDraft:
         return self._draft.expand(state, nodes.where(asked), k).spread(asked)
 
 
+@pytest.mark.slow
 def test_a_source_that_leaves_some_nodes_to_the_draft_is_accounted_for() -> None:
     """Its draft computes fewer nodes than were asked for, and no row in vain."""
     report = certify_parts(
@@ -233,6 +237,7 @@ def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------------- long requests, last places
 
 
+@pytest.mark.slow
 def test_draws_that_repeat_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every 256 positions: beyond what a short request reaches, whichever verifier uses them."""
     honest = keyed_draws.keyed_uniforms
@@ -252,6 +257,7 @@ def test_draws_that_repeat_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the accept draw of position 256" in failed(report, "long_request")
 
 
+@pytest.mark.slow
 def test_answers_that_reuse_draws_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draws are right, and a part asks for those of other positions."""
     honest = KeyedDraws.uniform
@@ -266,6 +272,7 @@ def test_answers_that_reuse_draws_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert "CDF edge" in failed(report, "long_request")
 
 
+@pytest.mark.slow
 def test_nodes_beyond_the_last_position_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = chain.last_position
     monkeypatch.setattr(chain, "last_position", lambda request: honest(request) + 2)

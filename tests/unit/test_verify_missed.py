@@ -138,6 +138,7 @@ def test_a_biased_law_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert "times as probable under another law" in check.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["second level of a CDF", "last block of a CDF"])
 def test_faults_of_long_rows_are_found_token_by_token(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +171,7 @@ def positions_stay(honest: Any) -> Any:
     return move
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "family", "name", "make"),
     [
@@ -193,6 +195,7 @@ def test_wrong_key_positions_are_found(
 # ---------------------------------------------------------------------- stop strings
 
 
+@pytest.mark.slow
 def test_stop_strings_that_must_end_a_token_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop string counts only where the text of the output ends with it."""
     words = ("strategy=speculative",)
@@ -211,6 +214,7 @@ def test_stop_strings_that_must_end_a_token_are_found(monkeypatch: pytest.Monkey
     assert "that ends inside output token" in check.detail
 
 
+@pytest.mark.slow
 def test_stop_strings_looked_for_in_one_token_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the text of the last two tokens is searched."""
     words = ("strategy=speculative",)

@@ -94,6 +94,7 @@ def outputs(found: dict[int, Decoded]) -> dict[int, list[int]]:
     return {request: list(one.output) for request, one in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trap", SMALL + COSTLY)
 def test_a_wrong_reading_changes_what_is_accepted_and_never_the_output(
     trap: str,

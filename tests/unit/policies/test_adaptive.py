@@ -64,6 +64,7 @@ def seconds(policy, law, *, num_requests=2, batch=1, mixed=True) -> tuple[float,
     return bench.clock.now(), [r.output for r in requests]
 
 
+@pytest.mark.slow
 def test_where_speculation_loses_it_is_plain_decoding():
     """Every fixed arm is slower than plain decoding; the choice is within the explored share."""
     plain, output = seconds(RootOnly(), HOPELESS)

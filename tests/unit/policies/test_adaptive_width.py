@@ -31,6 +31,7 @@ def decoded(folder: Path, per_node_ms: float, batch_size: int = 1) -> tuple[floa
     return found["rows_per_target_pass"] / found["mean_batch"], outputs
 
 
+@pytest.mark.slow
 def test_the_width_falls_with_the_price_of_a_node(tmp_path: Path) -> None:
     free, outputs = decoded(tmp_path, 0.0)
     fair, same = decoded(tmp_path, 0.5)
@@ -42,6 +43,7 @@ def test_the_width_falls_with_the_price_of_a_node(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_width_falls_with_the_number_of_requests(tmp_path: Path) -> None:
     """With free nodes it does not: then every request has its full width."""
     alone, outputs = decoded(tmp_path, 0.5)

@@ -122,5 +122,5 @@ def test_invalid_overlaps_are_refused() -> None:
             policy=Static(draft_overlap="full"),
             verifier=MatchVerifier(),
         )
-    with pytest.raises(UserError, match=r"overlap=rule .* bias .* policy\.draft_overlap=none"):
+    with pytest.raises(UserError, match=r"Static .* bias .*draft_overlap=none"):
         runner(config(Cell("draft_model", "static_ahead", "rejection", "local", "t06")))

@@ -261,6 +261,7 @@ def reading(head: EagleHead, layers: tuple[int, ...]) -> EagleHead:
     return other.requires_grad_(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain", "best first", "levels over stages"])
 def test_wrong_layers_change_the_acceptance_and_not_the_output(name: str) -> None:
     """Streams in the wrong order, and layer ids off by one, as in many loaders."""

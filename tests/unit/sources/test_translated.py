@@ -208,11 +208,13 @@ def rejecting_p_value() -> float:
     return least_p_value(parts, 1200)
 
 
+@pytest.mark.slow
 def test_sampled_candidates_keep_the_law_of_the_target() -> None:
     """The target emits tokens that the draft cannot propose, as often as without it."""
     assert rejecting_p_value() > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_a_law_over_the_drafts_whole_vocabulary_would_show(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
