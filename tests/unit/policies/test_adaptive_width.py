@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from specdec.cli.main import main
 
 WORDS = ("run", "strategy=specpipe_db_adaptive", "model=synthetic", "clock=simulated")
