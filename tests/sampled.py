@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 
-def sampled(cases: Iterable[Any], every: int, *, start: int = 0) -> Iterator[Any]:
+def sampled(cases: Iterable[Any], every: int, *, start: int = 0) -> list[Any]:
     """Cases as parameters, all but every ``every``-th one marked as exhaustive.
 
     Args:
@@ -16,6 +16,10 @@ def sampled(cases: Iterable[Any], every: int, *, start: int = 0) -> Iterator[Any
         every: distance between two cases of the sample.
         start: number of the first case of the sample.
     """
-    for number, case in enumerate(cases):
-        marks = () if number % every == start else (pytest.mark.exhaustive,)
-        yield pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if number % every == start else pytest.mark.exhaustive,
+        )
+        for number, case in enumerate(cases)
+    ]

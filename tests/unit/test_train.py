@@ -13,13 +13,14 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import specdec.assets
-from specdec.parts.build import build, check_values
+from specdec.parts.build import check_values
 from specdec.train import agreement, card, cli, corpus
 from specdec.train.draft import DistillationLoss, divergence
 from specdec.train.lm import Pretraining, held_out_loss
 from specdec.train.model import LanguageModel, ModelShape, grow, load_hf, save_hf
 from specdec.train.plan import Phase, RunPlan
 from specdec.train.samples import Sampling, generate, pick, sample_documents
+from specdec.train.sections import build
 from specdec.train.session import Session
 from specdec.train.streams import Mixture, encode, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer

@@ -12,7 +12,6 @@ import torch
 from tokenizers import Tokenizer
 
 from specdec.errors import UserError
-from specdec.parts.build import build
 from specdec.train import cli, recipes, session
 from specdec.train.agreement import prompts_of
 from specdec.train.corpus import Corpus, Document
@@ -21,6 +20,7 @@ from specdec.train.lm import Loss, Pretraining, held_out_loss, keep_settings
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.plan import RunPlan
 from specdec.train.samples import Sampling, generate, sample_documents
+from specdec.train.sections import build
 from specdec.train.streams import Mixture, compact, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
 from specdec.train.unlikelihood import UnlikelihoodLoss, mark_repeated, minus_log_rest
