@@ -16,6 +16,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.transforms import ScaledTranslation
 
 from experiments.reproduce.findings import Measure
@@ -27,11 +28,8 @@ _PRESET_OF = {
     "stpp": "specinfer",
     "chain_of": "speculative",
     "specpipe_best_first": "specpipe_bf",
-    "eagle_3": "eagle3",
 }
 """Names of rows in the papers -> presets; other names are compared with the presets' own."""
-
-_POINT = "#333333"
 _BAND = "#f2d7a6"
 _DPI = 110
 _UNITS = {"x": "times", "%": "per cent", "": "value"}
@@ -92,8 +90,8 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
 
 def _strategy(name: str) -> str:
     """The preset that a row's name stands for: "SpecInfer, serial" and "PipeDec 14" too."""
-    whole, first = (re.sub(r"[^a-z0-9]+", "_", part.lower()) for part in (name, name.split(",")[0]))
-    first = re.sub(r"_\d+$", "", first)
+    parts = (name, re.sub(r"\s+\d+$", "", name.split(",")[0]))
+    whole, first = (re.sub(r"[^a-z0-9]+", "_", part.lower()) for part in parts)
     return _PRESET_OF.get(whole) or _PRESET_OF.get(first, first)
 
 
@@ -214,7 +212,7 @@ def claims_panel(
             _point(ax, measure, row + (i - (len(points) - 1) / 2) * 0.7 / len(points), letter)
     ax.plot([], [], lw=9, color=_BAND, label="the paper's range or value")
     for i, name in enumerate(conditions):
-        ax.plot([], [], lw=0, label=fill(name, 70), **_lettered(_letter(i)))
+        ax.plot([], [], lw=0, label=fill(f"{_letter(i)}: {name}", 70))
     ax.set_yticks(range(len(numeric)), [fill(c.text, 34) for c in numeric])
     ax.set_ylim(len(numeric) - 0.5, -0.5)
     units = {_UNITS.get(c.unit, c.unit) for c in numeric}
@@ -229,20 +227,18 @@ def _where(measure: Measure) -> str:
 
 
 def _point(ax: Axes, measure: Measure, y: float, letter: str) -> None:
-    """A measure's interval, and its letter in front of it."""
+    """A measure's interval, with its letter at the value."""
     if measure.low is not None and measure.high is not None:
         ax.plot([measure.low, measure.high], [y, y], lw=1.2, color="#9a9a9a", zorder=3)
-    ax.plot([float(measure.value)], [y], lw=0, zorder=4, **_lettered(letter))
-
-
-def _lettered(letter: str) -> dict[str, Any]:
-    size = 5.0 if len(letter) == 1 else 8.0
-    return {"marker": f"${letter}$", "ms": size, "color": _POINT, "mew": 0.3}
+    ax.plot([float(measure.value)], [y], lw=0, ms=0.0, marker="o", zorder=4)  # widens the axis
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5, "weight": "bold"}
+    text = ax.text(float(measure.value), y, letter, color="#222222", zorder=5, **style)
+    text.set_path_effects([withStroke(linewidth=1.8, foreground="white")])
 
 
 def _letter(number: int) -> str:
-    """a to z, then aa to zz: conditions are no strategies, so that a colour would mislead."""
-    letters = string.ascii_lowercase
+    """A to Z, then AA to ZZ: conditions are no strategies, so that a colour would mislead."""
+    letters = string.ascii_uppercase
     more, last = divmod(number, len(letters))
     return (letters[more - 1] if more else "") + letters[last]
 

@@ -120,6 +120,7 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
     if not depth.lines:
         text = "one level per step: every answer is at depth 0"
         depth.text(0.5, 0.5, text, ha="center", va="center", transform=depth.transAxes, fontsize=9)
+    depth.locator_params(axis="x", integer=True)
     label, limits = "depth below the root (draft tokens)", (0, 1.02)
     tidy(depth, xlabel=label, ylabel="accepted / judged", ylim=limits)
     label = f"position in the output (tokens, buckets of {POSITION_BUCKET})"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specdec.report.styles import Style
 
 _MAX_DOMAINS = 16
+_LEAST_PROMPTS = 4
 
 
 def drafted_by_prompt(records: Sequence[RequestRecord]) -> tuple[list[float], list[float]]:
@@ -52,10 +53,10 @@ def domain_of(record: RequestRecord) -> str:
 
 
 def trajectory_png(curves: Sequence[Curve]) -> bytes | None:
-    """The picture; None with a single prompt, or where no source drafted."""
+    """The picture; None with fewer than four prompts, or where no source drafted."""
     shown = [c for c in curves[:MAX_CURVES] if not c.is_plain]
     paths = {c.result.name: drafted_by_prompt(c.result.records) for c in shown}
-    if max((len(shares) for shares, _ in paths.values()), default=0) < 2:
+    if max((len(shares) for shares, _ in paths.values()), default=0) < _LEAST_PROMPTS:
         return None
     domains = {c.result.name: drafted_by_domain(c.result.records) for c in shown}
     names = list(dict.fromkeys(name for shares in domains.values() for name in shares))
@@ -79,6 +80,7 @@ def _by_prompt(
         at = range(1, len(shares) + 1)
         ax.scatter(at, shares, s=10, alpha=0.45, lw=0, **styles[name].point())
         ax.plot(at, so_far, lw=1.5, label=name, **{**styles[name].line(), "marker": ""})
+    ax.locator_params(axis="x", integer=True)
     tidy(ax, xlabel="prompts finished", ylabel=DRAFTED_LABEL, ylim=(0, 1.02))
 
 
