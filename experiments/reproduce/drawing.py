@@ -28,6 +28,7 @@ _PRESET_OF = {
     "stpp": "specinfer",
     "chain_of": "speculative",
     "specpipe_best_first": "specpipe_bf",
+    "eagle_3_bundled_head": "eagle2",  # its tree
 }
 """Names of rows in the papers -> presets; other names are compared with the presets' own."""
 _BAND = "#f2d7a6"

@@ -124,7 +124,9 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
     label, limits = "depth below the root (draft tokens)", (0, 1.02)
     tidy(depth, xlabel=label, ylabel="accepted / judged", ylim=limits)
     label = f"position in the output (tokens, buckets of {POSITION_BUCKET})"
-    tidy(position, xlabel=label, ylabel=DRAFTED_LABEL, ylim=limits)
+    end = max((float(np.max(line.get_xdata())) for line in position.lines), default=0.0)
+    ends = (0, end + POSITION_BUCKET / 2)
+    tidy(position, xlabel=label, ylabel=DRAFTED_LABEL, xlim=ends, ylim=limits)
     title = f"Acceptance by depth (hollow: fewer than {_FEW} judged) and by position"
     return _finish(figure, title, (depth, position))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec.report.plots import DRAFTED_LABEL, figure_of, png, tidy
 from specdec.report.result_plots import MAX_CURVES, Curve, styles_of
@@ -68,8 +68,8 @@ def trajectory_png(curves: Sequence[Curve]) -> bytes | None:
     if panels == 2:
         _by_domain(axes[1], names, domains, styles)
     handles, labels = axes[0].get_legend_handles_labels()
-    place = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
-    figure.legend(handles, labels, ncols=min(6, len(labels)), **place)
+    style: dict[str, Any] = {"ncols": min(6, len(labels)), "fontsize": 8, "frameon": False}
+    figure.legend(handles, labels, loc="outside lower center", **style)
     return png(figure, "Acceptance over the run: dots are prompts, lines all prompts so far")
 
 

@@ -143,6 +143,7 @@ def _ranks_panel(ax: Axes, found: Rejections) -> None:
     ax.bar(list(found.ranks), inside, color=_BLUE, label="in the tree: accepted")
     ax.bar(list(found.ranks), outside, bottom=inside, color=_PALE, label="not in the tree")
     ax.legend(fontsize=8, frameon=False)
+    ax.margins(y=0.08)
     _finish(ax, "the draft's rank of the target's token", "tokens", "")
 
 
