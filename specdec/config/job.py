@@ -64,9 +64,7 @@ def checked_job(composed: Composed) -> Job:
         UserError: a value, a file or a combination that cannot be used.
     """
     values, choices = composed.values, dict(composed.choices)
-    # An executor's keys are those of its first phase, not of its class.
-    for part in PARTS[:-1] if values["strategy"].get("kind") == "parts" else ():
-        check_early(part, values.get(part))
+    check_parts_early(values)
     check_config(values, choices)
     if values["logger"].get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
         raise UserError(  # before a long run, whose end logs
@@ -101,6 +99,17 @@ def checked_job(composed: Composed) -> Job:
     config["clock"] = with_caveat(config, num_layers)
     config["choices"] = choices
     return Job(name, config, values["output_dir"], notices)
+
+
+def check_parts_early(values: Mapping[str, Any]) -> None:
+    """Checks values of parts before torch is imported; see ``check_early``.
+
+    Args:
+        values: of a composed configuration. An executor's keys are left out: they are those of its
+            first phase, not of its class.
+    """
+    for part in PARTS[:-1] if values["strategy"].get("kind") == "parts" else ():
+        check_early(part, values.get(part))
 
 
 def _refuse_foreign_keys(overrides: Sequence[str]) -> None:

@@ -74,10 +74,17 @@ def test_nothing_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         check_early("policy", {"_target_": "ownpolicy.Own", "ratio": "x"})
 
 
-def test_the_command_refuses_without_torch() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "strategy=speculative", "policy.gamma=0"],
+        ["compare", "strategies=[ar,speculative]", "policy.gamma=0"],
+        ["verify", "strategy=speculative", "policy.gamma=0"],
+    ],
+)
+def test_commands_refuse_without_torch(words: list[str]) -> None:
     code = (
-        "import sys; from specdec.cli.main import main;"
-        "status = main(['run', 'strategy=speculative', 'policy.gamma=0']);"
+        f"import sys; from specdec.cli.main import main; status = main({words!r});"
         "sys.exit(status + 40 * ('torch' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
