@@ -149,3 +149,10 @@ def test_a_traced_run_agrees_with_its_counts(strategy: str, sampling: str, tmp_p
     assert found.reasons[REASONS[0]] == sum(c.accepted + c.hits for c in counters)
     assert main(["trace", str(folder)]) == 0
     assert (folder / "rejections.png").is_file()
+
+
+def test_a_run_writes_the_names_of_its_prompts(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    words = ["strategy=prompt_lookup", "data=stdlib", "data.limit=2", "max_new_tokens=8"]
+    assert main(["run", *words, f"output_dir={folder}"]) == 0
+    assert list(drafted_by_domain(read_requests(folder / "requests.jsonl"))) == ["stdlib"]
