@@ -67,7 +67,7 @@ def run_png(
     """Plots a run: tokens over time, tokens per answer, acceptance by depth."""
     figure = figure_of(11.0, 3.9)
     emission, paths, depth = figure.subplots(1, 3)
-    shown, name = results[:32], str(conditions.get("strategy", ""))
+    shown, name = results[:32], str(summary.get("strategy") or conditions.get("strategy") or "")
     color = row_styles([name])[name].color
     for result in shown:
         if result.emitted_s:
@@ -91,7 +91,7 @@ def run_png(
         shares = summary.get("drafted_share_by_position") or {}
         depth.plot([int(k) for k in shares], list(shares.values()), marker="o", ms=3, color=color)
         end, label = max(map(int, shares), default=0) + 32, "position in the output (tokens)"
-        tidy(depth, xlabel=label, ylabel=DRAFTED_LABEL, xlim=(-2, end), ylim=(0, 1))
+        tidy(depth, xlabel=label, ylabel=DRAFTED_LABEL, xlim=(-2, end), ylim=(0, 1.02))
     loops = percent(summary.get("loop_share"))
     title = f"{name}: {title_of(conditions)}" if name else title_of(conditions)
     return png(figure, f"{fill(title, 118)}\nloop_share {loops}")

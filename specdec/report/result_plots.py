@@ -124,8 +124,7 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
     label, limits = "depth below the root (draft tokens)", (0, 1.02)
     tidy(depth, xlabel=label, ylabel="accepted / judged", ylim=limits)
     label = f"position in the output (tokens, buckets of {POSITION_BUCKET})"
-    end = max((float(np.max(line.get_xdata())) for line in position.lines), default=0.0)
-    ends = (0, end + POSITION_BUCKET / 2)
+    ends = (0, _last_position(position) + POSITION_BUCKET / 2)
     tidy(position, xlabel=label, ylabel=DRAFTED_LABEL, xlim=ends, ylim=limits)
     title = f"Acceptance by depth (hollow: fewer than {_FEW} judged) and by position"
     return _finish(figure, title, (depth, position))
@@ -148,7 +147,8 @@ def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
     label = f"seconds since admission, {clock} time"
     tidy(time, xlabel=label, ylabel="tokens emitted (mean over prompts)")
     label = f"position in the output (tokens, buckets of {_RATE_TOKENS})"
-    tidy(rate, xlabel=label, ylabel="tokens per second", ylim=(0, None))
+    ends = (0, _last_position(rate) + _RATE_TOKENS / 2)
+    tidy(rate, xlabel=label, ylabel="tokens per second", xlim=ends, ylim=(0, None))
     return _finish(figure, "Throughput", (time, rate))
 
 
@@ -188,6 +188,11 @@ def _speeds(curve: Curve) -> FloatArray:
 def styles_of(curves: Sequence[Curve]) -> dict[str, Style]:
     """Name of each curve -> its style, the same in all plots."""
     return row_styles({curve.result.name: curve.result.strategy for curve in curves})
+
+
+def _last_position(ax: Axes) -> float:
+    """The largest x of a panel's lines, so that a single bucket does not fill the axis."""
+    return max((float(np.max(line.get_xdata())) for line in ax.lines), default=0.0)
 
 
 def _finish(figure: Figure, title: str, axes: Sequence[Axes]) -> bytes:

@@ -143,7 +143,8 @@ def _ranks_panel(ax: Axes, found: Rejections) -> None:
     ax.bar(list(found.ranks), inside, color=_BLUE, label="in the tree: accepted")
     ax.bar(list(found.ranks), outside, bottom=inside, color=_PALE, label="not in the tree")
     ax.legend(fontsize=8, frameon=False)
-    ax.margins(y=0.08)
+    tallest = max(map(sum, found.ranks.values()))
+    ax.set_ylim(0, 1.08 * max(1, tallest))  # margins would end at a bar of no height
     _finish(ax, "the draft's rank of the target's token", "tokens", "")
 
 
