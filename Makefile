@@ -44,7 +44,7 @@ demo: install  ## strategies compared on held-out code of the standard library
 	  max_new_tokens=96 sampling=no_repeat4 repeats=2 threads=1 model.backend=auto output_dir=$(DEMO_DIR)
 	@echo "== table:  $(DEMO_DIR)/comparison.md    plot: $(DEMO_DIR)/comparison.png"
 	@echo "== figures: $(DEMO_DIR)/comparison.json  every token: $(DEMO_DIR)/requests.jsonl"
-	@echo "== next: $(BIN)/specdec list    $(BIN)/specdec compare --help"
+	@echo "== next: . $(BIN)/activate    then: specdec list    specdec compare --help"
 
 test: install-dev  ## the whole test suite
 	@echo "== test: the whole suite, $(TEST_JOBS) at a time (make test-fast runs the quick part)"

@@ -21,6 +21,7 @@ from experiments.drafters.measure import RESULTS, Measured, difference, quotient
 from experiments.drafters.presets import EDITS
 from experiments.drafters.sources import EXECUTORS
 from specdec.files import write_text
+from specdec.report.styles import row_styles
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("eagle.md", "medusa.md", "suffix.md", "translated.md")
@@ -257,7 +258,8 @@ def draw_tokenizers(contents: Sequence[dict[str, Any]], path: Path) -> None:
         layout="constrained",
     )
     for axis, content in zip(axes[0], contents, strict=True):
-        for policy in dict.fromkeys(row["policy"] for row in content["rows"]):
+        looks = row_styles(dict.fromkeys(row["policy"] for row in content["rows"]))
+        for policy, look in looks.items():
             here = [r for r in content["rows"] if r["policy"] == policy and r["merges"] is not None]
             gain = _own(content["rows"], policy).value - 1.0
             found = [row["measured"] for row in here]
@@ -267,7 +269,7 @@ def draw_tokenizers(contents: Sequence[dict[str, Any]], path: Path) -> None:
                 [100 * (m.high - m.value) / gain for m in found],
             )
             at = [row["merges"] for row in here]
-            axis.errorbar(at, kept, ends, marker="o", markersize=4, capsize=2, label=policy)
+            axis.errorbar(at, kept, ends, ms=4, capsize=2, label=policy, **look.line())
         axis.axhline(100, color="grey", linewidth=0.8)
         axis.grid(alpha=0.3)
         axis.set_title(f"{_SETS[content['data']]}, {content['sampling']}", fontsize=10)

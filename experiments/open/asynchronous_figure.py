@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.open.asynchronous_cases import Case, Speed, Speeds
-from experiments.reproduce.drawing import COLORS, tidy
+from experiments.reproduce.drawing import styles, tidy
 from experiments.reproduce.items import Item
 
 _PANELS = {
@@ -51,10 +51,10 @@ def picture(item: Item, speeds: Speeds, replayed: Speeds) -> Figure:
         }
         _bars(axes[-1], names, groups)
         tidy(axes[-1], x="", y="speed-up", title=f"{title}\nbundled pair, replayed")
-    for i, name in enumerate(names):
+    for name, look in styles(names).items():
         shown = any(name in methods for methods in speeds.values())
         if shown:
-            grid[0][0].plot([], [], ms=4, label=name, **_look(i))
+            grid[0][0].plot([], [], ms=4, label=name, **look.line())
     fig.legend(loc="outside lower center", ncols=len(names), fontsize=9, frameon=False)
     fig.suptitle(f"{item.stated.title} (simulated; bands: 95 % over prompts)", fontsize=11)
     return fig
@@ -74,25 +74,17 @@ def _points(
 
 
 def _along(ax: Axes, names: Sequence[str], points: Mapping[float, Mapping[str, Speed]]) -> None:
-    for i, name in enumerate(names):
+    for name, style in styles(names).items():
         found = [(x, methods[name]) for x, methods in points.items() if name in methods]
         if not found:
             continue
-        look = _look(i)
         xs = [x for x, _ in found]
-        ax.plot(xs, [s.value for _, s in found], ms=3.5, lw=1.3, **look)
+        ax.plot(xs, [s.value for _, s in found], ms=3.5, lw=1.3, **style.line())
         banded = [(x, s.low, s.high) for x, s in found if s.low is not None and s.high is not None]
         if len(banded) == len(found):
             lows, highs = [b[1] for b in banded], [b[2] for b in banded]
-            ax.fill_between(xs, lows, highs, color=look["color"], alpha=0.12, lw=0)
+            ax.fill_between(xs, lows, highs, color=style.color, alpha=0.12, lw=0)
     ax.axhline(1.0, color="#888888", lw=0.8)
-
-
-def _look(number: int) -> dict[str, Any]:
-    """Colour, marker and line of a method; dashed where the colours begin again."""
-    again = number >= len(COLORS)
-    marker, line = ("s", "--") if again else ("o", "-")
-    return {"color": COLORS[number % len(COLORS)], "marker": marker, "ls": line}
 
 
 def _doublings(ax: Axes, axis: str) -> None:
@@ -102,11 +94,12 @@ def _doublings(ax: Axes, axis: str) -> None:
 
 def _bars(ax: Axes, names: Sequence[str], groups: Mapping[str, Mapping[str, float]]) -> None:
     """Bars per group in the methods' colours."""
+    looks = styles(names)
     for place, (_, values) in enumerate(groups.items()):
         shown = [name for name in names if name in values]
         width = 0.84 / max(1, len(shown))
         for i, name in enumerate(shown):
             x = place + (i - (len(shown) - 1) / 2) * width
-            ax.bar(x, values[name], 0.92 * width, color=COLORS[names.index(name) % len(COLORS)])
+            ax.bar(x, values[name], 0.92 * width, **looks[name].bar())
     ax.set_xticks(range(len(groups)), list(groups), fontsize=8)
     ax.axhline(1.0, color="#888888", lw=0.8)

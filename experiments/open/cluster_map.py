@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.reproduce.drafts import SIMULATED, make_draft
-from experiments.reproduce.drawing import COLORS, figure
+from experiments.reproduce.drawing import figure, styles
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
@@ -78,16 +78,16 @@ def _map_figure(
     item: Item, config: Mapping[str, Any], best: Mapping[Cell, Mapping[str, tuple[float, float]]]
 ) -> Any:
     """One panel per transfer time and measure: the winner's colour and speed in every cell."""
-    names = list(config["methods"])
+    looks = styles(config["methods"])
     panels = [(ms, which) for which in (0, 1) for ms in config["transfer_ms"]]
     fig, axes = figure(3.1 * len(panels), 3.9, len(panels))
     for ax, (transfer_ms, which) in zip(axes, panels, strict=True):
         for x, devices in enumerate(config["devices"]):
             for y, draft_ms in enumerate(config["draft_ms"]):
                 speeds = best[devices, draft_ms, transfer_ms]
-                winner = max(names, key=lambda name: speeds[name][which])
-                color = COLORS[names.index(winner) % len(COLORS)]
-                ax.bar(x, 1.0, 1.0, bottom=y - 0.5, color=color, edgecolor="white")
+                winner = max(looks, key=lambda name: speeds[name][which])
+                look = {**looks[winner].bar(), "lw": 1.0}
+                ax.bar(x, 1.0, 1.0, bottom=y - 0.5, **look)
                 text = f"{speeds[winner][which]:.1f}" if which == 0 else f"{speeds[winner][1]:.2f}"
                 ax.text(x, y, text, ha="center", va="center", fontsize=8, color="white")
         ax.set_xticks(range(len(config["devices"])), config["devices"], fontsize=8)
@@ -96,8 +96,8 @@ def _map_figure(
         ax.set_ylabel("draft pass (ms)", fontsize=8)
         what = "tokens/s" if which == 0 else "tokens/s per device"
         ax.set_title(f"{what}, transfer {transfer_ms:g} ms", fontsize=8.5)
-    for i, name in enumerate(names):
-        axes[0].plot([], [], marker="s", lw=0, ms=8, color=COLORS[i % len(COLORS)], label=name)
-    fig.legend(loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
+    for name, style in looks.items():
+        axes[0].plot([], [], marker="s", lw=0, ms=8, color=style.color, label=name)
+    fig.legend(loc="outside lower center", ncols=len(looks), fontsize=8, frameon=False)
     fig.suptitle(f"{item.stated.title} (simulated; fastest method per cell)", fontsize=10)
     return fig

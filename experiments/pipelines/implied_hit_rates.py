@@ -11,7 +11,7 @@ from experiments.pipelines.accuracy import quality_overrides
 from experiments.pipelines.theory import needed_acceptance_length
 from experiments.pipelines.token_times import run_rows
 from experiments.reproduce.drafts import Draft, drafts, make_draft
-from experiments.reproduce.drawing import COLORS, figure, legend, tidy
+from experiments.reproduce.drawing import figure, legend, styles, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import hits_of, interval, lengths_of, share
 from experiments.reproduce.items import Item
@@ -128,17 +128,19 @@ def _pairs_figure(item: Item, points: Any, swept: Any, implied: Sequence[tuple[A
         [s.summary["acceptance_length"] for _, _, s in swept],
         marker="o",
         ms=3,
-        color=COLORS[0],
+        color="#333333",
         label="synthetic drafts of rising quality",
     )
-    for i, (draft, d, s) in enumerate(points[: len(points) - len(swept)]):
+    shown = points[: len(points) - len(swept)]
+    looks = styles([draft.short for draft, _, _ in shown])
+    for i, (draft, d, s) in enumerate(shown):
         ax.plot(
             [d.summary["hit_rate"]],
             [s.summary["acceptance_length"]],
             lw=0,
             marker="s^Dv*P"[i % 6],
             ms=7,
-            color=COLORS[1 + i],
+            color=looks[draft.short].color,
             label=draft.short,
         )
     known = [(hit, length) for *_, hit, length in implied[1:] if hit is not None]

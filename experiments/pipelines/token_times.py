@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.pipelines.theory import decode_counts
 from experiments.reproduce.arithmetic import computed
-from experiments.reproduce.drafts import Draft, drafts
+from experiments.reproduce.drafts import Draft, drafts, short_title
 from experiments.reproduce.drawing import (
     bar_chart,
     bars,
@@ -48,28 +48,19 @@ def tbt(item: Item, lab: Lab) -> Findings:
     """
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
-    shown: dict[str, dict[str, float | None]] = {}
-    if config.get("paper"):
-        shown["paper"] = dict(config["paper"])
     chains = _chains(item, lab, findings, table)
     for draft in drafts(config["drafts"], item, lab, findings):
         runs = run_rows(lab, draft, config["common"], config["rows"])
         table += [
             row_of(draft, name, run, plain=next(iter(runs.values()))) for name, run in runs.items()
         ]
-        shown[draft.short] = {name: run.tbt_ms for name, run in runs.items()}
         _add_ratios(findings, config, draft, runs)
         _add_chain_ratios(findings, config, draft, runs, chains)
-    for draft, runs in _heads(item, lab, findings, table):
-        shown[draft.short] = {name: run.tbt_ms for name, run in runs.items()}
-    for traced in chains.values():
-        for draft, run in traced:
-            shown.setdefault("traced chains", {})[draft.short] = run.tbt_ms
+    _add_heads(item, lab, findings, table)
     findings.table("Simulated time between tokens", COLUMNS, table)
     findings.measures += computed(config)
     if lab.paced and "paced" in config:
         add_paced(config["paced"], lab, findings)
-    findings.figure = _tbt_figure(item, findings, shown)
     return findings
 
 
@@ -148,11 +139,8 @@ def _chains(
     return chains
 
 
-def _heads(
-    item: Item, lab: Lab, findings: Findings, table: list[tuple[Any, ...]]
-) -> list[tuple[Draft, dict[str, Outcome]]]:
+def _add_heads(item: Item, lab: Lab, findings: Findings, table: list[tuple[Any, ...]]) -> None:
     """Rows with a trained head, each beside rows of ``rows`` that decode the same tokens."""
-    found = []
     for name, head in item.config.get("heads", {}).items():
         rows = {row: item.config["rows"][row] for row in head["beside"]} | {name: head["words"]}
         for draft in drafts(head["drafts"], item, lab, findings):
@@ -161,8 +149,6 @@ def _heads(
             table += [row_of(draft, row, run, plain=plain) for row, run in runs.items()]
             for claim, (slow, fast) in head.get("ratios", {}).items():
                 add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast])
-            found.append((draft, runs))
-    return found
 
 
 def _add_chain_ratios(
@@ -186,9 +172,16 @@ def _add_chain_ratios(
             findings.add(claim, ratio, "simulated", where, kind=kind, loops=loops)
 
 
-def _tbt_figure(
-    item: Item, findings: Findings, shown: Mapping[str, Mapping[str, float | None]]
-) -> Any:
+def tbt_picture(item: Item, findings: Findings) -> Any:
+    """The picture of ``tbt``'s findings: times per draft, the paper's first, and the ratios."""
+    config = item.config
+    shown: dict[str, dict[str, float | None]] = {}
+    if config.get("paper"):
+        shown["paper"] = dict(config["paper"])
+    # Chains decode other prompts: they come last.
+    rows = sorted(findings.tables[0].rows, key=lambda row: row[1] in config.get("chains", {}))
+    for title, name, ms, *_ in rows:
+        shown.setdefault(short_title(title), {})[name] = ms
     fig, (left, right) = figure(max(13.5, 1.8 * len(shown)), 6.0, 2)
     times = [ms for group in shown.values() for ms in group.values() if ms is not None]
     bars(left, shown, form="{:.0f}" if max(times, default=0.0) > 50 else "{:.1f}")

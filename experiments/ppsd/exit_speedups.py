@@ -34,7 +34,7 @@ import torch
 
 from experiments.pipelines.simulated_runs import Bench, Row
 from experiments.ppsd.laws import eq5_acceptance
-from experiments.reproduce.drawing import COLORS, as_png, figure, legend, lines, tidy
+from experiments.reproduce.drawing import as_png, figure, legend, lines, styles, tidy
 from specdec.config.job import run_job_of
 from specdec.report.provenance import provenance
 from specdec.runs.jobs import prepare
@@ -186,8 +186,8 @@ def draw(path: Path, figures: Sequence[Figure]) -> None:
     gammas = list(GAMMAS)
     fig, (left, right) = figure(11.0, 4.4, 2)
     lines(left, {name: (gammas, values["accepted"]) for name, values in series.items()})
-    for values, color in zip(series.values(), COLORS, strict=False):
-        left.plot(gammas, values["eq5"], ls=":", lw=1, color=color)
+    for name, look in styles(series).items():
+        left.plot(gammas, series[name]["eq5"], ls=":", lw=1, color=look.color)
     lines(right, {name: (gammas, values["speedup"]) for name, values in series.items()})
     x = "draft length (tokens)"
     tidy(left, x=x, y="accepted / proposed (simulated)", title="EESD (dotted: Eq. 5)")

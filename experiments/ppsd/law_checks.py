@@ -16,7 +16,7 @@ from experiments.ppsd.laws import (
     eq6_speedup,
     eq7_gain,
 )
-from experiments.reproduce.drawing import COLORS, band, doublings, figure, legend, lines, tidy
+from experiments.reproduce.drawing import band, doublings, figure, legend, lines, styles, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
@@ -95,9 +95,11 @@ def _law_figure(item: Item, stated: Mapping[str, Points], runs: Points) -> Any:
     """Speed-ups against those of the equation: stated cells by group, and our runs."""
     fig, (ax,) = figure(6.8, 5.0)
     groups = {**stated, "bundled target, run (simulated)": runs}
+    looks = styles(groups)
     for i, (name, points) in enumerate(groups.items()):
         xs, ys = zip(*points, strict=True)
-        ax.plot(xs, ys, lw=0, marker="os^Dv"[i % 5], ms=5, color=COLORS[i], label=name)
+        look = {**looks[name].point(), "marker": "os^Dv"[i % 5]}
+        ax.plot(xs, ys, lw=0, ms=5, label=name, **look)
     ends = [value for points in groups.values() for point in points for value in point]
     span = (0.95 * min(ends), 1.05 * max(ends))
     ax.plot(span, span, color="#444444", ls="--", lw=0.9, label="as the law")

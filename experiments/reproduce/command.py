@@ -11,13 +11,14 @@ from time import perf_counter
 from experiments.reproduce.findings import Findings, claim_verdict
 from experiments.reproduce.items import Item, all_items, choose
 from experiments.reproduce.rendering import NONE, span_text
+from experiments.reproduce.results import read_item, write_picture
 from experiments.reproduce.running import Settings, revision_facts, run_items
 from specdec.cli.arguments import read_arguments, read_keys
 from specdec.errors import UserError
 from specdec.report.provenance import provenance
 
 HELP = """\
-specdec reproduce [--list] [--all] [--quick] [--paced] [--resume] [--document] [NAME ...]
+specdec reproduce [--list] [--all] [--quick] [--paced] [--resume] [--redraw] [--document] [NAME ...]
                   [output_dir=DIR] [runs_dir=DIR] [jobs=N] [record=FILE]
 
 Runs the experiment of a paper's table or figure and writes the results beside the paper's values:
@@ -32,6 +33,7 @@ Claims that cannot be reproduced are listed with the reason.
                     needs an otherwise idle machine
   --resume          keep results in output_dir that this revision, code and size have written
   --list            names, titles and what is missing
+  --redraw          draw the pictures of stored results again, and run nothing
   --document        write docs/reproduction.md from the results checked in under experiments/;
                     fails if a sentence in a stated.yaml contradicts the verdict of its claim
   output_dir=DIR    for <paper>/results/<name>.md, .csv, .json, .png (default outputs/reproduce)
@@ -54,7 +56,7 @@ _MOST_LINES = 20
 _WIDTHS = (52, 34, 34, 12, 14)
 """Widest columns of the printed table: claim, paper, ours, kind, verdict."""
 
-_FLAGS = ("--list", "--all", "--quick", "--paced", "--resume", "--document")
+_FLAGS = ("--list", "--all", "--quick", "--paced", "--resume", "--redraw", "--document")
 KEYS = {
     "output_dir": "outputs/reproduce",
     "runs_dir": "outputs/reproduce",
@@ -86,6 +88,8 @@ def main(words: Sequence[str]) -> int:
         names = names or list(items)
     if not names:
         raise UserError("name a table or figure, or --all: `specdec reproduce --list` shows them")
+    if "--redraw" in arguments.flags:
+        return _redraw(choose(names, items), Path(keys["output_dir"]))
     facts = provenance(command=["specdec", "reproduce", *words], config={})
     settings = Settings(
         out=Path(keys["output_dir"]),
@@ -104,6 +108,17 @@ def _list(items: Mapping[str, Item]) -> None:
     width = max(len(name) for name in items)
     for name, item in items.items():
         print(f"{name:<{width}}  {item.stated.title}  [{item.status}]")
+
+
+def _redraw(chosen: Sequence[Item], out: Path) -> int:
+    """Draws the items' pictures from their results in ``out``."""
+    for item in chosen:
+        stored = read_item(item, out)
+        if stored is None:
+            raise UserError(f"{item.id} has no results in {out}: run it, or name output_dir=")
+        picture = item.draw(stored[0])
+        print(write_picture(item, picture, out))
+    return 0
 
 
 def _run_all(chosen: Sequence[Item], settings: Settings) -> int:

@@ -105,12 +105,28 @@ def _ends(draft: Draft) -> list[Draft]:
     return [
         replace(
             draft,
-            title=f"{draft.title}; {label}",
-            short=f"{draft.short}, {label.split()[1]}",
+            title=_at_end(draft.title, label),
+            short=short_title(_at_end(draft.title, label)),
             profiles=profiles,
         )
         for label, profiles in known_bands().items()
     ]
+
+
+def short_title(title: str) -> str:
+    """A draft's title in pictures, of its title in tables."""
+    shorts = {spec["title"]: spec["short"] for spec in known_drafts().values()}
+    at_ends = {
+        _at_end(known, label): f"{short}, {label.split()[1]}"
+        for known, short in shorts.items()
+        for label in known_bands()
+    }
+    return (shorts | at_ends).get(title, "own record")
+
+
+def _at_end(title: str, label: str) -> str:
+    """The title of a draft at one end of the band."""
+    return f"{title}; {label}"
 
 
 def make_draft(name: str, item: Item, lab: Lab) -> Draft:

@@ -1,8 +1,14 @@
-"""Pictures: points, lines and bars, with the paper's ranges as bands."""
+"""Pictures: points, lines and bars, with the paper's ranges as bands.
+
+A colour stands for a strategy, in all pictures the same (``specdec.report.styles``). Conditions of
+one claim are told apart by letters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import string
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from textwrap import fill
 from typing import Any
@@ -10,15 +16,21 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.transforms import ScaledTranslation
 
 from experiments.reproduce.findings import Measure
 from experiments.reproduce.stated import Claim
+from specdec.report.styles import Style, row_styles
 
-COLORS = (
-    *("#2f6db3", "#c98a2b", "#5b8c5a", "#8a5a9e", "#b33a3a", "#4a4a4a", "#3aa0a0", "#e08fb0"),
-    *("#9db82f", "#7a5230"),
-)
+_PRESET_OF = {
+    **dict.fromkeys(("pp", "plain", "plain_decoding", "autoregressive"), "ar"),
+    "stpp": "specinfer",
+    "chain_of": "speculative",
+    "specpipe_best_first": "specpipe_bf",
+    "eagle_3_bundled_head": "eagle2",  # its tree
+}
+"""Names of rows in the papers -> presets; other names are compared with the presets' own."""
 _BAND = "#f2d7a6"
 _DPI = 110
 _UNITS = {"x": "times", "%": "per cent", "": "value"}
@@ -72,16 +84,23 @@ def doublings(ax: Axes, values: Sequence[float]) -> None:
     ax.minorticks_off()
 
 
-def lines(
-    ax: Axes,
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    *,
-    marker: str = "o",
-) -> None:
+def styles(names: Iterable[str]) -> dict[str, Style]:
+    """The style of each row of a picture: its strategy's, where its name tells one."""
+    return row_styles({name: _strategy(name) for name in names})
+
+
+def _strategy(name: str) -> str:
+    """The preset that a row's name stands for: "SpecInfer, serial" and "PipeDec 14" too."""
+    parts = (name, re.sub(r"\s+\d+$", "", name.split(",")[0]))
+    whole, first = (re.sub(r"[^a-z0-9]+", "_", part.lower()) for part in parts)
+    return _PRESET_OF.get(whole) or _PRESET_OF.get(first, first)
+
+
+def lines(ax: Axes, series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
     """One line per name: (xs, ys)."""
-    for i, (name, (xs, ys)) in enumerate(series.items()):
-        color = COLORS[i % len(COLORS)]
-        ax.plot(xs, ys, marker=marker, ms=3.5, lw=1.4, color=color, label=name, zorder=3)
+    looks = styles(series)
+    for name, (xs, ys) in series.items():
+        ax.plot(xs, ys, ms=3.5, lw=1.4, label=name, zorder=3, **looks[name].line())
 
 
 def bar_chart(
@@ -141,14 +160,15 @@ def bars(
     most = max((len(values) for values in groups_of_bars), default=1)
     width = 0.84 / max(1, most)
     upright = 90 if most * len(groups_of_bars) > 24 else 0
-    for i, name in enumerate(names):
+    looks = styles(names)
+    for name in names:
         drawn = []
         for group, values in enumerate(groups_of_bars):
             if name in values:
                 place = list(values).index(name)
                 drawn.append((group + (place - (len(values) - 1) / 2) * width, values[name]))
         xs, ys = [x for x, _ in drawn], [y for _, y in drawn]
-        ax.bar(xs, ys, width * 0.92, color=COLORS[i % len(COLORS)], label=name, zorder=2)
+        ax.bar(xs, ys, width * 0.92, label=name, zorder=2, **looks[name].bar())
         for x, y in drawn:
             ax.annotate(
                 form.format(y),
@@ -189,11 +209,11 @@ def claims_panel(
             ax.plot([low], [row], marker="|", ms=14, mew=2.2, color="#c9982e", zorder=1)
         points = [measure for measure in measures if measure.claim == claim.id]
         for i, measure in enumerate(points):
-            color = COLORS[conditions.index(_where(measure)) % len(COLORS)]
-            _point(ax, measure, row + (i - (len(points) - 1) / 2) * 0.7 / len(points), color)
+            letter = _letter(conditions.index(_where(measure)))
+            _point(ax, measure, row + (i - (len(points) - 1) / 2) * 0.7 / len(points), letter)
     ax.plot([], [], lw=9, color=_BAND, label="the paper's range or value")
     for i, name in enumerate(conditions):
-        ax.plot([], [], marker="o", ms=4, lw=0, color=COLORS[i % len(COLORS)], label=fill(name, 70))
+        ax.plot([], [], lw=0, label=fill(f"{_letter(i)}: {name}", 70))
     ax.set_yticks(range(len(numeric)), [fill(c.text, 34) for c in numeric])
     ax.set_ylim(len(numeric) - 0.5, -0.5)
     units = {_UNITS.get(c.unit, c.unit) for c in numeric}
@@ -207,10 +227,21 @@ def _where(measure: Measure) -> str:
     return f"{text} ({measure.origin})"
 
 
-def _point(ax: Axes, measure: Measure, y: float, color: str) -> None:
+def _point(ax: Axes, measure: Measure, y: float, letter: str) -> None:
+    """A measure's interval, with its letter at the value."""
     if measure.low is not None and measure.high is not None:
-        ax.plot([measure.low, measure.high], [y, y], lw=1.2, color=color, zorder=3)
-    ax.plot([float(measure.value)], [y], marker="o", ms=4, lw=0, color=color, zorder=4)
+        ax.plot([measure.low, measure.high], [y, y], lw=1.2, color="#9a9a9a", zorder=3)
+    ax.plot([float(measure.value)], [y], lw=0, ms=0.0, marker="o", zorder=4)  # widens the axis
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5, "weight": "bold"}
+    text = ax.text(float(measure.value), y, letter, color="#222222", zorder=5, **style)
+    text.set_path_effects([withStroke(linewidth=1.8, foreground="white")])
+
+
+def _letter(number: int) -> str:
+    """A to Z, then AA to ZZ: conditions are no strategies, so that a colour would mislead."""
+    letters = string.ascii_uppercase
+    more, last = divmod(number, len(letters))
+    return (letters[more - 1] if more else "") + letters[last]
 
 
 def as_png(picture: Any) -> bytes:

@@ -1,9 +1,10 @@
 """The reproducible tables and figures: a YAML each, ``experiments/<paper>/<item>.yaml``.
 
-Keys of a config: ``builder`` (module:function that returns the findings), ``needs`` (required
-presets), ``size`` (quick and full: [prompts, tokens]), ``missing`` (why there is no builder),
-``alone`` (true: measures this machine's times, so nothing runs beside it), ``paced`` (rows in real
-time, see ``pacing``), and the keys of the builder.
+Keys of a config: ``builder`` (module:function that returns the findings), ``picture``
+(module:function that draws them, for builders that do not), ``needs`` (required presets), ``size``
+(quick and full: [prompts, tokens]), ``missing`` (why there is no builder), ``alone`` (true:
+measures this machine's times, so nothing runs beside it), ``paced`` (rows in real time, see
+``pacing``), and the keys of the builder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from experiments.reproduce.findings import Findings
     from experiments.reproduce.lab import Lab
 
-_ITEM_KEYS = ("builder", "needs", "size", "missing", "alone")
+_ITEM_KEYS = ("builder", "picture", "needs", "size", "missing", "alone")
 SIZE = {"quick": (8, 48), "full": (32, 128)}
 """Default number of prompts and tokens."""
 
@@ -40,6 +41,7 @@ class Item:
         stated: the paper's claims.
         config: keys of the builder.
         builder: "module:function"; empty if there is nothing to run.
+        picture: "module:function" that draws findings, stored ones too; empty if the builder draws.
         needs: required presets.
         size: (prompts, tokens) of "quick" and "full".
         reason: why there is no builder.
@@ -55,6 +57,7 @@ class Item:
     size: Mapping[str, tuple[int, int]]
     reason: str
     alone: bool = False
+    picture: str = ""
 
     @property
     def id(self) -> str:
@@ -78,12 +81,33 @@ class Item:
 
     def build(self, lab: Lab) -> Findings:
         """Runs the builder and appends the config's ``notes`` and ``absent`` to its findings."""
-        module, _, function = self.builder.partition(":")
-        make: Callable[[Item, Lab], Findings] = getattr(importlib.import_module(module), function)
+        make: Callable[[Item, Lab], Findings] = _function(self.builder)
         findings = make(self, lab)
+        if self.picture:
+            findings.figure = self.draw(findings)
         findings.notes += self.config.get("notes", ())
         findings.missing += self.config.get("absent", ())
         return findings
+
+    def draw(self, findings: Findings) -> Any:
+        """The picture of findings, as of ``Findings.figure``.
+
+        Raises:
+            UserError: the builder draws while it runs.
+        """
+        if not self.picture:
+            raise UserError(
+                f"{self.id} has no picture that is drawn from its stored results: run it"
+                f" (specdec reproduce {self.id})"
+            )
+        return _function(self.picture)(self, findings)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """The function of "module:function"."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def all_items(root: Path = ROOT) -> dict[str, Item]:
@@ -125,6 +149,7 @@ def _item(paper: Paper, name: str, stated: Stated, path: Path) -> Item:
         stated=stated,
         config={k: v for k, v in values.items() if k not in _ITEM_KEYS},
         builder=values.get("builder", ""),
+        picture=values.get("picture", ""),
         needs=tuple(values.get("needs", ())),
         size={k: (int(v[0]), int(v[1])) for k, v in size.items()},
         reason=values.get("missing", ""),

@@ -20,13 +20,17 @@ def write_item(item: Item, findings: Findings, out: Path, conditions: Mapping[st
     write_text(folder / f"{item.name}.md", markdown(item, findings, conditions))
     write_text(folder / f"{item.name}.csv", csv_text(item, findings))
     write_json(folder / f"{item.name}.json", {**to_json(findings), "conditions": conditions})
-    picture = folder / f"{item.name}.png"
     if findings.figure is not None:
-        from experiments.reproduce.drawing import as_png
-
-        write_bytes(picture, as_png(findings.figure))
+        write_picture(item, findings.figure, out)
     else:
-        picture.unlink(missing_ok=True)
+        (folder / f"{item.name}.png").unlink(missing_ok=True)
+
+
+def write_picture(item: Item, figure: Any, out: Path) -> Path:
+    """Writes the picture of one item, see ``Findings.figure``; returns its path."""
+    from experiments.reproduce.drawing import as_png
+
+    return write_bytes(out / item.paper.name / "results" / f"{item.name}.png", as_png(figure))
 
 
 def read_item(item: Item, root: Path = ROOT) -> tuple[Findings, dict[str, Any]] | None:

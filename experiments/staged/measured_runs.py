@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from experiments.reproduce.drawing import (
-    COLORS,
     bars,
     claims_figure,
     claims_panel,
     figure,
     legend,
+    styles,
     tidy,
 )
 from experiments.reproduce.findings import Findings
@@ -227,14 +227,15 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
     findings, config = Findings(), item.config
     fig, axes = figure(9.0, 3.8, len(config["samplings"]))
     table = []
+    looks = styles(STRATEGIES)
     for ax, label in zip(axes, config["samplings"], strict=True):
         result = compared(item, lab, label)
         runs = _runs(read_requests(result["folder"] / "requests.jsonl"))
         loops = next(r["loop_share"] for r in result["rows"] if r["strategy"] == "staged")
         ratios = {n: np.sort(prompt_speedups(runs[n], runs["ar"])) for n in STRATEGIES[1:]}
-        for (name, values), color in zip(ratios.items(), COLORS, strict=False):
+        for name, values in ratios.items():
             shares = (np.arange(len(values)) + 0.5) / len(values)
-            ax.plot(values, shares, marker="o", ms=3.5, color=color, label=name)
+            ax.plot(values, shares, ms=3.5, label=name, **looks[name].line())
             table.append(
                 (
                     label,

@@ -102,7 +102,15 @@ def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
 def read_folder(
     words: Sequence[str], command: str, options: Mapping[str, tuple[str, str]]
 ) -> tuple[Path, dict[str, re.Match[str]]]:
-    """The folder after a command, and the matches of its options of the form key=value.
+    """The folder after a command, and the matches of its options; see ``read_folders``."""
+    (folder,), values = read_folders(words, command, options)
+    return folder, values
+
+
+def read_folders(
+    words: Sequence[str], command: str, options: Mapping[str, tuple[str, str]], *, most: int = 1
+) -> tuple[list[Path], dict[str, re.Match[str]]]:
+    """1 to ``most`` folders after a command, and the matches of its options of the form key=value.
 
     Args:
         options: key -> (pattern of its value, remedy for a value that does not match).
@@ -121,11 +129,12 @@ def read_folder(
         if match is None:
             raise UserError(f"{word} cannot be read: {remedy}")
         values[key] = match
-    if len(folders) != 1:
+    if not 1 <= len(folders) <= most:
+        wanted = "one folder" if most == 1 else f"one folder, or up to {most}"
         raise UserError(
-            f"specdec {command} takes one folder, not {len(folders)}: `specdec {command} --help`"
+            f"specdec {command} takes {wanted}, not {len(folders)}: `specdec {command} --help`"
         )
-    return Path(folders[0]).expanduser(), values
+    return [Path(folder).expanduser() for folder in folders], values
 
 
 def read_keys(

@@ -50,7 +50,8 @@ class WandbLogger:
     """Weights & Biases: one wandb run per strategy.
 
     A run has the configuration, every numeric metric in its summary, curves over prompts, depths
-    and positions, and the folder's picture. Runs of one folder are a group; those of a sweep share
+    and positions, shares of drafted tokens by domain, and the folder's picture; a traced run also
+    why draft tokens were rejected. Runs of one folder are a group; those of a sweep share
     the sweep's.
     """
 
@@ -82,6 +83,7 @@ class WandbLogger:
             run.define_metric(f"curve/{name}", step_metric=axis)
         for point in _curves(row, folder, strategy):
             run.log(point)
+        run.summary.update(_domains(folder, strategy) | _rejections(folder))
         for name in _PICTURES:
             if (folder / name).is_file():
                 run.log({name.removesuffix(".png"): wandb.Image(str(folder / name))})
@@ -94,17 +96,41 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {k: v for k, v in row.items() if isinstance(v, int | float)}
 
 
+def _domains(folder: Path, strategy: str) -> dict[str, float]:
+    """Share of drafted tokens by domain, as ``domain/<name>/drafted_share``."""
+    from specdec.report.requests import read_requests
+    from specdec.report.trajectories import drafted_by_domain
+
+    records = [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
+    shares = drafted_by_domain(records)
+    return {f"domain/{name}/drafted_share": share for name, share in shares.items()}
+
+
+def _rejections(folder: Path) -> dict[str, float]:
+    """Why draft tokens were rejected, as ``rejections/...``; empty without a trace."""
+    from specdec.report.results import read_object
+    from specdec.trace.files import TREES_FILE
+    from specdec.trace.rejections import rejections
+
+    trees = read_object(folder / TREES_FILE)
+    found = None if trees is None else rejections(trees)
+    figures = {} if found is None else found.figures()
+    return {f"rejections/{name}": value for name, value in figures.items()}
+
+
 def _curves(row: Mapping[str, Any], folder: Path, strategy: str) -> Iterator[dict[str, Any]]:
     """Points to log, in order: prompt by prompt, then the histograms."""
     from specdec.report.requests import read_requests
     from specdec.report.results import prompt_metrics
+    from specdec.report.trajectories import drafted_by_prompt
 
-    done = 0
-    for record in read_requests(folder / "requests.jsonl"):
-        if record.strategy == strategy:
-            done += 1
-            metrics = _numbers(prompt_metrics(record.result))
-            yield {"prompts_done": done, **{f"prompt/{k}": v for k, v in metrics.items()}}
+    records = [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
+    _, so_far = drafted_by_prompt(records)
+    for done, record in enumerate(records, start=1):
+        metrics = _numbers(prompt_metrics(record.result))
+        if done <= len(so_far):
+            metrics["drafted_share_so_far"] = so_far[done - 1]
+        yield {"prompts_done": done, **{f"prompt/{k}": v for k, v in metrics.items()}}
     for name, axis in _HISTOGRAMS.items():
         for key, value in (row.get(name) or {}).items():
             if value is not None:

@@ -1,12 +1,13 @@
-"""``specdec trace``: pictures of a traced run."""
+"""``specdec trace``: pictures of a traced run, or of two on one page."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.arguments import read_folder
+from specdec.cli.arguments import read_folders
 from specdec.cli.folders import CONFIG_FILE
 from specdec.config.options import read_yaml
 from specdec.errors import UserError
@@ -14,19 +15,26 @@ from specdec.files import parse_json
 
 HELP = """\
 specdec trace RUN [steps=FROM-TO]
+specdec trace RUN OTHER_RUN
 
 Draws the trace of a run with trace=true, and prints the paths of the pictures:
 
   timeline.png    all ranks over time: compute, draft, prune, transmit, wait (SpecPipe Fig. 12)
   tree.html       the token trees step by step; one file, opens in any browser, no network
+  rejections.png  how the draft ranked the target's tokens, and why tokens were not in the tree
   trace.json      (there already) the timeline for https://ui.perfetto.dev or chrome://tracing
 
-  RUN             a run folder
-  steps=FROM-TO   the steps that the picture shows; the first ones where omitted
+Of two runs that decode the same prompts with the same models, it writes beside.html into the first
+run's folder: both trees on one page, aligned by the tokens emitted so far.
 
-Example
+  RUN             a run folder
+  steps=FROM-TO   the steps that the timeline shows; the first ones where omitted
+
+Examples
   specdec run strategy=specpipe executor.stages=8 clock=simulated trace=true output_dir=outputs/t
   specdec trace outputs/t steps=40-70
+  specdec run -m strategy=speculative,best_first trace=true output_dir=outputs/two
+  specdec trace outputs/two/strategy=speculative outputs/two/strategy=best_first
 """
 
 _STEPS = (r"(\d+)-(\d+)", "write steps=FROM-TO, as in steps=40-70")
@@ -34,13 +42,19 @@ _STEPS = (r"(\d+)-(\d+)", "write steps=FROM-TO, as in steps=40-70")
 
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    folder, options = read_folder(words, "trace", {"steps": _STEPS})
+    folders, options = read_folders(words, "trace", {"steps": _STEPS}, most=2)
     steps = options.get("steps")
     if steps and int(steps[1]) > int(steps[2]):
         raise UserError(f"steps={steps[0]} cannot be read: {_STEPS[1]}")
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
-    for path in draw(folder, (int(steps[1]), int(steps[2])) if steps else None):
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
+    if len(folders) == 2:
+        if steps:
+            raise UserError("steps= is for the timeline of one run: leave it out with two runs")
+        print(draw_beside(*folders))
+        return 0
+    for path in draw(folders[0], (int(steps[1]), int(steps[2])) if steps else None):
         print(path)
     return 0
 
@@ -54,6 +68,7 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     from specdec.files import write_bytes, write_text
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE
     from specdec.trace.page import commit_kinds, tree_page
+    from specdec.trace.rejections import rejections, rejections_png
     from specdec.trace.timeline import timeline_png
 
     trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
@@ -61,27 +76,59 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     try:
         picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=title)
         page = tree_page(trees, title=title)
+        found = rejections(trees)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from error
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(
-            f"{folder} has a trace of another version ({type(error).__name__}: {error}): run it"
-            " again with trace=true"
-        ) from error
-    return [
+        raise _of_another_version(folder, error) from error
+    paths = [
         write_bytes(folder / "timeline.png", picture),
         write_text(folder / "tree.html", page),
         folder / TIMELINE_FILE,
     ]
+    if found is not None:
+        picture = rejections_png(found, title=title)
+        paths.insert(2, write_bytes(folder / "rejections.png", picture))
+    return paths
+
+
+def draw_beside(folder: Path, other: Path) -> Path:
+    """Writes the page of two runs, ``beside.html`` in the first one's folder; returns its path.
+
+    Raises:
+        UserError: a folder has no trace, or they have no prompt in common.
+    """
+    from specdec.files import write_text
+    from specdec.report.styles import row_styles
+    from specdec.trace.files import TREES_FILE
+    from specdec.trace.page import Track, tracks_page
+
+    runs = {run: (_title(run), _load(run / TREES_FILE)) for run in (folder, other)}
+    if len(runs) < 2:
+        raise UserError(f"{folder} is named twice: name two runs")
+    styles = row_styles({str(run): _strategy(run) for run in runs})
+    tracks = [Track(title, trees, styles[str(run)].color) for run, (title, trees) in runs.items()]
+    try:
+        page = tracks_page(tracks, title=" beside ".join(_strategy(run) for run in runs))
+    except ValueError as error:
+        raise UserError(f"{folder} and {other}: {error}") from error
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _of_another_version(f"{folder} or {other}", error) from error
+    return write_text(folder / "beside.html", page)
+
+
+def _of_another_version(folder: Path | str, error: Exception) -> UserError:
+    return UserError(
+        f"{folder} has a trace of another version ({type(error).__name__}: {error}): run it again"
+        " with trace=true"
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
         trace = parse_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise UserError(
-            f"{path.parent} has no {path.name}: run with trace=true, which writes it at the end"
-        ) from error
+        raise UserError(_without_trace(path.parent)) from error
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): run again with trace=true") from error
     if not isinstance(trace, dict):
@@ -89,14 +136,48 @@ def _load(path: Path) -> dict[str, Any]:
     return trace
 
 
-def _title(folder: Path) -> str:
-    """Title of the pictures, from the run's configuration."""
+def _without_trace(folder: Path) -> str:
+    """Why a folder has no trace, and the command that writes one."""
+    config = _config(folder)
+    if config.get("command") == "compare":
+        return (
+            f"{folder} is a comparison, which has no trace: trace one of its strategies (specdec"
+            " run strategy=NAME trace=true)"
+        )
+    if config.get("trace"):
+        return f"{folder} has no trace yet: it is written when the run is complete"
+    if config:
+        origin = folder / "provenance.json"
+        command = parse_json(origin.read_bytes())["command"] if origin.is_file() else []
+        words = [w for w in command[1:] if not w.startswith(("output_dir=", "trace="))]
+        again = f"specdec {shlex.join(words)}" if words[:1] == ["run"] else "specdec run ..."
+        return (
+            f"{folder} was run without trace=true; run it with it, into another folder: {again}"
+            f" trace=true output_dir={shlex.quote(f'{folder}-trace')}"
+        )
+    traced = sorted(path.parent.name for path in folder.glob("*/trees.json"))
+    if traced:
+        return f"{folder} is a sweep: name one of its runs, or two ({', '.join(traced[:6])})"
+    return f"{folder} has no trace: name the output_dir of a run with trace=true"
+
+
+def _config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     config = read_yaml(path, f"{path} is damaged", "run it again") if path.is_file() else None
-    if not isinstance(config, dict):
+    return config if isinstance(config, dict) else {}
+
+
+def _strategy(folder: Path) -> str:
+    return str((_config(folder).get("strategy") or {}).get("name", folder.name))
+
+
+def _title(folder: Path) -> str:
+    """Title of the pictures, from the run's configuration."""
+    config = _config(folder)
+    if not config:
         return folder.name
     choices, clock = config.get("choices") or {}, config.get("clock") or {}
-    words = [str((config.get("strategy") or {}).get("name", folder.name))]
+    words = [_strategy(folder)]
     words += [f"{key}={choices[key]}" for key in ("model", "sampling") if key in choices]
     stages = (config.get("executor") or {}).get("stages")
     if stages:

@@ -55,6 +55,7 @@ def main(words: Sequence[str]) -> int:
     arguments = replace(arguments, overrides=overrides)
     if arguments.cfg:
         return show_config(arguments, lambda *words: run_job_of(*words).config, name="config")
+    job = run_job_of(arguments.overrides, arguments.config_dirs)
     # Imported here: torch and transformers take seconds to import.
     from specdec.certify import (
         CHECKS,
@@ -68,7 +69,6 @@ def main(words: Sequence[str]) -> int:
 
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
-    job = run_job_of(arguments.overrides, arguments.config_dirs)
     refuse(job.config)
     layers = job.config["model"].get("num_layers")
     if layers is not None:  # others are checked with their files

@@ -19,6 +19,10 @@ from specdec.config.profiles import load_profile
 from specdec.data import Request, check_data
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
+from specdec.parts.early import check_early
+
+_COPYING = (".PromptLookupSource", ".SuffixSource", ".NGramSource")
+"""Sources that continue with what earlier text says, by the end of their path."""
 
 _NOT_FOR_ENGINE = ("output_dir", *COMPARE)
 
@@ -60,6 +64,7 @@ def checked_job(composed: Composed) -> Job:
         UserError: a value, a file or a combination that cannot be used.
     """
     values, choices = composed.values, dict(composed.choices)
+    check_parts_early(values)
     check_config(values, choices)
     if values["logger"].get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
         raise UserError(  # before a long run, whose end logs
@@ -90,10 +95,21 @@ def checked_job(composed: Composed) -> Job:
         check_data(Request.of(**config["data"]))
         num_layers, notices = _check_models(name, config)
     else:
-        num_layers, notices = config["model"].get("num_layers", 1), ()
+        num_layers, notices = config["model"].get("num_layers", 1), _notices_without_text(config)
     config["clock"] = with_caveat(config, num_layers)
     config["choices"] = choices
     return Job(name, config, values["output_dir"], notices)
+
+
+def check_parts_early(values: Mapping[str, Any]) -> None:
+    """Checks values of parts before torch is imported; see ``check_early``.
+
+    Args:
+        values: of a composed configuration. An executor's keys are left out: they are those of its
+            first phase, not of its class.
+    """
+    for part in PARTS[:-1] if values["strategy"].get("kind") == "parts" else ():
+        check_early(part, values.get(part))
 
 
 def _refuse_foreign_keys(overrides: Sequence[str]) -> None:
@@ -188,6 +204,19 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
         f"model.draft={model['draft']} has {draft.max_positions} positions, the target"
         f" {target.max_positions}: beyond them nothing is drafted, and all rates count those"
         " tokens too (max_new_tokens and data.max_prompt_tokens limit the length)",
+    )
+
+
+def _notices_without_text(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """A warning where parts copy text and the models have none."""
+    copying = [t for t in _targets(config.get("source", {})) if t.endswith(_COPYING)]
+    if not copying or config["model"].get("kind") != "synthetic":
+        return ()
+    names = " and ".join(dict.fromkeys(target.rpartition(".")[2] for target in copying))
+    return (
+        f"strategy={config['strategy']['name']}: {names} copies from earlier text, and the tokens"
+        " of model=synthetic are random, so it finds next to nothing; its figures say nothing of"
+        " the method. Use model=tiny, model=hf, or model=replay with a record of your own pair",
     )
 
 

@@ -7,6 +7,7 @@ from textwrap import fill
 from typing import Any
 
 from specdec.report.plots import figure_of, png, tidy
+from specdec.report.styles import row_styles
 from specdec.report.tables import (
     COLUMNS,
     NONE,
@@ -36,7 +37,6 @@ _COLUMNS = (
     metric("x cross", "", "throughput_over_cross", 2),
     metric("TBT x cross", "", "tbt_over_cross", 2),
 )
-_MARKERS = "osD^vPX*"
 
 
 def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
@@ -47,11 +47,11 @@ def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
     """
     figure = figure_of(11.0, 4.8)
     speed, tail = figure.subplots(1, 2)
-    for i, name in enumerate(dict.fromkeys(row["strategy"] for row in rows)):
+    styles = row_styles(dict.fromkeys(str(row["strategy"]) for row in rows))
+    for name, look in styles.items():
         points = [row for row in rows if row["strategy"] == name]
         sizes = [row["batch_size"] for row in points]
-        style = {"marker": _MARKERS[i % len(_MARKERS)], "ms": 5, "lw": 1.4, "color": f"C{i}"}
-        style |= {"ls": "-", "label": name}
+        style = {**look.line(), "ms": 5, "lw": 1.4, "label": name}
         if name.startswith("ar on "):
             style |= {"ls": "--", "label": f"{name} (cross-profile)"}
         tbt = [row["tbt_ms_mean"] for row in points]
@@ -63,7 +63,7 @@ def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
         tail.plot(sizes, [row["tbt_ms_p99"] for row in points], **style)
         means = [row.get("tbt_ms_request_p99") for row in points]
         if None not in means:
-            tail.plot(sizes, means, color=f"C{i}", ls=":", lw=1.2)
+            tail.plot(sizes, means, color=look.color, ls=":", lw=1.2)
     tail.set_xscale("log", base=2)
     sizes = sorted({row["batch_size"] for row in rows})
     tail.set_xticks(sizes, [str(size) for size in sizes])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,19 @@ from specdec.errors import UserError
 from specdec.files import write_bytes, write_text
 from specdec.metrics import RequestResult, comparison_row
 from specdec.report.origins import PALETTE, html_text, origin_names, origins_png, shares
-from specdec.report.result_plots import Curve, acceptance_png, prompts_png, throughput_png
+from specdec.report.result_plots import (
+    Curve,
+    acceptance_png,
+    prompts_png,
+    styles_of,
+    throughput_png,
+)
 from specdec.report.results import Result, baseline_of, read, read_json
 from specdec.report.tables import notes_of, title_of, used_columns
+from specdec.report.trajectories import trajectory_png
 from specdec.trace.files import TIMELINE_FILE, TREES_FILE
-from specdec.trace.page import commit_kinds, html_template, tree_page
+from specdec.trace.page import Track, commit_kinds, html_template, tracks_page, tree_page
+from specdec.trace.rejections import rejections, rejections_png
 from specdec.trace.timeline import timeline_png
 
 _TITLE_KEYS = (
@@ -83,10 +92,12 @@ def write_report(report: Report, *, num_texts: int = 4) -> list[Path]:
     curves = [curve for curve in report.curves if curve.result.records]
     clock = str(report.conditions.get("clock", "measured"))
     timeline, trees = _trace(report)
+    trajectory = trajectory_png(curves)
     pictures = {
         "prompts": prompts_png(curves, clock),
         "throughput": throughput_png(curves, clock),
         "acceptance": acceptance_png(curves),
+        **({} if trajectory is None else {"trajectory": trajectory}),
         **timeline,
         **_text_pictures(report),
     }
@@ -142,17 +153,43 @@ def _text_pictures(report: Report) -> dict[str, bytes]:
 
 
 def _trace(report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Of the first traced run: its timeline by name, and what the template shows of its trees."""
+    """Of the first traced run: its pictures by name, and what the template shows of its trees.
+
+    The trees of the first two traced runs are side by side where they decode the same prompts.
+    """
+    styles = styles_of(report.curves)
+    tracks: list[Track] = []
+    pictures: dict[str, bytes] = {}
+    shown: dict[str, Any] = {}
     for curve in report.curves:
         folder, name = curve.result.folder, curve.result.name
-        trace, trees = read_json(folder / TIMELINE_FILE), read_json(folder / TREES_FILE)
-        if trees and any(request["steps"] for request in trees["requests"]):
-            kinds = commit_kinds(trees)
-            pictures = {"timeline": timeline_png(trace, commits=kinds, title=name)} if trace else {}
-            large = (folder / TREES_FILE).stat().st_size > _MAX_TREES_BYTES
-            page = {} if large else {"page": tree_page(trees, title=name)}
-            return pictures, {"folder": folder, **page}
-    return {}, {}
+        trees = read_json(folder / TREES_FILE)
+        if not trees or not any(request["steps"] for request in trees["requests"]):
+            continue
+        if not shown:
+            pictures, shown = _pictures_of(folder, name, trees), {"folder": folder}
+        if (folder / TREES_FILE).stat().st_size <= _MAX_TREES_BYTES / 2 or not tracks:
+            tracks.append(Track(name, trees, styles[name].color))
+        if len(tracks) == 2:
+            break
+    if not tracks or (shown["folder"] / TREES_FILE).stat().st_size > _MAX_TREES_BYTES:
+        return pictures, shown
+    page = tree_page(tracks[0].trees, title=tracks[0].title)
+    if len(tracks) == 2:
+        with suppress(ValueError):  # they decode other prompts
+            page = tracks_page(tracks, title=" beside ".join(t.title for t in tracks))
+    return pictures, {**shown, "page": page}
+
+
+def _pictures_of(folder: Path, name: str, trees: Mapping[str, Any]) -> dict[str, bytes]:
+    """The timeline of a traced run, and why its draft tokens were rejected."""
+    trace, found = read_json(folder / TIMELINE_FILE), rejections(trees)
+    pictures = {}
+    if trace:
+        pictures["timeline"] = timeline_png(trace, commits=commit_kinds(trees), title=name)
+    if found is not None:
+        pictures["rejections"] = rejections_png(found, title=name)
+    return pictures
 
 
 def _page(
@@ -162,6 +199,9 @@ def _page(
     jobs = read_json(path) or []
     if not (isinstance(jobs, list) and all(isinstance(j, dict) and "status" in j for j in jobs)):
         raise UserError(f"{path} is damaged (it is no list of jobs): delete it, or run it again")
+    styles = styles_of(report.curves)
+    colors = list(dict.fromkeys(style.color for style in styles.values()))
+    complete = [c.result.name for c in report.curves if c.result.summary is not None]
     return html_template("specdec.report", "page.html").render(
         name=report.folder.resolve().name,
         palette=PALETTE,
@@ -169,6 +209,8 @@ def _page(
         unfinished=[c.result.name for c in report.curves if c.result.summary is None],
         failed_jobs=[job for job in jobs if job["status"] not in ("ok", "skipped")],
         rows=report.rows,
+        row_colors=[colors.index(styles[name].color) for name in complete],
+        colors=colors,
         columns=used_columns(report.rows),
         notes=notes_of(report.rows),
         pictures={name: b64encode(data).decode() for name, data in pictures.items()},

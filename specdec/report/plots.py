@@ -11,6 +11,7 @@ import numpy as np
 
 from specdec.metrics.compare import prompt_speedups
 from specdec.metrics.times import decode_phase
+from specdec.report.styles import row_styles
 from specdec.report.tables import lossless_label, percent, title_of
 
 if TYPE_CHECKING:
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-_PLAIN, _OURS, _THEIRS, _BAD = "#8a8a8a", "#2f6db3", "#c98a2b", "#b33a3a"
-_OTHERS = ("hf_", "ort_", "openvino_", "endpoint")  # rows of other programs
+_BAD = "#b00020"
 _DPI = 150
 DRAFTED_LABEL = "share of tokens that a source proposed"
 
@@ -53,6 +53,8 @@ def comparison_png(
     for ax in (speedup, speed, third):
         ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)  # room for the numbers at the bars' ends
     speedup.set_yticks(range(len(rows)), [_row_label(row) for row in rows])
+    for label, row in zip(speedup.get_yticklabels(), rows, strict=True):
+        label.set_color(_BAD if _is_lossy(row) else "black")
     speedup.set_ylim(len(rows) - 0.5, -0.5)
     legend = fill(_legend(rows, bool(runs)), 150)
     figure.supxlabel(legend, fontsize=7.5, color="#444444", x=0.01, ha="left")
@@ -65,40 +67,41 @@ def run_png(
     """Plots a run: tokens over time, tokens per answer, acceptance by depth."""
     figure = figure_of(11.0, 3.9)
     emission, paths, depth = figure.subplots(1, 3)
-    shown = results[:32]
+    shown, name = results[:32], str(summary.get("strategy") or conditions.get("strategy") or "")
+    color = row_styles([name])[name].color
     for result in shown:
         if result.emitted_s:
             times = np.asarray(result.emitted_s) - result.admitted_s
             counts = np.arange(1, len(times) + 1)
-            emission.step(times, counts, where="post", lw=0.9, alpha=0.6, color=_OURS)
+            emission.step(times, counts, where="post", lw=0.9, alpha=0.6, color=color)
     title = f"{len(shown)} prompt{'s' if len(shown) != 1 else ''}, one line each"
     tidy(emission, xlabel="seconds since admission", ylabel="tokens emitted", title=title)
     lengths = summary.get("path_lengths") or {}
     if len(lengths) > 1:
-        _histogram(paths, lengths)
+        _histogram(paths, lengths, color)
         title = "accepted path and one more token"
         tidy(paths, xlabel="tokens decided per answer", ylabel="answers", title=title)
     else:
-        _gap_panel(paths, results)
+        _gap_panel(paths, results, color)
     shares = summary.get("acceptance_by_depth") or {}
     if any(shares.values()):
-        _histogram(depth, shares)
+        _histogram(depth, shares, color)
         tidy(depth, xlabel="depth below the root", ylabel="accepted / judged", ylim=(0, 1))
     else:
         shares = summary.get("drafted_share_by_position") or {}
-        depth.plot([int(k) for k in shares], list(shares.values()), marker="o", ms=3, color=_OURS)
+        depth.plot([int(k) for k in shares], list(shares.values()), marker="o", ms=3, color=color)
         end, label = max(map(int, shares), default=0) + 32, "position in the output (tokens)"
-        tidy(depth, xlabel=label, ylabel=DRAFTED_LABEL, xlim=(-2, end), ylim=(0, 1))
-    name = f"{conditions['strategy']}: " if conditions.get("strategy") else ""
+        tidy(depth, xlabel=label, ylabel=DRAFTED_LABEL, xlim=(-2, end), ylim=(0, 1.02))
     loops = percent(summary.get("loop_share"))
-    return png(figure, f"{fill(name + title_of(conditions), 118)}\nloop_share {loops}")
+    title = f"{name}: {title_of(conditions)}" if name else title_of(conditions)
+    return png(figure, f"{fill(title, 118)}\nloop_share {loops}")
 
 
-def _gap_panel(ax: Axes, results: Sequence[RequestResult]) -> None:
+def _gap_panel(ax: Axes, results: Sequence[RequestResult], color: str) -> None:
     ms = np.concatenate([np.zeros(0), *(decode_phase(result).gaps_s for result in results)]) * 1e3
     # On a simulated clock all gaps may be equal up to rounding: too narrow a range for 40 bins.
     edges = (ms.min(), max(ms.max(), ms.min() + 1.0)) if len(ms) else None
-    ax.hist(ms, bins=40, range=edges, color=_OURS, alpha=0.85, zorder=2)
+    ax.hist(ms, bins=40, range=edges, color=color, alpha=0.85, zorder=2)
     title = "one token per answer"
     tidy(ax, xlabel="milliseconds between tokens", ylabel="tokens", title=title)
 
@@ -113,10 +116,11 @@ def _bars(
     above: int = 0,
 ) -> None:
     """One horizontal bar per row, with its value written ``above`` points over its end."""
+    styles = row_styles([str(row["strategy"]) for row in rows])
     for y, row in enumerate(rows):
         value = row.get(name)
         if value is not None:
-            ax.barh(y, value, height=0.62, color=_color(row), alpha=0.85, zorder=2)
+            ax.barh(y, value, height=0.62, zorder=2, **styles[str(row["strategy"])].bar())
         text, at = missing if value is None else form.format(value), (value or 0, y)
         style: dict[str, Any] = {"va": "center", "fontsize": 8, "zorder": 5}
         ax.annotate(text, at, (4, above), textcoords="offset points", **style)
@@ -138,8 +142,8 @@ def _spreads(ax: Axes, rows: Sequence[Row], runs: Mapping[str, Sequence[Run]]) -
     ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
 
 
-def _histogram(ax: Axes, counts: Mapping[str, float]) -> None:
-    ax.bar([int(k) for k in counts], list(counts.values()), color=_OURS, alpha=0.85, zorder=2)
+def _histogram(ax: Axes, counts: Mapping[str, float], color: str) -> None:
+    ax.bar([int(k) for k in counts], list(counts.values()), color=color, alpha=0.85, zorder=2)
     if 0 < len(counts) <= 12:
         ax.set_xticks([int(k) for k in counts])
 
@@ -153,23 +157,17 @@ def _row_label(row: Row) -> str:
 
 
 def _legend(rows: Sequence[Row], spread: bool) -> str:
-    parts = ["grey ar", "blue ours"]
-    if any(str(row["strategy"]).startswith(_OTHERS) for row in rows):
-        parts.append("amber other programs")
-    if any(_color(row) == _BAD for row in rows):
-        parts.append("red lossy or not lossless")
-    text = "Bars: " + ", ".join(parts) + ", median over repeats; black line: range over repeats"
+    text = "Bars: a colour per strategy, as in all pictures; median over repeats"
+    text += "; black line: range over repeats"
     if spread:
         text += "; dots: single prompts"
+    if any(_is_lossy(row) for row in rows):
+        text += "; red names: lossy or not lossless"
     return text + ". Loops: share of tokens ending an 8-gram generated before."
 
 
-def _color(row: Row) -> str:
-    if row.get("lossless") is False or row.get("claims") == "lossy":
-        return _BAD
-    if row["strategy"] == "ar":
-        return _PLAIN
-    return _THEIRS if str(row["strategy"]).startswith(_OTHERS) else _OURS
+def _is_lossy(row: Row) -> bool:
+    return row.get("lossless") is False or row.get("claims") == "lossy"
 
 
 def tidy(ax: Axes, **labels: Any) -> None:

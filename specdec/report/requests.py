@@ -26,6 +26,7 @@ class RequestRecord:
         prompt: name of the prompt ("humaneval/3"), or "".
         cpu: CPU times beside the wall time; None where they are not measured.
         disturbed: why the times do not count; "" if they do.
+        category: of the prompt in its data set, or "".
     """
 
     strategy: str
@@ -35,6 +36,7 @@ class RequestRecord:
     prompt: str = ""
     cpu: CpuTimes | None = None
     disturbed: str = ""
+    category: str = ""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -68,12 +70,15 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         prompt: str = "",
         cpu: CpuTimes | None = None,
         disturbed: str = "",
+        category: str = "",
     ) -> None:
         """Appends one finished request (see ``RequestRecord``) and flushes the file.
 
         A request that is measured again is appended again; readers use its last line.
         """
         line = {"strategy": strategy, "repeat": repeat, "prompt": prompt, **result.to_json()}
+        if category:
+            line["category"] = category
         line["totals"] = None if totals is None else totals.to_json()
         # Counts are the same in every attempt and repeat; readers of such objects add them up.
         if totals is not None and (strategy, result.id) not in self._stated:
@@ -126,10 +131,11 @@ def _record(line: dict[str, Any]) -> RequestRecord:
     totals = line.pop("totals")
     totals = None if totals is None else RunTotals.from_json(totals)
     cpu, disturbed = line.pop("cpu", None), line.pop("disturbed", "")
+    category = line.pop("category", "")
     line.pop("speculative_decoding", None)  # derived from the counters
     result = RequestResult.from_json(line)
     times = None if cpu is None else CpuTimes(**cpu)
-    return RequestRecord(strategy, repeat, result, totals, prompt, times, disturbed)
+    return RequestRecord(strategy, repeat, result, totals, prompt, times, disturbed, category)
 
 
 def _damaged(path: str | Path, number: int) -> UserError:

@@ -14,6 +14,7 @@ from specdec.metrics.compare import decoded_by_prompt, pooled, prompt_speedups
 from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
 from specdec.metrics.times import decode_phase, decode_speed
 from specdec.report.plots import DRAFTED_LABEL, figure_of, png, tidy
+from specdec.report.styles import Style, row_styles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,21 +23,16 @@ if TYPE_CHECKING:
     from specdec.metrics.results import RequestResult, Run
     from specdec.report.results import Result
 
-_COLORS = (
-    *("#2f6db3", "#c98a2b", "#5a9e4b", "#b33a3a", "#7d5ba6", "#3a9e9e", "#c45c9c", "#7a6a55"),
-    *("#1b3f66", "#8a5a10"),
-)
-_PLAIN = "#8a8a8a"
 _RATE_TOKENS = 16  # tokens per point of a rate
 _FEW = 20  # depths with fewer judged candidates are drawn hollow
-_MAX_CURVES = 20  # more could not be distinguished
+MAX_CURVES = 20  # more could not be distinguished
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Results drawn in one colour.
+    """Results drawn in one style.
 
     Attributes:
         result, runs: of a strategy or job; its repeats.
@@ -57,17 +53,18 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
     """Speed-up of each prompt over plain decoding; tokens per second if there is no baseline."""
     shown = [c for c in curves if len(c.plain) and not c.is_plain]
     relative = bool(shown)
-    shown = (shown or [c for c in curves if pooled(c.runs)])[:_MAX_CURVES]
+    shown = (shown or [c for c in curves if pooled(c.runs)])[:MAX_CURVES]
     figure = figure_of(11.0, 1.5 + 0.42 * max(1, len(shown)))
     ax: Axes = figure.subplots()
+    styles = styles_of(curves)
     for y, curve in enumerate(shown):
         values = prompt_speedups(curve.runs, curve.plain) if relative else _speeds(curve)
         if not len(values):
             continue
-        color = _color(curves, curve)
         # Spread equal values vertically so that all dots stay visible.
         offset = (np.argsort(np.argsort(values)) % 5 - 2) * 0.09
-        ax.scatter(values, y + offset, s=16, color=color, alpha=0.65, lw=0, zorder=3)
+        look = styles[curve.result.name].point()
+        ax.scatter(values, y + offset, s=16, alpha=0.65, lw=0, zorder=3, **look)
         low, high = np.quantile(values, [0.25, 0.75])
         middle = table_number(curve, relative=relative) or float(np.median(values))
         ax.plot([low, high], [y, y], color="black", lw=1.2, zorder=4)
@@ -102,10 +99,11 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
     """Acceptance by depth below the root, and share of proposed tokens by output position."""
     figure = figure_of(11.0, 4.0)
     depth, position = figure.subplots(1, 2)
-    for curve in curves[:_MAX_CURVES]:
-        style = {"color": _color(curves, curve), "marker": "o", "ms": 3, "lw": 1.3}
+    styles = styles_of(curves)
+    for curve in curves[:MAX_CURVES]:
         if curve.is_plain:
             continue
+        style = {**styles[curve.result.name].line(), "ms": 3, "lw": 1.3}
         summary = curve.result.summary or {}
         rates = {int(k): rate for k, rate in (summary.get("acceptance_by_depth") or {}).items()}
         if rates:
@@ -122,10 +120,12 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
     if not depth.lines:
         text = "one level per step: every answer is at depth 0"
         depth.text(0.5, 0.5, text, ha="center", va="center", transform=depth.transAxes, fontsize=9)
+    depth.locator_params(axis="x", integer=True)
     label, limits = "depth below the root (draft tokens)", (0, 1.02)
     tidy(depth, xlabel=label, ylabel="accepted / judged", ylim=limits)
     label = f"position in the output (tokens, buckets of {POSITION_BUCKET})"
-    tidy(position, xlabel=label, ylabel=DRAFTED_LABEL, ylim=limits)
+    ends = (0, _last_position(position) + POSITION_BUCKET / 2)
+    tidy(position, xlabel=label, ylabel=DRAFTED_LABEL, xlim=ends, ylim=limits)
     title = f"Acceptance by depth (hollow: fewer than {_FEW} judged) and by position"
     return _finish(figure, title, (depth, position))
 
@@ -134,20 +134,21 @@ def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
     """Tokens over time since admission, and tokens per second by position, over all prompts."""
     figure = figure_of(11.0, 4.0)
     time, rate = figure.subplots(1, 2)
-    for curve in curves[:_MAX_CURVES]:
-        color = _color(curves, curve)
+    styles = styles_of(curves)
+    for curve in curves[:MAX_CURVES]:
+        style = {**styles[curve.result.name].line(), "label": curve.result.name}
         seconds = mean_emission(pooled(curve.runs))
         if len(seconds) > 1:
             counts = np.arange(1, len(seconds) + 1)
-            time.plot(seconds, counts, color=color, lw=1.5, label=curve.result.name)
+            time.plot(seconds, counts, lw=1.5, **{**style, "marker": ""})
         positions, speeds = rate_by_position(pooled(curve.runs))
         if len(positions):
-            style = {"marker": "o", "ms": 3, "lw": 1.3}
-            rate.plot(positions, speeds, color=color, label=curve.result.name, **style)
+            rate.plot(positions, speeds, ms=3, lw=1.3, **style)
     label = f"seconds since admission, {clock} time"
     tidy(time, xlabel=label, ylabel="tokens emitted (mean over prompts)")
     label = f"position in the output (tokens, buckets of {_RATE_TOKENS})"
-    tidy(rate, xlabel=label, ylabel="tokens per second", ylim=(0, None))
+    ends = (0, _last_position(rate) + _RATE_TOKENS / 2)
+    tidy(rate, xlabel=label, ylabel="tokens per second", xlim=ends, ylim=(0, None))
     return _finish(figure, "Throughput", (time, rate))
 
 
@@ -184,12 +185,14 @@ def _speeds(curve: Curve) -> FloatArray:
     return np.array([count / seconds for count, seconds in phases if seconds > 0])
 
 
-def _color(curves: Sequence[Curve], curve: Curve) -> str:
-    """Colour of a curve, the same in all plots."""
-    if curve.is_plain:
-        return _PLAIN
-    others = [c.result.name for c in curves if not c.is_plain]
-    return _COLORS[others.index(curve.result.name) % len(_COLORS)]
+def styles_of(curves: Sequence[Curve]) -> dict[str, Style]:
+    """Name of each curve -> its style, the same in all plots."""
+    return row_styles({curve.result.name: curve.result.strategy for curve in curves})
+
+
+def _last_position(ax: Axes) -> float:
+    """The largest x of a panel's lines, so that a single bucket does not fill the axis."""
+    return max((float(np.max(line.get_xdata())) for line in ax.lines), default=0.0)
 
 
 def _finish(figure: Figure, title: str, axes: Sequence[Axes]) -> bytes:

@@ -93,10 +93,15 @@ def by_category(
     for answer in answers:
         category: str | None = answer["category"]
         if category:
-            groups.setdefault(_TASK_OF.get(category, category), []).append(answer)
+            groups.setdefault(task_of(category), []).append(answer)
     if groups:
         groups[OVERALL] = [answer for group in groups.values() for answer in group]
     return {name: _figures(group, plain) for name, group in groups.items()}
+
+
+def task_of(category: str) -> str:
+    """Spec-Bench's task of a category; a category of another set unchanged."""
+    return _TASK_OF.get(category, category)
 
 
 def _choice(

@@ -18,6 +18,7 @@ from specdec.data import (
     prompt_tokens,
     section_provenance,
 )
+from specdec.data.prompt import TURN_IDS
 from specdec.distributed.rank_groups import rank_logs_in
 from specdec.errors import UserError
 from specdec.files import write_json
@@ -217,11 +218,13 @@ class _Decoding:
         return bool((self._base.get("serving") or {}).get("arrivals", AT_ONCE) == AT_ONCE)
 
     def _measurements(self, writer: RequestWriter) -> Measurements:
+        sources = {prompt.id: prompt.source for prompt in self._prompts}
         on_gpu = not str(getattr(self.pair, "device", "cpu")).startswith("cpu")
         return Measurements(
             writer,
             new_meter=partial(meter_of, waits=on_gpu or not self._at_once),
             on_finish=lambda name: self._progress.advance(detail=name),
+            source_of=lambda prompt_id: sources.get(prompt_id % TURN_IDS),
         )
 
     def _repeat(self, repeat: int, measured: Measurements) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.clocks import ClockKind
+from specdec.data.prompt import Prompt
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.contention import disturbed_figures, slow_repeats
 from specdec.report.requests import RequestRecord, RequestWriter, finished
@@ -36,6 +37,7 @@ class Measurements:
         *,
         new_meter: Callable[[Runner], CpuMeter | None],
         on_finish: Callable[[str], None],
+        source_of: Callable[[int], Prompt | None] = lambda _: None,
     ) -> None:
         """Starts without measurements.
 
@@ -43,11 +45,14 @@ class Measurements:
             writer: of ``requests.jsonl``, whose finished prompts are not measured.
             new_meter: makes the meter of a runner, as ``meter_of`` does.
             on_finish: called with the strategy when a prompt has its first measurement.
+            source_of: prompt id -> prompt of the data set, whose name and category are written
+                (default: none).
         """
         self.records: dict[str, list[dict[int, RequestRecord]]] = {}
         self._writer = writer
         self._new_meter = new_meter
         self._on_finish = on_finish
+        self._source_of = source_of
         self._attempts: dict[Key, int] = {}
 
     def resume(self, strategy: str) -> int:
@@ -167,11 +172,14 @@ class Measurements:
 
     def _write(self, record: RequestRecord) -> None:
         self.records[record.strategy][record.repeat][record.result.id] = record
+        source = self._source_of(record.result.id)
         self._writer.write(
             record.strategy,
             record.result,
             repeat=record.repeat,
             totals=record.totals,
+            prompt="" if source is None else source.name,
+            category="" if source is None else source.category,
             cpu=record.cpu,
             disturbed=record.disturbed,
         )

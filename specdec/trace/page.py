@@ -1,11 +1,27 @@
-"""The tree of each step as one self-contained HTML page."""
+"""The tree of each step, of one run or of two side by side, as one self-contained HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One run on the page.
+
+    Attributes:
+        title: a description of the run in one line.
+        trees: content of ``trees.json``.
+        color: of the strategy, as "#rrggbb".
+    """
+
+    title: str
+    trees: Mapping[str, Any]
+    color: str = "#555555"
 
 
 def html_template(package: str, name: str) -> Template:
@@ -22,7 +38,7 @@ def html_template(package: str, name: str) -> Template:
 
 
 def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
-    """The page: data, script and style in one file.
+    """The page of one run: data, script and style in one file.
 
     Args:
         trees, title: content of ``trees.json``, and a description of the run in one line.
@@ -31,12 +47,47 @@ def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
         KeyError: ``trees`` has another format.
         ValueError: no step was recorded.
     """
-    if not any(request["steps"] for request in trees["requests"]):
-        raise ValueError("no step is on record: the run had no prompts left to decode")
-    data = {key: trees[key] for key in ("clock", "latency", "truncated", "text", "requests")}
+    return tracks_page([Track(title, trees)], title=title or "Token trees")
+
+
+def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
+    """The page of runs side by side, which decode the same prompts with the same tokenizer.
+
+    Steps are aligned by the number of tokens emitted before them.
+
+    Raises:
+        KeyError: the trees have another format.
+        ValueError: no prompt has recorded steps in all of them, or a prompt differs in length.
+    """
+    prompts = [
+        {r["id"]: r.get("prefix_len") for r in track.trees["requests"] if r["steps"]}
+        for track in tracks
+    ]
+    common = set(prompts[0]).intersection(*prompts[1:])
+    if not common:
+        raise ValueError(
+            "no step is on record: the run had no prompts left to decode"
+            if len(tracks) == 1
+            else "the runs have no prompt in common whose steps are on record"
+        )
+    for prompt in sorted(common, key=str):
+        lengths = [own[prompt] for own in prompts]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"prompt {prompt} has {' and '.join(map(str, lengths))} tokens: run both on the"
+                " same data with the same models"
+            )
+    data = {
+        "text": {token: word for track in tracks for token, word in track.trees["text"].items()},
+        "tracks": [
+            {"title": track.title}
+            | {key: track.trees[key] for key in ("clock", "latency", "truncated", "requests")}
+            for track in tracks
+        ],
+    }
     # The filter ``tojson`` escapes <, >, & and ': a token cannot end the script.
     template = html_template("specdec.trace", "tree_page.html")
-    return template.render(title=title or "Token trees", data=data)
+    return template.render(title=title, data=data, colors=[track.color for track in tracks])
 
 
 def commit_kinds(trees: Mapping[str, Any]) -> dict[int, str]:

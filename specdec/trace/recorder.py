@@ -11,7 +11,8 @@ import numpy as np
 
 from specdec.clocks import Clock, ClockReport, Span, Timeline
 from specdec.clocks.timeline import MAX_SPANS
-from specdec.types import NO_NODE, Batch, Commit, Output
+from specdec.trace.judgements import Proposal, judgement
+from specdec.types import NO_NODE, Answers, Batch, Commit, Output
 
 if TYPE_CHECKING:
     from specdec.interfaces import Executor
@@ -32,8 +33,8 @@ class TreeRecord:
             first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes``
             (added in the step: id, parent id, token, position, log probability, origin),
             ``submitted`` (ids), ``answers`` ([id, token] pairs) and ``commit`` (None, or ``kind``,
-            ``retired`` ids, ``next_token``, ``root`` id). A commit keeps the new root and its
-            descendants.
+            ``retired`` ids, ``next_token``, ``root`` id, ``judged``: a ``Judgement.row`` per
+            decided token). A commit keeps the new root and its descendants.
         fed: step -> its submission: ``requests``, ``depths`` (minimum and maximum below the
             root), ``nodes``, ``prefill`` (number of prompt tokens).
         truncated: whether steps were omitted.
@@ -46,12 +47,18 @@ class TreeRecord:
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """An open request, its recorded steps, its newest recorded node, and this step's node ids."""
+    """An open request, its recorded steps, its newest recorded node, and this step's node ids.
+
+    ``children`` are the tokens and log probabilities of each node's children, ``proposals`` what
+    the draft and the target said of an answered node, until the node leaves the tree.
+    """
 
     request: RequestState
     steps: list[dict[str, Any]]
     last_id: int = NO_NODE
     submitted: list[int] = field(default_factory=list)
+    children: dict[int, dict[int, float]] = field(default_factory=dict)
+    proposals: dict[int, Proposal] = field(default_factory=dict)
 
     def new_nodes(self) -> list[list[Any]]:
         """Nodes added since the last call; ids are ascending, so they are the last ones."""
@@ -64,7 +71,34 @@ class _OpenRequest:
         rows = zip(
             *(c.tolist() for c in columns), logprobs, tree.origins[new].tolist(), strict=True
         )
-        return [list(row) for row in rows]
+        new_nodes = [list(row) for row in rows]
+        for _, parent, token, _, logprob, _ in new_nodes:
+            self.children.setdefault(parent, {})[token] = logprob
+        return new_nodes
+
+    def propose(self, answers: Answers) -> None:
+        """Keeps the candidates and the target's distribution of nodes that were answered."""
+        tree = self.request.tree
+        slots = tree.slots(answers.node_ids).tolist()
+        for i, (node_id, slot) in enumerate(zip(answers.node_ids.tolist(), slots, strict=True)):
+            if slot >= 0:
+                self.proposals[node_id] = Proposal(
+                    tokens=tree.candidate_tokens[slot].copy(),
+                    logprobs=tree.candidate_logprobs[slot].copy(),
+                    target=None if answers.probs is None else answers.probs[i],
+                )
+
+    def judged(self, commit: Commit) -> list[list[Any]]:
+        """A row per token that a commit decides, and forgets nodes that have left the tree."""
+        tokens = [*commit.retired_tokens[1:].tolist(), int(commit.next_token)]
+        rows = [
+            judgement(self.proposals.get(node_id), self.children.get(node_id, {}), token).row()
+            for node_id, token in zip(commit.retired_ids.tolist(), tokens, strict=True)
+        ]
+        alive = set(self.request.tree.ids.tolist())
+        self.children = {i: value for i, value in self.children.items() if i in alive}
+        self.proposals = {i: value for i, value in self.proposals.items() if i in alive}
+        return rows
 
 
 class ObservedExecutor:
@@ -133,6 +167,8 @@ class ObservedExecutor:
         time_s = round(trace.clock.now() - trace.began_s, _DIGITS)
         answers: dict[int, list[list[int]]] = {}
         for part in output.answers:
+            if part.request in self._open:
+                self._open[part.request].propose(part)
             pairs = zip(part.node_ids.tolist(), part.tokens.tolist(), strict=True)
             answers.setdefault(part.request, []).extend(map(list, pairs))
         for request_id, entry in self._open.items():
@@ -155,13 +191,15 @@ class ObservedExecutor:
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Records and applies the commits, which ends the step."""
         for commit in commits:
-            steps = self._open[commit.request].steps
+            entry = self._open[commit.request]
+            steps, judged = entry.steps, entry.judged(commit)
             if steps and steps[-1]["step"] == self._trace.timeline.step:
                 steps[-1]["commit"] = {
                     "kind": commit.kind.value,
                     "retired": commit.retired_ids.tolist(),
                     "next_token": int(commit.next_token),
                     "root": int(commit.root_id),
+                    "judged": judged,
                 }
         self._inner.commit(commits, output)
         self._trace.timeline.step += 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.reproduce.command import KEYS
 from experiments.reproduce.items import all_items, choose
-from specdec.cli.arguments import Arguments, read_arguments, read_keys
+from specdec.cli.arguments import Arguments, read_arguments, read_folders, read_keys
 from specdec.cli.batch_sizes import compose_curves
 from specdec.cli.compare import batch_sizes
 from specdec.cli.list import SECTIONS
@@ -106,9 +106,10 @@ def _check_list(words: list[str]) -> None:
 
 
 def _check_trace(words: list[str]) -> None:
-    folder, *steps = _read(words).overrides
-    assert "=" not in folder
-    assert all(re.fullmatch(r"steps=\d+-\d+", word) for word in steps), steps
+    folders, options_of = read_folders(words, "trace", {"steps": (r"\d+-\d+", "")}, most=2)
+    assert len(folders) == 1 or not options_of, words
+    jobs = re.compile(r"[^=]+|[^=]+/strategy=\w+")  # of a sweep over strategies
+    assert all(jobs.fullmatch(str(folder)) for folder in folders), folders
 
 
 def _check_train(words: list[str]) -> None:

@@ -62,6 +62,26 @@ def test_the_trace_of_a_run_without_one_says_how_to_make_it(tmp_path: Path) -> N
         draw(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "names"),
+    [
+        ("prompt_lookup", "PromptLookupSource copies"),
+        ("suffix", "SuffixSource copies"),
+        ("mixture", "PromptLookupSource copies"),
+        ("adaptive", "SuffixSource copies"),
+    ],
+)
+def test_methods_that_copy_text_say_that_synthetic_tokens_have_none(
+    strategy: str, names: str
+) -> None:
+    words = [f"strategy={strategy}", "clock=simulated"]
+    (notice,) = run_job_of([*words, "model=synthetic"]).notices
+    assert names in notice
+    assert "model=tiny" in notice
+    assert not run_job_of([*words, "model=replay"]).notices
+    assert not run_job_of(["strategy=best_first", "clock=simulated", "model=synthetic"]).notices
+
+
 def test_results_of_a_batch_are_handed_out_as_each_request_ends() -> None:
     """The first of four requests is booked before the last one has a token."""
     pair = RandomPair()

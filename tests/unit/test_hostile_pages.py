@@ -7,9 +7,7 @@ PATH) they are opened in it: an injected script would leave a mark in the title.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 from specdec.cli.main import main
 from specdec.report import page as report_page
 from specdec.trace.page import tree_page
+from tests.browser import browser, opened
 from tests.unit.test_results import comparison  # noqa: F401 - a fixture
 
 MARK = "document.title='INJECTED'"
@@ -179,36 +178,6 @@ class TestTrees:
 
 def page_of_trees() -> str:
     return tree_page(trees_of(HOSTILE, NAME), title=NAME)
-
-
-def browser() -> str | None:
-    """A Chromium that can print a page's elements."""
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
-    found = (shutil.which(name) for name in names)
-    return os.environ.get("SPECDEC_BROWSER") or next(filter(None, found), None)
-
-
-def opened(page: Path) -> str:
-    """The elements of a page after its scripts have run."""
-    program = browser()
-    assert program is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
-    # Otherwise it looks for updates and the like, which takes minutes where there is no network.
-    names = ("quic", "background-networking", "component-update", "sync", "default-apps")
-    flags += ["--no-first-run", "--no-default-browser-check", *(f"--disable-{n}" for n in names)]
-    done = subprocess.run(
-        [
-            program,
-            *flags,
-            f"--user-data-dir={page.parent / 'profile'}",
-            "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        check=True,
-        timeout=60,
-    )
-    return done.stdout.decode("utf-8", "replace")
 
 
 @pytest.mark.slow

@@ -228,5 +228,5 @@ def test_a_clone_named_like_the_package_does_not_shadow_it(tmp_path: Path) -> No
     )
     path, *names = done.stdout.splitlines()[0].split()
     assert Path(path) == root / "specdec" / "__init__.py"
-    assert {"Decoder", "generate", "certify", "UserError"} <= set(names)
+    assert {"Decoder", "generate", "verify", "UserError"} <= set(names)
     assert "generate" in done.stdout.partition("Help on package")[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ from experiments.pipelines.schedule import _facts
 from experiments.reproduce import drawing
 from experiments.reproduce.findings import Measure
 from experiments.reproduce.intervals import beside, hits_of, interval, share
-from experiments.reproduce.stated import Claim, Window
+from experiments.reproduce.stated import ROOT, Claim, Window
+from specdec.cli.main import BAD_INPUT, main
 from specdec.metrics import RequestResult
 from specdec.metrics.counters import RequestCounters
+from specdec.report.styles import PRESETS
 
 
 def test_an_interval_spans_what_prompts_differ_by() -> None:
@@ -123,3 +127,34 @@ def test_points_of_a_claim_lie_in_its_own_row() -> None:
     dots = [line.get_ydata()[0] for line in ax.lines if list(line.get_xdata()) == [1.5]]
     assert len(dots) == 12
     assert all(abs(y - row) < 0.5 for y, row in zip(dots, [0] * 6 + [1] * 6, strict=True))
+
+
+def test_a_stored_picture_is_drawn_again_without_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the results that are checked in; an item whose builder draws says to run it."""
+    stored = ROOT / "specpipe" / "results"
+    folder = tmp_path / "specpipe" / "results"
+    folder.mkdir(parents=True)
+    for name in ("fig11", "fig14"):
+        shutil.copy(stored / f"{name}.json", folder)
+    words = ["reproduce", "--redraw", f"output_dir={tmp_path}"]
+    assert main([*words, "specpipe/fig11"]) == 0
+    (path,) = capsys.readouterr().out.splitlines()
+    assert Path(path).read_bytes().startswith(b"\x89PNG")
+    assert main([*words, "specpipe/fig14"]) == BAD_INPUT
+    assert "run it (specdec reproduce specpipe/fig14)" in capsys.readouterr().err
+    assert main([*words, "specpipe/fig13"]) == BAD_INPUT
+    assert "has no results in" in capsys.readouterr().err
+
+
+def test_rows_of_the_papers_have_the_colours_of_their_strategies() -> None:
+    """Further rows of a strategy are distinct; another engine's plain decoding is a row too."""
+    looks = drawing.styles(["PP", "PP-vLLM", "SpecInfer, serial", "SpecPipe", "PipeDec 14"])
+    for name, preset in (
+        ("PP", "ar"),
+        ("SpecInfer, serial", "specinfer"),
+        ("PipeDec 14", "pipedec"),
+    ):
+        assert looks[name] == PRESETS[preset]
+    assert len(set(looks.values())) == len(looks)

@@ -224,7 +224,9 @@ def test_a_warm_up_is_not_recorded() -> None:
 def test_pictures_are_drawn_from_the_files_alone(folder: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     assert main(["trace", str(folder)]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.split()]
-    assert [p.name for p in paths] == ["timeline.png", "tree.html", "trace.json"]
+    assert [p.name for p in paths] == [
+        *("timeline.png", "tree.html", "rejections.png", "trace.json")
+    ]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     trace = json.loads((folder / "trace.json").read_text())
     bars, labels = bars_of(trace)
@@ -255,7 +257,7 @@ const script = fs.readFileSync(process.argv[2], "utf8").match(/<script>([\\s\\S]
 const data = script.match(/^const data = (.*);$/m)[1];
 const play = script.match(/^function play[\\s\\S]*?^}$/m)[0];
 const replay = eval("(" + play + ")");
-console.log(JSON.stringify(JSON.parse(data).requests.map(r => replay(r)
+console.log(JSON.stringify(JSON.parse(data).tracks[0].requests.map(r => replay(r)
   .filter(f => f.commit)
   .map(f => [f.commit.kind, [...f.keep].sort((a, b) => a - b), f.output.map(o => o[0])]))));
 """

@@ -1,0 +1,103 @@
+"""One colour per strategy in every picture and page; markers, lines and hatches tell more rows.
+
+The colours are ten and a grey for plain decoding. They stay apart for readers with protanopia and
+deuteranopia (tests/unit/test_styles.py computes how far). Presets that share a colour differ in
+their form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+GREY = "#555555"
+COLORS = (
+    *("#0070a8", "#f0a007", "#d05002", "#00a26d", "#5917b2", "#a99dc5", "#649cfe", "#553113"),
+    *("#87a448", "#2d2e6b"),
+)
+"""Blue, orange, vermilion, green, violet, lavender, light blue, brown, olive, navy."""
+
+_PRESETS: Mapping[str, tuple[str, ...]] = {
+    GREY: ("ar", "hf_generate", "ort_generate", "openvino_generate", "endpoint"),
+    COLORS[0]: ("specpipe", "eagle", "ppsd", "hf_prompt_lookup", "translated"),
+    COLORS[1]: ("specinfer", "pearl", "medusa", "eesd", "openvino_draft"),
+    COLORS[2]: ("speculative", "eagle2", "specpipe_db", "ort_lookup", "openvino_lookup"),
+    COLORS[3]: ("best_first", "specpipe_bf", "ssd", "ppsd_tree"),
+    COLORS[4]: ("pipedec", "hf_assisted", "flowspec", "ddtree", "eesd_ts"),
+    COLORS[5]: ("staged", "pipeinfer", "swiftspec_base", "ppsd_multi"),
+    COLORS[6]: ("prompt_lookup", "amusd", "fixed_width", "ort_draft"),
+    COLORS[7]: ("swiftspec", "mixture", "specpipe_db_adaptive", "eesd_multi"),
+    COLORS[8]: ("suffix", "pipespec"),
+    COLORS[9]: ("eagle3", "dsi", "adaptive"),
+}
+"""Colour -> presets, in the order of their forms. Presets often compared differ in colour."""
+
+_FORMS = (
+    *(("o", "-", ""), ("s", "--", "//"), ("^", "-.", ".."), ("D", ":", "xx")),
+    *(("v", (0, (5, 1)), "\\\\"), ("P", (0, (3, 1, 1, 1)), "++")),
+)
+"""Marker, line and hatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How the row of a strategy is drawn: a colour, and an index of a form."""
+
+    color: str
+    form: int = 0
+
+    def line(self) -> dict[str, Any]:
+        """Arguments of ``Axes.plot``."""
+        marker, line, _ = _FORMS[self.form % len(_FORMS)]
+        return {"color": self.color, "marker": marker, "ls": line}
+
+    def point(self) -> dict[str, Any]:
+        """Arguments of ``Axes.plot`` and ``Axes.scatter`` for points without a line."""
+        return {"color": self.color, "marker": _FORMS[self.form % len(_FORMS)][0]}
+
+    def bar(self) -> dict[str, Any]:
+        """Arguments of ``Axes.bar``."""
+        hatch = _FORMS[self.form % len(_FORMS)][2]
+        return {"color": self.color, "hatch": hatch, "edgecolor": "white", "lw": 0.0}
+
+
+PRESETS: Mapping[str, Style] = {
+    name: Style(color, form) for color, names in _PRESETS.items() for form, name in enumerate(names)
+}
+"""Style of every preset that ships with the library."""
+
+
+def row_styles(rows: Mapping[str, str] | Iterable[str]) -> dict[str, Style]:
+    """The styles of a figure's rows: the strategy's own for its first row, others distinct.
+
+    Args:
+        rows: name of each row -> its strategy, or the strategies. A name that is no preset's gets
+            the first free colour from one that depends on the name alone.
+    """
+    named = dict(rows) if isinstance(rows, Mapping) else {name: name for name in rows}
+    styles: dict[str, Style] = {}
+    for row, strategy in named.items():
+        own = PRESETS.get(strategy)
+        if own is not None and own not in styles.values():
+            styles[row] = own
+    for row in named:
+        if row not in styles:
+            styles[row] = _free(row, set(styles.values()))
+    return {row: styles[row] for row in named}
+
+
+def _free(name: str, taken: set[Style]) -> Style:
+    """The first style whose colour is free; where none is, the first style that is."""
+    start, used = crc32(name.encode()) % len(COLORS), {style.color for style in taken}
+    turned = (*COLORS[start:], *COLORS[:start])
+    for color in turned:
+        if color not in used:
+            return Style(color)
+    form = 0
+    while True:
+        for color in turned:
+            if Style(color, form) not in taken:
+                return Style(color, form)
+        form += 1

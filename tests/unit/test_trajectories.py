@@ -1,0 +1,158 @@
+"""Acceptance over a run, and why draft tokens were rejected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec.cli.main import main
+from specdec.files import parse_json
+from specdec.report.requests import RequestRecord, RequestWriter, read_requests
+from specdec.report.trajectories import domain_of, drafted_by_domain, drafted_by_prompt
+from specdec.trace.judgements import Judgement, Proposal, judgement
+from specdec.trace.rejections import REASONS, rejections, rejections_png
+from tests.unit.test_metrics import make_result
+
+
+def record(
+    number: int, origins: tuple[int, ...], prompt: str = "", category: str = ""
+) -> RequestRecord:
+    result = replace(make_result([list(range(len(origins)))]), id=number, origins=origins)
+    return RequestRecord("specpipe", 0, result, prompt=prompt, category=category)
+
+
+RECORDS = [
+    record(0, (0, 0, -1, -1), "humaneval/0"),
+    record(1, (0, -1), "gsm8k/7"),
+    record(2, (-1, -1), "gsm8k/8"),
+    record(3, (0, 0, 0, 0), "spec_bench/3", "math_reasoning"),
+]
+
+
+def test_prompt_by_prompt() -> None:
+    shares, so_far = drafted_by_prompt(RECORDS)
+    assert shares == [0.5, 0.5, 0.0, 1.0]
+    assert so_far == pytest.approx([2 / 4, 3 / 6, 3 / 8, 7 / 12])
+    again = replace(RECORDS[0], repeat=1)
+    assert drafted_by_prompt([*RECORDS, again])[0] == shares, "repeats decode the same tokens"
+
+
+def test_domains() -> None:
+    assert drafted_by_domain(RECORDS) == {
+        "humaneval": 0.5,
+        "gsm8k": 0.25,
+        "math_reasoning": 1.0,
+    }
+    assert domain_of(record(0, (0,), "spec_bench/1", "writing")) == "mt_bench"
+    assert drafted_by_domain([record(0, (0, -1))]) == {}, "no name, no domain"
+
+
+def test_names_and_categories_are_on_disk(tmp_path: Path) -> None:
+    with RequestWriter(tmp_path / "requests.jsonl") as writer:
+        for one in RECORDS:
+            writer.write("specpipe", one.result, prompt=one.prompt, category=one.category)
+    assert drafted_by_domain(read_requests(writer.path)) == drafted_by_domain(RECORDS)
+
+
+def proposal(tokens: list[int], probs: list[float], target: list[float] | None) -> Proposal:
+    with np.errstate(divide="ignore"):
+        logprobs = np.log(np.array(probs))
+    return Proposal(
+        tokens=np.array(tokens),
+        logprobs=logprobs,
+        target=None if target is None else np.array(target),
+    )
+
+
+class TestJudgement:
+    target = (0.1, 0.2, 0.3, 0.4)
+
+    def test_ranks_count_candidates_in_the_tree_and_not(self) -> None:
+        """Taken candidates have no log probability any more: the tree's nodes have it."""
+        given = proposal([3, 1, 0], [0.0, 0.3, 0.1], list(self.target))
+        found = judgement(given, {3: float(np.log(0.5))}, 1)
+        assert found == Judgement(
+            rank=2,
+            candidates=3,
+            in_tree=False,
+            draft_prob=0.3,
+            top_prob=0.5,
+            top_target_prob=0.4,
+            top_target_rank=1,
+        )
+
+    def test_tokens_that_were_not_proposed(self) -> None:
+        found = judgement(proposal([1], [0.5], None), {}, 2)
+        assert (found.rank, found.candidates, found.draft_prob) == (0, 1, None)
+        assert found.top_target_prob is None
+        assert judgement(None, {}, 2) == Judgement(rank=0, candidates=0, in_tree=False)
+
+    def test_the_target_ranks_the_draft_s_first_choice(self) -> None:
+        found = judgement(proposal([0, 2], [0.6, 0.4], list(self.target)), {}, 3)
+        assert (found.top_target_prob, found.top_target_rank) == (0.1, 4)
+
+
+def test_counts_of_a_trace() -> None:
+    rows = [
+        Judgement(rank=1, candidates=4, in_tree=True, draft_prob=0.9, top_prob=0.9),
+        Judgement(rank=3, candidates=4, in_tree=False, draft_prob=0.1, top_prob=0.5),
+        Judgement(
+            rank=0,
+            candidates=4,
+            in_tree=False,
+            top_prob=0.7,
+            top_target_prob=0.2,
+            top_target_rank=2,
+        ),
+        Judgement(rank=0, candidates=0, in_tree=False),
+    ]
+    steps = [{"commit": {"judged": [one.row()]}} for one in rows]
+    found = rejections({"requests": [{"steps": [*steps, {"commit": None}]}]})
+    assert found is not None
+    assert list(found.reasons) == list(REASONS)
+    assert list(found.reasons.values()) == [1, 1, 1, 1]
+    assert {name: counts for name, counts in found.ranks.items() if any(counts)} == {
+        "1": (1, 0),
+        "3-4": (0, 1),
+        "none": (0, 1),
+    }
+    assert {n: c for n, c in found.target_ranks.items() if c} == {"2": 1}
+    assert found.target_prob == pytest.approx(0.2)
+    assert found.draft_prob == pytest.approx(0.6)
+    assert found.figures()["share_accepted"] == 0.25
+    assert rejections_png(found).startswith(b"\x89PNG")
+    assert rejections({"requests": [{"steps": [{"commit": {"kind": "hit"}}]}]}) is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sampling"),
+    [
+        ("best_first", "greedy"),
+        ("specinfer", "t06"),
+        ("specpipe", "greedy"),
+        ("speculative", "t06"),
+    ],
+)
+def test_a_traced_run_agrees_with_its_counts(strategy: str, sampling: str, tmp_path: Path) -> None:
+    """Tokens in the tree are the accepted ones and the hits; every decided token is judged."""
+    folder = tmp_path / "t"
+    words = [f"strategy={strategy}", "model=replay", f"sampling={sampling}", "data.limit=2"]
+    words += ["max_new_tokens=24", "clock=simulated", "trace=true", f"output_dir={folder}"]
+    assert main(["run", *words]) == 0
+    found = rejections(parse_json((folder / "trees.json").read_bytes()))
+    assert found is not None
+    counters = [r.result.counters for r in read_requests(folder / "requests.jsonl")]
+    assert sum(found.reasons.values()) == sum(c.accepted + c.answers for c in counters)
+    assert found.reasons[REASONS[0]] == sum(c.accepted + c.hits for c in counters)
+    assert main(["trace", str(folder)]) == 0
+    assert (folder / "rejections.png").is_file()
+
+
+def test_a_run_writes_the_names_of_its_prompts(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    words = ["strategy=prompt_lookup", "data=stdlib", "data.limit=2", "max_new_tokens=8"]
+    assert main(["run", *words, f"output_dir={folder}"]) == 0
+    assert list(drafted_by_domain(read_requests(folder / "requests.jsonl"))) == ["stdlib"]
