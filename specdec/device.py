@@ -129,19 +129,27 @@ class KeptProbs:
     Attributes:
         keeper: fetches rows; they exist while their nodes are in the tree.
         node_ids: int64[A], or [] for a single row: the node of each row.
+        vocab_size: V.
         known: node id -> token -> probability, for tokens whose probability is here already.
     """
 
     keeper: RowKeeper
     node_ids: npt.NDArray[np.int64]
+    vocab_size: int
     known: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that this converts to."""
+        return (*self.node_ids.shape, self.vocab_size)
 
     def __len__(self) -> int:
         return len(self.node_ids)
 
     def __getitem__(self, index: int | slice | npt.NDArray[np.int64]) -> KeptProbs:
         """Returns a row or some rows."""
-        return KeptProbs(self.keeper, np.asarray(self.node_ids[index]), self.known)
+        ids = np.asarray(self.node_ids[index])
+        return KeptProbs(self.keeper, ids, self.vocab_size, self.known)
 
     def __iter__(self) -> Iterator[KeptProbs]:
         return (self[row] for row in range(len(self)))

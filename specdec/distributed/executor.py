@@ -134,23 +134,23 @@ class DistributedExecutor:
             max(plan.num_ranks, len(plan.ranks)), threads=plan.threads, number=group_number
         )
         self._group = self._handle.group
-        self._session = self._open_session()
-        self._keepers = Keepers(
-            group=self._group,
-            session=self._session,
-            rank=self._last_rank,
-            meter=meter,
-            timeout_s=timeout_s,
-        )
+        self._session, self._keepers = self._open_session()
 
-    def _open_session(self) -> int:
+    def _open_session(self) -> tuple[int, Keepers]:
         try:
-            return self._group.open_session(self._plan)
+            session = self._group.open_session(self._plan)
         except BaseException:
             self._handle.release(broken=True)
             if self._draft is not None:
                 self._draft.shutdown(broken=True)
             raise
+        return session, Keepers(
+            group=self._group,
+            session=session,
+            rank=self._last_rank,
+            meter=self._meter,
+            timeout_s=self._timeout_s,
+        )
 
     def open(self, request: RequestState) -> None:
         """Opens a request; ranks receive it with the next batch."""

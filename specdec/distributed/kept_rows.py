@@ -25,7 +25,7 @@ import torch
 
 from specdec.device import DeviceProbs, Probs, on_host, to_device, to_host
 from specdec.distributed.messages import Kind, OpenedRequest, Reader, pack_message
-from specdec.distributed.replies import Reply
+from specdec.distributed.replies import KeptValues, Reply
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Answers, Batch, Commit, FloatArray, IntArray, TreeRows
 
@@ -135,7 +135,7 @@ class KeptRows:
 
     def keep(
         self, batch: Batch, answers: Sequence[Answers], logits: torch.Tensor
-    ) -> tuple[tuple[Answers, ...], FloatArray | None]:
+    ) -> tuple[tuple[Answers, ...], KeptValues | None]:
         """Takes the distributions of answers wherever whole rows would be sent.
 
         Args:
@@ -144,9 +144,8 @@ class KeptRows:
             logits: [W, V].
 
         Returns:
-            The answers, without the distributions that are kept; float64[W], the probability of
-            each row's token after its parent, NaN if that is not in the batch or not kept, or None
-            if no request's rows are kept.
+            The answers, without the distributions that are kept; what is sent of these, None if
+            there are none.
         """
         left, start = list[Answers](), 0
         values = np.full(len(logits), np.nan)
@@ -160,7 +159,7 @@ class KeptRows:
                 answer = replace(answer, probs=None)
             left.append(answer)
         none = all(mine is given for mine, given in zip(left, answers, strict=True))
-        return tuple(left), None if none else values
+        return tuple(left), None if none else KeptValues(values, logits.shape[1])
 
     def answer(self, packed: IntArray) -> Reply:
         """The reply to a ``QUERY``."""

@@ -11,7 +11,8 @@ import select
 import socket
 import sys
 from contextlib import suppress
-from typing import Protocol
+from io import BufferedReader
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -99,16 +100,17 @@ class SocketLink:
         """
         self._socket, self._peer = end, peer
         self._wait_ms = None if timeout_s is None else timeout_s * 1e3
-        self._reader = end.makefile("rb", buffering=_BUFFER_BYTES)
+        reader = end.makefile("rb", buffering=_BUFFER_BYTES)
+        self._reader = cast("BufferedReader", reader)
         self.num_bytes = 0
 
     def send(self, packed: IntArray) -> None:
         """See ``ControlLink``; usually the socket's buffer takes the whole message at once."""
         size = packed.nbytes
         try:
-            sent = self._write(packed)
+            sent = self._write(packed.data)
             if sent < size:
-                self._write_rest(memoryview(packed).cast("B")[sent:])
+                self._write_rest(packed.data.cast("B")[sent:])
         except OSError as error:
             raise PeerLost(self._peer) from error
         self.num_bytes += size
@@ -120,7 +122,7 @@ class SocketLink:
             if len(head) < _WORD:
                 raise PeerLost(self._peer)
             packed = np.empty(int.from_bytes(head, sys.byteorder), np.int64)
-            rest = memoryview(packed).cast("B")[_WORD:]
+            rest = packed.data.cast("B")[_WORD:]
             if self._reader.readinto(rest) < len(rest):
                 raise PeerLost(self._peer)
         except (OSError, ValueError) as error:  # ValueError: closed by this process
@@ -134,7 +136,7 @@ class SocketLink:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _write(self, data: IntArray | memoryview) -> int:
+    def _write(self, data: memoryview) -> int:
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -86,7 +86,21 @@ class ReceivedReply:
         return ReceivedReply(session, tick, Reply(Kind(kind), packed[_BODY:], rows))
 
 
-def answers_reply(answers: Sequence[Answers], kept: FloatArray | None = None) -> Reply:
+@dataclass(frozen=True, slots=True)
+class KeptValues:
+    """What is sent of distributions that stay on the last rank.
+
+    Attributes:
+        values: float64[W], the probability of each row's token after its parent; NaN if that is not
+            among the rows, or if the row's own distribution is sent.
+        vocab_size: V.
+    """
+
+    values: FloatArray
+    vocab_size: int
+
+
+def answers_reply(answers: Sequence[Answers], kept: KeptValues | None = None) -> Reply:
     """The last rank's reply for all tree rows that it has computed.
 
     The body is the tokens [W]. Distributions that filters have cut are sent as supports: the body
@@ -95,8 +109,7 @@ def answers_reply(answers: Sequence[Answers], kept: FloatArray | None = None) ->
 
     Args:
         answers: one per request, without the distributions that the rank keeps.
-        kept: float64[W] from ``KeptRows.keep``, with which the body ends; kept rows have no
-            entries. None if no rows are kept.
+        kept: with its values the body ends; kept rows have no entries. None if no rows are kept.
     """
     tokens = np.concatenate([a.tokens for a in answers])
     given = [a.probs for a in answers if a.probs is not None]
@@ -107,10 +120,10 @@ def answers_reply(answers: Sequence[Answers], kept: FloatArray | None = None) ->
     parts = [(len(a.tokens), None if a.probs is None else _entries(a.probs)) for a in answers]
     counts = [np.zeros(num, np.int64) if part is None else part[0] for num, part in parts]
     entries = [part[1] for _, part in parts if part is not None]
-    vocab_size = given[0].shape[-1] if given else 0
+    vocab_size = given[0].shape[-1] if kept is None else kept.vocab_size
     body = [tokens, np.array([vocab_size]), *counts]
     if kept is not None:
-        body.append(kept.view(np.int64))
+        body.append(kept.values.view(np.int64))
     rows = torch.from_numpy(np.concatenate(entries, axis=1)) if entries else None
     return Reply(Kind.ANSWERS, np.concatenate(body), rows)
 
@@ -142,14 +155,16 @@ def read_answers(
     tokens, rest = reply.body[:num], reply.body[num:]
     assert len(tokens) == num, "rank 0 and the last rank disagree"
     assert len(rest) in (0, num + 1, 2 * num + 1), "rank 0 and the last rank disagree"
+    vocab_size = int(rest[0]) if len(rest) else 0
     counts, kept = rest[1 : num + 1], rest[num + 1 :].view(np.float64)
     probs: Probs | None = None if reply.rows is None else reply.rows.numpy()
     if len(counts) and reply.rows is not None:
-        probs = _supports(reply.rows.numpy(), vocab_size=int(rest[0]), counts=counts)
+        probs = _supports(reply.rows.numpy(), vocab_size=vocab_size, counts=counts)
 
     def probs_of(rows: TreeRows, part: slice) -> Probs | None:
         if len(kept) and not counts[part].any():
-            return _kept(rows, kept[part], keeper(rows.request))
+            known = _known(rows, kept[part])
+            return KeptProbs(keeper(rows.request), rows.node_ids, vocab_size, known)
         return None if probs is None else probs[part]
 
     return tuple(
@@ -163,14 +178,14 @@ def read_answers(
     )
 
 
-def _kept(rows: TreeRows, values: FloatArray, keeper: RowKeeper) -> KeptProbs:
-    """Rows that the last rank keeps; ``values``: float64[W] as in ``answers_reply``."""
+def _known(rows: TreeRows, values: FloatArray) -> dict[int, dict[int, float]]:
+    """Node id -> token -> probability, of ``KeptValues.values``[W]."""
     known: dict[int, dict[int, float]] = {}
     here = np.flatnonzero(~np.isnan(values))
     columns = rows.parent_ids[here].tolist(), rows.tokens[here].tolist(), values[here].tolist()
     for parent, token, value in zip(*columns, strict=True):
         known.setdefault(parent, {})[token] = value
-    return KeptProbs(keeper, rows.node_ids, known)
+    return known
 
 
 def _supports(entries: FloatArray, *, vocab_size: int, counts: IntArray) -> SupportProbs:
