@@ -2,16 +2,17 @@
 
 With a vocabulary of 128k, a row of float64 takes a megabyte. Parts that support ``DeviceProbs``
 work on the device, and those that support ``SupportProbs`` on the tokens of positive probability;
-for all others both convert to an array when used as one.
+rows of ``KeptProbs`` are in another process until a part asks for them. For all other parts they
+convert to an array when used as one.
 
 Shape letters: A rows, V vocabulary, W selected rows, S stored entries, N entries of all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -109,13 +110,79 @@ class SupportProbs:
         return np.asarray(dense, dtype)
 
 
-Probs: TypeAlias = _Array | DeviceProbs | SupportProbs
-"""Rows of probabilities, on the host or on a device."""
+class RowKeeper(Protocol):
+    """Gives access to the rows of one request that another process keeps."""
+
+    def rows(self, node_ids: npt.NDArray[np.int64]) -> _Array:
+        """Fetches the rows of nodes, float64[A, V]."""
+        ...
+
+    def values(self, node_id: int, tokens: npt.NDArray[np.int64]) -> _Array:
+        """Fetches one node's probabilities of ``tokens``, float64[len(tokens)]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptProbs:
+    """Normalised probabilities that stay in the process that has computed them until needed.
+
+    Attributes:
+        keeper: fetches rows; they exist while their nodes are in the tree.
+        node_ids: int64[A], or [] for a single row: the node of each row.
+        vocab_size: V.
+        known: node id -> token -> probability, for tokens whose probability is here already.
+    """
+
+    keeper: RowKeeper
+    node_ids: npt.NDArray[np.int64]
+    vocab_size: int
+    known: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that this converts to."""
+        return (*self.node_ids.shape, self.vocab_size)
+
+    def __len__(self) -> int:
+        return len(self.node_ids)
+
+    def __getitem__(self, index: int | slice | npt.NDArray[np.int64]) -> KeptProbs:
+        """Returns a row or some rows."""
+        ids = np.asarray(self.node_ids[index])
+        return KeptProbs(self.keeper, ids, self.vocab_size, self.known)
+
+    def __iter__(self) -> Iterator[KeptProbs]:
+        return (self[row] for row in range(len(self)))
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> _Array:
+        """Fetches the rows, float64[A, V]."""
+        rows = self.keeper.rows(np.atleast_1d(self.node_ids))
+        return np.asarray(rows if self.node_ids.ndim else rows[0], dtype)
+
+    def of(self, token: int) -> float:
+        """Returns the probability of one token; for a single row, of which no more is fetched."""
+        node_id = int(self.node_ids)
+        known = self.known.get(node_id, {}).get(token)
+        if known is None:
+            return float(self.keeper.values(node_id, np.array([token]))[0])
+        return known
+
+
+Probs: TypeAlias = _Array | DeviceProbs | SupportProbs | KeptProbs
+"""Rows of probabilities, on the host, on a device, or in another process."""
 
 
 def on_host(probs: Probs) -> _Array:
-    """Returns the probabilities as an array; see ``DeviceProbs`` and ``SupportProbs``."""
+    """Returns the probabilities as an array; see the classes of ``Probs``."""
     return np.asarray(probs)
+
+
+def rows_on_host(rows: Sequence[Probs]) -> _Array:
+    """Returns single rows of one request as float64[A, V]; one message for all ``KeptProbs``."""
+    kept = [row for row in rows if isinstance(row, KeptProbs)]
+    if kept and len(kept) == len(rows):
+        return kept[0].keeper.rows(np.array([int(row.node_ids) for row in kept]))
+    return np.stack([on_host(row) for row in rows])
 
 
 def select_rows(probs: Probs, rows: npt.NDArray[np.int64]) -> Probs:

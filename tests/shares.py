@@ -23,25 +23,22 @@ class Meeting:
 
 
 class ThreadCollective(Collective):
-    """A group of threads; sums are in order of rank, so all ranks get the same bits."""
+    """A group of threads."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         super().__init__(rank=rank, size=meeting.size)
         self._meeting = meeting
 
-    def _add(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(list(self._exchange(tensor))).sum(0)
-
     def _gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        return self._exchange(tensor)
-
-    def _exchange(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         meeting = self._meeting
         meeting.slots[self.rank] = tensor
         meeting.barrier.wait()
         found = list(meeting.slots)
         meeting.barrier.wait()
         return found
+
+    def _exchange(self, slices: torch.Tensor) -> torch.Tensor:
+        return torch.stack([rows[self.rank] for rows in self._gather(slices)])
 
 
 def run_group(size: int, work: Callable[[Collective], T]) -> list[T]:

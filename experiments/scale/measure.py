@@ -6,8 +6,10 @@ Every row runs in a separate process, so that its peak memory is measured alone,
 ``--out`` as a line of JSON; rows that are there already are skipped. Columns:
 
 - ``load_s``: seconds to compose the strategy, models included.
-- ``peak_mb``, ``weights_mb``, ``cache_mb``: largest resident memory of the process, and what its
-  weights and the target's cache take; the rest is Python, torch, activations and logits.
+- ``peak_mb``, ``weights_mb``, ``cache_mb``: largest resident memory of the process, what the
+  weights of both models take, and the target's cache; the rest is Python, torch, activations and
+  logits.
+- ``rank_peak_mb``: largest resident memory of a process with target layers, with ``--stages``.
 - ``host_ms``: CPU milliseconds per step of the controller's thread outside model calls.
 - ``share_of_12_ms``: what that would be of a step whose target pass takes 12 ms, if nothing
   overlapped.
@@ -81,10 +83,13 @@ def overrides(args: argparse.Namespace, strategy: str, sampling: str) -> list[st
     ]
     if strategy.startswith("specpipe"):
         chosen.append(f"executor.stages={max(args.stages, 2)}")
-    if strategy == "swiftspec":
+    elif strategy == "swiftspec":
         chosen += [f"executor.target_degree={max(args.stages, 2)}", "executor.draft_degree=1"]
-    if strategy == "ppsd":
-        chosen.append("model.exit_layer=1")
+    elif strategy == "ppsd":  # its exit agrees with the target as the draft does
+        facts = json.loads((args.folder / "pair.json").read_text(encoding="utf-8"))
+        chosen.append(f"model.exit_layer={facts['draft_layers']}")
+    elif args.stages > 1:
+        chosen += ["executor=pipeline", f"executor.stages={args.stages}"]
     if args.stages > 1:
         chosen.append("executor.transport=distributed")
     return chosen
@@ -105,6 +110,7 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
     before, model_time.seconds = thread_time(), 0.0
     totals = runner.run([TokenPrompt(0, prompt)], results.append)
     host_s = thread_time() - before - model_time.seconds
+    reports = getattr(runner.parts.executor, "reports", list)()
     runner.close()
     result = results[0]
     steps, answers = totals.steps, result.counters.answers
@@ -127,6 +133,7 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
         "steps": steps,
         "load_s": round(load_s, 1),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MB),
+        "rank_peak_mb": max((round(r["peak_bytes"] / _MB) for r in reports), default=None),
         "weights_mb": round(weights / _MB),
         "cache_mb": round(slots * entry * itemsize / _MB, 1),
         "host_ms": round(host_ms, 2),

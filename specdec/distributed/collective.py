@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -21,7 +21,11 @@ from specdec.tensor_parallel.collective import Collective
 
 
 class RankCollective(Collective):
-    """Collectives of a group of processes over gloo or NCCL."""
+    """Collectives of a group of processes over gloo or NCCL.
+
+    Attributes:
+        num_bytes: bytes that this process has sent to the others (without what a ring forwards).
+    """
 
     def __init__(
         self,
@@ -46,23 +50,36 @@ class RankCollective(Collective):
         self._peers = tuple(peers)
         self._timeout = timeout
         self._wire = wire
-
-    def _add(self, tensor: torch.Tensor) -> torch.Tensor:
-        total = tensor.to(self._wire or tensor.device)
-        try:
-            wait_for(self._group.allreduce([total]), total, self._timeout)
-        except RuntimeError as error:
-            self._raise_lost(error)
-        return total.to(tensor.device)
+        self.num_bytes = 0
 
     def _gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        def start(received: torch.Tensor, own: torch.Tensor) -> dist.Work:
+            return self._group._allgather_base(received.flatten(), own.flatten())  # views
+
+        return self._run(tensor, (self.size, *tensor.shape), start).unbind()
+
+    def _exchange(self, slices: torch.Tensor) -> torch.Tensor:
+        def start(received: torch.Tensor, own: torch.Tensor) -> dist.Work:
+            return self._group.alltoall_base(received, own, [], [])  # equal parts
+
+        return self._run(slices, slices.shape, start)
+
+    def _run(
+        self,
+        tensor: torch.Tensor,
+        shape: Sequence[int],
+        start: Callable[[torch.Tensor, torch.Tensor], dist.Work],
+    ) -> torch.Tensor:
+        """Runs a collective on ``tensor``; what was received, as a tensor of ``shape``."""
         own = tensor.to(self._wire or tensor.device)
-        parts = [torch.empty_like(own) for _ in range(self.size)]
+        received = torch.empty(shape, dtype=own.dtype, device=own.device)
         try:
-            wait_for(self._group.allgather([parts], [own]), own, self._timeout)
+            wait_for(start(received, own), own, self._timeout)
         except RuntimeError as error:
             self._raise_lost(error)
-        return [part.to(tensor.device) for part in parts]
+        num_others = received.numel() * received.element_size() // self.size * (self.size - 1)
+        self.num_bytes += num_others
+        return received.to(tensor.device)
 
     def _raise_lost(self, error: RuntimeError) -> NoReturn:
         """Names the next rank: a broken group does not say which of its processes left."""
@@ -84,6 +101,12 @@ class Connections:
         self._rank = rank
         self._loopback = loopback
         self._groups: dict[tuple[str, tuple[int, ...]], tuple[Group, torch.device]] = {}
+        self._joined: list[RankCollective] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this process has sent in collectives."""
+        return sum(joined.num_bytes for joined in self._joined)
 
     def join(
         self, peers: Sequence[int], device: torch.device, timeout: timedelta = NO_TIMEOUT
@@ -104,4 +127,6 @@ class Connections:
             group = collective_group(store, index, len(peers), device=wire, loopback=self._loopback)
             self._groups[key] = group, wire
         group, wire = self._groups[key]
-        return RankCollective(group, rank=index, peers=peers, timeout=timeout, wire=wire)
+        joined = RankCollective(group, rank=index, peers=peers, timeout=timeout, wire=wire)
+        self._joined.append(joined)
+        return joined

@@ -21,6 +21,7 @@ from specdec.clocks import Clock, ClockKind
 from specdec.clocks.meter import Meter
 from specdec.distributed.draft_leader import DraftGroup
 from specdec.distributed.in_flight_rows import InFlightRows
+from specdec.distributed.kept_rows import Keepers
 from specdec.distributed.messages import (
     Entry,
     Kind,
@@ -133,16 +134,23 @@ class DistributedExecutor:
             max(plan.num_ranks, len(plan.ranks)), threads=plan.threads, number=group_number
         )
         self._group = self._handle.group
-        self._session = self._open_session()
+        self._session, self._keepers = self._open_session()
 
-    def _open_session(self) -> int:
+    def _open_session(self) -> tuple[int, Keepers]:
         try:
-            return self._group.open_session(self._plan)
+            session = self._group.open_session(self._plan)
         except BaseException:
             self._handle.release(broken=True)
             if self._draft is not None:
                 self._draft.shutdown(broken=True)
             raise
+        return session, Keepers(
+            group=self._group,
+            session=session,
+            rank=self._last_rank,
+            meter=self._meter,
+            timeout_s=self._timeout_s,
+        )
 
     def open(self, request: RequestState) -> None:
         """Opens a request; ranks receive it with the next batch."""
@@ -156,6 +164,7 @@ class DistributedExecutor:
             )
         )
         self._submitted.open(request.id)
+        self._keepers.open(request.id, sampling)
 
     def submit(self, batch: Batch) -> None:
         """Sends the batch to the first stage; does not wait."""
@@ -271,6 +280,7 @@ class DistributedExecutor:
         """Closes a request; ranks free its caches with the next batch."""
         self._closes.append(request_id)
         self._submitted.close(request_id)
+        self._keepers.close(request_id)
 
     def reports(self) -> list[dict[str, Any]]:
         """Per rank from 1: clock report, rows computed, bytes sent and CPU seconds so far.
@@ -317,8 +327,7 @@ class DistributedExecutor:
             return []
         entered = range(self._tick, self._tick + 2 - self.in_flight, -1)
         due = 0 if self._due is None else self._due.num_tokens
-        batches = [self._in_flight.alive(tick) for tick in entered]
-        return [*(0 if batch is None else batch.num_tokens for batch in batches), due]
+        return [*map(self._in_flight.num_alive, entered), due]
 
     def _entry_tick(self, stage: int) -> int:
         """Tick at which the batch that ``stage`` computes in this step entered."""
@@ -360,7 +369,8 @@ class DistributedExecutor:
         for (kind, rank), reply in replies.items():
             rows, part = self._expected[kind, rank][1], self._plan.ranks[rank - 1]
             if kind is Kind.ANSWERS:
-                answers = read_answers(reply, rows, partial(self._is_open, answered))
+                is_open = partial(self._is_open, answered)
+                answers = read_answers(reply, rows, is_open, self._keepers.of)
             elif kind is Kind.EXITS:
                 is_open = partial(self._is_open, self._entry_tick(part.group))
                 exits += read_exits(reply, rows, is_open, part.exits)

@@ -38,6 +38,7 @@ class FailureDetector:
         self._processes = processes
         # rank -> (time at which the latest beat was first seen, its number, current operation)
         self._beats: dict[int, tuple[float, int, str]] = {}
+        self._beating: list[int] = []  # ranks that have sent a heartbeat
         self._last_progress = time.monotonic()
         self._started: float | None = None
         self._alarm = False
@@ -162,13 +163,18 @@ class FailureDetector:
                 return
 
     def _poll(self) -> None:
-        now = time.monotonic()
+        """Reads all ranks' keys by few messages: the store is in this process too."""
+        if self._store.check([store_keys.ANY_FAILED]):
+            self._alarm = True
         for rank in self._ranks:
-            if self._store.check([store_keys.failed(rank)]):
-                self._alarm = True
-            if not self._store.check([store_keys.heartbeat(rank)]):
-                continue
-            number, operation = json.loads(self._store.get(store_keys.heartbeat(rank)))
+            if rank not in self._beating and self._store.check([store_keys.heartbeat(rank)]):
+                self._beating.append(rank)
+        if not self._beating:
+            return
+        beats = self._store.multi_get([store_keys.heartbeat(rank) for rank in self._beating])
+        now = time.monotonic()
+        for rank, beat in zip(self._beating, beats, strict=True):
+            number, operation = json.loads(beat)
             _, last_number, last_operation = self._beats.get(rank, (0.0, -1, ""))
             if number != last_number:
                 self._beats[rank] = (now, number, operation)

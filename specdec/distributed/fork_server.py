@@ -6,10 +6,12 @@ that is when rank 0 closes it or dies. ``multiprocessing``'s forkserver does nei
 it leaves stopped children behind when the parent is killed, and it re-imports the user's main
 script in every child, which fails for scripts without an ``if __name__ == "__main__"`` guard.
 
-    python -m specdec.distributed.fork_server ADDRESS PORT SIZE LOGS keep|remove
+    python -m specdec.distributed.fork_server ADDRESS PORT SOCKETS LOGS keep|remove
 
-The last argument says whether to keep LOGS at the end. The process prints one JSON line per event:
-{"pids": [...]} after forking, then {"rank": r, "status": s} per ended rank (negative: signal).
+SOCKETS are the file descriptors of the ranks' ends of their control links, one per rank, separated
+by commas. The last argument says whether to keep LOGS at the end. The process prints one JSON line
+per event: {"pids": [...]} after forking, then {"rank": r, "status": s} per ended rank (negative:
+signal).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import sys
 import threading
 from datetime import timedelta
@@ -28,23 +31,27 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from specdec.distributed import worker
+from specdec.distributed.links import SocketLink
 
 _POLL_S = 0.05
 
 
 def main(argv: list[str]) -> int:
-    """Forks ranks 1 .. SIZE - 1 and waits until all have ended or standard input closes."""
-    address, port, size, logs = argv[0], int(argv[1]), int(argv[2]), Path(argv[3])
+    """Forks one rank per socket and waits until all have ended or standard input closes."""
+    address, port, logs = argv[0], int(argv[1]), Path(argv[3])
+    ends = dict(enumerate(map(int, argv[2].split(",")), 1))
     keep_logs = argv[4] == "keep"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 handles both, and then ends the ranks
     assert threading.active_count() == 1, "forking is only safe in a single-threaded process"
     ranks: dict[int, int] = {}
-    for rank in range(1, size):
+    for rank in ends:
         pid = os.fork()
         if pid == 0:
-            _run_rank(address, port, rank, size, logs)
+            _run_rank(address, port, rank, ends, logs)
         ranks[pid] = rank
+    for end in ends.values():
+        os.close(end)  # a link ends when its rank ends
     closed = True
     try:
         closed = _watch(ranks)
@@ -81,10 +88,13 @@ def _watch(ranks: dict[int, int]) -> bool:
     return False
 
 
-def _run_rank(address: str, port: int, rank: int, size: int, logs: Path) -> NoReturn:
+def _run_rank(address: str, port: int, rank: int, ends: dict[int, int], logs: Path) -> NoReturn:
     """Runs a rank in the forked process, with its output redirected to its log."""
     status = 1
     try:
+        for other, end in ends.items():
+            if other != rank:
+                os.close(end)
         log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -92,7 +102,8 @@ def _run_rank(address: str, port: int, rank: int, size: int, logs: Path) -> NoRe
         os.dup2(log, 2)
         timeout = timedelta(seconds=60)
         store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-        status = worker.serve(store, rank, size, loopback=True)
+        link = SocketLink(socket.socket(fileno=ends[rank]), peer=0)
+        status = worker.serve(store, rank, len(ends) + 1, loopback=True, link=link)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

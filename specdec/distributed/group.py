@@ -18,14 +18,13 @@ from specdec.distributed import store_keys
 from specdec.distributed.collective import Connections
 from specdec.distributed.failure_detector import FailureDetector
 from specdec.distributed.launch import Processes
+from specdec.distributed.links import ControlLink, GlooLink, SocketLink
 from specdec.distributed.messages import Kind, pack_json, pack_message
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.replies import REPLIES, ReceivedReply, Reply, ReplyKey
 from specdec.distributed.transport import (
     NO_TIMEOUT,
-    MessageReceiver,
     PeerLost,
-    Sender,
     Tag,
     control_group,
 )
@@ -36,6 +35,7 @@ _POLL_S = 0.1
 _LOAD_POLL_S = 0.02
 _LOAD_TIMEOUT_S = 120.0  # without any heartbeat
 _MAX_PENDING = 1024  # small messages; rank 0 must never wait for a slow rank
+_SEND_S = 60.0  # for a rank to read what its link's buffer cannot hold
 _GRACE_S = 5.0  # for ranks to exit on their own
 
 
@@ -78,8 +78,18 @@ class RankGroup:
         self.wait_for([store_keys.started(rank) for rank in range(1, size)])
         self._group = control_group(store, 0, size, loopback=loopback)
         self.connections = Connections(store=store, rank=0, loopback=loopback)
-        self._sender = Sender(self._group, max_pending=_MAX_PENDING)
+        self._links = self._connect()
         self._failures.start()
+
+    def _connect(self) -> dict[int, ControlLink]:
+        """Rank -> its control link."""
+        if self._processes is not None:
+            ends = self._processes.sockets.items()
+            return {rank: SocketLink(end, rank, timeout_s=_SEND_S) for rank, end in ends}
+        return {
+            rank: GlooLink(self._group, rank, max_pending=_MAX_PENDING)
+            for rank in range(1, self.size)
+        }
 
     def open_session(self, plan: SessionPlan) -> int:
         """Opens a pipeline session: ranks load their layers; returns the session's number.
@@ -141,14 +151,15 @@ class RankGroup:
         """
         try:
             for rank in ranks:
-                self._sender.send_message(packed, rank, Tag.CONTROL)
+                self._links[rank].send(packed)
         except PeerLost as lost:
             raise self.failed(lost) from None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that rank 0 has sent."""
-        return self._sender.num_bytes
+        """Bytes that rank 0 has sent, shares of collectives included."""
+        sent = sum(link.num_bytes for link in self._links.values())
+        return sent + self.connections.num_bytes
 
     def has_reply(self, key: ReplyKey) -> bool:
         """Whether ``reply`` would return at once."""
@@ -231,8 +242,8 @@ class RankGroup:
         self.alive = False
         self._failures.stop()
         with suppress(PeerLost):
-            for rank in range(1, self.size):
-                self._sender.send_message(pack_message(Kind.STOP, 0, 0), rank, Tag.CONTROL)
+            for link in self._links.values():
+                link.send(pack_message(Kind.STOP, 0, 0))
         if self._processes is not None:
             self._processes.wait(_GRACE_S)
             self._processes.kill()
@@ -256,6 +267,8 @@ class RankGroup:
         self._failures.stop(_GRACE_S)
         for listener in self._listeners.values():
             listener.join(_GRACE_S)
+        for link in self._links.values():
+            link.close()
 
     def _kill_with(self, error: BaseException) -> BaseException:
         self.kill()
@@ -268,9 +281,8 @@ class RankGroup:
             self._group.recv([rows], source, Tag.REPLY_ROWS).wait(NO_TIMEOUT)
 
         try:
-            receiver = MessageReceiver(self._group, source, Tag.REPLY)
             while True:
-                received = ReceivedReply.unpack(receiver.receive(), receive)
+                received = ReceivedReply.unpack(self._links[source].receive(), receive)
                 self._replies[received.reply.kind, source].put(received)
                 self._wake()
         except RuntimeError:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from specdec.executors.row_packing import InFlight
 from specdec.types import Batch, Commit
 
@@ -53,11 +55,21 @@ class InFlightRows:
         closed = frozenset(r for r in requests if not self.is_open(r, tick))
         commits = {}
         for request_id in requests - closed:
-            at, commit = self._latest.get(request_id, (-1, None))
-            if commit is not None and at >= tick:
+            if (commit := self._commit_since(request_id, tick)) is not None:
                 commits[request_id] = commit
         if closed or commits:
             flight.prune(commits, closed)
+
+    def num_alive(self, tick: int) -> int:
+        """Number of live rows of the batch that entered at ``tick``."""
+        batch, total = self._batches.get(tick), 0
+        if batch is None:
+            return total
+        for rows in batch.trees:
+            if self.is_open(rows.request, tick):
+                commit, ids = self._commit_since(rows.request, tick), rows.node_ids
+                total += len(ids) if commit is None else int(np.count_nonzero(commit.keeps(ids)))
+        return total + sum(len(c.tokens) for c in batch.prefills if self.is_open(c.request, tick))
 
     def alive(self, tick: int) -> Batch | None:
         """Live rows of the batch that entered at ``tick``; None if there are none."""
@@ -73,3 +85,8 @@ class InFlightRows:
         batch = self.alive(tick)
         self._batches.pop(tick, None)
         return batch
+
+    def _commit_since(self, request_id: int, tick: int) -> Commit | None:
+        """The latest commit of a request, if it was made at ``tick`` or later."""
+        at, commit = self._latest.get(request_id, (-1, None))
+        return commit if at >= tick else None

@@ -35,9 +35,11 @@ class Kind(IntEnum):
     - ``RELEASE``: closes a session.
     - ``STOP``: ends the process.
     - ``DRAFT``: a forward pass of a shared draft.
+    - ``QUERY``: asks the last rank for distributions that it keeps (``kept_rows``).
 
     To rank 0: ``ANSWERS`` of the last rank, ``EXITS`` of ranks with early exits, ``HIDDEN`` and
-    ``EARLY`` of ranks whose hidden states a part needs with the answers, or before.
+    ``EARLY`` of ranks whose hidden states a part needs with the answers, or before, ``ROWS`` in
+    reply to ``QUERY``.
     """
 
     SETUP = 0
@@ -51,6 +53,8 @@ class Kind(IntEnum):
     EXITS = 8
     HIDDEN = 9
     EARLY = 10
+    QUERY = 11
+    ROWS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from specdec.device import Probs, SupportProbs, on_host
+from specdec.device import KeptProbs, Probs, RowKeeper, SupportProbs, on_host
 from specdec.distributed.messages import HEADER_WORDS, Kind, pack_message
 from specdec.types import (
     Answers,
@@ -29,7 +29,7 @@ from specdec.types import (
     TreeRows,
 )
 
-REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN, Kind.EARLY)
+REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN, Kind.EARLY, Kind.ROWS)
 """Kinds of messages that are replies."""
 
 ReplyKey: TypeAlias = tuple[Kind, int]
@@ -47,8 +47,8 @@ class Reply:
         kind: one of ``REPLIES``.
         body: int64[n]; answers as packed by ``answers_reply``, or candidates by ``exits_reply``.
         rows: content of the second message, on the host, or None: distributions float64[W, V] of
-            the answers or of each exit, supports float64[2, N] of the answers' distributions, or
-            hidden states [R, E] of each name, concatenated.
+            the answers or of each exit, supports float64[2, N] of the answers' distributions,
+            hidden states [R, E] of each name, concatenated, or logits [A, V] that were asked for.
     """
 
     kind: Kind
@@ -86,48 +86,106 @@ class ReceivedReply:
         return ReceivedReply(session, tick, Reply(Kind(kind), packed[_BODY:], rows))
 
 
-def answers_reply(answers: Sequence[Answers]) -> Reply:
+@dataclass(frozen=True, slots=True)
+class KeptValues:
+    """What is sent of distributions that stay on the last rank.
+
+    Attributes:
+        values: float64[W], the probability of each row's token after its parent; NaN if that is not
+            among the rows, or if the row's own distribution is sent.
+        vocab_size: V.
+    """
+
+    values: FloatArray
+    vocab_size: int
+
+
+def answers_reply(answers: Sequence[Answers], kept: KeptValues | None = None) -> Reply:
     """The last rank's reply for all tree rows that it has computed.
 
     The body is the tokens [W]. Distributions that filters have cut are sent as supports: the body
     continues with V and the number of entries of each row [W], and the second message is the token
     ids and the probabilities of all entries, float64[2, N].
+
+    Args:
+        answers: one per request, without the distributions that the rank keeps.
+        kept: with its values the body ends; kept rows have no entries. None if no rows are kept.
     """
     tokens = np.concatenate([a.tokens for a in answers])
     given = [a.probs for a in answers if a.probs is not None]
-    supports = [probs for probs in given if isinstance(probs, SupportProbs)]
-    if not supports or len(supports) < len(given):
+    if not given and kept is None:
+        return Reply(Kind.ANSWERS, tokens)
+    if kept is None and not all(isinstance(probs, SupportProbs) for probs in given):
         return Reply(Kind.ANSWERS, tokens, _joined(given))
-    counts = [np.count_nonzero(probs.values, axis=1) for probs in supports]
-    entries = np.concatenate([np.stack(probs.support) for probs in supports], axis=1)
-    body = np.concatenate([tokens, [supports[0].vocab_size], *counts])
-    return Reply(Kind.ANSWERS, body, torch.from_numpy(entries))
+    parts = [(len(a.tokens), None if a.probs is None else _entries(a.probs)) for a in answers]
+    counts = [np.zeros(num, np.int64) if part is None else part[0] for num, part in parts]
+    entries = [part[1] for _, part in parts if part is not None]
+    vocab_size = given[0].shape[-1] if kept is None else kept.vocab_size
+    body = [tokens, np.array([vocab_size]), *counts]
+    if kept is not None:
+        body.append(kept.values.view(np.int64))
+    rows = torch.from_numpy(np.concatenate(entries, axis=1)) if entries else None
+    return Reply(Kind.ANSWERS, np.concatenate(body), rows)
 
 
-def read_answers(reply: Reply, batch: Batch, is_open: Callable[[int], bool]) -> tuple[Answers, ...]:
+def _entries(probs: Probs) -> tuple[IntArray, FloatArray]:
+    """Number of positive entries per row [W]; their token ids and values, float64[2, N]."""
+    if isinstance(probs, SupportProbs):
+        return np.count_nonzero(probs.values, axis=1), np.stack(probs.support)
+    dense = on_host(probs)
+    rows, ids = np.nonzero(dense)
+    return np.bincount(rows, minlength=len(dense)), np.stack([ids, dense[rows, ids]])
+
+
+def read_answers(
+    reply: Reply,
+    batch: Batch,
+    is_open: Callable[[int], bool],
+    keeper: Callable[[int], RowKeeper],
+) -> tuple[Answers, ...]:
     """The answers to ``batch``, by request.
 
     Args:
         reply: from ``answers_reply``.
         batch: the rows that were computed, according to rank 0.
         is_open: whether a request is still open; answers of other requests are dropped.
+        keeper: request id -> access to the rows that the last rank keeps.
     """
     num = batch.num_nodes
     tokens, rest = reply.body[:num], reply.body[num:]
     assert len(tokens) == num, "rank 0 and the last rank disagree"
-    assert len(rest) in (0, num + 1), "rank 0 and the last rank disagree"
+    assert len(rest) in (0, num + 1, 2 * num + 1), "rank 0 and the last rank disagree"
+    vocab_size = int(rest[0]) if len(rest) else 0
+    counts, kept = rest[1 : num + 1], rest[num + 1 :].view(np.float64)
     probs: Probs | None = None if reply.rows is None else reply.rows.numpy()
-    if len(rest) and reply.rows is not None:
-        probs = _supports(reply.rows.numpy(), vocab_size=int(rest[0]), counts=rest[1:])
+    if len(counts) and reply.rows is not None:
+        probs = _supports(reply.rows.numpy(), vocab_size=vocab_size, counts=counts)
+
+    def probs_of(rows: TreeRows, part: slice) -> Probs | None:
+        if len(kept) and not counts[part].any():
+            known = _known(rows, kept[part])
+            return KeptProbs(keeper(rows.request), rows.node_ids, vocab_size, known)
+        return None if probs is None else probs[part]
+
     return tuple(
         Answers(
             request=rows.request,
             node_ids=rows.node_ids,
             tokens=tokens[part],
-            probs=None if probs is None else probs[part],
+            probs=probs_of(rows, part),
         )
         for rows, part in _by_request(batch, is_open)
     )
+
+
+def _known(rows: TreeRows, values: FloatArray) -> dict[int, dict[int, float]]:
+    """Node id -> token -> probability, of ``KeptValues.values``[W]."""
+    known: dict[int, dict[int, float]] = {}
+    here = np.flatnonzero(~np.isnan(values))
+    columns = rows.parent_ids[here].tolist(), rows.tokens[here].tolist(), values[here].tolist()
+    for parent, token, value in zip(*columns, strict=True):
+        known.setdefault(parent, {})[token] = value
+    return known
 
 
 def _supports(entries: FloatArray, *, vocab_size: int, counts: IntArray) -> SupportProbs:

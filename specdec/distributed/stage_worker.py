@@ -18,16 +18,17 @@ from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.distributed.in_flight_rows import InFlightRows
+from specdec.distributed.kept_rows import KeptRows
 from specdec.distributed.messages import Ending, Entry, Kind, OpenedRequest
 from specdec.distributed.plan import RankPlan, SessionPlan
 from specdec.distributed.replies import Reply, answers_reply, exits_reply, hidden_reply
 from specdec.executors.answerer import Answerer
-from specdec.executors.exits import ExitReader, paged
+from specdec.executors.exits import ExitReader, layers_of, paged
 from specdec.executors.row_packing import InFlight
 from specdec.executors.stage import Stage
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
-from specdec.types import Exits
+from specdec.types import Exits, IntArray
 
 if TYPE_CHECKING:
     from specdec.pairs import ModelPair
@@ -69,6 +70,7 @@ class StageSession:
         stage: Stage,
         answerer: Answerer | None,
         exits: ExitReader | None,
+        kept: KeptRows | None,
         clock: WallClock,
         links: StageLinks,
     ) -> None:
@@ -80,6 +82,7 @@ class StageSession:
             stage: this rank's layers.
             answerer: samples the target's tokens; on the last rank only.
             exits: reads early exits; on ranks that have some.
+            kept: keeps distributions; on the last rank, if a part needs them.
             clock: this rank's clock.
             links: connections to other ranks.
         """
@@ -94,7 +97,8 @@ class StageSession:
         self._stage = stage
         self._answerer = answerer
         self._exits = exits
-        self._parts = [item for item in (stage, answerer, exits) if item is not None]
+        self._kept = kept
+        self._parts = [item for item in (stage, answerer, exits, kept) if item is not None]
         self._clock = clock
         self._links = links
         self._in_flight = InFlightRows()
@@ -134,6 +138,11 @@ class StageSession:
             self._set_step(ending.entry.batch.step + 1)
             self._compute(tick + 1, tick + 2 - self._plan.group)
 
+    def query(self, number: int, packed: IntArray) -> None:
+        """Last rank: answers query ``number`` of rank 0 about distributions that it keeps."""
+        assert self._kept is not None, "only the last rank keeps distributions"
+        self._links.send_reply(number, self._kept.answer(packed))
+
     def report(self) -> dict[str, object]:
         """The clock's report and the number of rows computed, as plain values."""
         return {"clock": asdict(self._clock.report()), "rows": self.rows}
@@ -153,7 +162,7 @@ class StageSession:
 
     def _open(self, opened: OpenedRequest) -> None:
         self._stage.open(opened.id, opened.max_len)
-        for reader in (self._answerer, self._exits):
+        for reader in (self._answerer, self._exits, self._kept):
             if reader is not None:
                 reader.open(opened)
 
@@ -200,9 +209,11 @@ class StageSession:
                 self._transmit()
         elif batch.trees and self._is_last:
             assert self._answerer is not None, "the last rank answers"
-            answers = self._answerer.answer(batch, out.logits)
+            answers, kept = self._answerer.answer(batch, out.logits), None
+            if self._kept is not None and out.logits is not None:
+                answers, kept = self._kept.keep(batch, answers, out.logits)
             clock.charge(rank, Work.HEAD, batch.num_nodes)
-            self._links.send_reply(tick, answers_reply(answers))
+            self._links.send_reply(tick, answers_reply(answers, kept))
             self._answered = True
         if self._is_last:
             self._links.release_rows()
@@ -241,9 +252,12 @@ def build_session(
     stage = _load_stage(pair, part, meter, join)
     stage = paged(stage, plan.num_blocks, plan.block_tokens)
     draws = KeyedDraws(seed=plan.seed)
-    answerer = exits = None
+    answerer = exits = kept = None
     if rank == len(plan.ranks):
         answerer = pair.answerer(draws=draws, needs_probs=plan.needs_probs)
+        if plan.needs_probs:
+            layers = layers_of(stage)
+            kept = KeptRows(copy=layers is not None and layers.runner.static is not None)
     if part.exits and plan.exits is not None:
         num, sample = plan.exits.candidates, plan.exits.sample
         exits = ExitReader(num_candidates=num, draws=draws, sample=sample)
@@ -255,6 +269,7 @@ def build_session(
         stage=stage,
         answerer=answerer,
         exits=exits,
+        kept=kept,
         clock=clock,
         links=make_links(stage),
     )

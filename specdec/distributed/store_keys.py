@@ -5,6 +5,9 @@ from __future__ import annotations
 HEARTBEAT_S = 0.5
 """Seconds between a rank's heartbeats."""
 
+ANY_FAILED = "failed"
+"""Set after the first ``failed`` of any rank."""
+
 
 def started(rank: int) -> str:
     """Set when the rank's process runs."""

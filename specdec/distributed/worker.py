@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 import time
 import traceback
@@ -22,6 +23,7 @@ from specdec.distributed import store_keys
 from specdec.distributed.collective import Connections
 from specdec.distributed.draft_follower import DraftSession
 from specdec.distributed.launch import NOTE
+from specdec.distributed.links import ControlLink, GlooLink
 from specdec.distributed.messages import (
     HEADER_WORDS,
     Kind,
@@ -37,7 +39,6 @@ from specdec.distributed.transport import (
     CPU,
     NUM_TAGS,
     Group,
-    MessageReceiver,
     PeerLost,
     RowReceiver,
     Sender,
@@ -102,22 +103,30 @@ class _GroupLinks:
 
     def send_reply(self, tick: int, reply: Reply) -> None:
         """Sends the control message, then the reply's rows if it has any."""
-        sender = self._worker.control
-        sender.send_message(reply.pack(self._session, tick), 0, Tag.REPLY)
+        self._worker.link.send(reply.pack(self._session, tick))
         if reply.rows is not None:
-            sender.send(reply.rows, 0, Tag.REPLY_ROWS)
+            self._worker.control.send(reply.rows, 0, Tag.REPLY_ROWS)
 
 
 class Worker:
     """Models, sessions and connections of a rank's process."""
 
-    def __init__(self, *, store: dist.Store, rank: int, size: int, loopback: bool) -> None:
+    def __init__(
+        self,
+        *,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        loopback: bool,
+        link: ControlLink | None = None,
+    ) -> None:
         """Joins the group.
 
         Args:
             store: shared by all ranks.
             rank, size: this rank and the number of ranks, 1 <= rank < size.
             loopback: see ``control_group``.
+            link: to rank 0; None: over the group.
         """
         self.rank = rank
         self.size = size
@@ -126,7 +135,7 @@ class Worker:
         self._group = control_group(store, rank, size, loopback=loopback)
         self.control = Sender(self._group, max_pending=_MAX_PENDING)
         self._data: tuple[Group, Sender, int] | None = None
-        self._commands = MessageReceiver(self._group, 0, Tag.CONTROL)
+        self.link = link or GlooLink(self._group, 0, max_pending=_MAX_PENDING)
         self._pairs: dict[str, ModelPair] = {}
         self._connections = Connections(store=store, rank=rank, loopback=loopback)
         self._sessions: dict[int, StageSession] = {}
@@ -144,7 +153,7 @@ class Worker:
         """
         with torch.inference_mode():
             while True:
-                packed = self._commands.receive()
+                packed = self.link.receive()
                 _, kind, session, tick = packed[:HEADER_WORDS].tolist()
                 if kind == Kind.STOP:
                     return
@@ -175,6 +184,8 @@ class Worker:
         elif kind is Kind.DRAFT:
             self._current = draft = self._drafts[session]
             draft.replay(tick, packed)
+        elif kind is Kind.QUERY:
+            self._sessions[session].query(tick, packed)
         elif kind is Kind.SETUP:
             self._set_up(session, unpack_json(packed))
         elif kind is Kind.REPORT:
@@ -242,9 +253,11 @@ class Worker:
         return pair
 
     def report(self, session: int) -> dict[str, object]:
-        """The session's report, bytes sent and CPU seconds used, as plain values."""
-        sent = self.control.num_bytes + (self._data[1].num_bytes if self._data else 0)
-        used = {"bytes_sent": sent, "cpu_s": time.process_time()}
+        """The session's report, bytes sent, CPU seconds and most memory, as plain values."""
+        sent = self.link.num_bytes + self.control.num_bytes + self._connections.num_bytes
+        sent += self._data[1].num_bytes if self._data else 0
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        used = {"bytes_sent": sent, "cpu_s": time.process_time(), "peak_bytes": peak}
         ran = self._sessions[session] if session in self._sessions else self._drafts[session]
         return {**ran.report(), **used}
 
@@ -266,14 +279,18 @@ def _log(text: str) -> None:
     print(f"{NOTE}{now} {text}", flush=True)  # noqa: T201 - standard output is the log
 
 
-def serve(store: dist.Store, rank: int, size: int, *, loopback: bool) -> int:
+def serve(
+    store: dist.Store, rank: int, size: int, *, loopback: bool, link: ControlLink | None = None
+) -> int:
     """Runs a rank until rank 0 stops it; returns its exit status.
+
+    Arguments are those of ``Worker``.
 
     A failure is written to the store for rank 0 (``store_keys.failed``) as ``kind`` ("user",
     "raised" or "lost"), ``text`` and ``peer``; the status is then 1.
     """
     try:
-        Worker(store=store, rank=rank, size=size, loopback=loopback).serve()
+        Worker(store=store, rank=rank, size=size, loopback=loopback, link=link).serve()
     except BaseException as error:
         kind = "lost" if isinstance(error, PeerLost) else "raised"
         if isinstance(error, UserError):
@@ -287,5 +304,6 @@ def serve(store: dist.Store, rank: int, size: int, *, loopback: bool) -> int:
         }
         with suppress(RuntimeError):
             store.set(store_keys.failed(rank), json.dumps(report))
+            store.set(store_keys.ANY_FAILED, "1")
         return 1
     return 0

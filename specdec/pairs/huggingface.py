@@ -44,7 +44,7 @@ from specdec.parts.fields import Count
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
-from specdec.tensor_parallel import Collective, InRankOrder, sharded
+from specdec.tensor_parallel import Collective, sharded
 from specdec.types import HiddenName, IntArray
 
 
@@ -228,7 +228,7 @@ class HuggingFacePair:
     ) -> ModelStage:
         """Target layers ``first`` .. ``last``, or this rank's share of them.
 
-        With ``exact`` the bits of a row do not depend on the pass; ranks then sum in their order.
+        With ``exact`` the bits of a row do not depend on the pass.
 
         Args:
             first, last, meter, capture: see ``ModelPair.stage``.
@@ -238,8 +238,6 @@ class HuggingFacePair:
         Raises:
             UserError: a ``group`` with quantised weights.
         """
-        if self._exact and group is not None:
-            group = InRankOrder(group)
         runner = self._runner(
             "target",
             meter,
@@ -265,8 +263,10 @@ class HuggingFacePair:
         """Runner of the loaded model, or of this rank's share of it in a ``group``."""
         if group is not None and self._quantization != Quantization.NONE:
             raise UserError(
-                f"model.quantization={self._quantization} cannot be cut into shares: use"
-                " executor.target_degree and draft_degree of 1 (null), or plain weights"
+                f"model.quantization={self._quantization} cannot be cut into shares: a share's"
+                " scales are not those of the whole matrix, so the ranks would run another model"
+                " than plain decoding; use executor.target_degree and draft_degree of 1 (null), or"
+                " plain weights"
             )
         execution = replace(self._execution if group is None else PLAIN, exact=exact)
         if group is None:

@@ -227,6 +227,8 @@ class TableRunner:
     Hidden states are the tokens, so a stage that gets another's rows gives wrong answers.
     """
 
+    static = None  # no captured passes
+
     def __init__(
         self,
         table: torch.Tensor,

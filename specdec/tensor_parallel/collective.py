@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+ONE_EXCHANGE_BYTES = 64 * 1024
+"""Tensors of at most this size are summed by one exchange; more ranks than two only."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -46,12 +50,23 @@ class Collective:
             self._paused = False
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over all ranks in the type of ``tensor``; 16-bit types sum in float32."""
+        """Returns the sum over all ranks, in the type of ``tensor``.
+
+        Parts are added in the order of ranks, so every rank gets the same bits, which depend
+        neither on an element's place in the tensor nor on the number of rows. They are sent in
+        their own type; sums of 16-bit parts are accumulated in float32 and rounded once.
+
+        Small tensors are sent whole to every rank (one exchange), large ones in slices that one
+        rank each adds up (two exchanges of 2 / size of the bytes). Both give the same bits.
+        """
         if self._paused or self.size == 1:
             return tensor
-        if tensor.dtype in _HALF:
-            return self._add(tensor.float()).to(tensor.dtype)
-        return self._add(tensor.contiguous())
+        tensor = tensor.contiguous()
+        if self.size == 2 or tensor.numel() * tensor.element_size() <= ONE_EXCHANGE_BYTES:
+            return _sum(self._gather(tensor))
+        slices = pad(tensor.flatten(), (0, -tensor.numel() % self.size)).view(self.size, -1)
+        total = _sum(self._exchange(slices).unbind())
+        return torch.cat(list(self._gather(total)))[: tensor.numel()].view_as(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Concatenates every rank's [..., n] to [..., size * n], in rank order."""
@@ -60,31 +75,20 @@ class Collective:
         parts = [tensor] * self.size if self._paused else self._gather(tensor.contiguous())
         return torch.cat(list(parts), -1)  # einops would stack and copy once more
 
-    def _add(self, tensor: Tensor) -> Tensor:
+    def _gather(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Every rank's ``tensor``, in rank order; the caller does not change them."""
         raise NotImplementedError
 
-    def _gather(self, tensor: Tensor) -> Sequence[Tensor]:
+    def _exchange(self, slices: Tensor) -> Tensor:
+        """Sends row i of [size, n] to rank i; returns the rows received, in rank order."""
         raise NotImplementedError
 
 
-class InRankOrder(Collective):
-    """A group whose sums add the ranks' parts in the order of ranks.
-
-    A ring adds each part of a tensor in another order, so that an element's last bit depends on
-    its place in the tensor, that is on the number of rows.
-    """
-
-    def __init__(self, group: Collective) -> None:
-        """Communicates through ``group``."""
-        super().__init__(rank=group.rank, size=group.size)
-        self._inner = group
-
-    def _add(self, tensor: Tensor) -> Tensor:
-        parts = self._gather(tensor)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
-
-    def _gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        return self._inner.gather(tensor).chunk(self.size, -1)
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """Adds at least two tensors in their order."""
+    first = parts[0]
+    # Library reductions add in an order of their own, which depends on the shape.
+    total = (first.float() if first.dtype in _HALF else first) + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total.to(first.dtype)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.device import DeviceProbs, Probs, SupportProbs, on_host, to_device
+from specdec.device import DeviceProbs, KeptProbs, Probs, SupportProbs, on_host, to_device
 from specdec.sampling import on_device
 from specdec.sampling.host import inverse_cdf
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
@@ -41,7 +41,8 @@ class RejectionVerifier:
     distribution is one-hot, and the output equals greedy decoding.
 
     If the target's distributions are on a device, all answered nodes are judged there at once,
-    including those off the accepted path, and the results are copied as two integers per node.
+    including those off the accepted path, and the results are copied as two integers per node. If
+    they are in another process, a whole row is fetched only where the first child is rejected.
     """
 
     needs = Needs(target_probs=True, draft_probs=True)
@@ -70,8 +71,11 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
     position = tree.positions[slot, None] + 1
     tests = draws.uniform(request.id, position, Purpose.ACCEPT, np.arange(len(children)))
     draft = on_host(tree.draft_probs[int(tree.ids[slot])])
+    probs = tree.target_probs[int(tree.ids[slot])]
     if request.sampling.greedy:
         support, target = np.array([own_token]), np.ones(1)
+    elif isinstance(probs, KeptProbs) and tests[0] * draft[tokens[0]] < probs.of(int(tokens[0])):
+        return Choice(int(children[0]), int(tokens[0]), 0)  # without the rest of the row
     else:
         support, target = _support(tree, slot)
     for judged, (child, token) in enumerate(zip(children.tolist(), tokens.tolist(), strict=True)):

@@ -14,7 +14,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from specdec.device import on_host
+from specdec.device import rows_on_host
 from specdec.parts.fields import PositiveShare, validated
 from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
@@ -71,7 +71,7 @@ class TypicalVerifier:
         slots = np.flatnonzero(tree.answered)
         rows = np.full(len(tree), -1)
         rows[slots] = np.arange(len(slots))
-        probs = np.stack([on_host(tree.target_probs[i]) for i in tree.ids[slots].tolist()])
+        probs = rows_on_host([tree.target_probs[i] for i in tree.ids[slots].tolist()])
         logs = np.log(probs, out=np.zeros_like(probs), where=probs > 0.0)
         entropy = -(probs * logs).sum(axis=1)
         threshold = np.minimum(self.epsilon, self.delta * np.exp(-entropy))

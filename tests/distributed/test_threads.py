@@ -12,8 +12,11 @@ import pytest
 
 from specdec.distributed.executor import DistributedExecutor
 from specdec.distributed.in_flight_rows import InFlightRows
+from specdec.distributed.kept_rows import KeptRows
+from specdec.distributed.replies import Reply
 from specdec.executors.row_packing import InFlight
 from specdec.executors.stage import ModelStage, split_layers
+from specdec.types import IntArray
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
 from tests.distributed.threads import ThreadGroup, thread_ranks
 
@@ -65,6 +68,36 @@ def test_stages_of_several_devices(strategy: str, groups: list[int]) -> None:
 def test_histories_and_distributions_travel() -> None:
     same(config("specpipe", 3, "no_repeat4"))
     same(config("speculative", 3, "t08", verifier=rejection()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stages"),
+    [("speculative", 1), ("speculative", 3), ("specinfer", 2), ("specpipe", 2), ("specpipe", 3)],
+)
+def test_whole_distributions_stay_on_the_last_rank(
+    strategy: str, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 asks for a node's row only where it has rejected the node's first child."""
+    asked: list[bool] = []
+    answer = KeptRows.answer
+
+    def counting(self: KeptRows, packed: IntArray) -> Reply:
+        reply = answer(self, packed)
+        asked.append(reply.rows is not None)
+        return reply
+
+    monkeypatch.setattr(KeptRows, "answer", counting)
+    keys = {"sampling__top_p": 1.0, "verifier": rejection(), "batch_size": 2}
+    if strategy == "specpipe":
+        keys |= {"policy__width": 1, "policy__children": 1}
+    values = config(strategy, stages, "t08", **keys)
+    same(values)
+    results = run(values)[0].values()
+    rejected = sum(r.counters.verified - r.counters.accepted for r in results)
+    rows = sum(asked) // 2  # it ran twice
+    assert 0 < rows <= rejected
+    # Whole trees: children's probabilities come with the answers. Otherwise rank 0 asks for them.
+    assert all(asked) == (strategy != "specpipe")
 
 
 @pytest.mark.slow

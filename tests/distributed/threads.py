@@ -97,6 +97,8 @@ class ThreadGroup:
                     stage = self.sessions[session, rank]
                     if kind == Kind.BEGIN:
                         stage.begin(tick, unpack_entry(packed))
+                    elif kind == Kind.QUERY:
+                        stage.query(tick, packed)
                     else:
                         stage.end(tick, unpack_ending(packed))
         except Exception as error:

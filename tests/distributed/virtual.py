@@ -99,6 +99,8 @@ class VirtualGroup:
                 stage = self._sessions[session, rank]
                 if kind == Kind.BEGIN:
                     stage.begin(tick, unpack_entry(packed))
+                elif kind == Kind.QUERY:
+                    stage.query(tick, packed)
                 else:
                     stage.end(tick, unpack_ending(packed))
 

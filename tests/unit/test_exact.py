@@ -22,7 +22,7 @@ from specdec.models.random import random_model
 from specdec.models.row_counts import EAGER, Operator, Setting, proved_counts
 from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
-from specdec.tensor_parallel import InRankOrder, sharded
+from specdec.tensor_parallel import collective, sharded
 from tests.shares import run_group
 
 EXACT = Execution(exact=True)
@@ -300,7 +300,6 @@ def test_unequal_numbers_of_a_group_are_intersected():
     model = random_model("llama", dtype="bfloat16", num_layers=1, vocab_size=61)
 
     def work(group):
-        group = InRankOrder(group)
         with group.paused():
             share = sharded(model, group)
             runner = ModelRunner(
@@ -316,11 +315,31 @@ def test_unequal_numbers_of_a_group_are_intersected():
     assert torch.equal(together, alone)
 
 
-def test_rank_order_keeps_the_bits_of_any_tensor_size():
-    """((a + b) + c) in float32, wherever an element lies."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_sums_have_the_same_bits_on_every_rank_at_every_place(size, dtype, monkeypatch):
+    """((a + b) + c), 16-bit types in float32: in one exchange or two, whole or row by row."""
+    parts = torch.randn(size, 40, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = sum(parts[1:].to(wide), start=parts[0].to(wide)).to(dtype)
+
+    def sums(group):
+        own = parts[group.rank]
+        return group.add(own), torch.stack([group.add(row) for row in own])
+
+    for limit in (collective.ONE_EXCHANGE_BYTES, 0):
+        monkeypatch.setattr(collective, "ONE_EXCHANGE_BYTES", limit)
+        for total, rows in run_group(size, sums):
+            assert total.dtype == dtype
+            assert torch.equal(total, expected)
+            assert torch.equal(rows, expected)
+
+
+def test_sums_in_another_order_differ():
+    """Control of the test above: the same parts, added from the last rank to the first."""
     parts = torch.randn(3, 40, 7, generator=torch.Generator().manual_seed(0))
-    sums = run_group(3, lambda group: InRankOrder(group).add(parts[group.rank]))
-    assert all(torch.equal(total, (parts[0] + parts[1]) + parts[2]) for total in sums)
+    backwards = run_group(3, lambda group: group.add(parts[2 - group.rank]))
+    assert not torch.equal(backwards[0], (parts[0] + parts[1]) + parts[2])
 
 
 # ------------------------------------------------------------ refusals

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.device import SupportProbs, on_host, select_rows
+from specdec.device import RowKeeper, SupportProbs, on_host, select_rows
 from specdec.distributed.messages import Kind
 from specdec.distributed.replies import ReceivedReply, answers_reply, read_answers
 from specdec.executors import ModelAnswerer
@@ -41,6 +41,11 @@ class Opened:
         self.id, self.sampling, self.stop = request, sampling, StopRules(max_new_tokens=1)
 
 
+def nobody(request: int) -> RowKeeper:
+    """No rows are kept on another rank here."""
+    raise AssertionError
+
+
 def sent(answers: tuple, batch: Batch, is_open=lambda request: True) -> tuple[tuple, int]:
     """The answers as rank 0 reads them, and the bytes of both messages."""
     reply = answers_reply(answers)
@@ -49,7 +54,7 @@ def sent(answers: tuple, batch: Batch, is_open=lambda request: True) -> tuple[tu
     received = ReceivedReply.unpack(packed, lambda rows: rows.copy_(second))
     assert received.reply.kind is Kind.ANSWERS
     num_bytes = packed.nbytes + (0 if second is None else second.numel() * second.element_size())
-    return read_answers(received.reply, batch, is_open), num_bytes
+    return read_answers(received.reply, batch, is_open, nobody), num_bytes
 
 
 @pytest.mark.parametrize("params", [[T06], [T06, T06], [PLAIN], [T06, PLAIN]], ids=len)

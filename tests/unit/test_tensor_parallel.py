@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
+from specdec.distributed.collective import RankCollective
+from specdec.distributed.transport import collective_group
 from specdec.errors import UserError
 from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import load_stage
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
-from specdec.tensor_parallel import Collective, HeadSplit, sharded
+from specdec.tensor_parallel import Collective, HeadSplit, collective, sharded
 from specdec.tensor_parallel.cuts import Cut, even
 from specdec.tensor_parallel.layers import ColumnLinear, RowLinear
 from tests.shares import run_group
+
+T = TypeVar("T")
 
 TOLERANCE = 1e-6
 """Of logits: transformers' norms pass through float32, where another order of sums may round."""
@@ -187,3 +194,39 @@ def test_families_without_a_plan_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     llama.config.base_model_tp_plan = {"layers.*.mlp.experts": "grouped_gemm"}
     with pytest.raises(UserError, match="grouped_gemm"):
         sharded(llama, Collective(rank=0, size=2))
+
+
+def over_gloo(size: int, work: Callable[[RankCollective], T]) -> list[T]:
+    """Runs ``work`` on ranks that are threads of this process, connected by gloo."""
+    store = HashStore()
+
+    def one(rank: int) -> T:
+        group = collective_group(store, rank, size, device=torch.device("cpu"), loopback=True)
+        return work(RankCollective(group, rank=rank, peers=range(size)))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_sums_over_gloo_are_sent_in_their_own_type(dtype, monkeypatch):
+    """The bits of a sum in the order of ranks, and the bytes that each rank sends for it."""
+    size, rows, columns = 3, 5, 7
+    parts = torch.randn(size, rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = ((parts[0].to(wide) + parts[1].to(wide)) + parts[2].to(wide)).to(dtype)
+    itemsize = parts.element_size()
+    padded = -(-rows * columns // size)
+    for limit, sent in (
+        (collective.ONE_EXCHANGE_BYTES, (size - 1) * rows * columns * itemsize),
+        (0, 2 * (size - 1) * padded * itemsize),
+    ):
+        monkeypatch.setattr(collective, "ONE_EXCHANGE_BYTES", limit)
+        for total, num_bytes in over_gloo(
+            size, lambda group: (group.add(parts[group.rank]), group.num_bytes)
+        ):
+            assert total.dtype == dtype
+            assert torch.equal(total, expected)
+            assert num_bytes == sent
+    whole = over_gloo(size, lambda group: group.gather(parts[group.rank]))
+    assert all(torch.equal(found, torch.cat(list(parts), -1)) for found in whole)

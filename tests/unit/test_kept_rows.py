@@ -1,0 +1,162 @@
+"""Distributions that stay on the last rank: the same bits, verdicts and few bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.device import KeptProbs, SupportProbs, on_host, rows_on_host
+from specdec.distributed.kept_rows import KeeperOfRequest, KeptRows
+from specdec.distributed.messages import Kind, OpenedRequest, pack_message
+from specdec.distributed.replies import ReceivedReply, Reply, answers_reply, read_answers
+from specdec.executors import ModelAnswerer
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.types import NO_NODE, Batch, Commit, CommitKind, TreeRows
+from tests.unit.test_sampling import logits_of
+
+PLAIN = SamplingParams(temperature=0.7)
+GREEDY = SamplingParams()
+T06 = SamplingParams(temperature=0.6, top_k=80, top_p=0.9)
+HISTORY = SamplingParams(temperature=0.7, no_repeat_ngram=2)
+PROMPT = np.arange(4)
+
+
+class LastRank:
+    """An answerer with its kept rows; messages are packed and counted, but not sent."""
+
+    def __init__(self, params: list[SamplingParams], *, copy: bool = False) -> None:
+        self.answerer = ModelAnswerer(draws=KeyedDraws(seed=3), needs_probs=True)
+        self.kept = KeptRows(copy=copy)
+        self.num_bytes = 0
+        self.num_rows = 0  # whole rows that were asked for
+        self.keepers = {}
+        for request, sampling in enumerate(params):
+            opened = OpenedRequest(id=request, max_len=99, sampling=sampling, tokens=PROMPT)
+            self.answerer.open(opened)
+            self.kept.open(opened)
+            transform = SamplingTransform(sampling)
+            self.keepers[request] = KeeperOfRequest(request, transform, self.ask)
+
+    def answers(self, batch: Batch, logits: torch.Tensor):
+        """What rank 0 reads of the answers, and the answers themselves."""
+        answers = self.answerer.answer(batch, logits)
+        reply = self._sent(answers_reply(*self.kept.keep(batch, answers, logits)))
+        return read_answers(reply, batch, lambda _: True, self.keepers.__getitem__), answers
+
+    def ask(self, body) -> Reply:
+        """The reply to a query."""
+        query = pack_message(Kind.QUERY, 1, 2, body)
+        self.num_bytes += query.nbytes
+        reply = self._sent(self.kept.answer(query))
+        self.num_rows += 0 if reply.rows is None else len(reply.rows)
+        return reply
+
+    def _sent(self, reply: Reply) -> Reply:
+        packed, second = reply.pack(session=1, tick=2), reply.rows
+        self.num_bytes += packed.nbytes
+        self.num_bytes += 0 if second is None else second.numel() * second.element_size()
+        return ReceivedReply.unpack(packed, lambda rows: rows.copy_(second)).reply
+
+
+def tree(request: int, parents: list[int], first_id: int = 0) -> TreeRows:
+    """Nodes with ids from ``first_id``, in an order that is not that of their ids."""
+    num = len(parents)
+    ids = first_id + np.arange(num)[::-1]
+    above = np.array([NO_NODE if p == NO_NODE else ids[p] for p in parents])
+    tokens = np.arange(num) * 3 + 1
+    depths = np.zeros(num, np.int64)
+    for node, parent in enumerate(parents):
+        depths[node] = 0 if parent == NO_NODE else depths[parent] + 1
+    return TreeRows(
+        request=request, prefix_len=3, node_ids=ids, tokens=tokens, parent_ids=above, depths=depths
+    )
+
+
+SHAPE = [NO_NODE, 0, 0, 1, 1, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("params", [[PLAIN], [GREEDY], [PLAIN, T06], [HISTORY, PLAIN, T06]])
+def test_rows_and_values_have_the_bits_of_the_answers(params, dtype):
+    """For requests whose rows are kept, sent as supports, or sent whole (with histories)."""
+    rank = LastRank(params)
+    batch = Batch(step=0, trees=tuple(tree(r, SHAPE) for r in range(len(params))))
+    logits = logits_of("plain", rows=batch.num_nodes, vocab=64).to(dtype)
+    received, expected = rank.answers(batch, logits)
+    for mine, own, rows, sampling in zip(received, expected, batch.trees, params, strict=True):
+        assert isinstance(mine.probs, KeptProbs) == (sampling in (PLAIN, GREEDY))
+        np.testing.assert_array_equal(mine.tokens, own.tokens)
+        np.testing.assert_array_equal(on_host(mine.probs), on_host(own.probs))
+        if not isinstance(mine.probs, KeptProbs):
+            continue
+        dense = on_host(own.probs)
+        np.testing.assert_array_equal(rows_on_host(list(mine.probs)), dense)
+        asked = rank.num_rows
+        for row, (probs, node_id) in enumerate(zip(mine.probs, rows.node_ids, strict=True)):
+            children = rows.tokens[rows.parent_ids == node_id].tolist()
+            assert sorted(mine.probs.known.get(int(node_id), {})) == children
+            for token in [*children, 0, 63]:
+                assert probs.of(token) == dense[row, token]
+        assert rank.num_rows == asked, "single values take no rows"
+
+
+def test_a_rejection_over_a_large_vocabulary_is_small():
+    """64 rows of 128,256 bfloat16 logits and one rejected node; 65.7 MB if all were sent."""
+    rank = LastRank([PLAIN])
+    batch = Batch(step=0, trees=(tree(0, [NO_NODE, *range(63)]),))
+    logits = logits_of("plain", rows=64, vocab=128_256).bfloat16()
+    (answers,), _ = rank.answers(batch, logits)
+    assert rank.num_bytes < 64 * 32
+    on_host(answers.probs[5])
+    assert rank.num_bytes <= 64 * 32 + 128_256 * 2 + 256
+    assert rank.num_bytes <= 500_000
+
+
+def commit_of(kept: list[int], *, finished: bool = False) -> Commit:
+    return Commit(
+        request=0,
+        step=0,
+        kind=CommitKind.HIT,
+        retired_ids=np.zeros(1, np.int64),
+        retired_tokens=np.zeros(1, np.int64),
+        next_token=1,
+        root_id=kept[0],
+        prefix_len=4,
+        kept_ids=np.array(kept),
+        finished=finished,
+    )
+
+
+def test_pruned_rows_are_dropped_and_others_stay():
+    rank = LastRank([PLAIN])
+    batch = Batch(step=0, trees=(tree(0, SHAPE),))
+    (answers,), (own,) = rank.answers(batch, logits_of("plain", rows=6, vocab=64))
+    rank.kept.commit([commit_of([1, 4])])
+    left = [probs for probs in answers.probs if int(probs.node_ids) in (1, 4)]
+    rows = np.flatnonzero(np.isin(batch.trees[0].node_ids, [1, 4]))
+    np.testing.assert_array_equal(rows_on_host(left), on_host(own.probs)[rows])
+    with pytest.raises(KeyError):
+        on_host(answers.probs[0])  # node 5
+    rank.kept.close(0)
+    with pytest.raises(KeyError):
+        on_host(left[0])
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_logits_that_the_next_pass_overwrites_are_copied(copy):
+    """Captured passes write every output into the same memory."""
+    rank = LastRank([PLAIN], copy=copy)
+    logits = logits_of("plain", rows=6, vocab=64)
+    (answers,), (own,) = rank.answers(Batch(step=0, trees=(tree(0, SHAPE),)), logits)
+    expected = on_host(own.probs).copy()
+    logits.zero_()
+    assert np.array_equal(on_host(answers.probs), expected) == copy
+
+
+def test_rows_of_several_kinds_are_stacked():
+    """Supports and arrays too, when no row is kept."""
+    support = SupportProbs(np.array([1, 3]), np.array([0.25, 0.75]), 4)
+    stacked = rows_on_host([support, np.full(4, 0.25)])
+    np.testing.assert_array_equal(stacked, [[0, 0.25, 0, 0.75], [0.25] * 4])
