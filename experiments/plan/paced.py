@@ -179,8 +179,8 @@ def table(stored: Mapping[str, Any]) -> str:
     revision = str(stored["provenance"].get("git", {}).get("revision", "unknown"))[:12]
     lines = [
         "# The choices of plans on paced clusters\n",
-        f"`python -m experiments.plan.paced DIR --write`, revision {revision}; a process per device,"
-        f" {' '.join(stored['workload'])}.\n",
+        f"`python -m experiments.plan.paced DIR --write`, revision {revision}; a process per"
+        f" device, {' '.join(stored['workload'])}.\n",
         "| cluster | choice | layout | planned ms per token | paced | error | overruns |",
         "|---|---|---|---|---|---|---|",
     ]

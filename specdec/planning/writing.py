@@ -22,7 +22,7 @@ RESULT_FILE = "plan.json"
 TABLE_FILE = "plan.txt"
 """The table as printed."""
 
-_LOOKUP_MAX = 4  # tokens that must match at most: the value of vLLM's own example
+_LOOKUP_MAX = 16  # tokens of a match that count at most, as in source=prompt_lookup
 _VLLM = {"specdec.sources.PromptLookupSource": "ngram"}  # sources without a draft
 _SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 _SHOWN = 8  # rows of the ranking
