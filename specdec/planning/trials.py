@@ -12,15 +12,17 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.planning.candidates import Candidate, rescaled
 from specdec.planning.measuring import ModelsHere
 from specdec.planning.search import Search, Times
+from specdec.planning.simulate import Unit
 
 TRIALS_FILE = "trials.json"
-"""Key of a candidate -> its time per token, measured over simulated."""
+"""Key of a candidate -> the ratio of its times, and its tokens per answer."""
 
 _UNITS = 8
 
@@ -36,17 +38,17 @@ def calibrated(
         models: that run.
         path: of the file of ratios, which is continued.
     """
-    known: dict[str, float] = {}
+    known: dict[str, dict[str, Any]] = {}
     if path.is_file():
         with suppress(ValueError):
             known = json.loads(path.read_text(encoding="utf-8"))
     missing = [made for made in candidates if made.key not in known]
     runnable = [made for made in missing if _runs(made, search, models)]
     if runnable:
-        known |= _ratios(runnable, search, models)
+        known |= _trials(runnable, search, models)
         write_json(path, known)
     kept = [made for made in candidates if made.key in known]
-    ratios = [known[made.key] for made in kept]
+    ratios = [float(known[made.key]["ratio"]) for made in kept]
     search.notes.append(
         f"runs of the {len(kept)} best candidates took {min(ratios):.2f} to {max(ratios):.2f} of"
         " their simulated times on the same prompts; the plan's times are those of the runs"
@@ -73,9 +75,10 @@ def _runs(made: Candidate, search: Search, models: ModelsHere) -> bool:
     return True
 
 
-def _ratios(
+def _trials(
     candidates: Sequence[Candidate], search: Search, models: ModelsHere
-) -> dict[str, float]:
+) -> dict[str, dict[str, Any]]:
+    """For each candidate the ratio of times, and tokens per answer of both, which should agree."""
     batch = int(candidates[0].config["batch_size"])
     count = min(_UNITS, max(search.simulator.num_prompts // batch, 1))
     search.report("runs of the best candidates", len(candidates) * count)
@@ -87,8 +90,19 @@ def _ratios(
         on_turn=lambda: search.report("", None),
     )
     objective = search.chosen.objective
-    return {
-        made.key: Times.of(units, objective, made.layout.devices).mean
-        / search.times(made, count).mean
-        for made, units in zip(candidates, real, strict=True)
-    }
+    found = {}
+    for made, units in zip(candidates, real, strict=True):
+        played = search.simulator.units(made, count, search.length)
+        measured = Times.of(units, objective, made.layout.devices).mean
+        found[made.key] = {
+            "candidate": made.told(),
+            "ratio": measured / search.times(made, count).mean,
+            "tokens_per_answer": tokens_per_answer(units),
+            "simulated_tokens_per_answer": tokens_per_answer(played),
+        }
+    return found
+
+
+def tokens_per_answer(units: Sequence[Unit]) -> float:
+    """Emitted tokens per answer of the target."""
+    return sum(unit.emitted for unit in units) / max(sum(unit.answers for unit in units), 1)
