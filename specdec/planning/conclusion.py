@@ -71,7 +71,7 @@ def conclude(
     found = [] if winner.decoded else _changed(asked, search, [*played, plain], path)
     table = chain_table(acceptance)
     contexts = chosen.context if machine.prices_context else chosen.context[:1]
-    batches = chosen.batch if len(chosen.batch) > 1 else _BATCHES
+    batches = machine.batches or (chosen.batch if len(chosen.batch) > 1 else _BATCHES)
     draft = str(asked.config["model"].get("draft") or "DRAFT")
     plan = Plan(
         choices=choices,
@@ -85,7 +85,7 @@ def conclude(
         changes=tuple(found),
         changes_told=tuple(sentences_of_changes(found, winner.name, acceptance.hit_rate())),
         chains=tuple(chain_cells(machine, table, batches, contexts)),
-        crossover={c: crossover(machine, table, c) for c in contexts},
+        crossover={} if machine.batches else {c: crossover(machine, table, c) for c in contexts},
         by_batch=tuple(_by_batch(search, others, plain)),
         engines=engine_flags(
             chain_cell(machine, table, batch, context), draft, chosen.drafter, winner

@@ -216,6 +216,11 @@ class Measured:
         """Unknown."""
         return None
 
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Those that were measured."""
+        return tuple(self.by_batch)
+
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         """See ``Machine``; the measurement with the nearest number of requests counts."""
         nearest = min(self.by_batch, key=lambda known: abs(np.log(known / batch)))

@@ -163,7 +163,8 @@ def _ranking(plan: Plan) -> list[str]:
     }
     shown = sorted(best, key=plan.choices.index)
     if len(shown) > _SHOWN:  # plain decoding is always shown
-        shown = [*shown[: _SHOWN - 1], next(c for c in shown if c.is_plain)]
+        plain = next(c for c in shown if c.is_plain)
+        shown = [*shown[: _SHOWN - 1], *([] if plain in shown[: _SHOWN - 1] else [plain])]
     limit = plan.memory_limit_gb
     names = [_named(choice) for choice in shown]
     width = max(len(name) for name in names)
@@ -203,12 +204,16 @@ def _chains(plan: Plan) -> list[str]:
     lines = [
         "draft tokens of the best chain drafted before each pass (gain over plain decoding), by"
         " formula:",
-        f" {'context':>8}" + "".join(f"{f'batch {b}':>15}" for b in batches) + "   plain best from",
+        f" {'context':>8}"
+        + "".join(f"{f'batch {b}':>15}" for b in batches)
+        + ("   plain best from" if plan.crossover else ""),
     ]
     for context in contexts:
         row = "".join(f"{_cell(cells.get((b, context))):>15}" for b in batches)
-        start = plan.crossover.get(context)
-        lines.append(f" {context:>8}{row}   " + ("-" if start is None else f"batch {start}"))
+        lines.append(f" {context:>8}{row}")
+        if plan.crossover:
+            start = plan.crossover.get(context)
+            lines[-1] += "   -" if start is None else f"   batch {start}"
     return lines
 
 
