@@ -67,11 +67,11 @@ def conclude(
     for entry in ranked:
         of_presets.setdefault(entry.candidate.name, entry.candidate)
     others = [c for name, c in of_presets.items() if name != PLAIN]
-    played = [c for c in others if not c.decoded]  # whose hits can be changed
-    found = [] if winner.decoded else _changed(asked, search, [*played, plain], path)
+    found = _changed(asked, search, winner, [*others, plain], path)
     table = chain_table(acceptance)
     contexts = chosen.context if machine.prices_context else chosen.context[:1]
     batches = machine.batches or (chosen.batch if len(chosen.batch) > 1 else _BATCHES)
+    cell = chain_cell(machine, table, batch, context)
     draft = str(asked.config["model"].get("draft") or "DRAFT")
     plan = Plan(
         choices=choices,
@@ -87,18 +87,13 @@ def conclude(
         chains=tuple(chain_cells(machine, table, batches, contexts)),
         crossover={} if machine.batches else {c: crossover(machine, table, c) for c in contexts},
         by_batch=tuple(_by_batch(search, others, plain)),
-        engines=engine_flags(
-            chain_cell(machine, table, batch, context), draft, chosen.drafter, winner
-        ),
+        engines=engine_flags(cell, draft, chosen.drafter, winner),
         memory_limit_gb=machine.limit_gb,
         left_out=search.left_out,
         complete=search.complete,
         notes=tuple(_notes(asked, search)),
         expected=expectation(
-            units,
-            requests=acceptance.requests,
-            drawn=acceptance.drawn,
-            error=machine.error,
+            units, requests=acceptance.requests, drawn=acceptance.drawn, error=machine.error
         ),
     )
     return plan, winner
@@ -119,9 +114,15 @@ def _ranked(search: Search, finalists: Sequence[Candidate]) -> list[Ranked]:
 
 
 def _changed(
-    asked: Planning, search: Search, finalists: Sequence[Candidate], path: Path
+    asked: Planning,
+    search: Search,
+    winner: Candidate,
+    finalists: Sequence[Candidate],
+    path: Path,
 ) -> list[Change]:
-    """See ``changes``; none where the budget is spent."""
+    """See ``changes``; none where the budget is spent, or no law or record has the hits."""
+    if winner.decoded:
+        return []
     if search.out_of_time:
         search.complete = False
         return []
@@ -129,7 +130,7 @@ def _changed(
     search.report("sensitivity", _CHANGES)
     return changes(
         asked.acceptance,
-        finalists,
+        [candidate for candidate in finalists if not candidate.decoded],
         times=search.times,
         objective=search.chosen.objective,
         length=search.length,

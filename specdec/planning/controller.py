@@ -33,6 +33,7 @@ PROBES: Sequence[tuple[str, Mapping[str, Any]]] = (
 
 _UNITS = 4
 _ROUNDS = 3
+_TOLD_MS = 0.0005
 _KINDS = {"stage": "target", "draft": "draft"}
 
 
@@ -126,8 +127,10 @@ def _note(bases: Sequence[tuple[str, str]], added: np.ndarray) -> str:
     told = [
         f"{ms:.3f} ms of the controller per {_KINDS[kind]} {what}"
         for (kind, what), ms in zip(bases, added, strict=True)
+        if ms >= _TOLD_MS
     ]
-    return f"measured here; with {', '.join(told)}, from runs of {', '.join(_names())}"
+    time = ", ".join(told) or "no further time of the controller"
+    return f"measured here; with {time}, from runs of {', '.join(_names())}"
 
 
 def _names() -> list[str]:

@@ -95,7 +95,7 @@ class ModelsHere:
             batch: prompts of a unit.
             count: of units, the same as those of ``Simulator.units``.
             length: tokens per prompt.
-            rounds: of every unit, of which the one of median time counts.
+            rounds: of every unit, of which the one of median time counts; of two the faster.
             on_turn: called after every unit of every configuration.
 
         Raises:
@@ -131,7 +131,7 @@ def _others(group: Sequence[TokenPrompt]) -> list[TokenPrompt]:
 
 
 def _median(units: Sequence[Unit]) -> Unit:
-    return sorted(units, key=lambda unit: unit.clock_s)[len(units) // 2]
+    return sorted(units, key=lambda unit: unit.clock_s)[(len(units) - 1) // 2]
 
 
 def measured_costs(
