@@ -1,17 +1,19 @@
-"""Predicted order and ratios beside PipeSpec's published runs.
+"""Predicted order and ratios beside published runs of PipeSpec and SPD.
 
     python -m experiments.plan.published [--write]
 
-Each run is simulated as a candidate of a plan, with the law of its own pair and the times of
-passes of plain decoding and synchronous runs. Prints a table; ``--write`` also writes it to
-results/published.md beside this file.
+Each run is simulated as a candidate of a plan. PipeSpec's with the law of its own pair and the
+times of passes of plain decoding and synchronous runs; SPD's with the hit rate that its published
+tokens per cycle imply, and its published cycle. Prints two tables; ``--write`` also writes them to
+results/published.md beside this file. FlowSpec publishes neither times of passes nor plain
+decoding, and for the pair whose tokens per second it states there is no acceptance: left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +54,69 @@ def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float,
         top1 = law.shifted(float(near)).section["top1"]
         law = OfLaw.of({**law.section, "middle_top1": top1}, law.told)
     machine = Profiled(name="pipespec_70b", profile={"costs": used, "stages": 1}, devices=3)
+    plain = simulated_ms(law, machine, PLAIN, {}, Layout())
+    return plain, simulated_ms(law, machine, run["strategy"], run["sizes"], Layout())
+
+
+def simulated_ms(
+    law: OfLaw, machine: Profiled, name: str, sizes: Mapping[str, Any], layout: Layout
+) -> float:
+    """Milliseconds per token of a preset with some sizes in a layout."""
     pair = law.pair()
-    found, _ = families(law.words, [], [run["strategy"]], pair)
+    found, _ = families(law.words, [], [name], pair)
+    family = next(family for family in found if family.name == name)
+    candidate = family.candidate(machine, layout, batch=1, context=1)
+    for key, value in sizes.items():
+        candidate = with_size(candidate, key, value)
     simulator = Simulator(pair, None, of="published", prompts=_PROMPTS)
-    times = []
-    for name, sizes in ((PLAIN, {}), (run["strategy"], run["sizes"])):
-        family = next(family for family in found if family.name == name)
-        candidate = family.candidate(machine, Layout(), batch=1, context=1)
-        for key, value in sizes.items():
-            candidate = with_size(candidate, key, value)
-        units = simulator.units(candidate, _PROMPTS, _TOKENS)
-        times.append(1e3 * Times.of(units, "latency", 1).mean)
-    return times[0], times[1]
+    units = simulator.units(candidate, _PROMPTS, _TOKENS)
+    return 1e3 * Times.of(units, "latency", 1).mean
 
 
-def table() -> str:
-    """The table of all runs, with the errors."""
-    asked = yaml.safe_load((_HERE / "published.yaml").read_text(encoding="utf-8"))
+def predicted_cycle(pipeline: Mapping[str, Any], theory: float) -> float:
+    """Milliseconds per token of a pipeline that is fed one draft token per cycle.
+
+    The hit rate p is that of ``theory`` tokens in the time of ``stages`` cycles, where a hit takes
+    one cycle and a miss all of them: ``theory = stages / (p + (1 - p) stages)``.
+    """
+    stages = int(pipeline["stages"])
+    hit = (stages - stages / theory) / (stages - 1)
+    law = OfLaw.of({"weights": [1.0], "top1": [hit], "decay": [2.0], "miss": [0.0]})
+    times = {"stage": pipeline["cycle_ms"], "draft": pipeline["draft_ms"]}
+    costs = {kind: {"tokens": [1], "ms": [ms]} for kind, ms in times.items()}
+    profile = {"costs": costs, "stages": stages}
+    machine = Profiled(name="spd", profile=profile, devices=stages + 1)
+    sizes = {"width": 1, "children": 1}
+    return simulated_ms(law, machine, "pipedec", sizes, Layout(stages=stages, own_draft=True))
+
+
+def cycle_table(asked: Mapping[str, Any]) -> str:
+    """The table of SPD's runs."""
+    lines = [
+        "| stages | prompts | published | predicted | error |",
+        "|---|---|---|---|---|",
+    ]
+    pairs = []
+    for pipeline in asked["pipelines"]:
+        for name, run in pipeline["runs"].items():
+            ratio = 1e3 * asked["plain_s"] / predicted_cycle(pipeline, run["theory"])
+            pairs.append((run["published"], ratio))
+            lines.append(
+                f"| {pipeline['stages']} | {name} | {run['published']:.2f}x | {ratio:.2f}x |"
+                f" {100 * (ratio / run['published'] - 1):+.0f} % |"
+            )
+    return "\n".join([*lines, "", order(pairs)]) + "\n"
+
+
+def order(*groups: Sequence[tuple[float, float]]) -> str:
+    """How many pairs of runs of each group are predicted in the published order."""
+    two = [(a, b) for of in groups for b in of for a in of if a[0] < b[0]]
+    ordered = sum(a[1] < b[1] for a, b in two)
+    return f"Order: {ordered} of {len(two)} pairs of runs of one target as published."
+
+
+def table(asked: Mapping[str, Any]) -> str:
+    """The table of PipeSpec's runs, with the errors."""
     lines = [
         "| target | run | published | predicted | error | predicted ms per token |",
         "|---|---|---|---|---|---|",
@@ -83,10 +131,7 @@ def table() -> str:
             f"| {run['target']} | {run['name']} | {run['published']:.2f}x | {ratio:.2f}x |"
             f" {100 * (ratio / run['published'] - 1):+.0f} % | {here:.1f} |"
         )
-    two = [(a, b) for of in pairs.values() for a in of for b in of if a[0] < b[0]]
-    ordered, total = sum(a[1] < b[1] for a, b in two), len(two)
-    lines += ["", f"Order: {ordered} of {total} pairs of runs of one target as published."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", order(*pairs.values())]) + "\n"
 
 
 def main() -> None:
@@ -94,15 +139,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    text = table()
+    asked = yaml.safe_load((_HERE / "published.yaml").read_text(encoding="utf-8"))
+    text = f"{table(asked)}\n## SPD\n\n{cycle_table(asked['spd'])}"
     print(text)
     if args.write:
         of = provenance(command=sys.argv, config={})
         head = (
-            "# PipeSpec's published runs, as a plan predicts them\n\n"
-            "Simulated with laws and times of the same authors' runs. Over plain decoding.\n"
+            "# Published runs, as a plan predicts them\n\n"
+            "Simulated with laws, hit rates and times of the same authors' runs. Over plain"
+            " decoding.\n"
             "`python -m experiments.plan.published --write`, revision"
-            f" {str(of.get('git', {}).get('revision', 'unknown'))[:12]}.\n\n"
+            f" {str(of.get('git', {}).get('revision', 'unknown'))[:12]}.\n\n## PipeSpec\n\n"
         )
         write_text(_HERE / "results" / "published.md", head + text)
 

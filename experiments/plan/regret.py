@@ -1,14 +1,15 @@
 """Is the first choice of a plan the fastest in measured time?
 
-    python -m experiments.plan.regret OUTPUT_DIR [--quick]
+    python -m experiments.plan.regret OUTPUT_DIR [--only CASE ...] [--quick] [--write]
 
 For every case (pair x data x threads x batch) a profile of this machine is measured and a plan is
 made; then its five best candidates and three others (the presets as they are, where too few sizes
 are left) are run on the wall clock, interleaved prompt by prompt, on other prompts than those of
 the record. Regret is the measured time per token of the first choice over that of the best of the
 eight. Prints a line per case and the shares of cases within the bars: regret at most 5 % (wanted in
-90 %), predicted tokens/s of the first choice within 10 % (wanted in 80 %). Needs a quiet machine
-and SPECDEC_DATA; continues after an interruption.
+90 %), predicted tokens/s of the first choice within 10 % (wanted in 80 %). ``--write`` also writes
+the table to results/regret.md beside this file. Needs a quiet machine and SPECDEC_DATA; continues
+after an interruption.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from specdec.config.job import run_job_of
-from specdec.files import write_json
+from specdec.files import write_json, write_text
 from specdec.metrics import RequestResult
 from specdec.metrics.times import decode_phase
 from specdec.planning.asked import planning_of
@@ -141,7 +142,9 @@ def _measured(
     pair = prompts = None
     for name, sizes, _ in choices:
         keys = [f"policy.{k}={json.dumps(v)}" for k, v in sizes.items()]
-        cfg = run_job_of([*words, f"strategy={name}", *keys]).config
+        cfg = dict(run_job_of([*words, f"strategy={name}", *keys]).config)
+        if "stages" in cfg["executor"]:  # planned on one device
+            cfg["executor"] = {**cfg["executor"], "stages": 1}
         if pair is None:
             pair, prompts, _ = prepare(cfg)
         runners.append(PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair)))
@@ -177,16 +180,50 @@ def error(result: Mapping[str, Any]) -> float:
     return float(first["planned_tokens_per_s"] / first["measured_tokens_per_s"] - 1.0)
 
 
+def shares(results: Sequence[Mapping[str, Any]]) -> str:
+    """The shares of cases within the bars."""
+    small = np.mean([regret(r) <= 0.05 for r in results])
+    near = np.mean([abs(error(r)) <= 0.1 for r in results])
+    return (
+        f"{len(results)} cases: regret at most 5 % in {100 * small:.0f} % (wanted 90 %),"
+        f" tokens/s within 10 % in {100 * near:.0f} % (wanted 80 %)"
+    )
+
+
+def table(stored: Mapping[str, Any]) -> str:
+    """The cases as a page."""
+    results = stored["cases"]
+    revision = str(stored["provenance"].get("git", {}).get("revision", "unknown"))[:12]
+    lines = [
+        "# The first choice of plans against measured time\n",
+        f"`python -m experiments.plan.regret DIR --write`, revision {revision}.\n",
+        "| case | first choice | tokens/s measured | planned | error | regret |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        first = result["candidates"][0]
+        sizes = " ".join(f"{k}={v}" for k, v in first["sizes"].items())
+        lines.append(
+            f"| {name} | {first['strategy']} {sizes} | {first['measured_tokens_per_s']:.1f} |"
+            f" {first['planned_tokens_per_s']:.1f} | {100 * error(result):+.1f} % |"
+            f" {100 * regret(result):.1f} % |"
+        )
+    return "\n".join([*lines, "", shares(list(results.values()))]) + "\n"
+
+
 def main() -> None:
     """Runs the cases that are not in the folder yet."""
+    names = [case.name for case in cases(False)]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE")
     parser.add_argument("--quick", action="store_true", help="one case of two prompts")
+    parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "regret.json"
     stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}
-    for case in cases(args.quick):
+    for case in (case for case in cases(args.quick) if case.name in args.only):
         if case.name not in stored["cases"]:
             result = run_case(case, args.output_dir / case.name, args.quick)
             stored["cases"][case.name] = result
@@ -200,11 +237,9 @@ def main() -> None:
             f" {100 * regret(result):.1f} %",
             flush=True,
         )
-    results = list(stored["cases"].values())
-    small = np.mean([regret(r) <= 0.05 for r in results])
-    near = np.mean([abs(error(r)) <= 0.1 for r in results])
-    print(f"{len(results)} cases: regret at most 5 % in {100 * small:.0f} % (wanted 90 %),"
-          f" tokens/s within 10 % in {100 * near:.0f} % (wanted 80 %)")  # fmt: skip
+    print(shares(list(stored["cases"].values())))
+    if args.write:
+        write_text(Path(__file__).parent / "results" / "regret.md", table(stored))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ preset and its profile. An interrupted plan continues with the same command and 
   model=law_NAME      a fitted law (specdec list models, specdec fit); model=replay model.record=F
                       plays a record; model=hf model.target=T model.draft=D decodes a few prompts
   acceptance=FILE     the log of an engine, in place of a law; method= draft_tokens= as for fit
+  drafter=eagle3      what the law or log is of, for the flags of engines (eagle, ngram)
   profile=NAME|FILE   a latency profile; a described machine (docs/plan.md); or measured: here
   devices=8           in total, the draft's own included; by default those of the profile
   link_ms= link_gb_s= of a transfer, in place of the profile's

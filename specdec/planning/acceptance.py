@@ -198,6 +198,11 @@ class OfRecord:
         hits = [r.ranks == 0 if r.reach is None else r.reach > 0 for r in self.record.requests]
         return float(np.concatenate(hits).mean())
 
+    def mean_context(self) -> int:
+        """Mean number of tokens before a decoded one."""
+        each = [r.num_prompt + r.num_output / 2 for r in self.record.requests]
+        return max(1, round(float(np.mean(each))))
+
     def tokens_per_pass(self, draft_tokens: int) -> float:
         """See ``Acceptance``; by passes over the recorded positions."""
         tokens = passes = 0

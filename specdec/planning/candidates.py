@@ -23,6 +23,11 @@ from specdec.sources import NullSource, SyntheticSource
 PLAIN = "ar"
 """The preset of plain decoding."""
 
+OTHER_PROGRAM = "decoding of another program, which is not simulated"
+"""Why a preset that is no composition of parts is left out."""
+
+_RUNS_MODELS = {"pair", "runner", "exit_front"}  # what a source with models asks for
+
 SIZES: Mapping[str, tuple[Any, ...]] = {
     "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16),
     "branching": (
@@ -61,6 +66,7 @@ class Family:
         staged: whether its executor has stages, or is replaced by one that has.
         copies: whether its executor has copies of the target.
         free: models whose passes run on a device of their own by construction.
+        decoded: see ``Candidate``.
     """
 
     name: str
@@ -68,6 +74,7 @@ class Family:
     staged: bool
     copies: bool
     free: int = 0
+    decoded: bool = False
 
     @property
     def others(self) -> int:
@@ -84,7 +91,7 @@ class Family:
         node = executor_node(self.config["executor"], layout)
         clock = clock_node(machine, layout, batch, context)
         config = fit({**self.config, "executor": node, "clock": clock, "batch_size": batch})
-        return Candidate(name=self.name, layout=layout, config=config)
+        return Candidate(name=self.name, layout=layout, config=config, decoded=self.decoded)
 
 
 def families(
@@ -111,7 +118,7 @@ def families(
     for name in dict.fromkeys([PLAIN, *(names or known)]):
         own = own_values(known[name]).get("strategy", {})
         if own.get("kind", "parts") != "parts":
-            left_out[name] = "decoding of another program, which is not simulated"
+            left_out[name] = OTHER_PROGRAM
             continue
         try:
             config = run_job_of([*words, f"strategy={name}", "clock=simulated"], extra).config
@@ -120,13 +127,44 @@ def families(
         except UserError as error:
             left_out[name] = str(error)
             continue
-        executor = config["executor"]
-        copies = "replicas" in executor
-        # An executor of one device has no keys; it is replaced by a pipeline.
-        staged = not copies and ("target_degree" in executor or len(executor) == 1)
-        free = sum("free_rank" in signature_of(cls).plain for cls, _ in sources)
-        found.append(Family(name=name, config=config, staged=staged, copies=copies, free=free))
+        found.append(_family(name, config, sources))
     return found, left_out
+
+
+def decoded_families(
+    words: Sequence[str], extra: Sequence[Path], names: Sequence[str], *, measured: bool
+) -> tuple[list[Family], dict[str, str]]:
+    """The presets that models decode on the simulated clock, and why the others cannot.
+
+    Args:
+        words: of the command line, with the models themselves.
+        extra: further configuration trees.
+        names: presets that a record cannot play.
+        measured: whether runs correct the prices. Otherwise sources with a model or head of their
+            own are refused: a profile has the times of target and draft alone.
+    """
+    found: list[Family] = []
+    left_out: dict[str, str] = {}
+    for name in names:
+        try:
+            config = run_job_of([*words, f"strategy={name}", "clock=simulated"], extra).config
+            sources = list(_sources(config["source"]))
+            if not measured:
+                _check_prices(sources)
+        except UserError as error:
+            left_out[name] = str(error)
+            continue
+        found.append(replace(_family(name, config, sources), decoded=True))
+    return found, left_out
+
+
+def _family(name: str, config: Mapping[str, Any], sources: Sequence[tuple[type, bool]]) -> Family:
+    executor = config["executor"]
+    copies = "replicas" in executor
+    # An executor of one device has no keys; it is replaced by a pipeline.
+    staged = not copies and ("target_degree" in executor or len(executor) == 1)
+    free = sum("free_rank" in signature_of(cls).plain for cls, _ in sources)
+    return Family(name=name, config=config, staged=staged, copies=copies, free=free)
 
 
 def _fitted(pair: ModelPair, config: Mapping[str, Any]) -> Any:
@@ -157,6 +195,19 @@ def _check_leaves(sources: Sequence[tuple[type, bool]]) -> None:
         if not has_inner and cls not in (SyntheticSource, NullSource):
             raise UserError(
                 f"{cls.__name__} reads tokens or hidden states, which a law or record does not have"
+            )
+
+
+def _check_prices(sources: Sequence[tuple[type, bool]]) -> None:
+    """Refuses sources that run models: their passes may have no price.
+
+    Raises:
+        UserError: with the class.
+    """
+    for cls, _ in sources:
+        if _RUNS_MODELS & {*signature_of(cls).objects}:
+            raise UserError(
+                f"{cls.__name__} has passes of its own, whose time the profile does not have"
             )
 
 

@@ -11,7 +11,13 @@ from specdec.errors import UserError
 from specdec.planning.acceptance import chain_table
 from specdec.planning.answer import Choice, Plan, Ranked, choices_of, compared
 from specdec.planning.asked import Planning
-from specdec.planning.candidates import PLAIN, Candidate, smaller, with_batch
+from specdec.planning.candidates import (
+    OTHER_PROGRAM,
+    PLAIN,
+    Candidate,
+    smaller,
+    with_batch,
+)
 from specdec.planning.chains import chain_cell, chain_cells, crossover
 from specdec.planning.checking import expectation
 from specdec.planning.machines import DoesNotFit
@@ -61,10 +67,11 @@ def conclude(
     for entry in ranked:
         of_presets.setdefault(entry.candidate.name, entry.candidate)
     others = [c for name, c in of_presets.items() if name != PLAIN]
-    found = _changed(asked, search, [*others, plain], path)
+    found = _changed(asked, search, winner, [*others, plain], path)
     table = chain_table(acceptance)
     contexts = chosen.context if machine.prices_context else chosen.context[:1]
-    batches = chosen.batch if len(chosen.batch) > 1 else _BATCHES
+    batches = machine.batches or (chosen.batch if len(chosen.batch) > 1 else _BATCHES)
+    cell = chain_cell(machine, table, batch, context)
     draft = str(asked.config["model"].get("draft") or "DRAFT")
     plan = Plan(
         choices=choices,
@@ -78,18 +85,15 @@ def conclude(
         changes=tuple(found),
         changes_told=tuple(sentences_of_changes(found, winner.name, acceptance.hit_rate())),
         chains=tuple(chain_cells(machine, table, batches, contexts)),
-        crossover={c: crossover(machine, table, c) for c in contexts},
+        crossover={} if machine.batches else {c: crossover(machine, table, c) for c in contexts},
         by_batch=tuple(_by_batch(search, others, plain)),
-        engines=engine_flags(chain_cell(machine, table, batch, context), draft),
+        engines=engine_flags(cell, draft, chosen.drafter, winner),
         memory_limit_gb=machine.limit_gb,
         left_out=search.left_out,
         complete=search.complete,
         notes=tuple(_notes(asked, search)),
         expected=expectation(
-            units,
-            requests=acceptance.requests,
-            drawn=acceptance.drawn,
-            error=machine.error,
+            units, requests=acceptance.requests, drawn=acceptance.drawn, error=machine.error
         ),
     )
     return plan, winner
@@ -110,9 +114,15 @@ def _ranked(search: Search, finalists: Sequence[Candidate]) -> list[Ranked]:
 
 
 def _changed(
-    asked: Planning, search: Search, finalists: Sequence[Candidate], path: Path
+    asked: Planning,
+    search: Search,
+    winner: Candidate,
+    finalists: Sequence[Candidate],
+    path: Path,
 ) -> list[Change]:
-    """See ``changes``; none where the budget is spent."""
+    """See ``changes``; none where the budget is spent, or no law or record has the hits."""
+    if winner.decoded:
+        return []
     if search.out_of_time:
         search.complete = False
         return []
@@ -120,7 +130,7 @@ def _changed(
     search.report("sensitivity", _CHANGES)
     return changes(
         asked.acceptance,
-        finalists,
+        [candidate for candidate in finalists if not candidate.decoded],
         times=search.times,
         objective=search.chosen.objective,
         length=search.length,
@@ -174,7 +184,7 @@ def _by_batch(
 def _notes(asked: Planning, search: Search) -> list[str]:
     acceptance, machine, chosen = asked.acceptance, search.machine, asked.chosen
     assert acceptance is not None
-    notes = []
+    notes = [*search.notes]
     if not search.complete:
         notes.append(
             f"budget_s={chosen.budget_s:g} was spent before the search ended: give more, and start"
@@ -184,7 +194,15 @@ def _notes(asked: Planning, search: Search) -> list[str]:
         notes.append("the law states no requests: intervals are of the simulated prompts alone")
     if not machine.prices_context:
         notes.append(f"times of {machine.name} do not depend on the context")
-    others = [name for name, why in search.left_out.items() if "another program" not in why]
+    if search.unknown:
+        notes.append(
+            f"not considered, since their acceptance is unknown here: {', '.join(search.unknown)}"
+        )
+    others = [
+        name
+        for name, why in search.left_out.items()
+        if why != OTHER_PROGRAM and name not in search.unknown
+    ]
     if others:
         notes.append(f"{len(others)} presets were not simulated: plan.json says why, each")
     return notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -17,14 +17,16 @@ from specdec.pairs import build_pair
 from specdec.planning.acceptance import OfRecord, chain_table
 from specdec.planning.answer import Plan
 from specdec.planning.asked import Planning, planning_of
-from specdec.planning.candidates import PLAIN, families
+from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, decoded_families, families
 from specdec.planning.chains import chain_cell
 from specdec.planning.checking import Verdict, check_run, units_of_run
 from specdec.planning.conclusion import conclude
-from specdec.planning.measuring import measured_here, measured_machine
+from specdec.planning.controller import with_controller
+from specdec.planning.measuring import Measured, ModelsHere, measured_costs
 from specdec.planning.options import MEASURED
 from specdec.planning.search import Search
-from specdec.planning.simulate import Simulator
+from specdec.planning.simulate import Candidate, Simulator
+from specdec.planning.trials import TRIALS_FILE, calibrated
 from specdec.planning.writing import PRESET, RESULT_FILE, write_plan
 from specdec.report.provenance import provenance
 from specdec.runs.jobs import Progress, run_job
@@ -38,14 +40,32 @@ _DECODED = 8  # prompts that are decoded where models have to
 _UNITS, _FEW_UNITS = 8, 4  # batches at least, of the ranked size and of the others
 
 
-def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
-    """Searches, and writes the plan into a folder; continues an interrupted search.
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """A finished search.
+
+    Attributes:
+        asked: with machine and acceptance.
+        search: that found the candidates.
+        finalists: of its last round, and plain decoding.
+        path: of the file of results.
+    """
+
+    asked: Planning
+    search: Search
+    finalists: tuple[Candidate, ...]
+    path: Path
+
+
+def searched(asked: Planning, folder: Path, progress: Progress) -> Searched:
+    """Measures what has to be measured and searches; continues what the folder has.
 
     Raises:
         UserError: nothing fits the devices.
     """
-    began = monotonic()
-    asked = _with_measured(asked, folder, progress)
+    models = ModelsHere(_decoding_words(asked.words), asked.extra, progress)
+    has_models = asked.acceptance is None
+    asked = _with_measured(asked, folder, models)
     chosen, machine, acceptance = asked.chosen, asked.machine, asked.acceptance
     assert machine is not None
     assert acceptance is not None
@@ -53,8 +73,14 @@ def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
     path = folder / "evaluations.jsonl"
     pair = acceptance.pair()
     prompts = max(chosen.prompts, _UNITS * chosen.batch[0], _FEW_UNITS * max(chosen.batch))
-    simulator = Simulator(pair, path, of="plan", prompts=prompts)
+    simulator = Simulator(pair, path, of="plan", prompts=prompts, models=models)
     found, left_out = families([*words, *acceptance.words], asked.extra, chosen.strategies, pair)
+    here = isinstance(machine, Measured) and machine.devices == 1
+    unknown = [name for name, why in left_out.items() if why != OTHER_PROGRAM]
+    if has_models:
+        decoded, reasons = decoded_families(models.words, asked.extra, unknown, measured=here)
+        found, unknown = [*found, *decoded], list(reasons)
+        left_out = {**{k: v for k, v in left_out.items() if v == OTHER_PROGRAM}, **reasons}
 
     def report(label: str, total: int | None) -> None:
         if total is None:
@@ -73,12 +99,28 @@ def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
         chain_length=0 if best_chain is None else best_chain.draft_tokens,
         report=report,
         left_out=left_out,
+        unknown=unknown,
     )
     finalists = search.run(found)
-    plan, winner = conclude(asked, search, finalists, path)
+    if here:
+        started = monotonic()
+        finalists = calibrated(finalists, search=search, models=models, path=folder / TRIALS_FILE)
+        search.extend(monotonic() - started)
+    return Searched(asked, search, tuple(finalists), path)
+
+
+def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
+    """Searches, and writes the plan into a folder; continues an interrupted search.
+
+    Raises:
+        UserError: nothing fits the devices.
+    """
+    began = monotonic()
+    done = searched(asked, folder, progress)
+    plan, winner = conclude(done.asked, done.search, done.finalists, done.path)
     plan = replace(
         plan,
-        simulated_tokens=simulator.simulated_tokens,
+        simulated_tokens=done.search.simulator.simulated_tokens,
         search_s=monotonic() - began,
         folder=str(folder),
         overrides=asked.words,
@@ -89,16 +131,15 @@ def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
     return plan
 
 
-def _with_measured(asked: Planning, folder: Path, progress: Progress) -> Planning:
+def _with_measured(asked: Planning, folder: Path, models: ModelsHere) -> Planning:
     """Decodes prompts and measures the machine where the plan has to."""
     if asked.acceptance is not None and asked.machine is not None:
         return asked
-    words = _decoding_words(asked.words)
-    job = run_job_of([*words, f"strategy={PLAIN}", "record=true"], asked.extra)
+    job = run_job_of([*models.words, f"strategy={PLAIN}", "record=true"], asked.extra)
     run = folder / "record"
     if not (run / "summary.json").is_file():
         run.mkdir(parents=True, exist_ok=True)
-        run_job(job.config, run, progress)
+        run_job(job.config, run, models.progress)
     acceptance = OfRecord.of(str(run / "record.npz"))
     acceptance = replace(acceptance, num_layers=_layers(asked))
     machine = asked.machine
@@ -107,14 +148,26 @@ def _with_measured(asked: Planning, folder: Path, progress: Progress) -> Plannin
         stages = max(devices - 1, 1)
         stored = folder / _MEASURED
         if not stored.is_file():
-            costs, note = measured_here(
-                words, asked.extra, stages=stages, acceptance=acceptance, progress=progress
-            )
-            write_json(stored, {"costs": costs, "note": note})
-        loaded = parse_json(stored.read_bytes())
-        costs, note = loaded["costs"], loaded["note"]
-        machine = measured_machine(costs, note, stages=stages, devices=devices)
+            write_json(stored, _measured(models, acceptance, asked.chosen.batch, stages))
+        machine = Measured.of(parse_json(stored.read_bytes()), stages=stages, devices=devices)
     return replace(asked, acceptance=acceptance, machine=machine)
+
+
+def _measured(
+    models: ModelsHere, acceptance: OfRecord, batches: Sequence[int], stages: int
+) -> list[dict[str, Any]]:
+    """What ``Measured.of`` reads; with the controller's own time on one stage."""
+    context = acceptance.mean_context()
+    found = []
+    for batch in batches:
+        costs = measured_costs(models, stages=stages, requests=batch, context=context)
+        note = "measured here"
+        if stages == 1:
+            costs, note = with_controller(
+                costs, models=models, acceptance=acceptance, batch=batch, length=_LENGTH
+            )
+        found.append({"batch": batch, "costs": costs, "note": note})
+    return found
 
 
 def _decoding_words(words: Sequence[str]) -> list[str]:

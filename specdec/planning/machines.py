@@ -39,6 +39,7 @@ class Machine(Protocol):
         error: relative error of its times.
         prices_context: whether times depend on the context.
         limit_gb: gigabytes of a device; None if unknown.
+        batches: requests at a time that its times are of; None: any number.
     """
 
     @property
@@ -58,6 +59,9 @@ class Machine(Protocol):
 
     @property
     def limit_gb(self) -> float | None: ...
+
+    @property
+    def batches(self) -> tuple[int, ...] | None: ...
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         """Cost curves by kind, as in a profile.
@@ -82,7 +86,7 @@ class Profiled:
     Attributes:
         profile: content of the profile.
         transfer: curve in place of the profile's; None: the profile's.
-        name, note, devices, error, prices_context: see ``Machine``.
+        name, note, devices, error, prices_context, batches: see ``Machine``.
     """
 
     name: str
@@ -91,6 +95,7 @@ class Profiled:
     transfer: Mapping[str, Any] | None = None
     error: float = CLOCK_ERROR
     prices_context: bool = False
+    batches: tuple[int, ...] | None = None
 
     @property
     def note(self) -> str:
@@ -180,13 +185,14 @@ class Described:
     Attributes:
         name: of the file.
         about: the description.
-        devices, error: see ``Machine``.
+        devices, error, batches: see ``Machine``.
     """
 
     name: str
     about: Description
     devices: int
     error: float = roofline.ERROR
+    batches: tuple[int, ...] | None = None
     note: str = field(
         default=f"described machine: roofline, efficiencies fitted to {roofline.SOURCE}"
     )

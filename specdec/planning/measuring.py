@@ -1,178 +1,231 @@
-"""A profile of this machine, and of the controller's own time per pass: ``profile=measured``."""
+"""The models of a plan on this machine: their passes measured, and real runs of candidates.
+
+``profile=measured`` prices passes as ``specdec profile`` measures them, but over the context of the
+record and over as many requests as are planned for, and adds the controller's own time
+(``specdec.planning.controller``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from specdec.clocks import Work
-from specdec.config.checks import check_section
-from specdec.config.hydra import compose_config
-from specdec.config.job import checked_job, run_job_of
+from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.metrics import RequestResult, RunTotals
-from specdec.pairs import HuggingFacePair, ModelPair
-from specdec.planning.acceptance import OfRecord
-from specdec.planning.machines import Profiled
+from specdec.metrics import RequestResult
+from specdec.pairs import HuggingFacePair
+from specdec.planning.candidates import PLAIN
+from specdec.planning.layouts import Layout
+from specdec.planning.machines import CLOCK_ERROR, Profiled
+from specdec.planning.simulate import Unit, unit_of
 from specdec.profiling.job import profile_of
 from specdec.profiling.passes import measure_model
-from specdec.profiling.proposal import Workload, costs_node
+from specdec.profiling.proposal import costs_node
 from specdec.profiling.transfer import measure_transfer
-from specdec.runs.jobs import Progress, stop_rules
+from specdec.runs.jobs import Progress, prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
-_PROBES = ("ar", "speculative", "best_first")
-_PROBE_PROMPTS = 4
-_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+_REPEATS = 9
+
+
+class ModelsHere:
+    """The models and prompts of a plan, loaded when they are first needed.
+
+    Attributes:
+        words, extra: of the command line, and further configuration trees.
+        progress: receives the phases.
+    """
+
+    def __init__(self, words: Sequence[str], extra: Sequence[Path], progress: Progress) -> None:
+        """Stores its arguments; ``words`` are without strategy, clock and output folder."""
+        self.words, self.extra, self.progress = tuple(words), tuple(extra), progress
+
+    def config(self, name: str, sizes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The resolved configuration of a preset with some sizes of its policy."""
+        config = run_job_of([*self.words, f"strategy={name}"], self.extra).config
+        return {**config, "policy": {**config["policy"], **(sizes or {})}}
+
+    @cached_property
+    def _loaded(self) -> tuple[HuggingFacePair, list[TokenPrompt]]:
+        config = self.config(PLAIN)
+        if config.get("threads"):
+            torch.set_num_threads(int(config["threads"]))
+        self.progress.phase("loading models", None)
+        pair, prompts, _ = prepare(config)
+        if not isinstance(pair, HuggingFacePair):
+            raise UserError("profile=measured measures models: use model=tiny, hf or random")
+        return pair, prompts
+
+    @property
+    def pair(self) -> HuggingFacePair:
+        """The models.
+
+        Raises:
+            UserError: models that do not exist.
+        """
+        return self._loaded[0]
+
+    @property
+    def prompts(self) -> list[TokenPrompt]:
+        """The prompts of the record, in its order."""
+        return self._loaded[1]
+
+    def decode(
+        self,
+        configs: Sequence[Mapping[str, Any]],
+        *,
+        batch: int,
+        count: int,
+        length: int,
+        rounds: int = 1,
+        on_turn: Callable[[], None] = lambda: None,
+    ) -> list[list[Unit]]:
+        """Counts of measured runs, unit by unit in turns: a drift of the machine affects all alike.
+
+        Args:
+            configs: resolved ones; their clock is replaced.
+            batch: prompts of a unit.
+            count: of units, the same as those of ``Simulator.units``.
+            length: tokens per prompt.
+            rounds: of every unit, of which the one of median time counts; of two the faster.
+            on_turn: called after every unit of every configuration.
+
+        Raises:
+            UserError: parts that do not go together.
+        """
+        groups = [self.prompts[at * batch : (at + 1) * batch] for at in range(count)]
+        groups = [group for group in groups if len(group) == batch] or groups[:1]
+        measured: list[list[list[Unit]]] = [[[] for _ in groups] for _ in configs]
+        runners: list[PartsRunner] = []
+        try:
+            for config in configs:
+                cfg = {**config, "batch_size": batch, "max_new_tokens": length}
+                cfg |= {"clock": {"kind": "measured"}, "trace": False}
+                stop = stop_rules(cfg, self.pair)
+                runners.append(PartsRunner(cfg=cfg, pair=self.pair, stop=stop))
+                runners[-1].run(_others(groups[0]), lambda _: None)
+            for turn in range(rounds * len(groups)):
+                unit = turn % len(groups)
+                for at in np.roll(np.arange(len(runners)), turn).tolist():
+                    results: list[RequestResult] = []
+                    totals = runners[at].run(groups[unit], results.append)
+                    measured[at][unit].append(unit_of(results, totals))
+                    on_turn()
+        finally:
+            for runner in runners:
+                runner.close()
+        return [[_median(units) for units in of] for of in measured]
+
+
+def _others(group: Sequence[TokenPrompt]) -> list[TokenPrompt]:
+    """Prompts to warm up with: of the same lengths, and of no use to a source that remembers."""
+    return [TokenPrompt(prompt.id, prompt.tokens[::-1].copy()) for prompt in group]
+
+
+def _median(units: Sequence[Unit]) -> Unit:
+    return sorted(units, key=lambda unit: unit.clock_s)[(len(units) - 1) // 2]
 
 
 def measured_costs(
-    words: Sequence[str], extra: Sequence[Path], *, stages: int, progress: Progress
-) -> tuple[dict[str, Any], Workload]:
-    """Cost curves of the models on this machine, as ``specdec profile`` measures them.
+    models: ModelsHere, *, stages: int, requests: int, context: int
+) -> dict[str, Any]:
+    """Cost curves of the models on this machine.
 
     Args:
-        words: of the command line, without clock, strategy and output folder.
-        extra: further configuration trees.
+        models: to measure.
         stages: of the target.
-        progress: receives the phases.
-
-    Returns:
-        The costs, and the models and prompts.
-
-    Raises:
-        UserError: models that do not exist.
+        requests: that share a pass.
+        context: tokens before the rows of each of them.
     """
-    composed = compose_config([*words, f"executor.stages={stages}"], name="profiling", extra=extra)
-    values = dict(composed.values)
-    section = values.pop("profiling")
-    check_section("profiling", section, {})
-    job = checked_job(replace(composed, values=values))
-    work = Workload.of({**job.config, "profiling": section}, progress)
-    pair = work.pair
-    if not isinstance(pair, HuggingFacePair):
-        raise UserError("profile=measured measures models: use model=tiny, hf or random")
-    plan: dict[str, Any] = {"tokens": list(_TOKENS), "repeats": work.options.repeats}
-    progress.phase("measuring passes", None)
+    pair, progress = models.pair, models.progress
+    tokens = sorted({*_TOKENS, requests})
+    progress.phase(f"measuring passes of {requests} request{'s' * (requests > 1)}", None)
     samples = measure_model(
         pair,
-        **plan,
+        tokens=tokens,
+        repeats=_REPEATS,
         stages=stages,
-        context=work.options.context,
+        context=context,
+        requests=requests,
         on_repeat=lambda kind: progress.advance(detail=kind),
     )
     if stages > 1:
         width = int(pair.target.config.get_text_config().hidden_size)
         dtype = next(pair.target.parameters()).dtype
-        samples[Work.TRANSFER] = measure_transfer(width=width, dtype=dtype, **plan)
-    profile = profile_of(samples, name="measured", note="")
-    return costs_node(profile), work
+        samples[Work.TRANSFER] = measure_transfer(
+            width=width, dtype=dtype, tokens=tokens, repeats=_REPEATS
+        )
+    return costs_node(profile_of(samples, name="measured", note=""))
 
 
-def with_controller(
-    costs: Mapping[str, Any],
-    *,
-    work: Workload,
-    words: Sequence[str],
-    extra: Sequence[Path],
-    acceptance: OfRecord,
-    progress: Progress,
-) -> tuple[dict[str, Any], str]:
-    """Costs with the controller's own time per target pass and per draft pass.
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """This machine, measured for some numbers of requests at a time; see ``Machine``.
 
-    A simulated clock charges models alone. Three short measured runs and the same runs simulated
-    differ by this time; it is the least-squares time per pass of each kind, at least 0.
-
-    Args:
-        costs: measured, on one device.
-        work, words, extra: models and prompts, and the words of the command line.
-        acceptance: the record of the same prompts.
-        progress: receives the phases.
-
-    Returns:
-        The costs, and a note.
+    Attributes:
+        by_batch: requests at a time -> what was measured with them.
     """
-    progress.phase("measuring the controller", len(_PROBES))
-    rows, missing = [], []
-    played = acceptance.pair()
-    for name in _PROBES:
-        real = run_job_of([*words, f"strategy={name}"], extra).config
-        profile = {"kind": "simulated", "profile": "measured", "scale": 1.0, "costs": dict(costs)}
-        ids = {request.id for request in acceptance.record.requests}
-        prompts = [prompt for prompt in work.prompts if prompt.id in ids][:_PROBE_PROMPTS]
-        seconds, totals, num = _decoded(real, work.pair, prompts)
-        recorded = [TokenPrompt(*p) for p in played.prompts() if p[0] in {q.id for q in prompts}]  # type: ignore[attr-defined]
-        fake = {**real, "clock": profile}
-        simulated, _, num_played = _decoded(fake, played, recorded)
-        rows.append((totals.target_passes / num, totals.draft_passes / num))
-        missing.append(seconds / num - simulated / num_played)
-        progress.advance(detail=name)
-    added = _least_squares(np.array(rows), np.array(missing))
-    changed = dict(costs)
-    for kind, more in zip(("stage", "draft"), 1e3 * added, strict=True):
-        if kind in changed:
-            changed[kind] = {
-                **changed[kind],
-                "ms": [ms + float(more) for ms in changed[kind]["ms"]],
-            }
-    note = (
-        f"measured here; with {1e3 * added[0]:.2f} ms of the controller per target pass and"
-        f" {1e3 * added[1]:.2f} ms per draft pass, from runs of {', '.join(_PROBES)}"
-    )
-    return changed, note
 
+    by_batch: Mapping[int, Profiled]
 
-def measured_here(
-    words: Sequence[str],
-    extra: Sequence[Path],
-    *,
-    stages: int,
-    acceptance: OfRecord,
-    progress: Progress,
-) -> tuple[dict[str, Any], str]:
-    """Costs of this machine, on one device with the controller's own time, and a note."""
-    costs, work = measured_costs(words, extra, stages=stages, progress=progress)
-    if stages > 1:
-        return costs, "measured here"
-    return with_controller(
-        costs, work=work, words=words, extra=extra, acceptance=acceptance, progress=progress
-    )
+    @staticmethod
+    def of(entries: Sequence[Mapping[str, Any]], *, stages: int, devices: int) -> Measured:
+        """The machine of measurements with the keys ``batch``, ``costs`` and ``note``."""
+        machines = {}
+        for entry in entries:
+            profile = {"costs": entry["costs"], "note": entry["note"], "stages": stages}
+            machine = Profiled(name="measured", profile=profile, devices=devices)
+            machines[int(entry["batch"])] = machine
+        return Measured(machines)
 
+    @property
+    def name(self) -> str:
+        """As the value of ``profile``."""
+        return "measured"
 
-def measured_machine(costs: Mapping[str, Any], note: str, *, stages: int, devices: int) -> Profiled:
-    """The machine of measured costs."""
-    profile = {"costs": dict(costs), "note": note, "stages": stages}
-    return Profiled(name="measured", profile=profile, devices=devices)
+    @property
+    def note(self) -> str:
+        """Of the first measurement."""
+        return next(iter(self.by_batch.values())).note
 
+    @property
+    def devices(self) -> int:
+        """In total."""
+        return next(iter(self.by_batch.values())).devices
 
-def _decoded(
-    cfg: Mapping[str, Any], pair: ModelPair, prompts: Sequence[TokenPrompt]
-) -> tuple[float, RunTotals, int]:
-    """(seconds of the decode phases, totals, tokens in them); the first prompt warms up."""
-    from specdec.metrics.times import decode_phase
+    @property
+    def error(self) -> float:
+        """Of a measured profile."""
+        return CLOCK_ERROR
 
-    runner = PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair))
-    results: list[RequestResult] = []
-    try:
-        runner.run(prompts[:1], lambda _: None)
-        totals = RunTotals.merge([runner.run([p], results.append) for p in prompts])
-    finally:
-        runner.close()
-    phases = [decode_phase(result) for result in results]
-    return sum(p.seconds for p in phases), totals, max(sum(p.tokens for p in phases), 1)
+    @property
+    def prices_context(self) -> bool:
+        """Measured over the context of the record alone."""
+        return False
 
+    @property
+    def limit_gb(self) -> float | None:
+        """Unknown."""
+        return None
 
-def _least_squares(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """float64[2]: least squares with no negative part."""
-    best = np.linalg.lstsq(rows, values, rcond=None)[0]
-    if (best >= 0.0).all():
-        return best
-    alone = [
-        max(float(rows[:, k] @ values / max(rows[:, k] @ rows[:, k], 1e-12)), 0.0) for k in (0, 1)
-    ]
-    options = [np.array([alone[0], 0.0]), np.array([0.0, alone[1]])]
-    return min(options, key=lambda x: float(((rows @ x - values) ** 2).sum()))
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Those that were measured."""
+        return tuple(self.by_batch)
+
+    def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
+        """See ``Machine``; the measurement with the nearest number of requests counts."""
+        nearest = min(self.by_batch, key=lambda known: abs(np.log(known / batch)))
+        return self.by_batch[nearest].costs(layout, batch, context)
+
+    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
+        """Unknown."""
+        return None

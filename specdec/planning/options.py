@@ -14,6 +14,7 @@ from specdec.parts.fields import Count, NotNegative, Positive, Text, errors_of, 
 from specdec.parts.suggest import did_you_mean
 
 Objective = Literal["latency", "throughput", "per_device"]
+Drafter = Literal["draft_model", "eagle", "eagle3", "ngram"]
 Counts = Annotated[
     tuple[Count, ...],
     Field(min_length=1),
@@ -39,6 +40,7 @@ class PlanOptions:
         objective: time per token of a request, tokens per second, or these per device.
         acceptance: a log or trace of an engine, in place of a law of ``model=``.
         method, draft_tokens: as for ``specdec fit``.
+        drafter: what the law or log is of, for the flags of engines.
         strategies: presets to try; empty: all.
         prompts: at most, of the last round.
         budget_s: seconds of search.
@@ -55,6 +57,7 @@ class PlanOptions:
     acceptance: Text | None = None
     method: Text | None = None
     draft_tokens: Count | None = None
+    drafter: Drafter = "draft_model"
     strategies: Names = ()
     prompts: Annotated[int, Field(ge=4, le=1000)] = 24
     budget_s: Positive = 60.0
@@ -62,7 +65,7 @@ class PlanOptions:
 
 
 _LISTS = ("batch", "context", "strategies")
-_TEXTS = ("profile", "acceptance", "method", "check", "objective")
+_TEXTS = ("profile", "acceptance", "method", "check", "objective", "drafter")
 _KILO = re.compile(r"(\d+)k")
 
 

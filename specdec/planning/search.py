@@ -102,6 +102,8 @@ class Search:
         report: called with the label and number of steps of a phase, or with a finished step.
         left_out: preset -> why it is not simulated.
         complete: whether the budget sufficed.
+        notes: further limits or origins, for the answer.
+        unknown: presets whose acceptance no law, record or model here has.
     """
 
     machine: Machine
@@ -114,6 +116,8 @@ class Search:
     report: Callable[[str, int | None], None]
     left_out: dict[str, str] = field(default_factory=dict)
     complete: bool = True
+    notes: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     _ends: float = 0.0
 
     def run(self, families: Sequence[Family]) -> list[Candidate]:
@@ -141,12 +145,17 @@ class Search:
         tuned_by = began + _TUNING * self.chosen.budget_s
         best = min((t for found in tried.values() for t, _ in found.values()), default=0.0)
         self.report("sizes", len(order))
+        decoded = {family.name for family in families if family.decoded}
         for name in order:
-            if _fastest_time(tried[name]) <= _HOPELESS * best:
+            hopeful = _fastest_time(tried[name]) <= _HOPELESS * best
+            if hopeful and name not in decoded:
                 self._tune(tried[name], tuned_by)
                 best = min(best, _fastest_time(tried[name]))
+            elif name in decoded and not hopeful:
+                self.left_out[name] = f"more than {_HOPELESS} times slower than the best preset"
+                del tried[name]
             self.report(name, None)
-        entered = [c for name in order for c in self._entering(tried[name])]
+        entered = [c for name in order if name in tried for c in self._entering(tried[name])]
         return [*self._halved(entered), plain]
 
     def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
@@ -157,6 +166,10 @@ class Search:
     def ranked(self, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
         """Candidates by their time, fastest first."""
         return sorted(candidates, key=lambda c: self.times(c, count).mean)
+
+    def extend(self, seconds: float) -> None:
+        """Adds to the budget, for work that is not part of the search."""
+        self._ends += seconds
 
     @property
     def out_of_time(self) -> bool:

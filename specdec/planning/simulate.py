@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,12 +32,15 @@ class Candidate:
         layout: of its models.
         config: resolved, with the costs of the layout.
         sizes: keys of the policy that differ from the preset.
+        decoded: whether models decode it on the simulated clock, since its source reads what no
+            law or record has.
     """
 
     name: str
     layout: Layout
     config: Mapping[str, Any]
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    decoded: bool = False
 
     @property
     def key(self) -> str:
@@ -95,6 +98,16 @@ def unit_of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
 _FIELDS = tuple(item.name for item in fields(Unit))
 
 
+class Models(Protocol):
+    """Models and the prompts of a record, in its order."""
+
+    @property
+    def pair(self) -> ModelPair: ...
+
+    @property
+    def prompts(self) -> list[TokenPrompt]: ...
+
+
 class Simulator:
     """Decodes candidates; every unit is kept in a file, so that a search can continue.
 
@@ -102,7 +115,15 @@ class Simulator:
         simulated_tokens: tokens decoded by this object, those read from the file left out.
     """
 
-    def __init__(self, pair: ModelPair, path: Path | None, *, of: str, prompts: int) -> None:
+    def __init__(
+        self,
+        pair: ModelPair,
+        path: Path | None,
+        *,
+        of: str,
+        prompts: int,
+        models: Models | None = None,
+    ) -> None:
         """Reads what is on disk.
 
         Args:
@@ -110,8 +131,9 @@ class Simulator:
             path: of the file; None keeps nothing.
             of: what the pair plays, part of the keys of results.
             prompts: at most; pairs that draw prompts have as many.
+            models: that decode candidates without a law or record.
         """
-        self._pair, self._path, self._of = pair, path, of
+        self._pair, self._path, self._of, self._models = pair, path, of, models
         self._known: dict[str, Unit] = {}
         self.simulated_tokens = 0
         recorded = getattr(pair, "prompts", None)
@@ -148,16 +170,21 @@ class Simulator:
         return [self._known[key] for key in keys]
 
     def _decode(self, candidate: Candidate, keys: Sequence[str], batch: int, length: int) -> None:
-        stop = StopRules(max_new_tokens=length, eos_ids=self._pair.eos_ids)
-        runner = PartsRunner(cfg=candidate.config, pair=self._pair, stop=stop)
+        pair, prompts = self._pair, self._prompts
+        if candidate.decoded:
+            assert self._models is not None
+            pair, prompts = self._models.pair, self._models.prompts
+        stop = StopRules(max_new_tokens=length, eos_ids=pair.eos_ids)
+        runner = PartsRunner(cfg=candidate.config, pair=pair, stop=stop)
         try:
             for at, key in enumerate(keys):
-                if key in self._known:
+                # A source may remember earlier prompts, so these are decoded again.
+                if key in self._known and not candidate.decoded:
                     continue
                 results: list[RequestResult] = []
-                together = self._prompts[at * batch : (at + 1) * batch]
-                totals = runner.run(together, results.append)
-                self._keep(key, unit_of(results, totals))
+                totals = runner.run(prompts[at * batch : (at + 1) * batch], results.append)
+                if key not in self._known:
+                    self._keep(key, unit_of(results, totals))
         finally:
             runner.close()
 

@@ -22,30 +22,37 @@ RESULT_FILE = "plan.json"
 TABLE_FILE = "plan.txt"
 """The table as printed."""
 
+_LOOKUP_MAX = 16  # tokens of a match that count at most, as in source=prompt_lookup
+_VLLM = {"specdec.sources.PromptLookupSource": "ngram"}  # sources without a draft
+_SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 _SHOWN = 8  # rows of the ranking
 _WIDTH = 110
 
 
 def write_plan(folder: Path, plan: Plan, winner: Candidate, provenance: Mapping[str, Any]) -> None:
     """Writes preset, profile, table and plan.json."""
-    write_text(folder / "strategy" / f"{PRESET}.yaml", preset(plan, winner))
-    write_text(folder / "profile" / f"{PRESET}.yaml", profile(winner))
+    write_parts(folder, winner, plan.best.tokens_per_s)
     write_text(folder / TABLE_FILE, table(plan))
     write_json(folder / RESULT_FILE, {**plan.to_json(), "provenance": provenance})
 
 
-def preset(plan: Plan, winner: Candidate) -> str:
-    """A strategy's YAML: ``--config-dir DIR strategy=planned``."""
+def write_parts(folder: Path, candidate: Candidate, tokens_per_s: float) -> None:
+    """Writes a candidate's preset and profile: ``--config-dir DIR strategy=planned``."""
+    write_text(folder / "strategy" / f"{PRESET}.yaml", preset(candidate, tokens_per_s))
+    write_text(folder / "profile" / f"{PRESET}.yaml", profile(candidate))
+
+
+def preset(winner: Candidate, tokens_per_s: float) -> str:
+    """A strategy's YAML; ``tokens_per_s`` is the expected speed, for its comment."""
     choices, layout = winner.config["choices"], winner.layout
     executor = str(choices["executor"])
     has_keys = len(winner.config["executor"]) > 1
     if has_keys and executor == "local":
         executor = "pipeline"
-    best = plan.best
     lines = [
         "# @package _global_",
-        f"# By `specdec plan`: {best.strategy} on {best.layout},"
-        f" {best.tokens_per_s:.1f} tokens/s expected.",
+        f"# By `specdec plan`: {winner.name} on {layout.told()},"
+        f" {tokens_per_s:.1f} tokens/s expected.",
         "defaults:",
         *(f"  - override /{part}: {choices[part]}" for part in ("source", "policy", "verifier")),
         f"  - override /executor: {executor}",
@@ -81,25 +88,46 @@ def profile(winner: Candidate) -> str:
     return "\n".join(lines) + "\n"
 
 
-def engine_flags(cell: ChainCell | None, draft: str) -> dict[str, str]:
-    """Flags of vLLM and SGLang for the best chain of a draft model.
+def engine_flags(
+    cell: ChainCell | None, draft: str, drafter: str, winner: Candidate
+) -> dict[str, str]:
+    """Flags of vLLM and SGLang for the best chain, and for a first choice that copies text.
 
-    Names as in vLLM's docs/features/speculative_decoding/draft_model.md (04329df5) and in SGLang's
-    page on speculative decoding (method STANDALONE).
+    Names as in vLLM's docs/features/speculative_decoding/configuration.md (9d0e0b83) and SGLang's
+    docs/advanced_features/speculative_decoding.md (067ad4d3). SGLang's n-gram method verifies
+    trees of another shape: left out.
+
+    Args:
+        cell: the best chain; None for none.
+        draft: path of the draft model or head.
+        drafter: a value of ``PlanOptions.drafter``.
+        winner: the first choice.
     """
+    copies = _VLLM.get(str(winner.config["source"].get("_target_")))
+    if copies is not None and "gamma" in winner.config["policy"]:
+        return {"vLLM": _vllm(copies, int(winner.config["policy"]["gamma"]), draft)}
     if cell is None:
         return {}
-    if cell.draft_tokens == 0:
+    number, algorithm = cell.draft_tokens, _SGLANG.get(drafter)
+    if number == 0:
         off = "no speculation: plain decoding is faster at this batch and context"
         return {"vLLM": off, "SGLang": off}
-    number = cell.draft_tokens
-    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": number}
-    return {
-        "vLLM": f"--speculative-config '{json.dumps(config)}'",
-        "SGLang": "--speculative-algorithm STANDALONE"
-        f" --speculative-draft-model-path {draft} --speculative-num-steps {number}"
-        f" --speculative-eagle-topk 1 --speculative-num-draft-tokens {number + 1}",
-    }
+    flags = {"vLLM": _vllm(drafter, number, draft)}
+    if algorithm is not None:
+        flags["SGLang"] = (
+            f"--speculative-algorithm {algorithm} --speculative-draft-model-path {draft}"
+            f" --speculative-num-steps {number} --speculative-eagle-topk 1"
+            f" --speculative-num-draft-tokens {number + 1}"
+        )
+    return flags
+
+
+def _vllm(method: str, number: int, draft: str) -> str:
+    lookup = method == "ngram"
+    config: dict[str, Any] = {"method": method, **({} if lookup else {"model": draft})}
+    config |= {"num_speculative_tokens": number}
+    config |= {"prompt_lookup_max": _LOOKUP_MAX} if lookup else {}
+    return f"--speculative-config '{json.dumps(config)}'"
 
 
 def table(plan: Plan) -> str:
@@ -135,7 +163,8 @@ def _ranking(plan: Plan) -> list[str]:
     }
     shown = sorted(best, key=plan.choices.index)
     if len(shown) > _SHOWN:  # plain decoding is always shown
-        shown = [*shown[: _SHOWN - 1], next(c for c in shown if c.is_plain)]
+        plain = next(c for c in shown if c.is_plain)
+        shown = [*shown[: _SHOWN - 1], *([] if plain in shown[: _SHOWN - 1] else [plain])]
     limit = plan.memory_limit_gb
     names = [_named(choice) for choice in shown]
     width = max(len(name) for name in names)
@@ -175,12 +204,16 @@ def _chains(plan: Plan) -> list[str]:
     lines = [
         "draft tokens of the best chain drafted before each pass (gain over plain decoding), by"
         " formula:",
-        f" {'context':>8}" + "".join(f"{f'batch {b}':>15}" for b in batches) + "   plain best from",
+        f" {'context':>8}"
+        + "".join(f"{f'batch {b}':>15}" for b in batches)
+        + ("   plain best from" if plan.crossover else ""),
     ]
     for context in contexts:
         row = "".join(f"{_cell(cells.get((b, context))):>15}" for b in batches)
-        start = plan.crossover.get(context)
-        lines.append(f" {context:>8}{row}   " + ("-" if start is None else f"batch {start}"))
+        lines.append(f" {context:>8}{row}")
+        if plan.crossover:
+            start = plan.crossover.get(context)
+            lines[-1] += "   -" if start is None else f"   batch {start}"
     return lines
 
 

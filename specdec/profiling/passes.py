@@ -35,6 +35,7 @@ def measure_model(
     tokens: Sequence[int],
     repeats: int,
     context: int,
+    requests: int = 1,
     on_repeat: Callable[[str], None] = lambda _: None,
 ) -> dict[Work, list[Sample]]:
     """Measures target and draft.
@@ -45,6 +46,8 @@ def measure_model(
         tokens: numbers of rows per pass, increasing.
         repeats: measurements of each, after an uncounted one.
         context: committed tokens before the tree.
+        requests: that the rows of a pass are of, each with its own cache; a pass of fewer rows has
+            a request per row.
         on_repeat: called after each repeat with the kind of work.
 
     Returns:
@@ -55,10 +58,10 @@ def measure_model(
     bounds = split_layers(pair.num_layers, stages)
     longest = max(bounds, key=lambda bound: bound[1] - bound[0])
     stage, last = (
-        _Bench(pair.stage(*bound, meter).runner, context, max(tokens))
+        _Bench(pair.stage(*bound, meter).runner, context, max(tokens), requests)
         for bound in (longest, bounds[-1])
     )
-    draft = _Bench(pair.runner("draft", meter), context, max(tokens))
+    draft = _Bench(pair.runner("draft", meter), context, max(tokens), requests)
     kinds = {
         Work.STAGE: stage.layers,
         Work.PRUNE: stage.prune,
@@ -79,17 +82,23 @@ def measure_model(
 
 
 class _Bench:
-    """A slice of a model with a filled cache."""
+    """A slice of a model with filled caches, one per request."""
 
-    def __init__(self, runner: ModelRunner, context: int, max_tokens: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, context: int, max_tokens: int, requests: int = 1
+    ) -> None:
         self._runner = runner
         self._context = context
-        self._cache: TreeCache = runner.new_cache(context + max_tokens)
+        self._caches: list[TreeCache] = [
+            runner.new_cache(context + max_tokens) for _ in range(requests)
+        ]
+        self._cache = self._caches[0]
         self._step = 0
-        for start in range(0, context, _PREFILL_ROWS):
-            tokens = np.arange(start, min(start + _PREFILL_ROWS, context))
-            rows = self._cache.rows(prefix_tokens=tokens % runner.vocab_size)
-            runner.forward([rows], hidden=self._hidden(len(tokens)), logits_rows=NO_ROWS)
+        for cache in self._caches:
+            for start in range(0, context, _PREFILL_ROWS):
+                tokens = np.arange(start, min(start + _PREFILL_ROWS, context))
+                rows = cache.rows(prefix_tokens=tokens % runner.vocab_size)
+                runner.forward([rows], hidden=self._hidden(len(tokens)), logits_rows=NO_ROWS)
 
     def layers(self, num: int) -> float:
         """Seconds of the layers without logits, rows packed and masked as in a run."""
@@ -114,7 +123,7 @@ class _Bench:
     def prune(self, num: int) -> float:
         """Seconds of pruning the cache and the rows in flight to half of ``num`` nodes."""
         rows = _level(num, self._context)
-        self._pass(num, NO_ROWS)
+        self._forward([(self._cache, num)], NO_ROWS)
         self._step += 1
         kept = np.arange(min(1, num - 1), num, 2)
         commit = Commit(
@@ -142,20 +151,33 @@ class _Bench:
         work()
         self._wait()
         seconds = perf_counter() - start
-        self._cache.truncate(self._context)
+        for cache in self._caches:
+            cache.truncate(self._context)
         return seconds
 
     def _pass(self, num: int, logits_rows: IntArray | None) -> torch.Tensor | None:
-        level = _level(num, self._context)
-        rows = self._cache.rows(
-            node_ids=level.node_ids,
-            node_tokens=level.tokens,
-            parent_ids=level.parent_ids,
-            node_positions=level.positions,
-        )
-        return self._runner.forward(
-            [rows], hidden=self._hidden(num), logits_rows=logits_rows
-        ).logits
+        used = self._caches[:num]
+        each, more = divmod(num, len(used))
+        shares = [(cache, each + (at < more)) for at, cache in enumerate(used)]
+        return self._forward(shares, logits_rows)
+
+    def _forward(
+        self, shares: Sequence[tuple[TreeCache, int]], logits_rows: IntArray | None
+    ) -> torch.Tensor | None:
+        """Logits of one pass over so many rows of each cache."""
+        packed = []
+        for cache, num in shares:
+            level = _level(num, self._context)
+            packed.append(
+                cache.rows(
+                    node_ids=level.node_ids,
+                    node_tokens=level.tokens,
+                    parent_ids=level.parent_ids,
+                    node_positions=level.positions,
+                )
+            )
+        hidden = self._hidden(sum(num for _, num in shares))
+        return self._runner.forward(packed, hidden=hidden, logits_rows=logits_rows).logits
 
     def _hidden(self, num: int) -> torch.Tensor | None:
         return None if self._runner.is_first else self._rows_of_ones(num)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,14 +168,34 @@ def test_a_pipeline_in_one_process_is_told(words: list[str], told: bool) -> None
 def test_a_bench_measures_on_a_cache_that_stays_as_it_was() -> None:
     pair = RandomPair(num_layers=4, hidden_size=32)
     runner = pair.runner("draft", Meter())
-    bench = _Bench(runner, context=9, max_tokens=6)
-    before = bench._cache.storage[:, :, :, :9].clone()
-    for work in (bench.layers, bench.head, bench.proposals, bench.prune):
-        for num in (1, 2, 6):
-            work(num)
-            assert bench._cache.cached_len == 9
-            assert bench._cache.num_nodes == 0
-            assert torch.equal(bench._cache.storage[:, :, :, :9], before)
+    for requests in (1, 3):
+        bench = _Bench(runner, context=9, max_tokens=6, requests=requests)
+        before = [cache.storage[:, :, :, :9].clone() for cache in bench._caches]
+        assert len(before) == requests
+        for work in (bench.layers, bench.head, bench.proposals, bench.prune):
+            for num in (1, 2, 6):
+                work(num)
+                for cache, kept in zip(bench._caches, before, strict=True):
+                    assert cache.cached_len == 9
+                    assert cache.num_nodes == 0
+                    assert torch.equal(cache.storage[:, :, :, :9], kept)
+
+
+def test_rows_are_shared_out_among_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request has a row where there are enough, and none has two more than another."""
+    runner = RandomPair(num_layers=2, hidden_size=32).runner("draft", Meter())
+    bench = _Bench(runner, context=3, max_tokens=6, requests=3)
+    passes: list[list[int]] = []
+    forward = runner.forward
+
+    def noted(rows: Any, **keys: Any) -> Any:
+        passes.append([len(part) for part in rows])
+        return forward(rows, **keys)
+
+    monkeypatch.setattr(runner, "forward", noted)
+    for num in (1, 2, 3, 5):
+        bench.layers(num)
+    assert passes == [[1], [1, 1], [1, 1, 1], [2, 2, 1]]
 
 
 def test_everything_is_measured_for_every_number_of_tokens() -> None:

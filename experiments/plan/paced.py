@@ -1,0 +1,236 @@
+"""Is the first choice of a plan the fastest on a paced cluster, over processes?
+
+    python -m experiments.plan.paced OUTPUT_DIR [--only four_stages] [--quick] [--write]
+
+For three clusters (four stages, eight stages, two groups of devices; a transfer takes 0.1, 1 and
+5 ms) a plan is made with the cluster's profile and the record of the bundled pair. Its four best
+presets, three others and plain decoding then run with ``clock=paced``, a process per device, on the
+prompts of the record: the passes take the profile's times, and messages, controller and waits are
+real. Prints planned and paced time per token of each, and the regret of the first choice: its time
+over that of the best of the eight. The profile is stretched by ``clock.scale``, since nine
+processes share few cores; a run with more than 2 % of overruns does not count. ``--write`` also
+writes the table to results/paced.md beside this file. Needs a machine without other work; continues
+after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.main import main as command
+from specdec.files import write_json, write_text
+from specdec.planning.asked import planning_of
+from specdec.planning.candidates import PLAIN
+from specdec.planning.job import Searched, searched
+from specdec.planning.search import Times
+from specdec.planning.simulate import Candidate
+from specdec.planning.writing import PRESET, write_parts
+from specdec.report.provenance import provenance
+
+_HERE = Path(__file__).parent
+RESULT = "paced.json"
+BEST, OTHERS = 4, 3
+_PROMPTS, _TOKENS = 4, 64
+_OVERRUNS = 0.02  # share of a run's pieces of work, above which it does not count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A profile, a number of devices, a link, and the factor that stretches paced time.
+
+    Attributes:
+        profile: name or path.
+        devices: in total, the draft's included.
+        link_ms: of a transfer.
+        scale: ``clock.scale`` of the runs.
+    """
+
+    profile: str
+    devices: int
+    link_ms: float
+    scale: float
+
+
+CLUSTERS: Mapping[str, Cluster] = {
+    "four_stages": Cluster(
+        profile=str(_HERE / "clusters" / "four_stages.yaml"), devices=5, link_ms=0.1, scale=4.0
+    ),
+    "eight_stages": Cluster(profile="specpipe_8x3090", devices=9, link_ms=1.0, scale=3.0),
+    "two_groups": Cluster(profile="swiftspec_table6", devices=2, link_ms=5.0, scale=15.0),
+}
+
+
+class _Silent:
+    def phase(self, label: str, total: int | None) -> None: ...
+
+    def advance(self, count: int = 1, detail: str = "") -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def workload(quick: bool) -> list[str]:
+    """Words of the command line that plan and runs share."""
+    prompts, tokens = (1, 24) if quick else (_PROMPTS, _TOKENS)
+    words = ["model=tiny", "data=humaneval", "sampling=t06", "threads=1"]
+    return [*words, f"data.limit={prompts}", f"max_new_tokens={tokens}"]
+
+
+def planned(cluster: Cluster, folder: Path, quick: bool) -> Searched:
+    """The search of the plan of a cluster."""
+    words = [
+        *(*workload(quick), f"profile={cluster.profile}", f"devices={cluster.devices}"),
+        *(f"link_ms={cluster.link_ms}", "budget_s=60"),
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    return searched(planning_of(words), folder, _Silent())
+
+
+def tried(done: Searched, quick: bool) -> list[Candidate]:
+    """The fastest candidates of different presets, others, and plain decoding."""
+    ranked = done.search.ranked(done.finalists, done.search.chosen.prompts)
+    firsts: dict[str, Candidate] = {}
+    for candidate in ranked:
+        firsts.setdefault(candidate.name, candidate)
+    plain = firsts.pop(PLAIN)
+    best = list(firsts.values())
+    if quick:
+        return [best[0], plain]
+    others = best[BEST:][-OTHERS:]
+    sizes = [made for made in ranked if made not in (*best, plain)]  # where presets are few
+    missing = BEST + OTHERS - len(best[:BEST]) - len(others)
+    return [*best[:BEST], *others, *sizes[:missing], plain]
+
+
+def run_paced(made: Candidate, cluster: Cluster, folder: Path, quick: bool) -> dict[str, Any]:
+    """The row of a candidate; the run folder keeps a finished run."""
+    if not (folder / "run" / "summary.json").is_file():
+        write_parts(folder, made, 0.0)
+        words = [
+            *("run", "--config-dir", str(folder), f"strategy={PRESET}", *workload(quick)),
+            *("clock=paced", f"clock.profile={PRESET}", f"clock.scale={cluster.scale}"),
+            f"output_dir={folder / 'run'}",
+        ]
+        if "transport" in made.config["executor"]:
+            words.append("executor.transport=distributed")
+        with redirect_stdout(io.StringIO()):
+            status = command(words)
+        if status:
+            raise SystemExit(f"{made.told()} on {made.layout.told()} failed: see {folder}")
+    summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+    return {
+        "strategy": made.name,
+        "sizes": dict(made.sizes),
+        "layout": made.layout.told(),
+        "paced_ms": summary["tbt_ms_mean"] / cluster.scale,
+        "overrun_share": summary["overrun_share"],
+        "loop_share": summary["loop_share"],
+    }
+
+
+def run_cluster(name: str, folder: Path, quick: bool) -> dict[str, Any]:
+    """Planned and paced times of the candidates of a cluster."""
+    cluster = CLUSTERS[name]
+    done = planned(cluster, folder / "plan", quick)
+    rows = []
+    for at, made in enumerate(tried(done, quick)):
+        units = done.search.simulator.units(made, _PROMPTS, done.search.length)
+        ms = 1e3 * Times.of(units, "latency", 1).mean
+        row = run_paced(made, cluster, folder / f"{at}-{made.name}", quick)
+        rows.append({"planned_ms": ms, **row})
+        print(_line(rows[-1]), flush=True)
+    shape = {"devices": cluster.devices, "link_ms": cluster.link_ms, "scale": cluster.scale}
+    return {"cluster": {"profile": Path(cluster.profile).stem, **shape}, "rows": rows}
+
+
+def regret(result: Mapping[str, Any]) -> float:
+    """Paced time of the first choice over that of the best, less 1."""
+    times = [row["paced_ms"] for row in result["rows"]]
+    return float(times[0] / min(times) - 1.0)
+
+
+def error(row: Mapping[str, Any]) -> float:
+    """Of the planned time per token, relative to the paced one."""
+    return float(row["planned_ms"] / row["paced_ms"] - 1.0)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    sizes = " ".join(f"{key}={value}" for key, value in row["sizes"].items())
+    return (
+        f"  {row['strategy']} {sizes} on {row['layout']}: planned {row['planned_ms']:.2f} ms per"
+        f" token, paced {row['paced_ms']:.2f} ({100 * error(row):+.1f} %), overruns"
+        f" {100 * row['overrun_share']:.2f} %"
+    )
+
+
+def counted(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows whose paced times count."""
+    return [row for row in rows if row["overrun_share"] <= _OVERRUNS]
+
+
+def table(stored: Mapping[str, Any]) -> str:
+    """The clusters as a page."""
+    revision = str(stored["provenance"].get("git", {}).get("revision", "unknown"))[:12]
+    lines = [
+        "# The choices of plans on paced clusters\n",
+        f"`python -m experiments.plan.paced DIR --write`, revision {revision}; a process per"
+        f" device, {' '.join(stored['workload'])}.\n",
+        "| cluster | choice | layout | planned ms per token | paced | error | overruns |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in stored["clusters"].items():
+        for row in result["rows"]:
+            sizes = " ".join(f"{k}={v}" for k, v in row["sizes"].items())
+            lines.append(
+                f"| {name} | {row['strategy']} {sizes} | {row['layout']} |"
+                f" {row['planned_ms']:.2f} | {row['paced_ms']:.2f} | {100 * error(row):+.1f} % |"
+                f" {100 * row['overrun_share']:.2f} % |"
+            )
+    lines += ["", *(summary(name, result) for name, result in stored["clusters"].items())]
+    return "\n".join(lines) + "\n"
+
+
+def summary(name: str, result: Mapping[str, Any]) -> str:
+    """Regret of the first choice, and how many planned times are near the paced ones."""
+    kept = counted(result["rows"])
+    near = sum(abs(error(row)) <= 0.1 for row in kept)
+    return (
+        f"{name}: regret {100 * regret(result):.1f} %, {near} of {len(kept)} within 10 %,"
+        f" {len(result['rows']) - len(kept)} with too many overruns"
+    )
+
+
+def main() -> None:
+    """Runs the clusters that are not in the folder yet."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--only", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
+    parser.add_argument("--quick", action="store_true", help="one prompt, two candidates")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / RESULT
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"clusters": {}}
+    for name in args.only:
+        print(f"{name}:", flush=True)
+        if name in stored["clusters"]:
+            for row in stored["clusters"][name]["rows"]:
+                print(_line(row))
+        else:
+            stored["clusters"][name] = run_cluster(name, args.output_dir / name, args.quick)
+            stored["provenance"] = provenance(command=["experiments.plan.paced"], config={})
+            stored["workload"] = workload(args.quick)
+            write_json(path, stored)
+        print(summary(name, stored["clusters"][name]), flush=True)
+    if args.write:
+        write_text(_HERE / "results" / "paced.md", table(stored))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Short measured runs of the last candidates: what simulations on a measured profile still miss.
+
+Each candidate decodes prompts of the record for real, in turns with the others, and the same
+prompts simulated. The ratio of both times per token scales all its costs, so that ranking,
+intervals and the written profile are those of the runs. Prompts are the same, so the ratio contains
+no spread between prompts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import UserError
+from specdec.files import write_json
+from specdec.planning.candidates import Candidate, rescaled
+from specdec.planning.measuring import ModelsHere
+from specdec.planning.search import Search, Times
+from specdec.planning.simulate import Unit
+
+TRIALS_FILE = "trials.json"
+"""Key of a candidate -> the ratio of its times, and its tokens per answer."""
+
+_UNITS, _ROUNDS = 8, 2
+
+
+def calibrated(
+    candidates: Sequence[Candidate], *, search: Search, models: ModelsHere, path: Path
+) -> list[Candidate]:
+    """The candidates with costs that explain measured runs; those that do not run are left out.
+
+    Args:
+        candidates: on one device, all of one batch size.
+        search: whose simulator and objective are used; receives the reasons and a note.
+        models: that run.
+        path: of the file of ratios, which is continued.
+    """
+    known: dict[str, dict[str, Any]] = {}
+    if path.is_file():
+        with suppress(ValueError):
+            known = json.loads(path.read_text(encoding="utf-8"))
+    missing = [made for made in candidates if made.key not in known]
+    runnable = [made for made in missing if _runs(made, search, models)]
+    if runnable:
+        known |= _trials(runnable, search, models)
+        write_json(path, known)
+    kept = [made for made in candidates if made.key in known]
+    ratios = [float(known[made.key]["ratio"]) for made in kept]
+    search.notes.append(
+        f"runs of the {len(kept)} best candidates took {min(ratios):.2f} to {max(ratios):.2f} of"
+        " their simulated times on the same prompts; the plan's times are those of the runs"
+    )
+    return [
+        rescaled(made, dict.fromkeys(made.config["clock"]["costs"], ratio))
+        for made, ratio in zip(kept, ratios, strict=True)
+    ]
+
+
+def _config(made: Candidate, models: ModelsHere) -> dict[str, object]:
+    """The configuration of a real run: the preset of these models with the candidate's parts."""
+    config = models.config(made.name)
+    return {**config, "policy": made.config["policy"], "executor": made.config["executor"]}
+
+
+def _runs(made: Candidate, search: Search, models: ModelsHere) -> bool:
+    """Whether the candidate decodes a few tokens; otherwise its reason is noted."""
+    try:
+        models.decode([_config(made, models)], batch=1, count=1, length=2)
+    except UserError as error:
+        search.left_out[made.name] = f"{made.told()} does not run here: {error}"
+        return False
+    return True
+
+
+def _trials(
+    candidates: Sequence[Candidate], search: Search, models: ModelsHere
+) -> dict[str, dict[str, Any]]:
+    """For each candidate the ratio of times, and tokens per answer of both, which should agree."""
+    batch = int(candidates[0].config["batch_size"])
+    count = min(_UNITS, max(search.simulator.num_prompts // batch, 1))
+    search.report("runs of the best candidates", len(candidates) * count * _ROUNDS)
+    real = models.decode(
+        [_config(made, models) for made in candidates],
+        batch=batch,
+        count=count,
+        length=search.length,
+        rounds=_ROUNDS,
+        on_turn=lambda: search.report("", None),
+    )
+    objective = search.chosen.objective
+    found = {}
+    for made, units in zip(candidates, real, strict=True):
+        played = search.simulator.units(made, count, search.length)
+        measured = Times.of(units, objective, made.layout.devices).mean
+        found[made.key] = {
+            "candidate": made.told(),
+            "ratio": measured / search.times(made, count).mean,
+            "tokens_per_answer": tokens_per_answer(units),
+            "simulated_tokens_per_answer": tokens_per_answer(played),
+        }
+    return found
+
+
+def tokens_per_answer(units: Sequence[Unit]) -> float:
+    """Emitted tokens per answer of the target."""
+    return sum(unit.emitted for unit in units) / max(sum(unit.answers for unit in units), 1)

@@ -1,0 +1,153 @@
+"""Plans on a measured machine: the controller's time, trials of the last candidates, models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.planning.acceptance import OfLaw
+from specdec.planning.candidates import PLAIN, Candidate, decoded_families, families
+from specdec.planning.chains import ChainCell
+from specdec.planning.controller import PROBES, fitted
+from specdec.planning.layouts import Layout
+from specdec.planning.measuring import Measured
+from specdec.planning.options import PlanOptions
+from specdec.planning.search import Search
+from specdec.planning.simulate import Simulator, Unit
+from specdec.planning.trials import TRIALS_FILE, calibrated
+from specdec.planning.writing import engine_flags
+
+LAW = {"weights": [1.0], "top1": [0.7], "decay": [2.0], "miss": [0.0]}
+COSTS = {
+    "stage": {"tokens": [1, 64], "ms": [6.0, 12.0]},
+    "draft": {"tokens": [1, 64], "ms": [1.0, 2.0]},
+}
+
+
+def measured(*batches: int) -> Measured:
+    entries = [
+        {"batch": b, "costs": {"stage": {"tokens": [1], "ms": [float(b)]}}, "note": ""}
+        for b in batches
+    ]
+    return Measured.of(entries, stages=1, devices=1)
+
+
+def test_the_nearest_measured_batch_counts() -> None:
+    machine = measured(1, 4, 16)
+    found = [machine.costs(Layout(), batch, 1)["stage"]["ms"][0] for batch in (1, 3, 4, 12, 64)]
+    assert found == [1.0, 4.0, 4.0, 16.0, 16.0]
+
+
+def test_the_controllers_times_are_recovered_from_runs() -> None:
+    """Exactly from exact times; within 5 % of each run from times that scatter by 1 %."""
+    rng = np.random.default_rng(0)
+    counts = rng.uniform(0.05, 1.0, (len(PROBES), 4))
+    true = np.array([0.3, 0.02, 0.25, 0.0])
+    whole = 1.0 + counts @ true
+    np.testing.assert_allclose(fitted(counts, counts @ true, whole), true, atol=1e-9)
+    noisy = whole * (1.0 + 0.01 * rng.standard_normal(len(whole)))
+    found = fitted(counts, noisy - 1.0, noisy)
+    assert (found >= 0.0).all()
+    np.testing.assert_allclose(1.0 + counts @ found, whole, rtol=0.05)
+    assert (fitted(counts, -counts @ true, whole) == 0.0).all(), "never less than the passes"
+
+
+class SlowMachine:
+    """Real runs that take ``slower`` times as long as simulated, and twice that for trees."""
+
+    def __init__(self, simulator: Simulator, slower: float) -> None:
+        self.simulator, self.slower = simulator, slower
+        self.made: dict[str, Candidate] = {}
+        self.calls = 0
+
+    def config(self, name: str, sizes: Any = None) -> dict[str, Any]:
+        return {**self.made[name].config, "name": name}
+
+    def decode(self, configs: Any, *, batch: int, count: int, length: int, **_: Any) -> Any:
+        self.calls += 1
+        found = []
+        for config in configs:
+            made = self.made[config["name"]]
+            factor = self.slower * (2.0 if made.name == "fixed_width" else 1.0)
+            units = self.simulator.units(made, count, length)
+            found.append([scaled(unit, factor) for unit in units])
+        return found
+
+
+def scaled(unit: Unit, factor: float) -> Unit:
+    return replace(unit, seconds=unit.seconds * factor, clock_s=unit.clock_s * factor)
+
+
+@pytest.fixture
+def search() -> Search:
+    acceptance = OfLaw.of(LAW)
+    machine = Measured.of([{"batch": 1, "costs": COSTS, "note": ""}], stages=1, devices=1)
+    return Search(
+        machine=machine,
+        simulator=Simulator(acceptance.pair(), None, of="test", prompts=4),
+        chosen=PlanOptions(profile="measured", prompts=4),
+        requests=0.0,
+        drawn=True,
+        length=24,
+        chain_length=0,
+        report=lambda *_: None,
+    )
+
+
+def test_trials_replace_planned_times_by_those_of_runs(search: Search, tmp_path: Path) -> None:
+    """A planted machine: everything takes 1.5 times as long, and trees 3 times."""
+    acceptance = OfLaw.of(LAW)
+    names = [PLAIN, "speculative", "fixed_width"]
+    found, _ = families(acceptance.words, [], names, acceptance.pair())
+    machine = search.machine
+    made = [f.candidate(machine, Layout(), batch=1, context=1) for f in found]
+    models: Any = SlowMachine(search.simulator, 1.5)
+    models.made = {candidate.name: candidate for candidate in made}
+    before = {c.name: search.times(c, 4).mean for c in made}
+    path = tmp_path / TRIALS_FILE
+    after = calibrated(made, search=search, models=models, path=path)
+    ratios = {c.name: search.times(c, 4).mean / before[c.name] for c in after}
+    assert ratios == pytest.approx({PLAIN: 1.5, "speculative": 1.5, "fixed_width": 3.0})
+    assert "1.50 to 3.00 of their simulated times" in search.notes[-1]
+    calls = models.calls
+    again = calibrated(made, search=search, models=models, path=path)
+    assert models.calls == calls, "the file has all of them"
+    assert [c.key for c in again] == [c.key for c in after]
+
+
+def test_presets_that_copy_text_are_decoded_with_models() -> None:
+    """With a given profile only those without passes of their own, whose time it does not have."""
+    names = ["prompt_lookup", "suffix", "eagle3", "eesd"]
+    words = ["model=tiny", "data=stdlib"]
+    found, reasons = decoded_families(words, [], names, measured=False)
+    assert [family.name for family in found] == ["prompt_lookup", "suffix"]
+    assert all(family.decoded for family in found)
+    assert all("passes of its own" in why for why in reasons.values())
+    found, reasons = decoded_families(words, [], names, measured=True)
+    assert [family.name for family in found] == names
+    assert not reasons
+
+
+def test_flags_name_the_method_of_the_drafter(search: Search) -> None:
+    acceptance = OfLaw.of(LAW)
+    found, _ = families(acceptance.words, [], ["speculative"], acceptance.pair())
+    winner = found[-1].candidate(search.machine, Layout(), batch=1, context=1)
+    shape: dict[str, Any] = {"batch": 1, "context": 1, "tokens_per_s": 2.0, "layout": Layout()}
+    cell = ChainCell(draft_tokens=5, plain_tokens_per_s=1.0, **shape)
+    flags = engine_flags(cell, "HEAD", "eagle3", winner)
+    assert '"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 5' in flags["vLLM"]
+    assert "--speculative-algorithm EAGLE3 " in flags["SGLang"]
+    flags = engine_flags(cell, "HEAD", "ngram", winner)
+    assert '"prompt_lookup_max"' in flags["vLLM"]
+    assert "HEAD" not in flags["vLLM"]
+    assert "SGLang" not in flags
+    plain = replace(cell, draft_tokens=0)
+    assert "no speculation" in engine_flags(plain, "HEAD", "eagle", winner)["vLLM"]
+    copied, _ = decoded_families(["model=tiny"], [], ["prompt_lookup"], measured=False)
+    lookup = copied[0].candidate(search.machine, Layout(), batch=1, context=1)
+    flags = engine_flags(cell, "DRAFT", "draft_model", lookup)
+    assert '"method": "ngram", "num_speculative_tokens": 8' in flags["vLLM"]
