@@ -36,7 +36,7 @@ SEARCH_FILE = "search.json"
 
 _MEASURED = "measured.json"
 _LENGTH = 64  # tokens per simulated prompt
-_DECODED = 8  # prompts that are decoded where models have to
+_DECODED = 24  # prompts that are decoded where models have to: as many as are ranked on
 _UNITS, _FEW_UNITS = 8, 4  # batches at least, of the ranked size and of the others
 
 

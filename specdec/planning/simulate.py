@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,6 +96,7 @@ def unit_of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
 
 
 _FIELDS = tuple(item.name for item in fields(Unit))
+_TIMES = ("seconds", "clock_s", "draft_s", "hidden_s")
 
 
 class Models(Protocol):
@@ -169,6 +170,18 @@ class Simulator:
             self._decode(candidate, keys, batch, length)
         return [self._known[key] for key in keys]
 
+    def copy_scaled(self, made: Candidate, scaled: Candidate, factor: float) -> None:
+        """Known results of ``scaled``, all of whose costs are ``factor`` times those of ``made``.
+
+        The schedule is the same then, so every time is ``factor`` times as long.
+        """
+        for key, unit in list(self._known.items()):
+            of, digest, rest = key.split(":", 2)
+            target = f"{of}:{scaled.key}:{rest}"
+            if digest == made.key and target not in self._known:
+                times = {name: round(getattr(unit, name) * factor, _DIGITS) for name in _TIMES}
+                self._keep(target, replace(unit, **times), counted=False)
+
     def _decode(self, candidate: Candidate, keys: Sequence[str], batch: int, length: int) -> None:
         pair, prompts = self._pair, self._prompts
         if candidate.decoded:
@@ -188,9 +201,9 @@ class Simulator:
         finally:
             runner.close()
 
-    def _keep(self, key: str, unit: Unit) -> None:
+    def _keep(self, key: str, unit: Unit, *, counted: bool = True) -> None:
         self._known[key] = unit
-        self.simulated_tokens += unit.emitted
+        self.simulated_tokens += unit.emitted if counted else 0
         if self._path is not None:
             line = json.dumps({"key": key, **asdict(unit)})
             with self._path.open("a", encoding="utf-8") as file:

@@ -53,10 +53,11 @@ def calibrated(
         f"runs of the {len(kept)} best candidates took {min(ratios):.2f} to {max(ratios):.2f} of"
         " their simulated times on the same prompts; the plan's times are those of the runs"
     )
-    return [
-        rescaled(made, dict.fromkeys(made.config["clock"]["costs"], ratio))
-        for made, ratio in zip(kept, ratios, strict=True)
-    ]
+    found = []
+    for made, ratio in zip(kept, ratios, strict=True):
+        found.append(rescaled(made, dict.fromkeys(made.config["clock"]["costs"], ratio)))
+        search.simulator.copy_scaled(made, found[-1], ratio)
+    return found
 
 
 def _config(made: Candidate, models: ModelsHere) -> dict[str, object]:

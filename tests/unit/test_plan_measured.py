@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from specdec.planning.acceptance import OfLaw
-from specdec.planning.candidates import PLAIN, Candidate, decoded_families, families
+from specdec.planning.candidates import (
+    PLAIN,
+    Candidate,
+    decoded_families,
+    families,
+    rescaled,
+)
 from specdec.planning.chains import ChainCell
 from specdec.planning.controller import PROBES, fitted
 from specdec.planning.layouts import Layout
@@ -151,3 +157,23 @@ def test_flags_name_the_method_of_the_drafter(search: Search) -> None:
     lookup = copied[0].candidate(search.machine, Layout(), batch=1, context=1)
     flags = engine_flags(cell, "DRAFT", "draft_model", lookup)
     assert '"method": "ngram", "num_speculative_tokens": 8' in flags["vLLM"]
+
+
+def test_scaled_costs_scale_all_times(search: Search) -> None:
+    """What is copied is what a simulation with these costs gives, for chains and for trees."""
+    acceptance = OfLaw.of(LAW)
+    found, _ = families(acceptance.words, [], ["speculative", "best_first"], acceptance.pair())
+    other = Simulator(acceptance.pair(), None, of="test", prompts=4)
+    for family in found:
+        made = family.candidate(search.machine, Layout(), batch=1, context=1)
+        slow = rescaled(made, dict.fromkeys(COSTS, 1.7))
+        search.simulator.units(made, 4, 24)
+        tokens = search.simulator.simulated_tokens
+        search.simulator.copy_scaled(made, slow, 1.7)
+        copied = search.simulator.units(slow, 4, 24)
+        assert search.simulator.simulated_tokens == tokens, "nothing was decoded"
+        for unit, expected in zip(copied, other.units(slow, 4, 24), strict=True):
+            assert unit.emitted == expected.emitted
+            assert unit.answers == expected.answers
+            assert unit.seconds == pytest.approx(expected.seconds, abs=1e-8)
+            assert unit.clock_s == pytest.approx(expected.clock_s, abs=1e-8)
