@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specdec.device import SupportProbs, on_host
-from specdec.sampling import large_rows
+from specdec.sampling import large_rows, single_row
 from specdec.sampling.filters import (
     Values,
     best_entries,
@@ -77,7 +77,14 @@ def sample(
         ValueError: for rows with NaN, infinity or no allowed token.
     """
     values = logits.numpy()
-    if 0 < top_k < values.shape[1]:
+    filtered = 0 < top_k < values.shape[1]
+    if len(values) == 1 and (filtered or top_p < 1.0) and values.shape[1] < large_rows.MIN_VOCAB:
+        token = single_row.draw(
+            values[0], float(uniforms[0]), temperature=temperature, top_k=top_k, top_p=top_p
+        )
+        if token is not None:
+            return np.array([token])
+    if filtered:
         kept = keep_top_k(values, temperature, top_k, top_p)
         return Distribution(kept.ids, kept.weights, values.shape[1]).sample(uniforms)
     tokens, left = np.empty(len(values), np.int64), np.arange(len(values))

@@ -11,7 +11,7 @@ import numpy as np
 
 from specdec.clocks import Clock, ClockReport, Span, Timeline
 from specdec.clocks.timeline import MAX_SPANS
-from specdec.types import NO_NODE, Batch, Commit, Output
+from specdec.types import NO_NODE, NO_TOKEN, Batch, Commit, Output
 
 if TYPE_CHECKING:
     from specdec.interfaces import Executor
@@ -134,7 +134,8 @@ class ObservedExecutor:
         answers: dict[int, list[list[int]]] = {}
         for part in output.answers:
             pairs = zip(part.node_ids.tolist(), part.tokens.tolist(), strict=True)
-            answers.setdefault(part.request, []).extend(map(list, pairs))
+            known = [[node_id, token] for node_id, token in pairs if token != NO_TOKEN]
+            answers.setdefault(part.request, []).extend(known)
         for request_id, entry in self._open.items():
             nodes, answered = entry.new_nodes(), answers.get(request_id, [])
             if not (nodes or entry.submitted or answered):
