@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from specdec.device import on_host
-from specdec.sampling.filters import largest
+from specdec.sampling import host
 from specdec.sampling.host import Distribution
 from specdec.sampling.transform import SamplingTransform
 from specdec.types import Candidates, FloatArray, IntArray
@@ -58,20 +59,17 @@ class NearDraw:
         """
         ids, scores = self._scores(transform, logits, histories, uniforms)
         k = min(k, scores.shape[1])
-        if k == 1:
-            best = scores.argmax(axis=1)[:, None]
-            scores = np.take_along_axis(scores, best, axis=1)
-        else:
-            columns, kept, _ = largest(scores, k)
-            order = np.argsort(-kept, axis=1, kind="stable")[:, :k]
-            best = np.take_along_axis(columns, order, axis=1)
-            scores = np.take_along_axis(kept, order, axis=1)
         with np.errstate(divide="ignore"):
-            return Candidates(
-                tokens=best if ids is None else np.take_along_axis(ids, best, axis=1),
-                logprobs=np.log(scores),
-                counts=(scores > 0.0).sum(axis=1),
-            )
+            if k == 1:
+                best = scores.argmax(axis=1)[:, None]
+                logprobs = np.log(np.take_along_axis(scores, best, axis=1))
+            else:
+                best, logprobs = host.top(torch.from_numpy(np.log(scores)), k)
+        return Candidates(
+            tokens=best if ids is None else np.take_along_axis(ids, best, axis=1),
+            logprobs=logprobs,
+            counts=(logprobs > -np.inf).sum(axis=1),
+        )
 
     def _scores(
         self,
