@@ -62,20 +62,6 @@ class Rows:
         """Number of used slots including the rows."""
         return self.start + len(self.tokens)
 
-    def at(self, index: int, token: int) -> Rows:
-        """One row of a node, with ``token``, for a pass after those of the rows before it."""
-        width, end = self.visible.shape[1] - len(self.tokens), index + 1
-        return Rows(
-            cache=self.cache,
-            tokens=np.array([token]),
-            positions=self.positions[index:end],
-            node_ids=self.node_ids[index:end],
-            num_prefix=0,
-            start=self.start + index,
-            first_masked=self.first_masked,
-            visible=self.visible[index:end, : width + end],
-        )
-
 
 class TreeCache:
     """Keys and values of one request in one runner, for all layers.

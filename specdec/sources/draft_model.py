@@ -194,7 +194,7 @@ class DraftModelSource:
             growing = [chain for chain in growing if chain.grows(most)]
             if not growing:
                 break
-            logits = self._runner.forward([chain.rows(most) for chain in growing]).logits
+            logits = self._runner.forward([chain.rows() for chain in growing]).logits
             assert logits is not None
             self._count(state, len(growing))
             passes.append(logits)

@@ -27,7 +27,6 @@ class GrowingChain:
         tokens: drafted so far.
         logprobs: theirs, where they are known with the token.
         logits_rows: rows of their logits among those of all passes.
-        entered: rows of all its tokens but the last; None before the first of them is computed.
     """
 
     cache: TreeCache
@@ -39,24 +38,18 @@ class GrowingChain:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     logits_rows: list[int] = field(default_factory=list)
-    entered: Rows | None = None
 
     def grows(self, max_positions: int) -> bool:
         """Whether a pass over the last token follows."""
         num = len(self.tokens)
         return num < self.length and self.position + num < max_positions
 
-    def rows(self, max_positions: int) -> Rows:
-        """The last token's row; all rows of the chain enter the cache's index with the first."""
-        if self.entered is None:
-            num = min(self.length, max_positions - self.position) - 1
-            steps = np.arange(num)
-            parent_ids = steps + (self.first_id - 1)
-            parent_ids[0] = self.tip
-            self.entered = self.cache.rows(
-                node_ids=steps + self.first_id,
-                node_tokens=steps,  # unknown yet
-                parent_ids=parent_ids,
-                node_positions=steps + (self.position + 1),
-            )
-        return self.entered.at(len(self.tokens) - 1, self.tokens[-1])
+    def rows(self) -> Rows:
+        """The last token's row."""
+        num = len(self.tokens)
+        node_id = self.first_id + num - 1
+        parent_id = node_id - 1 if num > 1 else self.tip
+        row = np.array([[node_id], [self.tokens[-1]], [parent_id], [self.position + num]])
+        return self.cache.rows(
+            node_ids=row[0], node_tokens=row[1], parent_ids=row[2], node_positions=row[3]
+        )

@@ -58,7 +58,10 @@ class NearDraw:
             k: maximum number of candidates per node.
         """
         ids, scores = self._scores(transform, logits, histories, uniforms)
-        k = min(k, scores.shape[1])
+        k = min(k, logits.shape[1])
+        if (missing := k - scores.shape[1]) > 0:  # rows of other transforms have k columns too
+            scores = np.pad(scores, ((0, 0), (0, missing)))
+            ids = None if ids is None else np.pad(ids, ((0, 0), (0, missing)))
         with np.errstate(divide="ignore"):
             if k == 1:
                 best = scores.argmax(axis=1)[:, None]

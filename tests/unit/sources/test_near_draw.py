@@ -55,6 +55,15 @@ def test_scores_are_the_probability_that_the_moved_interval_contains_the_draw(
             assert best.sum() == pytest.approx(1.0, abs=1e-12)
 
 
+def test_rows_have_as_many_columns_as_were_asked_for() -> None:
+    """Candidates of requests with other parameters are joined with them."""
+    draws = np.full(ROWS, 0.5)
+    narrow = SamplingTransform(SamplingParams(temperature=1.0, top_k=3))
+    found = NearDraw(spread=0.2).candidates(narrow, _logits(), None, draws, 7)
+    assert found.tokens.shape == found.logprobs.shape == (ROWS, 7)
+    assert (found.counts == 3).all()
+
+
 def test_a_small_spread_takes_the_drafts_token_at_the_draw() -> None:
     transform, logits = SamplingTransform(FILTERED), _logits()
     draws = np.random.default_rng(1).random(ROWS)
