@@ -11,7 +11,7 @@ parts = bench.parts(
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ from specdec.serving.rules import MakeScheduler, ServingRules
 from specdec.serving.scheduler import FifoScheduler
 from specdec.sources.combined import joined_needs
 from specdec.state import DecodeState, RequestState
-from specdec.types import Commit, ExecutorPlan, Needs
+from specdec.types import Commit, ExecutorPlan, Lossless, Needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,9 +263,7 @@ class Workbench:
             source=source,
             policy=policy,
             verifier=verifier,
-            executor=executor.build(
-                joined_needs((verifier.needs, source.needs)), self._runtime(serving)
-            ),
+            executor=executor.build(_needs(source, verifier), self._runtime(serving)),
             clock=self.clock,
             meter=self.meter,
             draws=self.draws,
@@ -338,3 +336,10 @@ class Workbench:
             draft=draft,
             group_number=plan.group_number,
         )
+
+
+def _needs(source: TokenSource, verifier: Verifier) -> Needs:
+    """What the executor has to deliver."""
+    needs = joined_needs((verifier.needs, source.needs))
+    follows = verifier.lossless is Lossless.TOKEN
+    return needs if follows else replace(needs, all_answers=True)

@@ -14,9 +14,10 @@ from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.on_device import Weighted
 from specdec.sampling.transform import SamplingParams, SamplingTransform
-from specdec.types import Answers, Batch, Commit, IntArray, TreeRows
+from specdec.types import NO_TOKEN, Answers, Batch, Commit, FloatArray, IntArray, TreeRows
 
 _NO_DRAWS = np.zeros(0)  # what greedy decoding needs
+_FEW_LOGITS = 1 << 18  # of all rows: their argmax takes less than a walk along the path
 
 
 class AnsweredRequest(Protocol):
@@ -35,7 +36,12 @@ class AnsweredRequest(Protocol):
 
 
 class Answerer(Protocol):
-    """Turns a batch that left the last stage into answers."""
+    """Turns a batch that left the last stage into answers.
+
+    Optional attributes (default in parentheses):
+
+    follow() (none): from now on, answers may leave out the tokens that ``Needs.all_answers`` names.
+    """
 
     def open(self, request: AnsweredRequest) -> None: ...
 
@@ -64,9 +70,18 @@ class ModelAnswerer:
         self._draws = draws
         self._static = static
         self._needs_probs = needs_probs
+        self._follows = False
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
         self._of: dict[int, SamplingTransform] = {}  # request id -> one of these
         self._paths = HistoryTracker()
+
+    def follow(self) -> None:
+        """From now on, samples only after rows that may be on the target's path.
+
+        A row whose parent in the batch gets another token than the row's is on no path, and gets
+        ``NO_TOKEN``. Distributions, if needed, are still those of all rows.
+        """
+        self._follows = True
 
     def open(self, request: AnsweredRequest) -> None:
         """Starts a request."""
@@ -148,6 +163,8 @@ class ModelAnswerer:
             uniforms = draws[0] if len(draws) == 1 else np.concatenate(draws)
         known = [h for part in histories for h in part or ()] if params.needs_history else None
         if not self._needs_probs:
+            if self._follows and logits.is_cpu and _is_slow(params, logits):
+                return _along_paths(transform, trees, logits, uniforms, known), None
             return transform.sample(logits, uniforms, known), None
         if params.greedy:
             tokens = transform.sample(logits, uniforms, known)
@@ -157,3 +174,50 @@ class ModelAnswerer:
         if isinstance(distribution, Weighted):
             return tokens, distribution.probs()
         return tokens, distribution.on_support()
+
+
+def _is_slow(params: SamplingParams, logits: torch.Tensor) -> bool:
+    """Whether a walk along the path takes less than one call for all rows."""
+    return logits.numel() > _FEW_LOGITS if params.greedy else len(logits) > 2
+
+
+def _along_paths(
+    transform: SamplingTransform,
+    trees: Sequence[TreeRows],
+    logits: torch.Tensor,
+    uniforms: FloatArray,
+    histories: Sequence[IntArray] | None,
+) -> IntArray:
+    """int64[A]: the tokens after the rows that may be on a path, level by level."""
+    tokens = np.full(len(logits), NO_TOKEN)
+    drafted: list[int] = []
+    children: dict[int, list[int]] = {}  # row -> rows of its children in the batch
+    level: list[int] = []
+    for tree in trees:
+        row_of: dict[int, int] = {}
+        drafted += tree.tokens.tolist()
+        ids = zip(tree.node_ids.tolist(), tree.parent_ids.tolist(), strict=True)
+        for row, (node_id, parent_id) in enumerate(ids, len(drafted) - len(tree.tokens)):
+            row_of[node_id] = row
+            above = row_of.get(parent_id)
+            if above is None:
+                level.append(row)
+            else:
+                children.setdefault(above, []).append(row)
+    while level:
+        if len(level) == 1:
+            rows: slice | IntArray = slice(level[0], level[0] + 1)
+            part = logits[rows]
+        else:
+            rows = np.array(level)
+            part = logits[torch.from_numpy(rows)]
+        known = None if histories is None else [histories[row] for row in level]
+        found = transform.sample(part, uniforms[rows] if len(uniforms) else uniforms, known)
+        tokens[rows] = found
+        level = [
+            child
+            for row, token in zip(level, found.tolist(), strict=True)
+            for child in children.get(row, ())
+            if drafted[child] == token
+        ]
+    return tokens

@@ -89,9 +89,13 @@ class LocalExecutor:
         """Loads the target; see ``PlannedExecutor``."""
         needs = deliverable(needs, pair.num_layers)
         layers = pair.stage(0, pair.num_layers, meter, capture=needs.hidden + needs.early_hidden)
+        answerer = pair.answerer(draws=draws, needs_probs=needs.target_probs)
+        follow = getattr(answerer, "follow", None)
+        if follow is not None and not needs.all_answers:
+            follow()
         return cls(
             stage=paged(layers, *blocks),
-            answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),
+            answerer=answerer,
             clock=clock,
             hidden=needs.hidden,
             early_hidden=needs.early_hidden,

@@ -26,11 +26,15 @@ from transformers import PreTrainedModel
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.exits import read_tensors
+from specdec.models.onnx_medusa import HeadWeights, OnnxMedusa
+from specdec.models.onnx_session import refuse_wrong
 from specdec.models.slicing import final_norm
 
 Weights = Mapping[str, Tensor]
 """A head's weights by name; all optional: norm.weight and output.weight (default: the target's) and
 block.weight (default: zero)."""
+
+_SAMPLE = 3  # states of the comparison with eager passes
 
 
 class MedusaHeads:
@@ -43,16 +47,26 @@ class MedusaHeads:
         head_bytes: bytes of weights that one head reads per pass, on average.
     """
 
-    def __init__(self, *, target: PreTrainedModel, heads: Sequence[Weights], meter: Meter) -> None:
+    def __init__(
+        self,
+        *,
+        target: PreTrainedModel,
+        heads: Sequence[Weights],
+        meter: Meter,
+        backend: str = "eager",
+    ) -> None:
         """Builds the heads; they share the target's weights where they have none.
 
         Args:
             target: defines device and dtype.
             heads: weights of each head; the first predicts the token after the next one.
             meter: records the time of every pass as "medusa".
+            backend: "eager" for PyTorch, "onnx" for ONNX Runtime, whose passes are compared with
+                eager ones on a few states.
 
         Raises:
-            UserError: if there are no heads, or shapes do not fit the target.
+            UserError: if there are no heads, shapes do not fit the target, or the backend cannot be
+                used here.
         """
         if not heads:
             raise UserError("source.heads=0: Medusa needs at least one head")
@@ -64,6 +78,10 @@ class MedusaHeads:
         self._device = target.get_output_embeddings().weight.device
         self._heads = [_Head(target, weights) for weights in heads]
         self.head_bytes = sum(head.num_bytes for head in self._heads) // len(self._heads)
+        self._onnx = None
+        if backend == "onnx":
+            self._onnx = OnnxMedusa(target, [head.weights for head in self._heads])
+            self._compare(self._onnx, int(config.hidden_size))
 
     @classmethod
     def from_pair(cls, pair: Any, *, num_heads: int, meter: Meter) -> MedusaHeads:
@@ -74,7 +92,8 @@ class MedusaHeads:
         heads: list[Weights] = [{}] * num_heads
         if folder is not None:
             heads = read_medusa(folder, pair.num_layers, num_heads)
-        return cls(target=pair.part(last, last + 1), heads=heads, meter=meter)
+        part = pair.part(last, last + 1)
+        return cls(target=part, heads=heads, meter=meter, backend=pair.backend)
 
     def logits(self, number: int, hidden: Tensor) -> Tensor:
         """Returns the logits [R, V] of head ``number`` (from 1).
@@ -84,7 +103,20 @@ class MedusaHeads:
             hidden: [R, E] after the last layer, on any device.
         """
         with torch.inference_mode(), self._meter.model("medusa"):
+            if self._onnx is not None:
+                return self._onnx.logits(number, hidden)
             return self._heads[number - 1](hidden.to(self._device))
+
+    def _compare(self, onnx: OnnxMedusa, hidden_size: int) -> None:
+        """Compares the logits of a few random states with eager ones.
+
+        Raises:
+            UserError: they differ by more than rounding.
+        """
+        hidden = torch.randn(_SAMPLE, hidden_size, generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            found = [onnx.logits(i + 1, hidden) for i in range(self.num_heads)]
+            refuse_wrong(found, [head(hidden) for head in self._heads], "Medusa head")
 
 
 class _Head:
@@ -114,6 +146,11 @@ class _Head:
         used = [*self._norm.parameters(), self._block]
         used.append(matrix if self._matrix is None else self._matrix)
         self.num_bytes = sum(w.nbytes for w in used if w is not None)
+
+    @property
+    def weights(self) -> HeadWeights:
+        """What the head computes with."""
+        return HeadWeights(norm=self._norm, block=self._block, output=self._matrix)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         h = self._norm(hidden)

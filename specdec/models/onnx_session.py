@@ -74,7 +74,7 @@ class CacheSession:
             graph: see ``onnx_graph``.
             windows: of its layers' attention; None: no sliding window.
         """
-        self._session = _session(graph.model, graph.weights)
+        self._session = new_session(graph)
         self._windows = [(mask_name(window), window) for window in dict.fromkeys(windows)]
         self._bindings: dict[int, _Bound] = {}  # id of a live cache -> its binding
         self._memories: dict[Key, Memory] = {}
@@ -207,7 +207,8 @@ def _value(array: Array) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
-def _session(model: bytes, weights: Mapping[str, Array]) -> Any:
+def new_session(graph: Graph) -> Any:
+    """A session on the CPU, with as many threads as torch uses now."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -216,6 +217,6 @@ def _session(model: bytes, weights: Mapping[str, Array]) -> Any:
     # Waiting threads would take a core from the other processes and threads of a run.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
-    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
-    options.add_external_initializers(list(weights), values)
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in graph.weights.values()]
+    options.add_external_initializers(list(graph.weights), values)
+    return onnxruntime.InferenceSession(graph.model, options, providers=["CPUExecutionProvider"])

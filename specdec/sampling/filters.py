@@ -26,6 +26,7 @@ _CHUNK = 1 << 18  # entries to process at a time: 2 MiB of float64, which fit th
 _MIN_BLOCKS = 256  # with fewer blocks, the search for the k-th largest uses SIMD badly
 _BLOCKS_PER_CHOICE = 4
 _BINS = 128
+_NUCLEUS = 256  # entries of a row in which top-p's cut is first looked for
 _BLOCKS = (64, 256)  # of a row of a large vocabulary, examined in turn for top-p's cut
 _PIECES = 16  # of a row, which fit the cache
 _TAIL_SHARE = 0.8  # of the mass that may be cut: estimated from a sample, so not all of it
@@ -148,17 +149,41 @@ def _by_row(flat: IntArray, chosen: Values, shape: tuple[int, ...]) -> tuple[Int
 
 def keep_top_k(values: Values, temperature: float, top_k: int, top_p: float) -> Kept:
     """Applies temperature, top-k < V (including all entries that tie with the k-th), then top-p."""
-    ids, chosen, best = at_least_kth(values, top_k)
-    ordered = np.sort(chosen, axis=1)
-    kth = ordered[:, -top_k, None]
+    ids, chosen, ordered = largest(values, top_k)
+    best, kth = ordered[:, -1:], ordered[:, -top_k, None]
     keep = chosen >= kth
     if top_p < 1.0:
         mass = weights_of(ordered, best, temperature)
-        mass[ordered < kth] = 0.0
+        if ordered.shape[1] > top_k:
+            mass[ordered < kth] = 0.0
         cdf = mass.cumsum(axis=1)
         keep &= _above_cut(chosen, ordered, cdf, (1.0 - top_p) * cdf[:, -1:])
-    kept = np.where(keep, weights_of(chosen, best, temperature), 0.0)
+    kept = weights_of(chosen, best, temperature)
+    kept *= keep
     return Kept(ids, kept)
+
+
+def largest(values: Values, k: int) -> tuple[IntArray, Values, Values]:
+    """The k largest entries of each row, or a few more.
+
+    Returns:
+        (token ids int64[A, S], increasing along a row; values [A, S]; the values in ascending
+        order), S >= k; -inf in the padding.
+    """
+    num_rows, vocab_size = values.shape
+    if vocab_size < large_rows.MIN_VOCAB:
+        ordered = np.partition(values, vocab_size - k, axis=1)[:, vocab_size - k :]
+        ordered.sort(axis=1)
+        check_finite(ordered[:, -1])
+        flat = (values >= ordered[:, :1]).reshape(-1).nonzero()[0]
+        if len(flat) == num_rows * k:  # no other entry ties with a row's k-th
+            chosen = values.reshape(-1).take(flat).reshape(num_rows, k)
+            ids = flat.reshape(num_rows, k)
+            if num_rows > 1:
+                ids -= np.arange(0, num_rows * vocab_size, vocab_size)[:, None]
+            return ids, chosen, ordered
+    ids, chosen, _ = at_least_kth(values, k)
+    return ids, chosen, np.sort(chosen, axis=1)
 
 
 def keep_top_p(values: Values, temperature: float, top_p: float) -> Iterator[tuple[IntArray, Kept]]:
@@ -186,7 +211,39 @@ def keep_top_p(values: Values, temperature: float, top_p: float) -> Iterator[tup
             undecided.append(rows[~certain])
         left = np.concatenate(undecided)
     for rows in chunks(left, values.shape[1]):
-        yield rows, _keep_top_p(rows_of(values, rows), temperature, top_p)
+        some = rows_of(values, rows)
+        if not large_rows.serves(values):
+            kept, certain = _keep_nucleus(some, temperature, top_p)
+            yield rows[certain], kept
+            if certain.all():
+                continue
+            rows, some = rows[~certain], some[~certain]
+        yield rows, _keep_top_p(some, temperature, top_p)
+
+
+def _keep_nucleus(values: Values, temperature: float, top_p: float) -> tuple[Kept, BoolArray]:
+    """Top-p among the largest entries of each row.
+
+    Returns:
+        (kept tokens of the rows that are certain; bool[A], whether a row is certain: all entries
+        that were not looked at are cut).
+    """
+    vocab_size = values.shape[1]
+    k = min(_NUCLEUS, vocab_size)
+    ids, chosen, ordered = largest(values, k)
+    best = ordered[:, -1:]
+    cdf = weights_of(ordered, best, temperature).cumsum(axis=1)
+    total = cdf[:, -1]
+    if k < vocab_size:
+        total = weights_of(values, best, temperature).sum(axis=1)
+    # What is left to cut, after all entries that were not looked at.
+    budget = (1.0 - top_p) * total - np.maximum(total - cdf[:, -1], 0.0)
+    certain = budget >= 0.0
+    weights = weights_of(chosen, best, temperature)
+    weights *= _above_cut(chosen, ordered, cdf, budget[:, None])
+    if certain.all():
+        return Kept(ids, weights), certain
+    return Kept(ids[certain], weights[certain]), certain
 
 
 def chunks(rows: IntArray, vocab_size: int) -> Iterator[IntArray]:
@@ -319,11 +376,13 @@ def _above_cut(chosen: Values, ordered: Values, cdf: FloatArray, budget: FloatAr
     are kept, as in greedy decoding (in transformers this depends on the sort). ``ordered`` is
     ``chosen`` in ascending order, and ``cdf`` its cumulative mass.
     """
-    above = cdf > budget
-    cut = np.where(above[:, -1], above.argmax(axis=1), above.shape[1] - 1)
+    width = ordered.shape[1]
+    cut = np.minimum((cdf <= budget).sum(axis=1), width - 1)
     rows = np.arange(len(cut))
     threshold = ordered[rows, cut]
     keep = chosen >= threshold[:, None]
+    if np.count_nonzero(keep) == int((width - cut).sum()):
+        return keep
     split = np.flatnonzero((cut > 0) & (ordered[rows, cut - 1] == threshold))
     for row in split:  # equal logits on both sides of the cut
         num_cut = int(cut[row]) - int(np.searchsorted(ordered[row], threshold[row]))

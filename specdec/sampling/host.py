@@ -17,16 +17,16 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specdec.device import SupportProbs, on_host
-from specdec.sampling import large_rows
+from specdec.sampling import large_rows, single_row
 from specdec.sampling.filters import (
     Values,
-    at_least_kth,
     best_entries,
     block_sums,
     check_finite,
     chunks,
     keep_top_k,
     keep_top_p,
+    largest,
     row_max,
     rows_of,
     weights_of,
@@ -46,7 +46,7 @@ def argmax(logits: Tensor) -> IntArray:
 
 
 def top_one(scores: Tensor) -> tuple[IntArray, FloatArray]:
-    """Returns ``top`` with one token per row of scores[W, V], which takes no search for others."""
+    """Returns ``top`` with one token per row, which takes no search for others."""
     values = scores.numpy()
     tokens = values.argmax(axis=1)  # NaN counts as the largest
     logprobs = _at(values, tokens)
@@ -77,9 +77,18 @@ def sample(
         ValueError: for rows with NaN, infinity or no allowed token.
     """
     values = logits.numpy()
-    filtered = 0 < top_k < values.shape[1] or top_p < 1.0
+    filtered = 0 < top_k < values.shape[1]
+    if len(values) == 1 and (filtered or top_p < 1.0) and values.shape[1] < large_rows.MIN_VOCAB:
+        token = single_row.draw(
+            values[0], float(uniforms[0]), temperature=temperature, top_k=top_k, top_p=top_p
+        )
+        if token is not None:
+            return np.array([token])
+    if filtered:
+        kept = keep_top_k(values, temperature, top_k, top_p)
+        return Distribution(kept.ids, kept.weights, values.shape[1]).sample(uniforms)
     tokens, left = np.empty(len(values), np.int64), np.arange(len(values))
-    if large_rows.serves(values) and not filtered:
+    if large_rows.serves(values) and top_p == 1.0:
         tokens = large_rows.sample(values, uniforms, temperature)
         left = np.flatnonzero(tokens == large_rows.OPEN)
     if len(left):
@@ -135,11 +144,17 @@ def one_hot(logits: Tensor) -> Distribution:
 
 
 def top(scores: Tensor, k: int) -> tuple[IntArray, FloatArray]:
-    """Returns the ``k`` best (tokens int64[W, S >= k], scores), ties in token-id order."""
-    tokens, kept, _ = at_least_kth(scores.numpy(), k)
-    order = np.argsort(-kept, axis=1, kind="stable")
-    logprobs = np.take_along_axis(kept, order, axis=1).astype(np.float64)
-    return np.take_along_axis(tokens, order, axis=1), logprobs
+    """Returns the ``k`` best tokens of each row of scores[W, V] and their scores, at most 0.
+
+    Returns:
+        tokens int64[W, k], ties in token-id order; float64[W, k].
+    """
+    ids, kept, _ = largest(scores.numpy(), k)
+    order = (-kept).argsort(axis=1, kind="stable")[:, :k]
+    if len(order) > 1:
+        order += np.arange(0, kept.size, kept.shape[1])[:, None]
+    best = kept.reshape(-1).take(order)
+    return ids.reshape(-1).take(order), np.minimum(best, 0.0, dtype=np.float64)
 
 
 # ---------------------------------------------------------------------- distributions
@@ -209,7 +224,10 @@ def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
     """
     num_entries = weights.shape[1]
     if num_entries <= _DIRECT:
-        return _first_above(weights.cumsum(axis=1), uniforms)[0]
+        cdf = weights.cumsum(axis=1)
+        # The draw stays below the last entry: u <= 1 - 2**-53 rounds down.
+        first: IntArray = (cdf > uniforms[:, None] * cdf[:, -1:]).argmax(axis=1)
+        return first
     full = num_entries // _BLOCK
     blocks = weights[:, : full * _BLOCK].reshape(-1, full, _BLOCK).sum(axis=2)
     if full * _BLOCK < num_entries:

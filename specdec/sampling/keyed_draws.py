@@ -140,12 +140,12 @@ class KeyedDraws:
         """
         if positions.size == 0:
             return np.zeros(np.broadcast_shapes(positions.shape, np.shape(index)))
+        first, values = self._tables.get((prompt_id, purpose), (0, _NO_DRAWS))
+        top = index if isinstance(index, int) else int(np.max(index))
         if positions.size == 1:
-            low = high = int(positions.flat[0])
+            low = high = int(positions.item())
         else:
             low, high = int(positions.min()), int(positions.max())
-        top = index if isinstance(index, int) else int(np.max(index))
-        first, values = self._tables.get((prompt_id, purpose), (0, _NO_DRAWS))
         if low < first or high >= first + values.shape[1] or top >= values.shape[0]:
             start, stop = low // _BLOCK, high // _BLOCK + 2
             if top >= _MAX_CACHED_INDEX or stop - start > _MAX_BLOCKS:

@@ -184,17 +184,14 @@ class SamplingTransform:
             logits = logits / temperature
         # Few calls: a pass of a small draft leaves some 100 us for sampling.
         scores = torch.log_softmax(logits, dim=1)
-        if k == 1 and module is host:
-            return host.top_one(scores)
+        if module is host:
+            return host.top_one(scores) if k == 1 else host.top(scores, k)
         best = scores.topk(min(k + 1, logits.shape[1]), dim=1)
         tokens, logprobs = _on_host(best.indices, best.values)
         check_finite(logprobs[:, 0])
         # topk does not specify their order
-        tied = np.count_nonzero(logprobs[:, 1:] == logprobs[:, :-1])
-        if tied and module is on_device:
+        if np.count_nonzero(logprobs[:, 1:] == logprobs[:, :-1]):
             tokens, logprobs = _on_host(*on_device.top(scores, k))
-        elif tied:
-            tokens, logprobs = host.top(scores, k)
         return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0, dtype=np.float64)
 
     def _weighed(
@@ -245,7 +242,5 @@ class SamplingTransform:
 
 def _on_host(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
     """Returns both as arrays, by one copy, since each copy waits for the device."""
-    if not on_accelerator(values):
-        return indices.numpy(), values.numpy()
     both = to_host(torch.stack([indices.double(), values.double()]))
     return both[0].astype(np.int64), both[1]

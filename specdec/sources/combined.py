@@ -20,6 +20,7 @@ def joined_needs(needs: Iterable[Needs]) -> Needs:
         exits=max((n.exits for n in parts), default=0),
         further_exits=tuple(sorted({layer for n in parts for layer in n.further_exits})),
         real_nodes=any(n.real_nodes for n in parts),
+        all_answers=any(n.all_answers for n in parts),
     )
 
 

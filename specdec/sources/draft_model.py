@@ -12,25 +12,26 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.kv_cache import TreeCache
 from specdec.clocks import CONTROLLER, Work
 from specdec.metrics.counters import SourceCounters
 from specdec.models.runner import NO_ROWS, ModelRunner
-from specdec.parts.fields import Count, validated
+from specdec.parts.fields import Count, Positive, validated
 from specdec.sampling.candidates import counts_of, top_candidates
+from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform
-from specdec.sources.draw_guesser import DrawGuesser
+from specdec.sources.draw_guesser import DrawGuesser, target_draws
+from specdec.sources.growing_chain import Chain, GrowingChain
+from specdec.sources.near_draw import NearDraw
 from specdec.sources.sampled import Histories, by_transform, sampled_candidates
-from specdec.types import BoolArray, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
+from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 _SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
 _NO_TOKENS = np.zeros(0, np.int64)
-
-Chain = tuple[IntArray, FloatArray]
-"""Tokens int64[L] and log-probabilities float64[L] of a chain."""
+_NO_DRAWS = np.zeros(0)
 
 
 @dataclass(slots=True)
@@ -69,44 +70,6 @@ class _Work:
     in_order: bool
 
 
-@dataclass(slots=True, kw_only=True)
-class _Growing:
-    """A chain that ``chains`` drafts.
-
-    Attributes:
-        cache: of its request.
-        tip: id of the node below which it grows.
-        first_id: id of its first node.
-        position: of the tip.
-        length: tokens to draft.
-        tokens: drafted so far.
-        logits_rows: their rows of the logits of all passes.
-    """
-
-    cache: TreeCache
-    tip: int
-    first_id: int
-    position: int
-    length: int
-    tokens: list[int] = field(default_factory=list)
-    logits_rows: list[int] = field(default_factory=list)
-
-    def grows(self, max_positions: int) -> bool:
-        """Whether a pass over the last token follows."""
-        num = len(self.tokens)
-        return num < self.length and self.position + num < max_positions
-
-    def rows(self) -> Rows:
-        """The last token's row."""
-        num = len(self.tokens)
-        node_id = self.first_id + num - 1
-        parent_id = node_id - 1 if num > 1 else self.tip
-        row = np.array([[node_id], [self.tokens[-1]], [parent_id], [self.position + num]])
-        return self.cache.rows(
-            node_ids=row[0], node_tokens=row[1], parent_ids=row[2], node_positions=row[3]
-        )
-
-
 class DraftModelSource:
     """Proposes the most probable, or sampled, next tokens of a draft model, or of a middle model.
 
@@ -128,6 +91,7 @@ class DraftModelSource:
         model: Literal["draft", "middle"] = "draft",
         sample: bool = False,
         guess_draw: bool = False,
+        guess_spread: Positive | None = 0.2,
         prefill_chunk: Count = 512,
     ) -> None:
         """Wraps a model.
@@ -137,9 +101,11 @@ class DraftModelSource:
             model: the name, by which a latency profile prices its passes. Default: "draft".
             sample: sample candidates without replacement from the draft's distribution, processed
                 by the target's transform, and return that distribution (rejection verifiers).
-            guess_draw: place first the token that the target's own keyed draw selects from the
-                draft's distribution (Staged Speculative Decoding, future work 1). Lossless under
-                ``match``.
+            guess_draw: rank candidates by the draw with which the target will select its token
+                (Staged Speculative Decoding, future work 1). Lossless under ``match``.
+            guess_spread: with ``guess_draw``: expected error of the draft's CDF at the draw
+                (``NearDraw``); None: place first the token that the draw selects from the draft's
+                distribution (``DrawGuesser``). Default: 0.2.
             prefill_chunk: maximum number of prompt rows per request and pass. Default: 512.
 
         Raises:
@@ -159,7 +125,10 @@ class DraftModelSource:
         self._runner = runner
         self._work = Work(model)
         self._prefill_chunk = prefill_chunk
-        self._guesser = DrawGuesser() if guess_draw else None
+        self._guesser = DrawGuesser() if guess_draw and guess_spread is None else None
+        self._near: NearDraw | None = None
+        if guess_draw and guess_spread is not None:
+            self._near = NearDraw(spread=guess_spread)
         self._drafts: dict[int, _Draft] = {}
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
 
@@ -196,40 +165,61 @@ class DraftModelSource:
             return None
         if any(draft.transform is not transform for draft in drafts):
             return None
-        chains = [
-            _Growing(
-                cache=draft.cache,
-                tip=int(ids[0]),
-                first_id=request.tree.next_id,
-                position=int(request.tree.positions[request.tree.slots(ids)[0]]),
-                length=length,
-            )
-            for request, draft, (_, ids), length in zip(
-                requests, drafts, tips.items, lengths, strict=True
-            )
+        near, most = None if transform.params.greedy else self._near, self._runner.max_positions
+        works = [
+            self._plan(request, ids) for request, (_, ids) in zip(requests, tips.items, strict=True)
         ]
-        works = [self._plan(request, tips.items[i][1]) for i, request in enumerate(requests)]
+        chains = [
+            self._chain(state, work, tip, length, draws=near is not None)
+            for work, (_, tip), length in zip(works, tips.items, lengths, strict=True)
+        ]
         growing = [chain for chain, work in zip(chains, works, strict=True) if len(work.slots)]
         if not growing:
             return [(_NO_TOKENS, np.zeros(0)) for _ in chains]
         passes = [self._compute(state, [work for work in works if len(work.slots)])]
         num_rows = 0
         while True:
-            tokens = transform.greedy(passes[-1]).tolist()
+            if near is None:
+                tokens = transform.greedy(passes[-1]).tolist()
+            else:
+                draws = np.array([chain.draws[len(chain.tokens)] for chain in growing])
+                best = near.candidates(transform, passes[-1], None, draws, 1)
+                tokens = best.tokens[:, 0].tolist()
+                for chain, logprob in zip(growing, best.logprobs[:, 0].tolist(), strict=True):
+                    chain.logprobs.append(logprob)
             for row, (chain, token) in enumerate(zip(growing, tokens, strict=True), num_rows):
                 chain.tokens.append(token)
                 chain.logits_rows.append(row)
             num_rows += len(growing)
-            growing = [chain for chain in growing if chain.grows(self._runner.max_positions)]
+            growing = [chain for chain in growing if chain.grows(most)]
             if not growing:
                 break
             logits = self._runner.forward([chain.rows() for chain in growing]).logits
             assert logits is not None
             self._count(state, len(growing))
             passes.append(logits)
+        if near is not None:
+            return [(np.array(c.tokens, np.int64), np.array(c.logprobs)) for c in chains]
         # The scores of all tokens at once: the passes take about as long as a call for each.
         scores = transform.top(torch.cat(passes), 1)[1][:, 0]
         return [(np.array(c.tokens, np.int64), scores[c.logits_rows]) for c in chains]
+
+    def _chain(
+        self, state: DecodeState, work: _Work, tip: IntArray, length: int, *, draws: bool
+    ) -> GrowingChain:
+        """A chain without tokens below ``tip``, int64[1]."""
+        request = work.request
+        tree = request.tree
+        position = int(tree.positions[tree.slots(tip)[0]])
+        places = np.arange(position + 1, position + 1 + length)
+        return GrowingChain(
+            cache=work.draft.cache,
+            tip=int(tip[0]),
+            first_id=tree.next_id,
+            position=position,
+            length=length,
+            draws=state.draws.uniform(request.id, places, Purpose.TARGET) if draws else _NO_DRAWS,
+        )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Moves accepted entries into the prefix and drops pruned nodes."""
@@ -368,6 +358,9 @@ class DraftModelSource:
             if self.gives_probs:
                 probs = transform.proposal_probs(logits, histories)
                 return sampled_candidates(state, nodes, probs, k)
+            if self._near is not None and not transform.params.greedy:
+                draws = target_draws(state, nodes)
+                return self._near.candidates(transform, logits, histories, draws, k)
             top = top_candidates(transform, logits, k, histories)
             if self._guesser is None or transform.params.greedy:
                 return top

@@ -75,7 +75,7 @@ class DrawGuesser:
         Returns:
             (tokens, logprobs) of the same shapes, with the guess in column 0.
         """
-        guess = self._draw(state, nodes, transform, logits, histories)
+        guess = transform.sample(logits, target_draws(state, nodes), histories)
         same = tokens == guess[:, None]
         prob = np.minimum(np.exp(np.where(same, logprobs, -np.inf)).sum(axis=1), _ALMOST_ONE)
         bins = (prob * _BINS).astype(np.int64)
@@ -108,18 +108,12 @@ class DrawGuesser:
         """Drops the request's guesses; the counts remain."""
         self._guesses.pop(request_id, None)
 
-    def _draw(
-        self,
-        state: DecodeState,
-        nodes: Nodes,
-        transform: SamplingTransform,
-        logits: torch.Tensor,
-        histories: Sequence[IntArray] | None,
-    ) -> IntArray:
-        """int64[W]: samples of the draft's distributions at the target's own draws."""
-        uniforms = []
-        for request_id, ids in nodes.items:
-            tree = state.requests[request_id].tree
-            positions = tree.positions[tree.slots(ids)] + 1
-            uniforms.append(state.draws.uniform(request_id, positions, Purpose.TARGET))
-        return transform.sample(logits, np.concatenate(uniforms), histories)
+
+def target_draws(state: DecodeState, nodes: Nodes) -> FloatArray:
+    """float64[W]: the draws by which the target selects the tokens after W nodes."""
+    uniforms = []
+    for request_id, ids in nodes.items:
+        tree = state.requests[request_id].tree
+        positions = tree.positions[tree.slots(ids)] + 1
+        uniforms.append(state.draws.uniform(request_id, positions, Purpose.TARGET))
+    return uniforms[0] if len(uniforms) == 1 else np.concatenate(uniforms)

@@ -12,7 +12,7 @@ import numpy as np
 from specdec.clocks import Clock, ClockReport, Span, Timeline
 from specdec.clocks.timeline import MAX_SPANS
 from specdec.trace.judgements import Proposal, judgement
-from specdec.types import NO_NODE, Answers, Batch, Commit, Output
+from specdec.types import NO_NODE, NO_TOKEN, Answers, Batch, Commit, Output
 
 if TYPE_CHECKING:
     from specdec.interfaces import Executor
@@ -170,7 +170,8 @@ class ObservedExecutor:
             if part.request in self._open:
                 self._open[part.request].propose(part)
             pairs = zip(part.node_ids.tolist(), part.tokens.tolist(), strict=True)
-            answers.setdefault(part.request, []).extend(map(list, pairs))
+            known = [[node_id, token] for node_id, token in pairs if token != NO_TOKEN]
+            answers.setdefault(part.request, []).extend(known)
         for request_id, entry in self._open.items():
             nodes, answered = entry.new_nodes(), answers.get(request_id, [])
             if not (nodes or entry.submitted or answered):

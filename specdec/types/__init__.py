@@ -13,11 +13,12 @@ from specdec.types.events import Event, EventKind, Ticket
 from specdec.types.needs import HiddenName, Lossless, Needs
 from specdec.types.nodes import Candidates, Nodes
 from specdec.types.plans import ExecutorPlan, Placement
-from specdec.types.results import Answers, EarlyHidden, Exits, Output, PromptHidden
+from specdec.types.results import NO_TOKEN, Answers, EarlyHidden, Exits, Output, PromptHidden
 from specdec.types.rows import Batch, PrefillChunk, TreeRows
 
 __all__ = [
     "NO_NODE",
+    "NO_TOKEN",
     "Answers",
     "Batch",
     "BoolArray",

@@ -50,6 +50,9 @@ class Needs:
         further_exits: layers of additional exits, deeper than the model's own
             (``model.exit_layer``).
         real_nodes: ``expand`` must receive nodes of the real trees, whose ids the executor has.
+        all_answers: the target's tokens after all answered nodes. If no part needs them and the
+            verifier accepts the target's own tokens only (``Lossless.TOKEN``), an executor may
+            leave out those after nodes that do not follow from an answer (``Answers.tokens``).
     """
 
     target_probs: bool = False
@@ -60,3 +63,4 @@ class Needs:
     exits: int = 0
     further_exits: tuple[int, ...] = ()
     real_nodes: bool = False
+    all_answers: bool = False

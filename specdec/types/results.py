@@ -16,6 +16,9 @@ from specdec.types.needs import HiddenName
 from specdec.types.nodes import Candidates
 from specdec.types.records import record
 
+NO_TOKEN = -1
+"""Instead of the target's token after a node that another token than the target's leads to."""
+
 
 @record(frozen=True, slots=True, kw_only=True)
 class Answers:
@@ -24,7 +27,8 @@ class Answers:
     Attributes:
         request: request id.
         node_ids: int64[A].
-        tokens: int64[A], the target's own next token after each node, by its keyed draw.
+        tokens: int64[A], the target's own next token after each node, by its keyed draw;
+            ``NO_TOKEN`` after nodes that are not on the target's path (``Needs.all_answers``).
         probs: float64[A, V], processed target distributions; only if a part needs them.
         hidden: name -> tensor[A, E] in the target's dtype, on its device or the host; only if a
             part needs them.

@@ -29,7 +29,7 @@ from specdec.metrics.counters import SourceCounters
 from specdec.models.medusa import MedusaHeads
 from specdec.parts.fields import Count, Positive, validated
 from specdec.sampling.candidates import candidates_of
-from specdec.sampling.transform import SamplingTransform
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Candidates, Commit, HiddenName, Needs, Nodes, Output
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class MedusaSource:
         self.counters = SourceCounters()
         self._last: dict[int, _Last | None] = {}
         self._prompt_ends: dict[int, int] = {}  # positions before the first roots
+        self._transforms: dict[SamplingParams, SamplingTransform] = {}
 
     @property
     def pass_bytes(self) -> int:
@@ -172,10 +173,7 @@ class MedusaSource:
         """Candidates of a request's nodes that have a head; computed once per depth if possible."""
         request, last = state.requests[request_id], self._last[request_id]
         assert last is not None, "a node without a hidden state has no head"
-        sampling = request.sampling
-        if self._temperature is not None and not self.gives_probs:
-            sampling = replace(sampling, temperature=self._temperature)
-        transform = SamplingTransform(sampling)
+        transform = self._transform(request.sampling)
         slots = request.tree.slots(ids)
         histories = None
         rows = np.arange(len(ids))
@@ -194,3 +192,12 @@ class MedusaSource:
             positions=request.tree.positions[slots],
         )
         return candidates.take(rows)
+
+    def _transform(self, sampling: SamplingParams) -> SamplingTransform:
+        """The transform of the heads' logits; made once, since parameters are validated."""
+        if sampling not in self._transforms:
+            own = sampling
+            if self._temperature is not None and not self.gives_probs:
+                own = replace(sampling, temperature=self._temperature)
+            self._transforms[sampling] = SamplingTransform(own)
+        return self._transforms[sampling]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -44,10 +46,12 @@ class _PassByPass:
         self.expand = source.expand
 
 
-def _grown(at_once: bool, sampling: SamplingParams, steps: int) -> tuple[list[object], int, int]:
+def _grown(
+    at_once: bool, sampling: SamplingParams, steps: int, **options: Any
+) -> tuple[list[object], int, int]:
     """Trees after every step of two requests, passes and rows."""
     state = make_state()
-    source = DraftModelSource(runner=make_runner(MODEL))
+    source = DraftModelSource(runner=make_runner(MODEL), **options)
     lengths = (21, 27)
     for i, length in enumerate(lengths):
         prompt = np.random.default_rng(i).integers(0, VOCAB, length)
@@ -69,6 +73,19 @@ def _grown(at_once: bool, sampling: SamplingParams, steps: int) -> tuple[list[ob
 )
 def test_trees_passes_and_rows_are_equal(sampling: SamplingParams) -> None:
     assert repr(_grown(True, sampling, 6)) == repr(_grown(False, sampling, 6))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0.9, top_k=7)],
+    ids=["greedy", "sampled", "filtered"],
+)
+@pytest.mark.parametrize("spread", [None, 0.2])
+def test_they_are_equal_with_the_targets_draws(
+    sampling: SamplingParams, spread: float | None
+) -> None:
+    options = {"guess_draw": True, "guess_spread": spread}
+    assert repr(_grown(True, sampling, 6, **options)) == repr(_grown(False, sampling, 6, **options))
 
 
 def test_histories_need_single_passes() -> None:

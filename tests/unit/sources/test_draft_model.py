@@ -235,7 +235,7 @@ def test_sampled_candidates_are_those_of_the_keyed_draws(sampling):
 
 
 def test_guess_draw_puts_the_draft_at_the_targets_draw_first():
-    source = DraftModelSource(runner=make_runner(MODEL), guess_draw=True)
+    source = DraftModelSource(runner=make_runner(MODEL), guess_draw=True, guess_spread=None)
     state = make_state(seed=2)
     assert source.needs.target_draws
     rng = np.random.default_rng(0)
