@@ -31,6 +31,7 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "best": lambda: BestFirst(bs=8, w=4, d=3),
     "best_async": lambda: BestFirst(bs=8, w=4, d=3, asynchronous=True),
     "best_few": lambda: BestFirst(bs=8, w=4, d=2, asynchronous=True, children=2),
+    "best_late": lambda: BestFirst(bs=8, w=4, d=2, asynchronous=True, min_mass=0.2),
     "best_until_ready": lambda: BestFirst(bs=8, w=4, d=None, asynchronous=True),
     "best_of_beam": lambda: BestOfBeam(nodes=10, width=3, children=3, depth=3),
     "pipe_best": lambda: PipelineBestFirst(width=6, children=4),

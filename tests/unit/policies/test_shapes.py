@@ -280,16 +280,44 @@ def test_best_first_leaves_improbable_nodes_out(min_prob: float) -> None:
 @pytest.mark.parametrize("min_mass", [0.0, 0.3, 0.6, 1.0])
 def test_best_first_stops_when_its_leaves_are_too_improbable(min_mass: float) -> None:
     """Up to d expansions while the w best leaves have a total probability of min_mass (root: 1)."""
-    source, rounds, scores, expanded = TableSource(), 0, {ROOT: 0.0}, set()
+    source = TableSource()
     select_once(BestFirst(bs=4, w=3, d=6, min_mass=min_mass), source)
-    while rounds < 6:
-        leaves = sorted((c for c in scores if c not in expanded), key=lambda c: -scores[c])[:3]
+    assert len(source.calls) == probable_rounds(4, 3, min_mass, most=6)
+
+
+@pytest.mark.parametrize("min_mass", [0.05, 0.3, 0.6, 1.0])
+def test_asynchronous_best_first_drafts_while_its_leaves_are_probable(min_mass: float) -> None:
+    """After a miss ``select`` does not stop at ``bs`` nodes; deeper ones could not be submitted."""
+    source = TableSource()
+    policy = BestFirst(bs=6, w=3, d=2, asynchronous=True, min_mass=min_mass)
+    chosen = select_once(policy, source)
+    rounds = max(1, probable_rounds(6, 3, min_mass, most=6))
+    assert len(source.calls) == policy.expansions["between"] == rounds
+    assert sorted(chosen) == sorted(best_first(ROOT, 6, 3, rounds))
+    assert probable_rounds(6, 3, 0.05, most=6) == 6, "the least probable case meets the limit"
+
+
+def test_a_tree_drafted_in_overlap_is_not_drafted_on_in_select() -> None:
+    """What pays was drafted while the target ran: its leaves are improbable by now."""
+    state, source = new_state(new_request(1, ROOT)), TableSource()
+    policy = BestFirst(bs=4, w=3, d=6, asynchronous=True, min_mass=0.3)
+    policy.overlap(state, source, READY)
+    assert probable_rounds(4, 3, 0.3, most=6) < len(source.calls) == 6
+    assert len(policy.select(state, source))
+    assert len(source.calls) == 6
+
+
+def probable_rounds(bs: int, w: int, min_mass: float, most: int) -> int:
+    """Expansions of the w best leaves while these have a total probability of min_mass."""
+    rounds, scores, expanded = 0, {ROOT: 0.0}, set()
+    while rounds < most:
+        leaves = sorted((c for c in scores if c not in expanded), key=lambda c: -scores[c])[:w]
         if sum(np.exp(scores[c]) for c in leaves) < min_mass:
             break
         rounds += 1
         expanded |= set(leaves)
-        scores |= {(*c, t): scores[c] + p for c in leaves for t, p in children_of(c)}
-    assert len(source.calls) == rounds
+        scores |= {(*c, t): scores[c] + p for c in leaves for t, p in children_of(c)[: max(bs, w)]}
+    return rounds
 
 
 def test_asynchronous_best_first_expands_in_overlap() -> None:
