@@ -102,11 +102,18 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
         assert after[name] == value, f"the test leaves another {name}"
 
 
+_OF_LIBRARIES = (
+    "PYTEST_CURRENT_TEST",
+    "WANDB_SERVICE",
+    "_TORCHINDUCTOR_",
+)  # set at their first use
+
+
 def _process_state() -> dict[str, object]:
     """What the tests of a process share, other than caches."""
     found: dict[str, object] = {
         "working directory": os.getcwd(),
-        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith(_OF_LIBRARIES)},
         "handlers of signals": [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)],
     }
     torch, hydra = sys.modules.get("torch"), sys.modules.get("hydra.core.global_hydra")

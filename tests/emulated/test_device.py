@@ -102,23 +102,18 @@ def test_graphs_of_a_pool_share_memory():
 class _HostGroup:
     """Replaces gloo: two ranks with equal tensors, which must be on the host."""
 
-    def allreduce(self, tensors):
-        assert not isinstance(tensors[0], DeviceTensor)
-        tensors[0].mul_(2)
-        return SimpleNamespace(wait=lambda patience: None)
-
-    def allgather(self, parts, tensors):
-        assert not isinstance(tensors[0], DeviceTensor)
-        for part in parts[0]:
-            part.copy_(tensors[0])
+    def _allgather_base(self, received, own):
+        assert not isinstance(own, DeviceTensor)
+        received.copy_(own.repeat(2))
         return SimpleNamespace(wait=lambda patience: None)
 
 
 class _DeviceGroup:
     """Replaces NCCL, whose work handles must not get a time limit."""
 
-    def allreduce(self, tensors):
-        assert isinstance(tensors[0], DeviceTensor)
+    def _allgather_base(self, received, own):
+        assert isinstance(own, DeviceTensor)
+        received.copy_(own.repeat(2))
         return SimpleNamespace(wait=lambda: None)
 
 
