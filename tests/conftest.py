@@ -102,11 +102,8 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
         assert after[name] == value, f"the test leaves another {name}"
 
 
-_OF_LIBRARIES = (
-    "PYTEST_CURRENT_TEST",
-    "WANDB_SERVICE",
-    "_TORCHINDUCTOR_",
-)  # set at their first use
+# Set by libraries at their first use, for good.
+_OF_LIBRARIES = ("PYTEST_CURRENT_TEST", "WANDB_SERVICE", "_TORCHINDUCTOR_")
 
 
 def _process_state() -> dict[str, object]:

@@ -386,7 +386,8 @@ class DistributedExecutor:
         return with_hidden(output, batch, captured) if captured else output
 
     def _is_open(self, entered: int, request_id: int) -> bool:
-        return self._in_flight.is_open(request_id, entered)
+        # A busy copy of the target is closed before it commits.
+        return request_id not in self._closes and self._in_flight.is_open(request_id, entered)
 
 
 def _states(reply: Reply, rows: Batch, names: Sequence[HiddenName]) -> InFlight:

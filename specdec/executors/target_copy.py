@@ -53,17 +53,21 @@ class TargetCopy:
         self._requested: dict[int, IntArray] = {}  # request -> nodes of the current batch
         self._output: Output | None = None
         self._deferred: list[Sequence[Commit]] = []
+        self._opened_since: set[int] = set()  # requests unknown to the process of a busy copy
 
     def open(self, request: RequestState) -> None:
         """Allocates the request's cache."""
         self.executor.open(request)
         self._cached[request.id] = CachedRequest(request)
+        if self.is_busy:
+            self._opened_since.add(request.id)
 
     def close(self, request_id: int) -> None:
         """Frees the request's cache, and drops its deferred commits."""
         self.executor.close(request_id)
         self._cached.pop(request_id, None)
         self._requested.pop(request_id, None)
+        self._opened_since.discard(request_id)
         self._deferred = [
             [commit for commit in commits if commit.request != request_id]
             for commits in self._deferred
@@ -95,7 +99,7 @@ class TargetCopy:
         output = self.executor.collect() if self._output is None else self._output
         self.is_busy, self._output, self.due_s = False, None, None
         if self._rank is None:
-            self.executor.commit(self._deferred.pop(0) if self._deferred else (), output)
+            self.executor.commit(self._of_this_step(), output)
         return [
             _only(a, self._requested[a.request])
             for a in output.answers
@@ -111,6 +115,15 @@ class TargetCopy:
             self._deferred.append(commits)
         else:  # its batch is computed already
             self.executor.commit(commits, Output(step=commits[0].step))
+
+    def _of_this_step(self) -> Sequence[Commit]:
+        """The first deferred commits; those of requests that the process learns of later stay."""
+        commits = self._deferred.pop(0) if self._deferred else ()
+        since, self._opened_since = self._opened_since, set()
+        late = [commit for commit in commits if commit.request in since]
+        if late:
+            self._deferred.insert(0, late)
+        return [commit for commit in commits if commit.request not in since]
 
     def _catch_up(self, step: int) -> None:
         """Applies commits of earlier steps, one empty batch per step."""
