@@ -79,7 +79,14 @@ def check_resumes(folder: Path) -> None:
     assert len(set(ids)) == len(ids)
 
 
-@pytest.mark.parametrize(("rank", "overrides"), [(1, ()), (2, ()), (1, EARLY_EXIT)])
+@pytest.mark.parametrize(
+    ("rank", "overrides"),
+    [
+        (1, ()),
+        pytest.param(2, (), marks=pytest.mark.exhaustive),
+        pytest.param(1, EARLY_EXIT, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_killed_stage_is_named(rank: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
     status, message, took = fail(tmp_path / "run", signal.SIGKILL, rank, *overrides)
     assert status == RANK_FAILED
@@ -103,7 +110,10 @@ def test_a_stopped_stage_is_named_within_the_timeout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "expected", "said"),
-    [(signal.SIGINT, INTERRUPTED, "interrupted"), (signal.SIGTERM, TERMINATED, "SIGTERM")],
+    [
+        (signal.SIGTERM, TERMINATED, "SIGTERM"),
+        pytest.param(signal.SIGINT, INTERRUPTED, "interrupted", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_ctrl_c_ends_everything_and_says_how_to_go_on(
     number: signal.Signals, expected: int, said: str, tmp_path: Path
@@ -116,7 +126,13 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(
     check_resumes(tmp_path / "run")
 
 
-@pytest.mark.parametrize("overrides", [(), SWIFTSPEC], ids=["specpipe", "swiftspec"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="specpipe"),
+        pytest.param(SWIFTSPEC, id="swiftspec", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ranks_do_not_outlive_a_killed_controller(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:

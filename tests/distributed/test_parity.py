@@ -133,7 +133,7 @@ def test_groups_of_ranks_survive_what_concerns_one_strategy(
     same(config("ar", 2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eight_stages() -> None:
     handle = GroupHandle(8, threads=1)
     try:

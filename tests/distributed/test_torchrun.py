@@ -89,6 +89,7 @@ def test_two_nodes_give_what_one_process_gives(
     check(nodes, folder, tmp_path / "one")
 
 
+@pytest.mark.exhaustive
 def test_tasks_of_slurm_give_what_one_process_gives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from tests.planted.conftest import TABLE
 from tests.planted.hunt import hunt, table
 from tests.planted.warm import Pool
 
+ON_DEMAND = {"sound_pipeline"}  # the whole suite certifies pipelines elsewhere
 pytestmark = pytest.mark.xdist_group("planted")  # whose pool is of one process
 
 
@@ -21,7 +22,13 @@ def test_every_planted_bug_is_found(request: pytest.FixtureRequest, pool: Pool) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(SOUND))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ON_DEMAND else ())
+        for name in sorted(SOUND)
+    ],
+)
 def test_the_sound_code_passes(name: str, pool: Pool) -> None:
     """Without a bug the same commands return 0; otherwise detecting bugs proves nothing."""
     (result,) = hunt([name], pool)

@@ -117,7 +117,12 @@ LAW_FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 }
 
 
-ON_DEMAND = {"candidates below 0.05", "draft clamped at 0.01", "second level of a CDF"}
+ON_DEMAND = {
+    "candidates below 0.05",
+    "candidates below 0.0001",
+    "draft clamped at 0.01",
+    "second level of a CDF",
+}
 """Larger than others of their kind, or found token by token too."""
 
 
