@@ -9,7 +9,9 @@ from tests.planted.conftest import TABLE
 from tests.planted.hunt import hunt, table
 from tests.planted.warm import Pool
 
-ON_DEMAND = {"sound_pipeline"}  # the whole suite certifies pipelines elsewhere
+# The suite certifies the other controls' strategies elsewhere (tests/unit/test_verify*.py).
+ON_DEMAND = {"sound_pipeline", "sound_rejection"}
+
 pytestmark = pytest.mark.xdist_group("planted")  # whose pool is of one process
 
 

@@ -76,6 +76,10 @@ def early(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
 
 
 BUILDS = {build.__name__: build for build in (replicas, free, threaded, early)}
+ON_DEMAND = {
+    "free",
+    "threaded",
+}  # without a fault, in the whole suite: tests/unit/test_free_running.py
 
 
 @cache
@@ -213,7 +217,13 @@ def test_every_fault_is_found(fault: Callable[[Planted], None]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ON_DEMAND else ())
+        for name in BUILDS
+    ],
+)
 def test_the_sound_toys_certify(name: str) -> None:
     """Without a fault every check passes; otherwise finding faults proves nothing."""
     report = certified(BUILDS[name], checks=None)

@@ -121,6 +121,8 @@ ON_DEMAND = {
     "candidates below 0.05",
     "candidates below 0.0001",
     "draft clamped at 0.01",
+    "draft clamped at 0.0003",
+    "last block of a CDF",
     "second level of a CDF",
 }
 """Larger than others of their kind, or found token by token too."""
