@@ -76,10 +76,7 @@ def early(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
 
 
 BUILDS = {build.__name__: build for build in (replicas, free, threaded, early)}
-ON_DEMAND = {
-    "free",
-    "threaded",
-}  # without a fault, in the whole suite: tests/unit/test_free_running.py
+ON_DEMAND = {"free", "threaded"}  # tests/unit/test_free_running.py decodes with the sound ones
 
 
 @cache

@@ -183,7 +183,7 @@ def test_a_confident_mixture_is_accounted_for() -> None:
     assert "distinct nodes" in rows.detail
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/planted finds it too
 def test_a_correction_from_the_target_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config("strategy=speculative", "verifier=rejection")
     assert certify(cfg, checks=["distribution"]).lossless
