@@ -16,6 +16,8 @@ from specdec.distributed.executor import Ranks
 from tests import toys
 from tests.distributed.threads import thread_ranks
 
+pytestmark = pytest.mark.slow
+
 PRESETS = ("pearl", "ssd", "amusd", "pipeinfer", "flowspec")
 CLOCKS: dict[str, dict[str, Any]] = {
     "measured": {"kind": "measured"},
@@ -52,7 +54,7 @@ def decoded(preset: str, kind: str, stages: int, batch_size: int) -> Timeline:
 
 
 @pytest.mark.parametrize(("stages", "batch_size"), [(1, 1), (3, 3)])
-@pytest.mark.parametrize("kind", ["measured", pytest.param("paced", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["measured", "paced"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_lossless_beside_ranks(preset: str, kind: str, stages: int, batch_size: int) -> None:
     """Ranks are threads here."""

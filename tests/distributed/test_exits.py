@@ -27,6 +27,8 @@ from tests.exits import going_on
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
+pytestmark = pytest.mark.slow
+
 EVERY_STEP = ("layer", "node_ids", "tokens", "logprobs", "counts", "probs")
 
 
@@ -84,7 +86,6 @@ def same_exits(values: dict[str, Any], plant: Any = None) -> list[dict]:
     return expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "stages", "layer", "head", "sampling"),
     [
@@ -108,7 +109,6 @@ def test_exits_of_ranks_are_those_of_one_process(
     same_exits(exits(strategy, stages, layer, sampling, head=head))
 
 
-@pytest.mark.slow
 def test_distributions_travel() -> None:
     """Rejection needs the distributions of the candidates and of the target."""
     same_exits(exits("ppsd", 2, 6, "t08", verifier=rejection()))
@@ -117,7 +117,6 @@ def test_distributions_travel() -> None:
     same_exits(exits("ppsd_multi", 2, 2, "t08", verifier=rejection()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("groups", [[2, 1], [1, 3]])
 def test_stages_of_several_devices(groups: list[int]) -> None:
     """The exit is on one device of a stage; the others send rows on within the step."""
@@ -183,7 +182,6 @@ def test_a_rank_loads_its_layers_and_the_head(
     assert loaded == [True, False], "a rank must not read the whole target"
 
 
-@pytest.mark.slow
 def test_a_cancelled_request_leaves_no_trace() -> None:
     """Its exits are in flight when it is closed; the next run uses the same prompt ids."""
     values = exits("ppsd_tree", 3, 5)
@@ -201,7 +199,6 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
         assert found == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["head not pruned", "wrong rows", "wrong exit"])
 def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = exits("ppsd_tree", 8, 3) if bug != "wrong exit" else exits("ppsd_multi", 2, 2)

@@ -39,6 +39,8 @@ from tests.distributed.threads import ThreadGroup, thread_ranks
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
+pytestmark = pytest.mark.slow
+
 NAMES = tuple(HiddenName(layer) for layer in (0, 4, 7))  # of 8: the first, one inside, and the last
 LEVELS = FixedWidth(width=5, children=3)
 WITH_ANSWERS = Needs(hidden=NAMES)
@@ -127,7 +129,6 @@ def _equal(mine: States, theirs: States) -> None:
         assert torch.equal(mine[name], theirs[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -170,7 +171,6 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
         same_rows(LEVELS, {"stages": 2}, plant)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "policy", "sampling"),
     [(2, "medusa", "t06"), (3, "medusa", "no_repeat4"), (8, "specpipe", "greedy")],

@@ -15,6 +15,8 @@ from specdec.clocks import CONTROLLER, PacedClock
 from tests.distributed.support import config, run
 from tests.distributed.virtual import virtual_ranks
 
+pytestmark = pytest.mark.slow
+
 STAGES = 4
 COSTS = {
     "stage": {"tokens": [1, 8], "ms": [20.0, 24.0]},

@@ -20,6 +20,8 @@ from specdec.types import IntArray
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
 from tests.distributed.threads import ThreadGroup, thread_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[ThreadGroup]:
@@ -29,13 +31,13 @@ def group() -> Iterator[ThreadGroup]:
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "t06"])
-@pytest.mark.parametrize("stages", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equal_to_the_in_process_pipeline(strategy: str, stages: int, sampling: str) -> None:
     same(config(strategy, stages, sampling))
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", [2, 8])
 @pytest.mark.parametrize(
     ("strategy", "feeding"),
     [
@@ -64,7 +66,6 @@ def test_stages_of_several_devices(strategy: str, groups: list[int]) -> None:
         ]
 
 
-@pytest.mark.slow
 def test_histories_and_distributions_travel() -> None:
     same(config("specpipe", 3, "no_repeat4"))
     same(config("speculative", 3, "t08", verifier=rejection()))
@@ -100,7 +101,6 @@ def test_whole_distributions_stay_on_the_last_rank(
     assert all(asked) == (strategy != "specpipe")
 
 
-@pytest.mark.slow
 def test_a_cancelled_request_leaves_no_trace() -> None:
     """Its rows are in flight when it is closed; the next run uses the same prompt ids."""
     expected = run(config("ar", 3))[0]

@@ -44,7 +44,8 @@ STRATEGIES = {
     "specinfer": ("draft_model", "static", "rejection"),
 }
 
-pytestmark = pytest.mark.xdist_group("matrix")  # a process composes each cell once
+# In one group: a process composes each cell once.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("matrix")]
 
 
 @pytest.fixture

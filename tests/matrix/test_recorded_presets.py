@@ -40,6 +40,8 @@ from tests.matrix.record_presets import (
     record,
 )
 
+pytestmark = pytest.mark.slow
+
 MAX_BYTES = 5_000  # of the file, per preset: a diff of it has to be readable
 ALONE = [
     pytest.param(case, marks=() if case == "greedy" else pytest.mark.slow)
@@ -62,7 +64,6 @@ def test_preset_decodes_as_recorded(preset: str, case: str) -> None:
         pytest.fail("\n".join([head, *found]), pytrace=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("preset", presets())
 def test_preset_decodes_batches_as_recorded(preset: str) -> None:
     test_preset_decodes_as_recorded(preset, BATCHED)

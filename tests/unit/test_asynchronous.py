@@ -30,6 +30,8 @@ from strategies.ssd import Ssd, fan_outs
 from tests import toys
 from tests.laws import greedy_request, one_class, one_class_bench
 
+pytestmark = pytest.mark.slow
+
 BOUND = 0.05
 NUM_REQUESTS, NUM_TOKENS = 6, 400
 
@@ -63,14 +65,13 @@ def hit_rate(requests: list[RequestState]) -> float:
 # ---------------------------------------------------------------------- PEARL
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "gamma", "target", "draft"),
     [
         (0.8, 5, 10.0, 2.0),
         pytest.param(0.6, 5, 10.0, 2.0, marks=pytest.mark.exhaustive),
         pytest.param(0.8, 3, 10.0, 2.0, marks=pytest.mark.exhaustive),
-        pytest.param(0.9, 8, 10.0, 2.0, marks=pytest.mark.slow),  # the draft takes longer
+        pytest.param(0.9, 8, 10.0, 2.0),  # the draft takes longer
     ],
 )
 def test_pearl_takes_the_time_of_its_law(
@@ -158,7 +159,6 @@ def test_a_ratio_without_times_is_refused(profile: LatencyProfile | None) -> Non
         pearl.build(Workbench(toys.pair(), clock=MeasuredClock()), gamma="ratio")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("target", "draft", "gamma"), [(10.0, 2.1, 5), (10.0, 3.0, 4)])
 def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: int) -> None:
     """It begins no pass after the target's has ended."""
@@ -172,13 +172,12 @@ def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: 
 # ---------------------------------------------------------------------- SSD
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "gamma", "outcomes", "target", "draft"),
     [
         (0.8, 3, 6, 10.0, 2.0),
         pytest.param(0.6, 4, 16, 10.0, 2.0, marks=pytest.mark.exhaustive),
-        pytest.param(0.8, 6, 24, 10.0, 2.0, marks=pytest.mark.slow),  # the draft takes longer
+        pytest.param(0.8, 6, 24, 10.0, 2.0),  # the draft takes longer
         pytest.param(0.9, 7, 16, 20.0, 2.0, marks=pytest.mark.exhaustive),
     ],
 )
@@ -255,13 +254,12 @@ def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
 # ---------------------------------------------------------------------- AMUSD
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "target", "draft"),
     [
         (0.8, 10.0, 3.0),
         pytest.param(0.6, 10.0, 2.5, marks=pytest.mark.exhaustive),
-        pytest.param(0.9, 10.0, 4.0, marks=pytest.mark.slow),
+        pytest.param(0.9, 10.0, 4.0),
         pytest.param(0.9, 20.0, 3.0, marks=pytest.mark.exhaustive),
     ],
 )
@@ -288,7 +286,6 @@ def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
     assert lonely <= 2 if wait else lonely > 50
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("source", ["none", "draft_model"])
 def test_a_source_that_is_silent_or_not_asynchronous_does_not_stop_it(source: str) -> None:
     words = ["strategy=amusd", f"source={source}", "model=random", "model.dtype=float64"]
@@ -332,7 +329,7 @@ def test_the_trace_shows_both_groups_at_work_at_the_same_time(name: str) -> None
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("clock", ["measured", pytest.param("simulated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clock", ["measured", pytest.param("simulated")])
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_the_output_is_that_of_plain_decoding(

@@ -9,6 +9,8 @@ import pytest
 import specdec
 from specdec.pairs import RandomPair
 
+pytestmark = pytest.mark.slow
+
 PAIR = RandomPair()
 WORDS = ["model=random", "data.limit=2", "max_new_tokens=8", "repeats=1", "clock=simulated"]
 PROMPTS = [[1, 2, 3], [7, 8], [4, 5, 6, 9]]
@@ -19,7 +21,6 @@ def compared() -> specdec.Compared:
     return specdec.compare(["ar", "speculative"], [*WORDS, "policy.gamma=2"], pair=PAIR)
 
 
-@pytest.mark.slow
 def test_a_comparison_has_rows_frames_and_the_table(compared: specdec.Compared) -> None:
     assert [row["strategy"] for row in compared.rows] == ["ar", "speculative"]
     assert compared.rows[1]["lossless"] is True

@@ -25,6 +25,8 @@ from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from tests import eagle
 from tests.training import SIZES
 
+pytestmark = pytest.mark.slow
+
 PROMPT, LENGTH = 4, 24
 
 
@@ -135,7 +137,6 @@ def test_the_reading_of_training_is_found(
     assert (status, report["best"]) == (0, "as on disk")
 
 
-@pytest.mark.slow
 def test_accepted_tokens_are_those_of_drafting_one_by_one(
     trained: tuple[Path, Path, Tensor],
 ) -> None:
@@ -216,7 +217,6 @@ def outputs_of(head: EagleHead, config: EagleConfig) -> Tensor:
         return torch.cat([head.logits(outputs), head.fed_back(outputs)], -1)
 
 
-@pytest.mark.slow
 def test_the_bundled_target_continues_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

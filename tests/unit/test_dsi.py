@@ -24,6 +24,8 @@ from tests import toys
 from tests.laws import greedy_request, one_class, one_class_bench
 from tests.unit.test_asynchronous import decoded
 
+pytestmark = pytest.mark.slow
+
 BOUND = 0.05
 
 
@@ -32,13 +34,12 @@ def enough(lookahead: int, target: float, draft: float) -> int:
     return 2 * ceil(target / (lookahead * draft)) + 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "lookahead", "target", "draft"),
     [
         (0.8, 2, 10.0, 2.0),
         pytest.param(0.6, 1, 10.0, 3.0, marks=pytest.mark.exhaustive),
-        pytest.param(0.9, 4, 20.0, 2.0, marks=pytest.mark.slow),
+        pytest.param(0.9, 4, 20.0, 2.0),
         pytest.param(0.9, 3, 7.0, 1.0, marks=pytest.mark.exhaustive),
     ],
 )

@@ -52,6 +52,8 @@ from strategies.eesd import ThompsonChain
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
+pytestmark = pytest.mark.slow
+
 STAGE_S = 1.0
 PROFILE = LatencyProfile(name="unit", costs={"stage": CostCurve(tokens=(1,), ms=(1000 * STAGE_S,))})
 WARM = SamplingParams(temperature=0.7)
@@ -113,7 +115,6 @@ class TestLaws:
 
 
 class TestLossless:
-    @pytest.mark.slow
     @pytest.mark.parametrize("head", ["norm", "transformer"])
     @pytest.mark.parametrize("stages", [2, 3, 4])
     def test_ppsd_equals_plain_decoding(self, head: str, stages: int) -> None:
@@ -128,7 +129,6 @@ class TestLossless:
         assert parts.executor.latency == 3
         assert_equal_to_plain(models, parts)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("head", ["norm", "transformer"])
     def test_eesd_equals_plain_decoding(self, head: str) -> None:
         models = pair(exit_head=head, exit_layer=2)

@@ -17,6 +17,8 @@ from specdec.verifiers import MatchVerifier
 from tests import early, toys
 from tests.toys import EarlyLens, LevelWhenKnown, Replicas
 
+pytestmark = pytest.mark.slow
+
 CLOCKS = {"simulated": lambda: toys.simulated(10.0, 3.0), "measured": MeasuredClock}
 
 
@@ -61,7 +63,6 @@ def test_a_state_that_no_layer_has_is_refused(cls: type, name: HiddenName) -> No
         early.composed(bench(), executor, name=name)
 
 
-@pytest.mark.slow
 def test_proposals_follow_in_the_next_step_and_save_time() -> None:
     """A node has proposals in the step after that in which the layer computed it.
 

@@ -19,6 +19,8 @@ from specdec.runs.jobs import prepare
 from specdec.runs.runners import PartsRunner
 from specdec.state import StopRules
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_turn_edits_the_version_before_it():
     """A session is one file; the shown version is the last answer; all versions parse."""
@@ -104,7 +106,6 @@ _TINY = {
 }
 
 
-@pytest.mark.slow
 def test_suffix_decoding_copies_what_prompt_lookup_cannot():
     """Of six turns two resume work whose text is in earlier requests only."""
     outputs, lengths = {}, {}

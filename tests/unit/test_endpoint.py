@@ -23,6 +23,8 @@ from specdec.runs.rival import baseline_of_endpoint
 from specdec.runs.runners import TokenPrompt
 from specdec.state import StopRules
 
+pytestmark = pytest.mark.slow
+
 EOS = 0
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height"
 GAP_S = 0.02  # between chunks

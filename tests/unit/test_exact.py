@@ -25,6 +25,8 @@ from specdec.pairs import RandomPair
 from specdec.tensor_parallel import collective, sharded
 from tests.shares import run_group
 
+pytestmark = pytest.mark.slow
+
 EXACT = Execution(exact=True)
 LENGTH = 2 * BLOCK + 40  # tokens of the sequence whose logits are compared
 NUM_NODES = 24  # of them, the last ones as nodes of a tree
@@ -110,7 +112,7 @@ def test_a_row_has_the_same_bits_in_every_pass(dtype):
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma2", *(pytest.param(f, marks=pytest.mark.slow) for f in sorted(CERTIFIED - {"gemma2"}))],
+    sorted(CERTIFIED),
 )
 def test_families(family):
     """Windows shorter than the context, soft caps, learned positions, one key/value head."""
@@ -294,7 +296,6 @@ def test_operators_of_torch_are_kept_on_disk_and_changed_ones_are_not():
     assert kept == {"linear 8 x 16": True, "linear 16 x 8": False}
 
 
-@pytest.mark.slow
 def test_unequal_numbers_of_a_group_are_intersected():
     """Ranks that have proved other numbers use the common ones, and sum in their order."""
     model = random_model("llama", dtype="bfloat16", num_layers=1, vocab_size=61)

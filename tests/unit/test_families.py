@@ -27,6 +27,8 @@ from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.types import NO_NODE
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-12
 PREFIX, NODES = 12, 12
 WINDOW = 5

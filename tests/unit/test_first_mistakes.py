@@ -20,6 +20,8 @@ from specdec.pairs import RandomPair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_unknown_launcher_is_named_with_those_there_are(
     capsys: pytest.CaptureFixture[str],

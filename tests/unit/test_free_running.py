@@ -30,6 +30,8 @@ from specdec.verifiers import MatchVerifier
 from tests import toys
 from tests.toys import FreeRunning, Replicas
 
+pytestmark = pytest.mark.slow
+
 TIMES = {
     "slow target": lambda: toys.simulated(10.0, 3.0),
     "fast target": lambda: toys.simulated(3.0, 10.0),

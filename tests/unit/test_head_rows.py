@@ -13,11 +13,12 @@ from experiments.reproduce.items import all_items
 from experiments.reproduce.lab import Lab
 from experiments.reproduce.stated import COUNTED
 
+pytestmark = pytest.mark.slow
+
 ROW = "EAGLE-3, bundled head"
 ITEMS = ("specpipe/fig11", "specpipe/fig13", "swiftspec/fig7")
 
 
-@pytest.mark.slow
 def test_a_head_runs_beside_rows_of_the_same_tokens(tmp_path: Path) -> None:
     item = all_items()["specpipe/fig11"]
     head = {**item.config["heads"][ROW], "drafts": ["head_t06"]}

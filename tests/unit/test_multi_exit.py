@@ -31,6 +31,8 @@ from strategies.multi_exit.source import ExitChances, eesd_saving, ppsd_saving
 from tests.exits import going_on
 from tests.unit.test_early_exit import SIZES, assert_equal_to_plain, cases, pair, simulated
 
+pytestmark = pytest.mark.slow
+
 TURNS = (
     ServingRules(feeding=Feeding.MICRO_BATCHES),
     ServingRules(feeding=Feeding.ITERATION),
@@ -185,7 +187,6 @@ class TestSampled:
         with pytest.raises(AssertionError, match="learned"):
             assert_equal_to_plain(models, matched)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("stages", [2, 4])
     def test_the_exit_follows_from_the_tokens_before(
         self, stages: int, monkeypatch: pytest.MonkeyPatch
@@ -234,7 +235,6 @@ class TestSampled:
         decode_cases(parts, requests, batch_size=30)
         return [frozenset(went) for went in found.values()]
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("rules", TURNS)
     def test_a_request_draws_the_same_in_any_company(self, rules: ServingRules) -> None:
         """Whether a child stands when its parent is judged must not hang on whose turn it is."""

@@ -45,6 +45,8 @@ from specdec.verifiers import MatchVerifier, RejectionVerifier, rejection
 from tests import toys
 from tests.toys import FreeRunning, Replicas
 
+pytestmark = pytest.mark.slow
+
 POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "chain": lambda: Chain(gamma=3),
     "static": lambda: Static(branching=(2, 2, 1)),
@@ -249,7 +251,6 @@ def row(policy: dict[str, Any], *, replicas: int, batch_size: int) -> dict[str, 
     return summarise(results, totals)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_metrics_of_a_run_are_defined(batch_size: int) -> None:
     chain = {"_target_": "specdec.policies.Chain", "gamma": 3}
@@ -307,7 +308,6 @@ def law_tests(policy: str, sampling: str) -> list[tuple[float, float, float]]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "sampling"),
     [
@@ -322,7 +322,6 @@ def test_rejection_keeps_the_law(policy: str, sampling: str) -> None:
         assert distance < bound
 
 
-@pytest.mark.slow
 def test_a_bias_of_rejection_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: the correction token is drawn from the target instead of the residual."""
     monkeypatch.setattr(rejection, "_residual", lambda target, draft: target)

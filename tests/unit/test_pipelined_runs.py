@@ -20,6 +20,8 @@ from specdec.types import Batch, Commit, CommitKind, Nodes, Output
 from strategies import flowspec, pipeinfer
 from tests.laws import greedy_request, one_class, one_class_bench
 
+pytestmark = pytest.mark.slow
+
 BOUND = 0.05
 NUM_REQUESTS, NUM_TOKENS = 10, 400
 
@@ -53,15 +55,14 @@ def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str
 # ---------------------------------------------------------------------- PipeInfer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "stages", "tokens", "draft", "cutoff", "recovery", "decay"),
     [
         (0.8, 4, 2, 1.0, 0.1, 0.0, 0.0),
         (0.8, 6, 1, 1.0, 0.6, 0.15, 0.05),  # speculation pauses
-        pytest.param(0.6, 4, 3, 1.0, 0.7, 0.0, 0.05, marks=pytest.mark.slow),  # and must wait
-        pytest.param(0.9, 8, 3, 4.0, 0.1, 0.0, 0.0, marks=pytest.mark.slow),  # the draft is slower
-        pytest.param(0.7, 1, 2, 1.0, 0.1, 0.05, 0.05, marks=pytest.mark.slow),  # no pipeline
+        pytest.param(0.6, 4, 3, 1.0, 0.7, 0.0, 0.05),  # and must wait
+        pytest.param(0.9, 8, 3, 4.0, 0.1, 0.0, 0.0),  # the draft is slower
+        pytest.param(0.7, 1, 2, 1.0, 0.1, 0.05, 0.05),  # no pipeline
     ],
 )
 def test_pipeinfer_takes_the_time_of_its_law(
@@ -140,14 +141,13 @@ def ranks(alpha: float) -> list[float]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "stages", "segment", "nodes", "draft", "num_requests"),
     [
         (0.5, 3, 4, 12, 1e-6, 8),
-        pytest.param(0.7, 3, 6, 40, 1e-6, 16, marks=pytest.mark.slow),
-        pytest.param(0.6, 4, 8, 40, 1e-6, 16, marks=pytest.mark.slow),
-        pytest.param(0.6, 3, 6, 24, 0.5, 1, marks=pytest.mark.slow),  # drafting between rounds
+        pytest.param(0.7, 3, 6, 40, 1e-6, 16),
+        pytest.param(0.6, 4, 8, 40, 1e-6, 16),
+        pytest.param(0.6, 3, 6, 24, 0.5, 1),  # drafting between rounds
     ],
 )
 def test_flowspec_takes_the_time_of_its_law(

@@ -26,13 +26,15 @@ from tests import toys
 from tests.laws import greedy_request
 from tests.unit.test_asynchronous import NUM_TOKENS, decoded
 
+pytestmark = pytest.mark.slow
+
 BOUND = 0.05
 NUM_REQUESTS = 20  # with 5 the mean itself is off by up to 5 %
 LAW_CASES = [  # chances of draft and middle model, times of target, middle model and draft
     (0.7, 0.9, 12.0, 3.0, 1.0),
     pytest.param(0.5, 0.8, 20.0, 4.0, 1.0, marks=pytest.mark.exhaustive),
     pytest.param(0.8, 0.9, 10.0, 4.0, 2.0, marks=pytest.mark.exhaustive),
-    pytest.param(0.8, 0.95, 30.0, 6.0, 1.0, marks=pytest.mark.slow),
+    (0.8, 0.95, 30.0, 6.0, 1.0),
 ]
 
 CERTIFIED = (
@@ -58,7 +60,6 @@ def three(clock: Clock, num_draft: int = 2, num_middle: int = 3) -> Workbench:
     return Workbench(RandomPair(**{**toys.MODEL, **layers}), seed=toys.SEED, clock=clock)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("draft_right", "middle_right", "target", "middle", "draft"), LAW_CASES)
 def test_it_takes_the_time_of_its_law(
     draft_right: float, middle_right: float, target: float, middle: float, draft: float
@@ -86,7 +87,6 @@ def test_the_law_at_its_ends() -> None:
     assert both < times["draft"] * 1.05 < times["middle"] < alone < slow
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("least", [0, 1, 3])
 @pytest.mark.parametrize("measured", [False, True])
@@ -101,7 +101,6 @@ def test_the_output_is_that_of_plain_decoding(measured: bool, least: int, batch_
     assert measured or sum(out.accepted for out in outputs.values()) > 20
 
 
-@pytest.mark.slow
 def test_a_chain_of_four_models() -> None:
     bench = three(clock_of(10.0, 3.0, 1.0))
     names = ("draft", "middle", "middle")
@@ -152,7 +151,6 @@ def test_the_target_waits_for_as_many_tokens(least: int) -> None:
     assert min(rows[:-4]) >= least  # a root after a hit may be among them, submitted before or not
 
 
-@pytest.mark.slow
 def test_the_middle_model_lifts_acceptance() -> None:
     """Same draft, same times: with a better model between it and the target fewer rejections."""
     shares = []
@@ -163,7 +161,6 @@ def test_the_middle_model_lifts_acceptance() -> None:
     assert shares[1] < 0.5 * shares[0]
 
 
-@pytest.mark.slow
 def test_it_is_certified() -> None:
     checks = ["cache_invariant", "draft_rows"]
     report = certify(run_job_of([*CERTIFIED]).config, checks=checks)

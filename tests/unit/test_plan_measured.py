@@ -27,6 +27,8 @@ from specdec.planning.simulate import Simulator, Unit
 from specdec.planning.trials import TRIALS_FILE, calibrated
 from specdec.planning.writing import engine_flags
 
+pytestmark = pytest.mark.slow
+
 LAW = {"weights": [1.0], "top1": [0.7], "decay": [2.0], "miss": [0.0]}
 COSTS = {
     "stage": {"tokens": [1, 64], "ms": [6.0, 12.0]},

@@ -14,6 +14,8 @@ from specdec.config.job import run_job_of
 from specdec.planning import Plan, check_run, units_of_run
 from specdec.runs.jobs import run_job
 
+pytestmark = pytest.mark.slow
+
 LAW = "model=law_pipespec_1b_70b"
 MACHINE = """\
 devices: 4
@@ -116,7 +118,6 @@ def slower(line: str) -> str:
     return f"{head}ms: [{doubled}{end}{rest}"
 
 
-@pytest.mark.slow
 def test_a_wrong_law_is_named(planned: Any, tmp_path: Path) -> None:
     """The first real run has a draft that is right at 45 % of the positions."""
     plan, folder = planned
@@ -127,7 +128,6 @@ def test_a_wrong_law_is_named(planned: Any, tmp_path: Path) -> None:
     assert "acceptance disagrees with the law" in verdict.warnings[0]
 
 
-@pytest.mark.slow
 def test_the_same_seed_gives_the_same_plan(planned: Any, machine_file: Path) -> None:
     plan, folder = planned
     again = specdec.plan([LAW], profile=str(folder / "cluster.yaml"), **SMALL)
@@ -135,7 +135,6 @@ def test_the_same_seed_gives_the_same_plan(planned: Any, machine_file: Path) -> 
     assert again.decides == plan.decides
 
 
-@pytest.mark.slow
 def test_an_interrupted_plan_continues(planned: Any, tmp_path: Path) -> None:
     """With half of the evaluations on disk and a cut line, the answer is the same."""
     plan, folder = planned
@@ -148,7 +147,6 @@ def test_an_interrupted_plan_continues(planned: Any, tmp_path: Path) -> None:
     assert 0 < again.simulated_tokens < plan.simulated_tokens
 
 
-@pytest.mark.slow
 def test_a_spent_budget_is_told(machine_file: Path) -> None:
     plan = specdec.plan(
         [LAW], profile=str(machine_file), strategies=["speculative", "specpipe"], budget_s=0.3
@@ -157,7 +155,6 @@ def test_a_spent_budget_is_told(machine_file: Path) -> None:
     assert any("budget" in note for note in plan.notes)
 
 
-@pytest.mark.slow
 def test_models_are_recorded_and_measured(tmp_path: Path) -> None:
     """One device: a record, a profile of this machine, and the controller's own time."""
     pair = ["model=random", "model.num_layers=4", "model.hidden_size=32", "max_new_tokens=24"]
@@ -171,7 +168,6 @@ def test_models_are_recorded_and_measured(tmp_path: Path) -> None:
     assert (tmp_path / "record" / "record.npz").is_file()
 
 
-@pytest.mark.slow
 def test_the_command(machine_file: Path, tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "out"
     words = ["plan", LAW, f"profile={machine_file}", "strategies=[speculative]", "prompts=4"]

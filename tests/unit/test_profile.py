@@ -33,6 +33,8 @@ from specdec.profiling.proposal import clock_node
 from specdec.profiling.transfer import measure_transfer
 from specdec.report.tables import notes_of
 
+pytestmark = pytest.mark.slow
+
 PROFILE = LatencyProfile(
     name="test",
     costs={
@@ -214,7 +216,6 @@ def test_everything_is_measured_for_every_number_of_tokens() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_a_transfer_is_measured_between_two_processes() -> None:
     samples = measure_transfer(width=16, dtype=torch.float32, tokens=[1, 300], repeats=2)
     assert [s.tokens for s in samples] == [1, 300]

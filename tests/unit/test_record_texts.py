@@ -14,6 +14,8 @@ from specdec.pairs import Record, read_record
 from specdec.report import read_requests
 from specdec.runs.jobs import prepare
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["strategy=ar", "data=stdlib", "data.limit=2", "max_new_tokens=20", "sampling=t06"]
 
 
@@ -55,7 +57,6 @@ def equal(one: Record, two: Record) -> bool:
     )
 
 
-@pytest.mark.slow
 def test_texts_give_the_record_of_the_run(
     of_the_target: tuple[Record, list[dict[str, object]]], tmp_path: Path
 ) -> None:

@@ -34,6 +34,8 @@ from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import Answers, Lossless, Nodes, Output, Verdict
 
+pytestmark = pytest.mark.slow
+
 # Of these the accepted path depends on the target's path only: what is off it is never preferred.
 EXACT = {
     "chain": ("strategy=speculative", "policy.gamma=3"),
@@ -165,7 +167,6 @@ REFUSED = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("words", "reason"), REFUSED)
 def test_what_a_record_does_not_hold_is_refused(words: tuple[str, ...], reason: str) -> None:
     with pytest.raises(UserError, match=reason) as caught:

@@ -15,6 +15,8 @@ from specdec.pairs import read_record
 from specdec.report import read_requests
 from specdec.runs.jobs import compare_jobs, run_job
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     "model=random",
     "model.num_layers=2",
@@ -44,7 +46,6 @@ def results(folder: Path):
     return [record.result for record in read_requests(folder / "requests.jsonl")]
 
 
-@pytest.mark.slow
 def test_recording_changes_nothing_and_is_replayed_from_the_run_folder(tmp_path) -> None:
     bare, told = tmp_path / "bare", tmp_path / "told"
     before = ran(bare, *SMALL, "sampling=t08")
@@ -75,7 +76,6 @@ def test_recording_changes_nothing_and_is_replayed_from_the_run_folder(tmp_path)
     assert (again.id, len(again.output)) == (0, len(results(told)[0].output))
 
 
-@pytest.mark.slow
 def test_a_resumed_run_records_the_prompts_of_before(tmp_path) -> None:
     """The record is made of all finished requests, whichever process finished them."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

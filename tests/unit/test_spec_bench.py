@@ -17,6 +17,8 @@ from specdec.errors import UserError
 from specdec.fitting.logs import read_log
 from specdec.report.requests import read_requests
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = [  # two tasks, one of them with two turns
     {"question_id": 81, "category": "writing", "turns": ["Write a poem.", "Now in prose."]},
     {"question_id": 90, "category": "coding", "turns": ["def f(x):", "def g(x):"]},
@@ -100,7 +102,6 @@ def test_its_formula_on_our_answers_gives_our_speed_up(folder: Path) -> None:
     assert "## By category" in (folder / "comparison.md").read_text("utf-8")
 
 
-@pytest.mark.slow
 def test_fit_reads_the_answers(folder: Path) -> None:
     log = read_log(folder / "model_answer" / "speculative.jsonl")
     assert log.form == "accept_lengths"

@@ -19,10 +19,11 @@ from tests import toys
 from tests.laws import greedy_request
 from tests.unit.test_asynchronous import decoded, hit_rate
 
+pytestmark = pytest.mark.slow
+
 CLASSES = {"weights": [0.5, 0.5], "top1": [0.95, 0.4], "decay": [2.5, 1.8], "miss": [0.0, 0.0]}
 
 
-@pytest.mark.slow
 def test_scores_hit_more_than_shares_where_positions_differ() -> None:
     """As many outcomes, same draft: the uncertain positions get more of them."""
     models = build_pair({"kind": "synthetic", **CLASSES, "vocab_size": 4096})

@@ -21,6 +21,8 @@ from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.types import HiddenName
 from tests.trees import grown
 
+pytestmark = pytest.mark.slow
+
 REPLAY = Execution(graphs="replay")
 
 
@@ -201,7 +203,6 @@ def test_refusals_name_the_remedy():
     assert _runner(model, Execution(graphs="auto")).static is None  # no CUDA device: as ever
 
 
-@pytest.mark.slow
 def test_compiled_passes(monkeypatch):
     """torch.compile goes around the attention; tracing it is slow, generating code slower still."""
     compiled = torch.compile
@@ -216,7 +217,6 @@ def test_compiled_passes(monkeypatch):
     assert (found[0] - found[1]).abs().max() < 1e-12
 
 
-@pytest.mark.slow
 def test_every_layer_of_a_deep_model_is_compiled(monkeypatch):
     """torch compiles at most eight variants of a function; each layer index would be one."""
     ran: list[int] = []
@@ -243,7 +243,6 @@ def test_every_layer_of_a_deep_model_is_compiled(monkeypatch):
     assert per_layer == int(per_layer) > 2  # none fell back to running as it is
 
 
-@pytest.mark.slow
 def test_compiled_passes_by_the_default_backend():
     """Generated code computes sine and cosine differently, in float32 as in this family."""
     problem = support.compile_problem("cpu")

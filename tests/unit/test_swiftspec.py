@@ -17,6 +17,8 @@ from specdec.runs.runners import PartsRunner
 from specdec.state import StopRules
 from tests.matrix.cells import PROMPTS, Cell, config, pair
 
+pytestmark = pytest.mark.slow
+
 TARGET_MS, DRAFT_MS = 10.0, 3.0
 COSTS = {
     "stage": {"tokens": [1], "ms": [TARGET_MS]},

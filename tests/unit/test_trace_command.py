@@ -16,6 +16,8 @@ from specdec.cli.trace import draw, draw_beside
 from specdec.errors import UserError
 from tests.unit.test_tree_page import data_of, trees
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_untraced_run_names_the_command_that_traces_it(tmp_path: Path) -> None:
     """Its own folder holds another configuration, so the command names a new one."""

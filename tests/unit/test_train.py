@@ -26,6 +26,8 @@ from specdec.train.streams import Mixture, encode, save_streams
 from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
 from tests.unit.test_train_corpus import SOURCE
 
+pytestmark = pytest.mark.slow
+
 ASSETS = Path(next(iter(specdec.assets.__path__))) / "tiny"
 SHAPE = ModelShape(
     num_layers=2,
@@ -155,7 +157,6 @@ def test_mixture_shares_and_alignment():
         Mixture(streams, {"poems": 1.0}, seed=0)
 
 
-@pytest.mark.slow
 def test_distillation_lowers_the_divergence(tmp_path):
     target = train(tmp_path / "target", 40).model
     draft, streams = toy(seed=9, layers=1), toy_streams()

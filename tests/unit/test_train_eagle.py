@@ -18,6 +18,8 @@ from specdec.train.eagle_loss import Objective, TrainingTimeTest, read_target, s
 from specdec.train.model import LanguageModel, ModelShape, load_hf
 from tests.training import COMMON, EVALUATION, SAMPLING, SIZES, make_family, own
 
+pytestmark = pytest.mark.slow
+
 KIND = Objective.CROSS_ENTROPY
 
 

@@ -21,6 +21,8 @@ from specdec.train.model import is_own_format
 from specdec.train.target import FrozenTarget, end_ids
 from tests.training import COMMON, EVALUATION, SAMPLING, make_family, own
 
+pytestmark = pytest.mark.slow
+
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

@@ -16,6 +16,8 @@ from specdec.models.exits import read_head
 from specdec.train.model import LanguageModel, load_hf, save_hf
 from tests.training import COMMON, EVALUATION, SAMPLING, SIZES, make_family, own
 
+pytestmark = pytest.mark.slow
+
 SHORT = ["plan.max_steps=2", "plan.length=32"]
 
 
@@ -137,7 +139,6 @@ def test_a_draft_of_ones_own_and_its_ngrams(family: list[str]) -> None:
     assert (target / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.slow
 def test_finish_trains_long_windows_and_recognises_its_model(
     family: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -16,6 +16,8 @@ from specdec.trace.judgements import Judgement, Proposal, judgement
 from specdec.trace.rejections import REASONS, rejections, rejections_png
 from tests.unit.test_metrics import make_result
 
+pytestmark = pytest.mark.slow
+
 
 def record(
     number: int, origins: tuple[int, ...], prompt: str = "", category: str = ""

@@ -21,6 +21,8 @@ from specdec.integrations.transformers import SpeculativeOutput, generate
 from specdec.models.inspection import CERTIFIED
 from specdec.models.random import random_model
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 61
 LENGTHS = (5, 9, 8)  # of the rows of the batch
 
@@ -212,7 +214,6 @@ def test_streamers_receive_the_same_in_the_same_shapes(pair: Any) -> None:
     assert found.ended == expected.ended == 1
 
 
-@pytest.mark.slow
 def test_sampled_tokens_have_the_distribution_of_generate() -> None:
     """1,000 rows of two tokens against the exact joint law; false alarm below 1e-6.
 

@@ -8,6 +8,8 @@ from specdec.config.hydra import compose_config
 from specdec.runs.conditions import limits
 from specdec.runs.jobs import run_job
 
+pytestmark = pytest.mark.slow
+
 SHARES = ["executor=pipeline", "executor.target_degree=2", "executor.transport=distributed"]
 
 

@@ -16,6 +16,8 @@ from specdec.sampling import host, keyed_draws, transform
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 
+pytestmark = pytest.mark.slow
+
 
 def outcome(*overrides: str) -> Check:
     config = run_job_of(["model=random", "strategy=ar", *overrides]).config

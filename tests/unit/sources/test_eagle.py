@@ -33,6 +33,8 @@ from strategies.staged import StagedSource
 from tests import eagle, toys
 from tests.laws import least_p_value
 
+pytestmark = pytest.mark.slow
+
 K = 4  # candidates that are compared
 CASES = toys.cases(12)[::2]  # one of each sampling
 
@@ -261,7 +263,6 @@ def reading(head: EagleHead, layers: tuple[int, ...]) -> EagleHead:
     return other.requires_grad_(False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain", "best first", "levels over stages"])
 def test_wrong_layers_change_the_acceptance_and_not_the_output(name: str) -> None:
     """Streams in the wrong order, and layer ids off by one, as in many loaders."""

@@ -11,6 +11,8 @@ from specdec.pairs import RandomPair
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.near_draw import FAR_SHARE, NearDraw
 
+pytestmark = pytest.mark.slow
+
 FILTERED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9)
 PLAIN = SamplingParams(temperature=1.0)
 ROWS, VOCAB = 40, 30

@@ -43,6 +43,8 @@ from strategies.specpipe_bf import PipelineBestFirst
 from tests import toys
 from tests.laws import least_p_value
 
+pytestmark = pytest.mark.slow
+
 K = 4  # candidates that are compared
 CASES = toys.cases(12)[::2]  # one of each sampling
 CODE = Path(__file__).read_text(encoding="ascii")
@@ -208,13 +210,11 @@ def rejecting_p_value() -> float:
     return least_p_value(parts, 1200)
 
 
-@pytest.mark.slow
 def test_sampled_candidates_keep_the_law_of_the_target() -> None:
     """The target emits tokens that the draft cannot propose, as often as without it."""
     assert rejecting_p_value() > FALSE_ALARM
 
 
-@pytest.mark.slow
 def test_a_law_over_the_drafts_whole_vocabulary_would_show(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
