@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -62,11 +63,9 @@ SMOKE_DRAFT = Shape(
 FULL = (LLAMA3_8B, LLAMA3_3B, LLAMA3_1B, LLAMA2_7B)
 
 
-def random_llama(
-    shape: Shape, *, device: str, dtype: torch.dtype, positions: int
-) -> LlamaForCausalLM:
-    """A model of a shape, weights drawn by transformers' own initialisation, on the device."""
-    config = LlamaConfig(
+def llama_config(shape: Shape, **more: Any) -> LlamaConfig:
+    """The configuration of a shape; ``more`` are further arguments of ``LlamaConfig``."""
+    return LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
@@ -74,10 +73,16 @@ def random_llama(
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=positions,
         tie_word_embeddings=shape.tied,
-        rope_theta=500000.0,
+        **more,
     )
+
+
+def random_llama(
+    shape: Shape, *, device: str, dtype: torch.dtype, positions: int
+) -> LlamaForCausalLM:
+    """A model of a shape, weights drawn by transformers' own initialisation, on the device."""
+    config = llama_config(shape, max_position_embeddings=positions, rope_theta=500000.0)
     config._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

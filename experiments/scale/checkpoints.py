@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.gpu.shapes import LLAMA3_1B, LLAMA3_8B, Shape
+from experiments.gpu.shapes import LLAMA3_1B, LLAMA3_8B, Shape, llama_config
 
 LLAMA3_70B = Shape(
     name="llama3-70b", layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, inner=28672,
@@ -38,18 +38,8 @@ _SHARD = "1GB"
 
 def random_target(shape: Shape, layers: int, seed: int = 0) -> LlamaForCausalLM:
     """A bfloat16 model whose layers, not the embedding, determine the next token."""
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=_POSITIONS,
-        tie_word_embeddings=shape.tied,
-        dtype="bfloat16",
-    )
+    some = replace(shape, layers=layers)
+    config = llama_config(some, max_position_embeddings=_POSITIONS, dtype="bfloat16")
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     # Rotary frequencies are computed from the configuration, the weights drawn below.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
-from experiments.gpu.shapes import Shape
+from experiments.gpu.shapes import Shape, llama_config
 from experiments.scale.checkpoints import SHAPES
 from specdec.executors.stage import split_layers
 from specdec.tensor_parallel import Collective, HeadSplit, shard_modules
@@ -48,18 +48,8 @@ class RankShare:
 
 def meta_model(shape: Shape) -> PreTrainedModel:
     """A Llama model of this shape without memory."""
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tied,
-    )
     with torch.device("meta"):
-        return LlamaForCausalLM(config).to(torch.bfloat16)
+        return LlamaForCausalLM(llama_config(shape)).to(torch.bfloat16)
 
 
 def files_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
