@@ -2,11 +2,11 @@
 
     python -m experiments.plan.published [--write]
 
-Each run is simulated as a candidate of a plan. PipeSpec's with the law of its own pair and the
-times of passes of plain decoding and synchronous runs; SPD's with the hit rate that its published
-tokens per cycle imply, and its published cycle. Prints two tables; ``--write`` also writes them to
-results/published.md beside this file. FlowSpec publishes neither times of passes nor plain
-decoding, and for the pair whose tokens per second it states there is no acceptance: left out.
+Each run is simulated as ``specdec plan`` simulates its candidates. PipeSpec's runs use the law of
+their own pair, and pass times from its plain and synchronous runs. SPD's runs use the hit rate that
+follows from the published tokens per cycle, and the published time of a cycle. Prints two tables;
+``--write`` also writes them to results/published.md beside this file. FlowSpec is left out: it
+publishes neither pass times nor plain decoding, and the data have no acceptance of its pair.
 """
 
 from __future__ import annotations

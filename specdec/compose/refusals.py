@@ -19,7 +19,7 @@ def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
     if verifier.needs.draft_probs and getattr(policy, "time_dependent", False):
         raise UserError(
             f"{name} submits chains whose length depends on the times of passes, so with {judge}"
-            " the output for a seed would; use verifier=match, policy=pearl or policy=ssd"
+            " the output would depend on them too; use verifier=match, policy=pearl or policy=ssd"
         )
     if verifier.needs.draft_probs and policy.value_dependent:
         raise UserError(

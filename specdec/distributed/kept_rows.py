@@ -102,7 +102,7 @@ class KeeperOfRequest:
     def rows(self, node_ids: IntArray) -> FloatArray:
         """float64[A, V]: the distributions after answered nodes of the tree."""
         logits = self.ask(_query(self.request, node_ids, _NONE)).rows
-        assert logits is not None, "rows were asked for"
+        assert logits is not None, "a query without tokens returns whole rows"
         return on_host(_probs(self.transform, logits))
 
     def values(self, node_id: int, tokens: IntArray) -> FloatArray:

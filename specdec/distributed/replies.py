@@ -48,7 +48,7 @@ class Reply:
         body: int64[n]; answers as packed by ``answers_reply``, or candidates by ``exits_reply``.
         rows: content of the second message, on the host, or None: distributions float64[W, V] of
             the answers or of each exit, supports float64[2, N] of the answers' distributions,
-            hidden states [R, E] of each name, concatenated, or logits [A, V] that were asked for.
+            hidden states [R, E] of each name, concatenated, or the logits [A, V] for a ``QUERY``.
     """
 
     kind: Kind

@@ -100,12 +100,12 @@ def choose_law(
 ) -> Fit:
     """The law of smallest AIC whose own tokens per pass agree with the data's.
 
-    Depths are chosen first, then classes, then groups. Two kinds of law come after all others: one
-    that misses the tokens per pass of its own data by more than 1 %, which happens where requests
-    differ much; its log odds are shifted until it does not (``calibrated``). And one of ordered
-    chains whose hit rate rises with the depth: in easy text passes are longer, and classes describe
-    that better. Groups are also taken where requests differ by clearly more than under the law
-    without them.
+    Depths are chosen first, then classes, then groups. Two kinds of law are chosen only if no other
+    is left. First, laws whose tokens per pass differ from those of the data by more than 1 %, as
+    happens when acceptance varies much between requests; ``calibrated`` corrects them. Second, laws
+    of ordered chains whose hit rate rises with depth: the reason is easy text, in which passes are
+    longer, and classes describe that better. Groups are also taken where requests differ by clearly
+    more than under the law without them.
 
     Args:
         data: the observations.

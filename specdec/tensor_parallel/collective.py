@@ -87,7 +87,7 @@ class Collective:
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     """Adds at least two tensors in their order."""
     first = parts[0]
-    # Library reductions add in an order of their own, which depends on the shape.
+    # torch.sum chooses the order of its terms by the tensor's shape, so its last bits vary.
     total = (first.float() if first.dtype in _HALF else first) + parts[1]
     for part in parts[2:]:
         total += part

@@ -30,7 +30,7 @@ class LastRank:
         self.answerer = ModelAnswerer(draws=KeyedDraws(seed=3), needs_probs=True)
         self.kept = KeptRows(copy=copy)
         self.num_bytes = 0
-        self.num_rows = 0  # whole rows that were asked for
+        self.num_rows = 0  # whole rows in replies to queries
         self.keepers = {}
         for request, sampling in enumerate(params):
             opened = OpenedRequest(id=request, max_len=99, sampling=sampling, tokens=PROMPT)

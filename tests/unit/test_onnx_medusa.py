@@ -83,7 +83,7 @@ _op = onnx_graph.GraphWriter.op
     ],
 )
 def test_planted_faults_are_refused(monkeypatch, where, name, fault):
-    """A graph with a mistake is found by the comparison when the heads are made."""
+    """Making the heads compares the graphs with eager passes, and raises if they differ."""
     monkeypatch.setattr(where, name, fault)
     with pytest.raises(UserError, match="this Medusa head: its outputs differ by"):
         _heads()
@@ -93,7 +93,7 @@ _logits = onnx_medusa.OnnxMedusa.logits
 
 
 def _last(heads, hidden):
-    """Logits of the last head, whichever was asked for."""
+    """Planted fault: the logits of the last head in place of the requested one's."""
     return _logits(heads, len(HEADS), hidden)
 
 
