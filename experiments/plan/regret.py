@@ -2,28 +2,34 @@
 
     python -m experiments.plan.regret OUTPUT_DIR [--only CASE ...] [--quick] [--write]
 
-For every case (pair x data x threads x batch) a profile of this machine is measured and a plan is
-made; then its five best candidates and three others (the presets as they are, where too few sizes
-are left) are run on the wall clock, interleaved prompt by prompt, on other prompts than those of
-the record. Regret is the measured time per token of the first choice over that of the best of the
-eight. Prints a line per case and the shares of cases within the bars: regret at most 5 % (wanted in
-90 %), predicted tokens/s of the first choice within 10 % (wanted in 80 %). ``--write`` also writes
-the table to results/regret.md beside this file. Needs a quiet machine and SPECDEC_DATA; continues
-after an interruption.
+For every case (pair x data x threads x batch; the bundled pair, and two of random weights whose
+drafts have the target's first choice at 0.6 and 0.85 of positions) a profile of this machine is
+measured and a plan is made; then its five best candidates and three others (the presets as they
+are, where too few sizes are left) are run on the wall clock, interleaved prompt by prompt, on other
+prompts than those of the record. Regret is the measured time per token of the first choice over
+that of the best of the eight. Prints a line per case and the shares of cases within the bars:
+regret at most 5 % (wanted in 90 %), predicted tokens/s of the first choice within 10 % (wanted in
+80 %). ``--write`` also writes the table to results/regret.md beside this file, and all figures to
+results/regret.json. Needs a quiet machine and SPECDEC_DATA; continues with the cases that
+OUTPUT_DIR/regret.json does not have.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from experiments.gpu.shapes import Shape
+from experiments.scale.checkpoints import agreeing_pair
 from specdec.config.job import run_job_of
 from specdec.files import write_json, write_text
 from specdec.metrics import RequestResult
@@ -34,17 +40,22 @@ from specdec.report.provenance import provenance
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner
 
-PAIRS: Mapping[str, Sequence[str]] = {
-    "bundled": ["model=tiny"],
-    "bundled_double": ["model=tiny", "model.dtype=float64"],  # other times, the same hits
-    # An untrained target whose draft, its first layers, is right at a fifth of the positions: here
-    # plain decoding should be the first choice.
-    "random": ["model=random", "model.num_layers=16", "model.draft_layers=12",
-               "model.hidden_size=128", "model.dtype=float32", "model.vocab_size=1024"],
+BUNDLED = "bundled"
+_VOCAB = 4096  # of the bundled tokenizer, which the random pairs share
+# Shape, layers of the draft, and the share of positions at which it has the target's first choice.
+RANDOM: Mapping[str, tuple[Shape, int, float]] = {
+    "random_60": (
+        Shape(name="random_60", layers=8, hidden=512, heads=8, kv_heads=2, head_dim=64, inner=1536,
+              vocab=_VOCAB, tied=True), 1, 0.6),
+    "random_85": (
+        Shape(name="random_85", layers=12, hidden=128, heads=4, kv_heads=2, head_dim=32, inner=384,
+              vocab=_VOCAB, tied=True), 2, 0.85),
 }  # fmt: skip
+PAIRS = (BUNDLED, *RANDOM)
 Tried = tuple[str, Mapping[str, Any], float | None]
 """Preset, sizes, and planned tokens per second; None for a preset that fills up."""
 
+RESULT = "regret.json"
 SETS = ("stdlib", "humaneval", "gsm8k")
 BEST, OTHERS = 5, 3
 # Prompts of the record, and batches of the runs. Times per token of single prompts scatter by 15 to
@@ -55,7 +66,7 @@ _TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A pair, its data, threads and batch size; random pairs have seeds in place of data."""
+    """A pair, its data, threads and batch size."""
 
     pair: str
     data: str
@@ -67,12 +78,15 @@ class Case:
         """Of its folder."""
         return f"{self.pair}-{self.data}-t{self.threads}-b{self.batch}"
 
-    def words(self) -> list[str]:
+    def words(self, pairs: Path) -> list[str]:
         """Words of the command line that are common to plan and runs."""
-        data = f"data={self.data}"
-        if self.pair == "random":
-            data = f"seed={SETS.index(self.data)}"
-        return [*PAIRS[self.pair], data, "sampling=t06", f"threads={self.threads}"]
+        words = [f"data={self.data}", f"threads={self.threads}"]
+        if self.pair == BUNDLED:
+            return [*words, "model=tiny", "sampling=t06"]
+        target, draft = (write_pair(self.pair, pairs) / part for part in ("target", "draft"))
+        # Three quarters of a random model's text at t06 are loops.
+        words += ["model=hf", f"model.target={target}", f"model.draft={draft}"]
+        return [*words, "sampling=no_repeat4"]
 
 
 def cases(quick: bool) -> list[Case]:
@@ -82,9 +96,24 @@ def cases(quick: bool) -> list[Case]:
         for pair in PAIRS
         for data in SETS
         for threads in (1, 2)
-        for batch in ((1, 4) if pair == "bundled" else (1,))
+        for batch in ((1, 4) if pair == BUNDLED else (1,))
     ]
     return found[:1] if quick else found
+
+
+def write_pair(name: str, folder: Path) -> Path:
+    """The folder of a random pair, which is written first if it is not there."""
+    there = folder / name
+    if not (there / "pair.json").is_file():
+        shape, draft_layers, wanted = RANDOM[name]
+        target, draft, found = agreeing_pair(shape, shape.layers, draft_layers, wanted)
+        with resources.as_file(resources.files("specdec.assets")) as assets:
+            for part, model in (("target", target), ("draft", draft)):
+                model.save_pretrained(there / part)
+                for file in ("tokenizer.json", "tokenizer_config.json"):
+                    shutil.copy(assets / "tiny" / "target" / file, there / part)
+        write_json(there / "pair.json", {"agreement": round(found, 3)})
+    return there
 
 
 class _Silent:
@@ -97,12 +126,12 @@ class _Silent:
 
 def run_case(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
     """The plan of a case and the measured times of eight of its candidates."""
-    length = f"max_new_tokens={_TOKENS}"
     folder.mkdir(parents=True, exist_ok=True)
+    words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
     asked = planning_of(
         [
-            *(*case.words(), length, f"data.limit={_PLANNED}", "profile=measured"),
-            *(f"batch={case.batch}", "budget_s=120"),
+            *(*words, f"data.limit={_PLANNED}", "profile=measured"),
+            f"batch={case.batch}",
             "objective=" + ("latency" if case.batch == 1 else "throughput"),
         ]
     )
@@ -117,7 +146,7 @@ def run_case(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
         if sizes and len(choices) < BEST + OTHERS:
             choices.append((name, {}, None))
     count = (2 if quick else _RUN[case.batch]) * case.batch
-    words = [*case.words(), length, f"data.limit={_PLANNED + count}", f"batch_size={case.batch}"]
+    words += [f"data.limit={_PLANNED + count}", f"batch_size={case.batch}"]
     measured = _measured(words, choices, count, case.batch)
     return {
         "case": asdict(case),
@@ -192,13 +221,14 @@ def shares(results: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def table(stored: Mapping[str, Any]) -> str:
+def table(results: Mapping[str, Any]) -> str:
     """The cases as a page."""
-    results = stored["cases"]
-    revision = str(stored["provenance"].get("git", {}).get("revision", "unknown"))[:12]
+    states = [result["provenance"].get("git", {}) for result in results.values()]
+    revisions = sorted({str(state.get("revision", "unknown"))[:7] for state in states})
     lines = [
         "# The first choice of plans against measured time\n",
-        f"`python -m experiments.plan.regret DIR --write`, revision {revision}.\n",
+        f"`python -m experiments.plan.regret DIR --write`, revision {', '.join(revisions)}. Eight"
+        " candidates per case are in regret.json.\n",
         "| case | first choice | tokens/s measured | planned | error | regret |",
         "|---|---|---|---|---|---|",
     ]
@@ -223,13 +253,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    path = args.output_dir / "regret.json"
+    path = args.output_dir / RESULT
     stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}
     for case in (case for case in cases(args.quick) if case.name in args.only):
         if case.name not in stored["cases"]:
             result = run_case(case, args.output_dir / case.name, args.quick)
+            result["provenance"] = provenance(command=["experiments.plan.regret"], config={})
             stored["cases"][case.name] = result
-            stored["provenance"] = provenance(command=["experiments.plan.regret"], config={})
             write_json(path, stored)
         result = stored["cases"][case.name]
         first = result["candidates"][0]
@@ -241,7 +271,9 @@ def main() -> None:
         )
     print(shares(list(stored["cases"].values())))
     if args.write:
-        write_text(Path(__file__).parent / "results" / "regret.md", table(stored))
+        results = Path(__file__).parent / "results"
+        write_text(results / "regret.md", table(stored["cases"]))
+        write_json(results / RESULT, stored)
 
 
 if __name__ == "__main__":

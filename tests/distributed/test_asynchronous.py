@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from specdec.compose.workbench import Workbench
 from specdec.distributed.executor import Ranks
 from tests import toys
 from tests.distributed.threads import thread_ranks
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -53,11 +55,12 @@ def decoded(preset: str, kind: str, stages: int, batch_size: int) -> Timeline:
     return timeline
 
 
-@pytest.mark.parametrize(("stages", "batch_size"), [(1, 1), (3, 3)])
-@pytest.mark.parametrize("kind", ["measured", "paced"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_lossless_beside_ranks(preset: str, kind: str, stages: int, batch_size: int) -> None:
+@pytest.mark.parametrize(
+    ("preset", "kind", "sizes"), sampled(product(PRESETS, CLOCKS, [(1, 1), (3, 3)]), every=3)
+)
+def test_lossless_beside_ranks(preset: str, kind: str, sizes: tuple[int, int]) -> None:
     """Ranks are threads here."""
+    stages, batch_size = sizes
     with thread_ranks(stages + 1):
         timeline = decoded(preset, kind, stages, batch_size)
     spans = [span for span in timeline.spans if span.kind == "draft"]
@@ -68,7 +71,7 @@ def test_lossless_beside_ranks(preset: str, kind: str, stages: int, batch_size: 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", sampled(PRESETS, every=2))
 def test_lossless_beside_processes(preset: str, keep_ranks: Callable[..., None]) -> None:
     keep_ranks(1)
     decoded(preset, "measured", 1, 3)

@@ -23,8 +23,14 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("preset", ["pearl", "ssd", "amusd", "swiftspec"])
+@pytest.mark.parametrize(
+    ("preset", "groups"),
+    [
+        pytest.param(preset, groups, marks=() if (at + to) % 2 else pytest.mark.exhaustive)
+        for at, preset in enumerate(["pearl", "ssd", "amusd", "swiftspec"])
+        for to, groups in enumerate(GROUPS)
+    ],
+)
 def test_lossless_and_traced(preset: str, groups: str, keep_ranks: Callable[..., None]) -> None:
     """The trace has the work of every rank, the draft's followers included."""
     keep_ranks(4)

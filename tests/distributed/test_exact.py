@@ -29,6 +29,7 @@ def test_shares_equal_plain_decoding_on_the_same_shares(keep_ranks: Callable[...
     assert {len(output) for output in outputs.values()} == {MAX_NEW_TOKENS}
 
 
+@pytest.mark.exhaustive
 def test_stages_equal_plain_decoding_on_one_device(keep_ranks: Callable[..., None]) -> None:
     """Ranks with slices of layers have the bits of the whole model."""
     keep_ranks(2)

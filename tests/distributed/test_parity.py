@@ -12,11 +12,12 @@ from specdec.errors import UserError
 from specdec.executors.row_packing import InFlight
 from specdec.metrics import RequestResult
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=sampled([2, 3], every=2, start=1))
 def stages(request: pytest.FixtureRequest, keep_ranks: Callable[..., None]) -> int:
     """Number of stages."""
     keep_ranks(request.param)

@@ -89,6 +89,7 @@ def test_a_killed_sweep_goes_on_and_failures_stop_nothing(tmp_path: Path) -> Non
     assert 'raise RuntimeError("planted")' in status["traceback"]
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_as_submitted_jobs(tmp_path: Path) -> None:
     """submitit's local executor uses the same code path as its Slurm executor."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")

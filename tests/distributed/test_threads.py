@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -19,6 +20,7 @@ from specdec.executors.stage import ModelStage, split_layers
 from specdec.types import IntArray
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
 from tests.distributed.threads import ThreadGroup, thread_ranks
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +32,10 @@ def group() -> Iterator[ThreadGroup]:
         yield made
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "t06"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 8])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "stages", "sampling"),
+    sampled(product(STRATEGIES, [1, 2, 3, 8], ["greedy", "t06"]), every=3),
+)
 def test_equal_to_the_in_process_pipeline(strategy: str, stages: int, sampling: str) -> None:
     same(config(strategy, stages, sampling))
 

@@ -23,6 +23,7 @@ from specdec.state import StopRules
 from tests.emulated.device import Device, emulated
 from tests.matrix.cells import PROMPTS, Cell, all_cells, base, config, cover, plain
 from tests.matrix.outcomes import runs
+from tests.sampled import sampled
 
 EXPECTED = {"synchronize", "a copy to the host"}
 NUM_PARTS = 4  # of the sample, which is composed when the first one runs
@@ -65,7 +66,7 @@ def _expected(sampling: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize("part", sampled(range(NUM_PARTS), every=4))
 def test_tokens_are_those_of_plain_decoding(part: int) -> None:
     assert len(chosen()) >= NUM_PARTS
     for cell in chosen()[part::NUM_PARTS]:

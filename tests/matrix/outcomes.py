@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from itertools import product
 from typing import Any
 
 from specdec.errors import UserError
@@ -94,19 +95,30 @@ def runs(cell: Cell) -> bool:
 
 @cache
 def decoded_cells() -> frozenset[Cell]:
-    """The fast cells, and with one sampling each: all combinations that claim to be lossless.
+    """The fast cells, and a sample of the combinations that run, with one sampling each.
 
-    Of the lossy ones, whose output proves little, a sample in which every source meets every
-    policy, and every verifier and executor each of the two, that it meets in any of them.
+    In the lossless ones every source, policy and executor meets each two others under every
+    verifier under which they meet at all; in the lossy ones, whose output proves little, every
+    source and every policy meets every verifier and every executor.
     """
-    lossy = cover((c for c in cell_of_parts() if is_lossy(c.verifier)), _met_by_lossy, runs)
     lossless = (c for c in cell_of_parts() if not is_lossy(c.verifier))
-    return fast_cells().union(lossless, lossy)
+    lossy = (c for c in cell_of_parts() if is_lossy(c.verifier))
+    chosen = (*cover(lossless, _met_by_lossless, runs), *cover(lossy, _met_by_lossy, runs))
+    return fast_cells().union(chosen)
+
+
+def _met_by_lossless(cell: Cell) -> set[Any]:
+    rule = cell.verifier, cell.executor
+    return {
+        (cell.source, cell.policy, cell.verifier),
+        (cell.source, *rule),
+        (*rule, cell.policy),
+    }
 
 
 def _met_by_lossy(cell: Cell) -> set[Any]:
     rule = cell.verifier, cell.executor
-    return {(cell.source, cell.policy), (cell.source, *rule), (*rule, cell.policy)}
+    return {*product(["source"], [cell.source], rule), *product(["policy"], [cell.policy], rule)}
 
 
 def decide(cell: Cell) -> Outcome:

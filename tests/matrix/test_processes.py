@@ -14,6 +14,7 @@ import pytest
 
 from tests.matrix.cells import NUM_COPIES, Cell, all_cells, cover, met, option
 from tests.matrix.outcomes import check, runs
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.distributed
 
@@ -64,7 +65,7 @@ def _check(cells: list[Cell], part: int, num_parts: int) -> None:
         check(cell, transport="distributed", stages=STAGES[number // num_parts % len(STAGES)])
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize("part", sampled(range(NUM_PARTS), every=2))
 def test_cells_on_processes(part: int) -> None:
     _check(by_executor(), part, NUM_PARTS)
 

@@ -102,7 +102,7 @@ def test_random_forests(policy: TreePolicy, setting: Setting) -> None:
     examine(policy, setting)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(bounded, max_examples=200)
 @given(policies, surroundings)
 def test_more_random_forests(policy: TreePolicy, setting: Setting) -> None:

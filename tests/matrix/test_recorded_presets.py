@@ -39,19 +39,22 @@ from tests.matrix.record_presets import (
     read,
     record,
 )
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.slow
 
 MAX_BYTES = 5_000  # of the file, per preset: a diff of it has to be readable
-ALONE = [
-    pytest.param(case, marks=() if case == "greedy" else pytest.mark.slow)
-    for case in CASES
-    if case != BATCHED
-]
+ALONE = [case for case in CASES if case != BATCHED]
 
 
-@pytest.mark.parametrize("case", ALONE)
-@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize(
+    ("case", "preset"),
+    [
+        pytest.param(case, preset, marks=() if (at + to) % 2 else pytest.mark.exhaustive)
+        for at, case in enumerate(ALONE)
+        for to, preset in enumerate(presets())
+    ],
+)
 def test_preset_decodes_as_recorded(preset: str, case: str) -> None:
     recorded = read().get(preset, {}).get(case)
     assert recorded, (
@@ -64,7 +67,7 @@ def test_preset_decodes_as_recorded(preset: str, case: str) -> None:
         pytest.fail("\n".join([head, *found]), pytrace=False)
 
 
-@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize("preset", sampled(presets(), every=3))
 def test_preset_decodes_batches_as_recorded(preset: str) -> None:
     test_preset_decodes_as_recorded(preset, BATCHED)
 

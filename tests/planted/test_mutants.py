@@ -92,7 +92,7 @@ def test_names_are_unique_and_known(code: Path, capsys: pytest.CaptureFixture[st
     assert "has no mutant two" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.xdist_group("planted")
 def test_what_a_process_ends_with(code: Path, tmp_path: Path, pool: Pool) -> None:
     """Its status is that of ``python -m``; one that hangs is ended, with its own children."""
@@ -156,7 +156,7 @@ def test_results_are_those_of_the_file() -> None:
         assert control["arguments"] == " ".join(content.commands[name])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_planted certifies code with faults in the same way
 @pytest.mark.xdist_group("planted")
 def test_the_command_finds_some_of_them(pool: Pool) -> None:
     run = Run(read_mutants(FILE), ROOT, timeout_s=300.0, output=None, command="")

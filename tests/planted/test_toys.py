@@ -76,7 +76,11 @@ def early(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
 
 
 BUILDS = {build.__name__: build for build in (replicas, free, threaded, early)}
-ON_DEMAND = {"free", "threaded"}  # tests/unit/test_free_running.py decodes with the sound ones
+ON_DEMAND = {
+    "free",
+    "replicas",
+    "threaded",
+}  # tests/unit/test_free_running.py decodes with the sound ones
 
 
 @cache

@@ -8,6 +8,7 @@ texts. The bound is 5 %; at the ends, prompts and last rounds, up to 2 % of it i
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from strategies.pearl import Pearl
 from strategies.ssd import Ssd, fan_outs
 from tests import toys
 from tests.laws import greedy_request, one_class, one_class_bench
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -328,10 +330,10 @@ def test_the_trace_shows_both_groups_at_work_at_the_same_time(name: str) -> None
     assert {f"rank {draft_rank}: {'draft' if draft_rank else 'controller, draft'}"} <= threads
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("clock", ["measured", pytest.param("simulated")])
-@pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(
+    ("name", "stages", "clock", "batch_size"),
+    sampled(product(BUILDERS, [1, 3], ["measured", "simulated"], [1, 3]), every=3),
+)
 def test_the_output_is_that_of_plain_decoding(
     name: str, stages: int, clock: str, batch_size: int
 ) -> None:

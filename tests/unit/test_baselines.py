@@ -23,6 +23,7 @@ from specdec.metrics import (
 from specdec.runs.hf_generate import HF_KINDS, HFBaseline, HFOptions
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.state import StopRules
+from tests.sampled import sampled
 
 VOCAB = 48
 PROMPTS = [(i, np.random.default_rng(i).integers(1, VOCAB, 5 + i)) for i in range(4)]
@@ -172,7 +173,7 @@ def test_sampling_with_one_token_left_is_greedy(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", HF_KINDS)
+@pytest.mark.parametrize("kind", sampled(HF_KINDS, every=3, start=1))
 def test_sampled_tokens_follow_the_processed_distribution(
     kind: str, target: LlamaForCausalLM, draft: LlamaForCausalLM
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import ceil
 from typing import Any
 
@@ -22,6 +23,7 @@ from specdec.types import Batch
 from strategies import dsi
 from tests import toys
 from tests.laws import greedy_request, one_class, one_class_bench
+from tests.sampled import sampled
 from tests.unit.test_asynchronous import decoded
 
 pytestmark = pytest.mark.slow
@@ -39,7 +41,7 @@ def enough(lookahead: int, target: float, draft: float) -> int:
     [
         (0.8, 2, 10.0, 2.0),
         pytest.param(0.6, 1, 10.0, 3.0, marks=pytest.mark.exhaustive),
-        pytest.param(0.9, 4, 20.0, 2.0),
+        pytest.param(0.9, 4, 20.0, 2.0, marks=pytest.mark.exhaustive),
         pytest.param(0.9, 3, 7.0, 1.0, marks=pytest.mark.exhaustive),
     ],
 )
@@ -66,9 +68,9 @@ def test_one_copy_does_not_keep_the_law() -> None:
     assert time > 1.2 * dsi_time(alpha=0.8, lookahead=2, target=10.0, draft=2.0)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("replicas", [1, 2, 5])
-@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize(
+    ("measured", "replicas", "batch_size"), sampled(product([False, True], [1, 2, 5], [1, 3]), 5)
+)
 def test_the_output_is_that_of_plain_decoding(
     measured: bool, replicas: int, batch_size: int
 ) -> None:

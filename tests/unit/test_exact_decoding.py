@@ -38,7 +38,7 @@ PRESETS = {
     "swiftspec": [],  # in one process, which has the whole target
     "eesd": [],
 }
-FAST = ("best_first", "specpipe_db")
+SAMPLE = ("best_first", "specpipe_db", "swiftspec")
 NUM_TOKENS = 48
 
 
@@ -62,7 +62,7 @@ def _decode(cfg: dict[str, Any]) -> dict[int, tuple[int, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PRESETS]
+    "name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.exhaustive) for n in PRESETS]
 )
 def test_presets_equal_plain_decoding(name):
     cfg = _config(name, exact=True)

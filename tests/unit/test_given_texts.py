@@ -50,7 +50,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(
     "strategy",
     [
-        ("strategy=specinfer",),
+        pytest.param(("strategy=specinfer",), marks=pytest.mark.exhaustive),
         ("strategy=best_first",),
         ("strategy=specpipe", "executor.stages=4", "policy.width=8", "policy.children=4"),
     ],

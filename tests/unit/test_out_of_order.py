@@ -312,7 +312,7 @@ def law_tests(policy: str, sampling: str) -> list[tuple[float, float, float]]:
     ("policy", "sampling"),
     [
         ("a chain of 2", "t=1"),
-        ("a free draft", "t=1"),
+        pytest.param("a free draft", "t=1", marks=pytest.mark.exhaustive),
         ("a chain of levels", "t=0.8 top_k=4 top_p=0.95"),
     ],
 )

@@ -5,8 +5,11 @@ The stand-in answers as a runtime would: tokens, times and totals. No runtime is
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -98,6 +101,46 @@ def test_messages(stand_in):
 )
 def test_pass_sizes(times, passes, sizes):
     assert pass_sizes(times, passes) == sizes
+
+
+@pytest.mark.parametrize(
+    ("method", "stats", "rounds"),
+    [
+        # Measured: 9 passes give 14 accepted drafts and 9 tokens of the target; 3 tokens lie beyond
+        # the limit, so tokens less accepted drafts would be 6.
+        ("draft", {"rounds": 9, "standard_fallback_steps": 0}, 9),
+        ("lookup", {"rounds": 2, "standard_fallback_steps": 15}, 17),
+    ],
+)
+def test_onnx_runtime_states_its_passes(monkeypatch, method, stats, rounds):
+    stats = {
+        **stats,
+        "draft_tokens_proposed": 36,
+        "draft_tokens_accepted": 14,
+        "draft_forward_passes": 36,
+    }
+    left = list(range(20))
+
+    class Generator(Mock):
+        def is_done(self):
+            return not left
+
+        def get_next_tokens(self):
+            return [left.pop()]
+
+        def get_speculative_stats(self):
+            return stats
+
+    genai = ModuleType("onnxruntime_genai")
+    vars(genai).update(GeneratorParams=Mock(), Generator=Generator)
+    monkeypatch.setitem(sys.modules, "onnxruntime_genai", genai)
+    monkeypatch.syspath_prepend(str(WORKERS))
+    spec = importlib.util.spec_from_file_location("decode_ort", WORKERS / "decode_ort.py")
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    worker.STATE.update(model=None, method=method, options={"num_draft_tokens": 4, "ngram": 2})
+    found = worker.generate([5], 20, {"temperature": 0.0})
+    assert found["rounds"] == rounds
 
 
 def test_counts_agree_with_each_other(stand_in):

@@ -15,6 +15,7 @@ from specdec.executors.pipeline import PipelineExecutor
 from specdec.policies import FixedWidth, RootOnly
 from specdec.serving import BlockBudget, Feeding, ServingRules, arrival_times
 from specdec.types import Batch
+from tests.sampled import sampled
 from tests.unit import serving
 from tests.unit.serving import play, random_schedule
 
@@ -23,7 +24,7 @@ CONTROLS = range(40)  # schedules in which a planted fault must show
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(16))
+@pytest.mark.parametrize("part", sampled(range(16), every=2))
 def test_tokens_are_each_request_s_own(part: int) -> None:
     """Whatever shares the batch, is cancelled, or waits for blocks: the request's AR tokens."""
     for seed in range(part, NUM_SCHEDULES, 16):
@@ -86,7 +87,7 @@ def test_a_leak_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _shows(CONTROLS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_soak() -> None:
     """500 requests through a cache for about 8: all end, nothing leaks, the peak is in the budget.
 

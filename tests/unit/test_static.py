@@ -243,6 +243,7 @@ def test_every_layer_of_a_deep_model_is_compiled(monkeypatch):
     assert per_layer == int(per_layer) > 2  # none fell back to running as it is
 
 
+@pytest.mark.exhaustive
 def test_compiled_passes_by_the_default_backend():
     """Generated code computes sine and cosine differently, in float32 as in this family."""
     problem = support.compile_problem("cpu")

@@ -237,7 +237,7 @@ def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------------- long requests, last places
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_draws_that_repeat_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every 256 positions: beyond what a short request reaches, whichever verifier uses them."""
     honest = keyed_draws.keyed_uniforms

@@ -20,6 +20,7 @@ from specdec.policies import chain
 from specdec.sampling import host
 from specdec.state import StopRules
 from specdec.verifiers import rejection
+from tests.sampled import sampled
 
 REJECTION = ("strategy=speculative", "verifier=rejection", "sampling=t08")
 
@@ -117,25 +118,8 @@ LAW_FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 }
 
 
-ON_DEMAND = {
-    "candidates below 0.05",
-    "candidates below 0.0001",
-    "draft clamped at 0.01",
-    "draft clamped at 0.0003",
-    "last block of a CDF",
-    "second level of a CDF",
-}
-"""Larger than others of their kind, or found token by token too."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in ON_DEMAND else ())
-        for name in LAW_FAULTS
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LAW_FAULTS)
 def test_a_biased_law_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, make = LAW_FAULTS[name]
     assert sound("distribution", REJECTION).passed
@@ -146,7 +130,7 @@ def test_a_biased_law_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["second level of a CDF", "last block of a CDF"])
+@pytest.mark.parametrize("name", sampled(["second level of a CDF", "last block of a CDF"], every=2))
 def test_faults_of_long_rows_are_found_token_by_token(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +205,7 @@ def test_stop_strings_that_must_end_a_token_are_found(monkeypatch: pytest.Monkey
     assert "that ends inside output token" in check.detail
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stop_strings_looked_for_in_one_token_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the text of the last two tokens is searched."""
     words = ("strategy=speculative",)

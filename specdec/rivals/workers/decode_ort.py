@@ -96,7 +96,8 @@ def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -
         stats = generator.get_speculative_stats()
         reply["proposed"] = stats["draft_tokens_proposed"]
         reply["accepted"] = stats["draft_tokens_accepted"]
-        reply["rounds"] = max(1, len(tokens) - reply["accepted"])  # a pass adds one token more
+        # Fallback steps are those in which a lookup found nothing.
+        reply["rounds"] = min(len(tokens), stats["rounds"] + stats["standard_fallback_steps"])
         reply["draft_passes"] = stats["draft_forward_passes"] if method == "draft" else 0
     return reply
 
