@@ -11,6 +11,7 @@ Every row runs in a separate process, so that its peak memory is measured alone,
   logits.
 - ``rank_peak_mb``: largest resident memory of a process with target layers, with ``--stages``.
 - ``host_ms``: CPU milliseconds per step of the controller's thread outside model calls.
+- ``overhead``: that time as a share of the run's wall time here.
 - ``share_of_12_ms``: what that would be of a step whose target pass takes 12 ms, if nothing
   overlapped.
 - ``bytes_per_step``: sent between ranks, with ``--stages`` above 1 (one process per stage).
@@ -137,6 +138,7 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
         "weights_mb": round(weights / _MB),
         "cache_mb": round(slots * entry * itemsize / _MB, 1),
         "host_ms": round(host_ms, 2),
+        "overhead": round(host_s / totals.wall_s, 4),
         "share_of_12_ms": round(host_ms / (host_ms + _TARGET_MS), 3),
         "bytes_per_step": totals.bytes_sent and round(totals.bytes_sent / steps),
         "accepted_per_pass": round(len(result.output) / max(1, answers), 2),

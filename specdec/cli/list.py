@@ -7,15 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.cli.arguments import read_arguments
-from specdec.config.options import PARTS, first_comment, flatten, options, own_values
+from specdec.config.options import (
+    PARTS,
+    chosen_parts,
+    first_comment,
+    flatten,
+    options,
+    own_values,
+    stated,
+)
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
 
 HELP = """\
 specdec list [--config-dir DIR] [WHAT]
 
-Lists the available options, one line each: strategies, sources, policies, verifiers,
-executors, models, datasets, samplings, servings, clocks, profiles, loggers. Without WHAT all.
+Lists the available options, one line each: strategies (with what each needs and costs), sources,
+policies, verifiers, executors, models, datasets, samplings, servings, clocks, profiles, loggers.
+Without WHAT all. The name of a group, as in policy=NAME, does too.
 """
 
 SECTIONS = {
@@ -43,16 +52,21 @@ _USES = {
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=())
-    for word in arguments.overrides:
+    titles = {group: title for title, group in SECTIONS.items()}  # so `specdec list policy` too
+    asked = [titles.get(word, word) for word in arguments.overrides]
+    for word in asked:
         if word not in SECTIONS:
             raise UserError(f"specdec list {word}: {did_you_mean(word, SECTIONS)}")
-    for title in arguments.overrides or SECTIONS:
+    for title in asked or SECTIONS:
         group = SECTIONS[title]
         print(f"{title}  ({_USES.get(group, f'{group}=NAME')})")
         paths = options(group, arguments.config_dirs)
         width = max(map(len, paths), default=0)
         for name, path in paths.items():
-            print(f"  {name:<{width}}  {_about(group, path)}".rstrip())
+            about = _about(group, path)
+            if group == "strategy":
+                about += _needs_and_costs(path, arguments.config_dirs)
+            print(f"  {name:<{width}}  {about}".rstrip())
         print()
     return 0
 
@@ -68,3 +82,15 @@ def _about(group: str, path: Path) -> str:
         if group in PARTS and "_target_" not in key and key != "sources"
     ]
     return first_comment(path) + (f" [{' '.join(keys)}]" if keys else "")
+
+
+def _needs_and_costs(path: Path, trees: Sequence[Path]) -> str:
+    """What a preset's parts need and cost, by the lines ``# Needs:`` and ``# Costs:`` of theirs."""
+    needs, costs = [stated(path, "Needs")], [stated(path, "Costs")]
+    for group, option in chosen_parts(path).items():
+        part = options(group, trees).get(option) if group in PARTS else None
+        if part is not None:
+            needs.append(stated(part, "Needs"))
+            costs.append(stated(part, "Costs"))
+    told = {"needs": ", ".join(filter(None, needs)), "costs": ", ".join(filter(None, costs))}
+    return "".join(f"; {word} {text}" for word, text in told.items() if text)

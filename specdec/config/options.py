@@ -115,6 +115,29 @@ def first_comment(path: Path) -> str:
     return ""
 
 
+def stated(path: Path, what: str) -> str:
+    """What the line ``# WHAT: ...`` of a YAML says, or of the one that it extends; "" without."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(f"# {what}:"):
+            return line.partition(":")[2].strip().rstrip(".")
+    bases = [base for base in _defaults(path) if isinstance(base, str) and base != "_self_"]
+    files = [path.parent / f"{base}.yaml" for base in bases]
+    return next((stated(file, what) for file in files if file.is_file()), "")
+
+
+def chosen_parts(path: Path) -> dict[str, str]:
+    """Group -> option that a preset's defaults list names."""
+    entries = [entry for entry in _defaults(path) if isinstance(entry, dict)]
+    named = {str(key): str(value) for entry in entries for key, value in entry.items()}
+    return {key.removeprefix("override ").lstrip("/"): value for key, value in named.items()}
+
+
+def _defaults(path: Path) -> list[Any]:
+    loaded = read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
+    found = loaded.get("defaults") if isinstance(loaded, dict) else None
+    return found if isinstance(found, list) else []
+
+
 def own_values(path: Path) -> dict[str, Any]:
     """The values in a YAML of the tree, unresolved, without its defaults list."""
     loaded = read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")

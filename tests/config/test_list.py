@@ -1,0 +1,69 @@
+"""``specdec list`` says what every preset needs and costs, by its parts' own YAML."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from specdec.cli.main import main
+from specdec.config.options import chosen_parts, options, stated
+from specdec.parts.build import build_part
+from tests.matrix.cells import option
+
+STEPS = 5  # between the steps of the two numbers of nodes that are compared
+
+
+@pytest.mark.parametrize("group", ["source", "executor"])
+def test_every_option_says_what_it_needs(group: str) -> None:
+    assert [name for name, path in options(group).items() if not stated(path, "Needs")] == []
+
+
+def test_every_policy_says_what_it_costs() -> None:
+    silent = [name for name, path in options("policy").items() if not stated(path, "Costs")]
+    assert silent == []
+
+
+@pytest.mark.parametrize("name", options("policy"))
+def test_the_rows_are_those_of_the_policy(name: str) -> None:
+    """Per target pass, or per step of a pipeline; not every policy has such a number."""
+    told = stated(options("policy")[name], "Costs").replace("one row", "1 rows")
+    policy = build_part(option("policy", name), {}, "policy")
+    if found := re.search(r"(\d+) rows per target pass", told):
+        assert int(found[1]) == policy.held_nodes(1)
+    elif found := re.search(r"(\d+) rows per step", told):
+        held = policy.held_nodes(1 + STEPS) - policy.held_nodes(1)
+        assert int(found[1]) * STEPS == held
+
+
+def test_a_preset_has_what_its_parts_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "strategy"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:] if line}
+    assert lines.keys() == options("strategy").keys()
+    for name, path in options("strategy").items():
+        assert "; needs " in lines[name]
+        for group, part in chosen_parts(path).items():
+            if group in ("source", "executor"):
+                assert stated(options(group)[part], "Needs") in lines[name]
+            elif group == "policy":
+                assert stated(options(group)[part], "Costs") in lines[name]
+
+
+def test_a_tree_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parts without such lines are listed too, and an option inherits those of its base."""
+    for group in ("policy", "strategy"):
+        (tmp_path / group).mkdir()
+    (tmp_path / "policy" / "mine.yaml").write_text("# Mine.\n_target_: mine.Policy\n")
+    preset = "# @package _global_\ndefaults:\n  - override /policy: mine\n"
+    (tmp_path / "strategy" / "mine.yaml").write_text(
+        f"{preset}  - override /executor: ppsd\nstrategy: {{name: mine, title: my own}}\n"
+    )
+    assert main(["list", "--config-dir", str(tmp_path), "strategies"]) == 0
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["mine"]
+    ]
+    assert line.strip().endswith("my own; needs a device per stage")
+    derived = options("source")["eagle1"]
+    assert "Needs" not in derived.read_text(encoding="utf-8")
+    assert stated(derived, "Needs") == "an EAGLE head"
