@@ -85,7 +85,7 @@ def _about(group: str, path: Path) -> str:
 
 
 def _needs_and_costs(path: Path, trees: Sequence[Path]) -> str:
-    """What a preset's parts need and cost, by the lines ``# Needs:`` and ``# Costs:`` of theirs."""
+    """What a preset needs and costs, by the comments "Needs:" and "Costs:" of it and its parts."""
     needs, costs = [stated(path, "Needs")], [stated(path, "Costs")]
     for group, option in chosen_parts(path).items():
         part = options(group, trees).get(option) if group in PARTS else None

@@ -116,13 +116,24 @@ def first_comment(path: Path) -> str:
 
 
 def stated(path: Path, what: str) -> str:
-    """What the line ``# WHAT: ...`` of a YAML says, or of the one that it extends; "" without."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith(f"# {what}:"):
-            return line.partition(":")[2].strip().rstrip(".")
-    bases = [base for base in _defaults(path) if isinstance(base, str) and base != "_self_"]
-    files = [path.parent / f"{base}.yaml" for base in bases]
-    return next((stated(file, what) for file in files if file.is_file()), "")
+    """The text of the comment that begins with ``what`` and a colon in an option's YAML.
+
+    An option without such a comment has that of the option that its defaults list extends, in its
+    own tree or in the one of this library. Without any: "".
+    """
+    seen, waiting = set[Path](), [path]
+    while waiting:
+        file = waiting.pop(0)
+        if file in seen or not file.is_file():
+            continue
+        seen.add(file)
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(f"# {what}:"):
+                return line.partition(":")[2].strip().rstrip(".")
+        bases = [base for base in _defaults(file) if isinstance(base, str)]
+        folders = (file.parent, config_dir() / file.parent.name)
+        waiting += [folder / f"{base}.yaml" for base in bases for folder in folders]
+    return ""
 
 
 def chosen_parts(path: Path) -> dict[str, str]:
