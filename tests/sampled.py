@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -22,4 +22,13 @@ def sampled(cases: Iterable[Any], every: int, *, start: int = 0) -> list[Any]:
             marks=() if number % every == start else pytest.mark.exhaustive,
         )
         for number, case in enumerate(cases)
+    ]
+
+
+def checkered(rows: Iterable[Any], columns: Sequence[Any]) -> list[Any]:
+    """All pairs as parameters, every second one of each row and column marked as exhaustive."""
+    return [
+        pytest.param(row, column, marks=() if (at + to) % 2 else pytest.mark.exhaustive)
+        for at, row in enumerate(rows)
+        for to, column in enumerate(columns)
     ]

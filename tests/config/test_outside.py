@@ -158,10 +158,16 @@ def test_each_kind_compares(folder: Path, part: Outside) -> None:
 
 
 @pytest.mark.slow
-def test_each_kind_is_certified(folder: Path, part: Outside) -> None:
+@pytest.mark.parametrize(
+    "checks",
+    [
+        ["greedy_parity", "tree_invariant"],
+        pytest.param(["stop_rules"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_each_kind_is_certified(folder: Path, part: Outside, checks: list[str]) -> None:
     """On small random models; a logger and a data reader do not change what is decoded."""
     words = ["model=random", *part.overrides]
-    checks = ["greedy_parity", "tree_invariant"]
     if part.lossy:
         report = certify_overrides(words, config_dirs=["conf"], checks=checks)
         assert "LOSSY" in report.verdict.upper()

@@ -14,6 +14,7 @@ from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Workbench
 from specdec.distributed.executor import DistributedExecutor, Ranks
 from tests import toys
+from tests.sampled import checkered
 
 pytestmark = pytest.mark.distributed
 
@@ -24,12 +25,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("preset", "groups"),
-    [
-        pytest.param(preset, groups, marks=() if (at + to) % 2 else pytest.mark.exhaustive)
-        for at, preset in enumerate(["pearl", "ssd", "amusd", "swiftspec"])
-        for to, groups in enumerate(GROUPS)
-    ],
+    ("preset", "groups"), checkered(["pearl", "ssd", "amusd", "swiftspec"], [*GROUPS])
 )
 def test_lossless_and_traced(preset: str, groups: str, keep_ranks: Callable[..., None]) -> None:
     """The trace has the work of every rank, the draft's followers included."""

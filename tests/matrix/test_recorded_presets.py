@@ -6,7 +6,8 @@ record again, and say in the commit which figure and why:
     python -m tests.matrix.record_presets [PRESET ...]
 
 ``record_presets.py`` has the runs. Each preset decodes two prompts one after the other, greedily
-and sampled, and five prompts sampled in batches of four. The records have:
+and sampled, and five prompts sampled in batches of four; the suite runs one of the first two cases
+of each preset, and the batches of every third. The records have:
 
 - of each request: tokens, their sources, when each was emitted, why it ended, all counters;
 - of the run: the clock, busy time by rank, drafting time and how much of it is hidden, steps, load,
@@ -39,7 +40,7 @@ from tests.matrix.record_presets import (
     read,
     record,
 )
-from tests.sampled import sampled
+from tests.sampled import checkered, sampled
 
 pytestmark = pytest.mark.slow
 
@@ -47,14 +48,7 @@ MAX_BYTES = 5_000  # of the file, per preset: a diff of it has to be readable
 ALONE = [case for case in CASES if case != BATCHED]
 
 
-@pytest.mark.parametrize(
-    ("case", "preset"),
-    [
-        pytest.param(case, preset, marks=() if (at + to) % 2 else pytest.mark.exhaustive)
-        for at, case in enumerate(ALONE)
-        for to, preset in enumerate(presets())
-    ],
-)
+@pytest.mark.parametrize(("case", "preset"), checkered(ALONE, presets()))
 def test_preset_decodes_as_recorded(preset: str, case: str) -> None:
     recorded = read().get(preset, {}).get(case)
     assert recorded, (
