@@ -224,10 +224,12 @@ def table(results: Mapping[str, Any]) -> str:
     """The cases as a page."""
     states = [result["provenance"].get("git", {}) for result in results.values()]
     revisions = sorted({str(state.get("revision", "unknown"))[:7] for state in states})
+    machines = [result["provenance"].get("hardware", {}) for result in results.values()]
+    told = sorted({f"{m.get('cpu', '?')}, {m.get('cores', '?')} cores" for m in machines})
     lines = [
         "# The first choice of plans against measured time\n",
-        f"`python -m experiments.plan.regret DIR --write`, revision {', '.join(revisions)}. Eight"
-        " candidates per case are in regret.json.\n",
+        f"`python -m experiments.plan.regret DIR --write`, revision {', '.join(revisions)};"
+        f" {'; '.join(told)}. Eight candidates per case are in regret.json.\n",
         "| case | first choice | tokens/s measured | planned | error | regret |",
         "|---|---|---|---|---|---|",
     ]

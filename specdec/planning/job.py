@@ -22,7 +22,7 @@ from specdec.planning.chains import chain_cell
 from specdec.planning.checking import Verdict, check_run, units_of_run
 from specdec.planning.conclusion import conclude
 from specdec.planning.controller import with_controller
-from specdec.planning.measuring import Measured, ModelsHere, measured_costs
+from specdec.planning.measuring import Measured, ModelsHere, measured_costs, memory_here
 from specdec.planning.options import MEASURED
 from specdec.planning.search import Search
 from specdec.planning.simulate import Candidate, Simulator
@@ -148,17 +148,18 @@ def _with_measured(asked: Planning, folder: Path, models: ModelsHere) -> Plannin
         stages = max(devices - 1, 1)
         stored = folder / _MEASURED
         if not stored.is_file():
-            write_json(stored, _measured(models, acceptance, asked.chosen.batch, stages))
+            write_json(stored, _measured(models, acceptance, asked.chosen.batch, stages, devices))
         machine = Measured.of(parse_json(stored.read_bytes()), stages=stages, devices=devices)
     return replace(asked, acceptance=acceptance, machine=machine)
 
 
 def _measured(
-    models: ModelsHere, acceptance: OfRecord, batches: Sequence[int], stages: int
+    models: ModelsHere, acceptance: OfRecord, batches: Sequence[int], stages: int, devices: int
 ) -> list[dict[str, Any]]:
     """What ``Measured.of`` reads; with the controller's own time on one stage."""
     context = acceptance.mean_context()
     found = []
+    memory = memory_here(models.pair, devices)
     for batch in batches:
         costs = measured_costs(models, stages=stages, requests=batch, context=context)
         note = "measured here"
@@ -166,7 +167,7 @@ def _measured(
             costs, note = with_controller(
                 costs, models=models, acceptance=acceptance, batch=batch, length=_LENGTH
             )
-        found.append({"batch": batch, "costs": costs, "note": note})
+        found.append({"batch": batch, "costs": costs, "note": note, "memory": memory})
     return found
 
 

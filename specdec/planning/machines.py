@@ -257,11 +257,12 @@ class Described:
 
     def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
         """Weights, keys and values of the fullest device."""
-        about, parts = self.about, layout.stages * layout.degree
-        target = (about.target_gb + 1e-6 * about.kv_kb * batch * context) / parts
-        if layout.own_draft:
-            return max(target, about.draft_gb / layout.draft_degree)
-        return target + about.draft_gb / layout.draft_degree
+        about = self.about
+        return fullest_gb(
+            layout,
+            target_gb=about.target_gb + 1e-6 * about.kv_kb * batch * context,
+            draft_gb=about.draft_gb,
+        )
 
     def _layers(self, size_gb: float, stated: int | None) -> int:
         return stated or roofline.layers_of(1e9 * size_gb / self.about.weight_bytes)
@@ -274,6 +275,13 @@ class Described:
         latency, speed = (slow_ms, slow_gb_s) if crosses else (about.link_ms, about.link_gb_s)
         width = roofline.hidden_of(1e9 * about.target_gb / about.weight_bytes, layers)
         return latency + rows * width * 2.0 / (speed * 1e6)
+
+
+def fullest_gb(layout: Layout, *, target_gb: float, draft_gb: float) -> float:
+    """Gigabytes on the fullest device of models with these bytes in total."""
+    target = target_gb / (layout.stages * layout.degree)
+    draft = draft_gb / layout.draft_degree
+    return max(target, draft) if layout.own_draft else target + draft
 
 
 def machine_of(

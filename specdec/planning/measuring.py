@@ -23,12 +23,14 @@ from specdec.metrics import RequestResult
 from specdec.pairs import HuggingFacePair
 from specdec.planning.candidates import PLAIN
 from specdec.planning.layouts import Layout
-from specdec.planning.machines import CLOCK_ERROR, Profiled
+from specdec.planning.machines import CLOCK_ERROR, Profiled, fullest_gb
 from specdec.planning.simulate import Unit, unit_of
 from specdec.profiling.job import profile_of
+from specdec.profiling.limits import kv_bytes
 from specdec.profiling.passes import measure_model
 from specdec.profiling.proposal import costs_node
 from specdec.profiling.transfer import measure_transfer
+from specdec.report.provenance import host_memory
 from specdec.runs.jobs import Progress, prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
@@ -166,25 +168,47 @@ def measured_costs(
     return costs_node(profile_of(samples, name="measured", note=""))
 
 
+def memory_here(pair: HuggingFacePair, devices: int) -> dict[str, float] | None:
+    """What models occupy on this machine, and what there is; None if that cannot be found out.
+
+    Returns:
+        target_gb, draft_gb: of weights; kv_kb: of the target's keys and values per token;
+        limit_gb: of a GPU, or the processes' equal share of the machine's memory.
+    """
+    on_gpu = torch.device(pair.device).type == "cuda"
+    total = torch.cuda.mem_get_info(pair.device)[1] if on_gpu else host_memory()
+    if total is None:
+        return None
+    config, weights = pair.target.config.get_text_config(), pair.weight_bytes
+    return {
+        "target_gb": weights["target"] / 1e9,
+        "draft_gb": weights.get("draft", 0) / 1e9,
+        "kv_kb": pair.num_layers * kv_bytes(config, getattr(torch, pair.dtype).itemsize) / 1e3,
+        "limit_gb": round(total / (1 if on_gpu else devices) / 1e9, 1),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """This machine, measured for some numbers of requests at a time; see ``Machine``.
 
     Attributes:
         by_batch: requests at a time -> what was measured with them.
+        held: what the models occupy, see ``memory_here``; None if unknown.
     """
 
     by_batch: Mapping[int, Profiled]
+    held: Mapping[str, float] | None = None
 
     @staticmethod
     def of(entries: Sequence[Mapping[str, Any]], *, stages: int, devices: int) -> Measured:
-        """The machine of measurements with the keys ``batch``, ``costs`` and ``note``."""
+        """The machine of measurements with the keys ``batch``, ``costs``, ``note``, ``memory``."""
         machines = {}
         for entry in entries:
             profile = {"costs": entry["costs"], "note": entry["note"], "stages": stages}
             machine = Profiled(name="measured", profile=profile, devices=devices)
             machines[int(entry["batch"])] = machine
-        return Measured(machines)
+        return Measured(machines, entries[0].get("memory"))
 
     @property
     def name(self) -> str:
@@ -213,8 +237,8 @@ class Measured:
 
     @property
     def limit_gb(self) -> float | None:
-        """Unknown."""
-        return None
+        """Of this machine."""
+        return None if self.held is None else self.held["limit_gb"]
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -227,5 +251,11 @@ class Measured:
         return self.by_batch[nearest].costs(layout, batch, context)
 
     def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
-        """Unknown."""
-        return None
+        """Weights of all models, and the target's keys and values."""
+        held = self.held
+        if held is None:
+            return None
+        keys_values = 1e-6 * held["kv_kb"] * batch * context
+        return fullest_gb(
+            layout, target_gb=held["target_gb"] + keys_values, draft_gb=held["draft_gb"]
+        )

@@ -30,6 +30,10 @@ _BESIDE = 0.2  # share of drafting during target work from which the draft needs
 _TUNING = 0.6  # share of the budget after which sizes are no longer tried
 _HOPELESS = 2.5  # times the best so far, from which a preset's sizes are not tried
 _PER_FAMILY = 3  # candidates of a preset that enter the halving
+_DECODING = 2.0  # times the budget, besides it, in which models decode what no record plays
+_LOOKING = 0.5  # share of that for the first look at each preset
+_NO_TIME = "the budget was spent before it was tried"
+_SURE = 3  # decoded candidates that stay in each round of halving, whatever they take
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,8 @@ class Search:
     notes: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     _ends: float = 0.0
+    _tuned_by: float = 0.0
+    _decoding_s: float = 0.0
 
     def run(self, families: Sequence[Family]) -> list[Candidate]:
         """The candidates of the last round, and plain decoding.
@@ -128,6 +134,7 @@ class Search:
         """
         began = monotonic()
         self._ends = began + self.chosen.budget_s
+        self._tuned_by = began + _TUNING * self.chosen.budget_s
         self.report("layouts", len(families))
         tried: dict[str, dict[str, tuple[float, Candidate]]] = {}
         for family in families:
@@ -142,14 +149,13 @@ class Search:
             )
         plain = _fastest(tried.pop(PLAIN))[0]
         order = sorted(tried, key=lambda name: min(tried[name].values(), key=_time)[0])
-        tuned_by = began + _TUNING * self.chosen.budget_s
         best = min((t for found in tried.values() for t, _ in found.values()), default=0.0)
         self.report("sizes", len(order))
         decoded = {family.name for family in families if family.decoded}
         for name in order:
             hopeful = _fastest_time(tried[name]) <= _HOPELESS * best
             if hopeful and name not in decoded:
-                self._tune(tried[name], tuned_by)
+                self._tune(tried[name])
                 best = min(best, _fastest_time(tried[name]))
             elif name in decoded and not hopeful:
                 self.left_out[name] = f"more than {_HOPELESS} times slower than the best preset"
@@ -160,8 +166,23 @@ class Search:
 
     def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
         """Times of a candidate on the first units."""
-        units = self.simulator.units(candidate, count, length or self.length)
+        units = self._units(candidate, count, length or self.length)
         return Times.of(units, self.chosen.objective, candidate.layout.devices)
+
+    def _units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
+        """The results of a candidate; the time in which models decode it is no part of the search.
+
+        At 50 to 500 tokens per second it would leave no time for the sizes of the others.
+        """
+        if not candidate.decoded:
+            return self.simulator.units(candidate, count, length)
+        began = monotonic()
+        try:
+            return self.simulator.units(candidate, count, length)
+        finally:
+            took = monotonic() - began
+            self._decoding_s += took
+            self.extend(took)
 
     def ranked(self, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
         """Candidates by their time, fastest first."""
@@ -170,6 +191,11 @@ class Search:
     def extend(self, seconds: float) -> None:
         """Adds to the budget, for work that is not part of the search."""
         self._ends += seconds
+        self._tuned_by += seconds
+
+    def _decoded_for(self, share: float = 1.0) -> bool:
+        """Whether models have decoded for this share of their time."""
+        return self._decoding_s > share * _DECODING * self.chosen.budget_s
 
     @property
     def out_of_time(self) -> bool:
@@ -181,10 +207,14 @@ class Search:
         batch, context = self.chosen.batch[0], self.chosen.context[0]
         tried: dict[str, tuple[float, Candidate]] = {}
         reasons: list[str] = []
+        if family.decoded and self._decoded_for(_LOOKING):
+            self.complete = False
+            self.left_out[family.name] = _NO_TIME
+            return tried
         for layout in self._layouts(family):
             if self.out_of_time and family.name != PLAIN:
                 self.complete = False
-                reasons.append("the budget was spent before it was tried")
+                reasons.append(_NO_TIME)
                 break
             try:
                 made = family.candidate(self.machine, layout, batch=batch, context=context)
@@ -195,13 +225,13 @@ class Search:
             self.left_out[family.name] = reasons[0] if reasons else "it fits no layout"
         return tried
 
-    def _tune(self, tried: dict[str, tuple[float, Candidate]], until: float) -> None:
+    def _tune(self, tried: dict[str, tuple[float, Candidate]]) -> None:
         """Adds sizes in the best layout, one key after the other, each from the best so far."""
         keys = sized(_fastest(tried)[0])
         variants = next(keys, None)
         while variants is not None:
             for made in variants[1]:
-                if monotonic() > until:
+                if monotonic() > self._tuned_by:
                     self.complete = False
                     return
                 try:
@@ -237,7 +267,9 @@ class Search:
         for layout in layouts(self.machine.devices, own_draft=False, **shape):
             try:
                 made = family.candidate(self.machine, layout, batch=batch, context=context)
-                units = self.simulator.units(made, 1, _FIRST[1])
+                # What models decode is decoded once: these are the results of the first look.
+                count = _FIRST[0] if family.decoded else 1
+                units = self._units(made, count, min(_FIRST[1], self.length))
             except (DoesNotFit, UserError):
                 continue
             drafting = sum(unit.draft_s for unit in units)
@@ -255,15 +287,22 @@ class Search:
         for prompts, kept in _ROUNDS:
             count = self.simulator.num_prompts if prompts is None else prompts
             self.report(f"{len(left)} candidates on {count} prompts", len(left))
-            for at, candidate in enumerate(left):
-                if self.out_of_time and at >= kept:
-                    self.complete, left = False, left[:at]
-                    break
-                self.times(candidate, count)
+            stay: list[Candidate] = []
+            for candidate in left:
+                if self._has_time(candidate, stay, kept):
+                    self.times(candidate, count)
+                    stay.append(candidate)
+                else:
+                    self.complete = False
                 self.report(candidate.told(), None)
-            if left:
-                left = self._survivors(left, count, kept)
+            left = self._survivors(stay, count, kept) if stay else []
         return left
+
+    def _has_time(self, candidate: Candidate, stay: Sequence[Candidate], kept: int) -> bool:
+        """Whether a round that has ``stay`` evaluates one more; the first ones it does always."""
+        if candidate.decoded:
+            return not self._decoded_for() or sum(c.decoded for c in stay) < _SURE
+        return not self.out_of_time or len(stay) < kept
 
     def _survivors(self, left: Sequence[Candidate], count: int, kept: int) -> list[Candidate]:
         """The best; of those that are worse with 97.5 % certainty only the best of each preset."""

@@ -179,12 +179,16 @@ def _ranking(plan: Plan) -> list[str]:
         gain_low, gain_high = choice.gain_interval
         speed = f"{choice.tokens_per_s:.1f} ({low:.1f}-{high:.1f})"
         gain = f"{choice.gain:.2f} ({gain_low:.2f}-{gain_high:.2f})"
-        memory = "?" if choice.memory_gb is None else f"{choice.memory_gb:.1f} of {limit:g}"
+        memory = "?" if choice.memory_gb is None else f"{_gb(choice.memory_gb)} of {limit:g}"
         rows.append(
             f" {name:<{width}}  {choice.layout:<{places}}  {speed:>22}  {gain:>18}"
             f"  {100 * first[choice.strategy]:>3.0f} %  {memory}"
         )
     return rows
+
+
+def _gb(size: float) -> str:
+    return f"{size:.1f}" if size >= 1.0 else f"{size:.2g}"
 
 
 def _named(choice: Choice) -> str:

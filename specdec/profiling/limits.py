@@ -137,13 +137,23 @@ def work_of(
     flops = 2 * rows * sum(weight.numel() for weight in weights)
     if layers:
         heads = config.num_attention_heads
-        groups = getattr(config, "num_key_value_heads", None) or heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        per_token = 2 * len(layers) * groups * size * weights[0].element_size()
+        size = _head_size(config)
+        per_token = len(layers) * kv_bytes(config, weights[0].element_size())
         num_bytes += per_token * (context + 2 * rows)  # the rows' own are written and read
         # Scores and weighted sums: two products over every entry.
         flops += 4 * len(layers) * heads * size * rows * (context + rows)
     return num_bytes, flops
+
+
+def kv_bytes(config: Any, itemsize: int) -> int:
+    """Bytes of one token's keys and values in one layer."""
+    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * int(groups) * _head_size(config) * itemsize
+
+
+def _head_size(config: Any) -> int:
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(size)
 
 
 def passes_of(

@@ -70,13 +70,14 @@ def _versions() -> dict[str, str]:
 
 def _hardware() -> dict[str, Any]:
     """Threads and GPUs are only reported if torch has been imported already."""
+    memory = host_memory()
     facts: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.system(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "logical_cpus": os.cpu_count(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }
     torch = sys.modules.get("torch")
@@ -145,8 +146,9 @@ def _cpu_model() -> str:
     return match[1].strip() if match else platform.processor()
 
 
-def _memory_gib() -> float | None:
+def host_memory() -> int | None:
+    """Bytes of this machine's memory; None if the system does not tell."""
     try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.config.job import run_job_of
+from specdec.pairs import HuggingFacePair, build_pair
 from specdec.planning.acceptance import OfLaw
 from specdec.planning.candidates import (
     PLAIN,
@@ -20,7 +22,7 @@ from specdec.planning.candidates import (
 from specdec.planning.chains import ChainCell
 from specdec.planning.controller import PROBES, fitted
 from specdec.planning.layouts import Layout
-from specdec.planning.measuring import Measured
+from specdec.planning.measuring import Measured, memory_here
 from specdec.planning.options import PlanOptions
 from specdec.planning.search import Search
 from specdec.planning.simulate import Simulator, Unit
@@ -179,3 +181,68 @@ def test_scaled_costs_scale_all_times(search: Search) -> None:
             assert unit.answers == expected.answers
             assert unit.seconds == pytest.approx(expected.seconds, abs=1e-8)
             assert unit.clock_s == pytest.approx(expected.clock_s, abs=1e-8)
+
+
+def test_memory_is_that_of_the_models_here() -> None:
+    pair = build_pair(run_job_of(["model=tiny"]).config["model"])
+    assert isinstance(pair, HuggingFacePair)
+    held = memory_here(pair, devices=2)
+    assert held is not None
+    for name in ("target", "draft"):
+        weights = {p.data_ptr(): p.numel() * 4 for p in pair.model(name).parameters()}
+        assert held[f"{name}_gb"] == pytest.approx(sum(weights.values()) / 1e9)
+    config = pair.target.config
+    per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert held["kv_kb"] == pytest.approx(per_token / 1e3)
+    alone = memory_here(pair, devices=1)
+    assert alone is not None
+    assert alone["limit_gb"] == pytest.approx(2 * held["limit_gb"], abs=0.2)
+
+
+def test_memory_of_a_layout_is_that_of_its_fullest_device() -> None:
+    memory = {"target_gb": 8.0, "draft_gb": 1.0, "kv_kb": 100.0, "limit_gb": 16.0}
+    entry = {"batch": 1, "costs": COSTS, "note": "", "memory": memory}
+    machine = Measured.of([entry], stages=1, devices=1)
+    assert machine.limit_gb == 16.0
+    assert machine.memory_gb(Layout(), 4, 5000) == pytest.approx(8.0 + 2.0 + 1.0)
+    staged = Layout(stages=4, own_draft=True)
+    assert machine.memory_gb(staged, 4, 5000) == pytest.approx(10.0 / 4)
+    assert measured(1).memory_gb(Layout(), 1, 1) is None, "measured before memory was stated"
+
+
+class SlowDecoding:
+    """A simulator in which everything that models decode takes some seconds of ``now``."""
+
+    def __init__(self, simulator: Simulator, seconds: float) -> None:
+        self.simulator, self.seconds, self.now = simulator, seconds, 0.0
+        self.known: set[tuple[str, int, int]] = set()
+        self.lengths: set[Any] = set()
+        self.num_prompts = simulator.num_prompts
+
+    def units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
+        asked = (candidate.key, count, length)
+        self.lengths.add(candidate.sizes.get("gamma"))
+        if candidate.decoded and asked not in self.known:
+            self.now += self.seconds
+        self.known.add(asked)
+        return self.simulator.units(replace(candidate, decoded=False), count, length)
+
+
+def test_decoding_by_models_leaves_time_for_the_sizes_of_others(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 s of search, in which models that decode for 30 s at a time have no part."""
+    slow = SlowDecoding(search.simulator, 30.0)
+    monkeypatch.setattr("specdec.planning.search.monotonic", lambda: slow.now)
+    search.simulator = slow  # type: ignore[assignment]
+    names = [PLAIN, "speculative", "best_first", "fixed_width", "specinfer", "swiftspec_base"]
+    acceptance = OfLaw.of(LAW)
+    found, _ = families(acceptance.words, [], names, acceptance.pair())
+    made = [replace(family, decoded=family.name not in names[:2]) for family in found]
+    finalists = search.run(made)
+    assert {2, 8} <= slow.lengths, "no sizes were tried"
+    looked = {name for name in names[2:] if name not in search.left_out}
+    assert len(looked) == 3, "looks end after half of 120 s"
+    assert search.left_out["swiftspec_base"] == "the budget was spent before it was tried"
+    assert looked <= {c.name for c in finalists}, "three stay in each round"
+    assert slow.now == 3 * 30.0 * 3, "a look and two rounds, none of them twice"

@@ -1,0 +1,95 @@
+"""The figures of ``experiments.plan.regret``: regret, error, shares, and what is run again."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.plan import regret
+from specdec.files import write_json
+
+CASES = regret.cases(quick=False)
+
+
+def result(first: float, best: float, planned: float) -> dict[str, Any]:
+    """A case whose first choice and best candidate have these tokens per second."""
+    names: list[tuple[str, dict[str, int], float | None, float]] = [
+        ("best_first", {"bs": 8}, planned, first),
+        ("speculative", {}, None, best),
+    ]
+    return {
+        "case": asdict(CASES[0]),
+        "candidates": [
+            {"strategy": n, "sizes": s, "planned_tokens_per_s": p, "measured_tokens_per_s": m}
+            for n, s, p, m in names
+        ],
+        "provenance": {
+            "git": {"revision": "0123456789"},
+            "hardware": {"cpu": "some CPU", "cores": 2},
+        },
+    }
+
+
+def test_cases_cover_pairs_data_threads_and_batches() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 20
+    for pair in regret.PAIRS:
+        mine = [case for case in CASES if case.pair == pair]
+        assert {(c.data, c.threads) for c in mine} == {(d, t) for d in regret.SETS for t in (1, 2)}
+    assert {case.batch for case in CASES} == {1, 4}
+
+
+@pytest.mark.parametrize(
+    ("first", "best", "lost"), [(100.0, 90.0, 0.0), (100.0, 100.0, 0.0), (80.0, 100.0, 0.25)]
+)
+def test_regret_is_time_of_the_first_choice_over_the_best(
+    first: float, best: float, lost: float
+) -> None:
+    assert regret.regret(result(first, best, 100.0)) == pytest.approx(lost)
+
+
+def test_shares_count_cases_within_the_bars() -> None:
+    results = [
+        result(100.0, 104.9, 109.9),  # both just within
+        result(100.0, 105.1, 90.1),
+        result(100.0, 100.0, 110.1),
+        result(100.0, 100.0, 89.9),
+    ]
+    assert [round(regret.error(r), 3) for r in results] == [0.099, -0.099, 0.101, -0.101]
+    told = regret.shares(results)
+    assert told.startswith("4 cases: regret at most 5 % in 75 % (wanted 90 %)")
+    assert told.endswith("within 10 % in 50 % (wanted 80 %)")
+
+
+def test_the_table_has_a_row_per_case() -> None:
+    page = regret.table({"one": result(100.0, 120.0, 95.0), "two": result(50.0, 40.0, 60.0)})
+    assert "| one | best_first bs=8 | 100.0 | 95.0 | -5.0 % | 20.0 % |" in page
+    assert "| two | best_first bs=8 | 50.0 | 60.0 | +20.0 % | 0.0 % |" in page
+    assert "revision 0123456; some CPU, 2 cores." in page
+
+
+def test_stored_cases_are_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case that is missing is run and stored at once; the others are read."""
+    stored, missing = CASES[0].name, CASES[1].name
+    write_json(tmp_path / regret.RESULT, {"cases": {stored: result(100.0, 100.0, 99.0)}})
+    ran = []
+
+    def run_case(case: regret.Case, folder: Path, quick: bool) -> dict[str, Any]:
+        ran.append(case.name)
+        return result(60.0, 90.0, 60.0)
+
+    monkeypatch.setattr(regret, "run_case", run_case)
+    words = ["regret", str(tmp_path), "--only", stored, missing]
+    for expected in ([missing], [missing]):
+        monkeypatch.setattr(sys, "argv", words)
+        regret.main()
+        assert ran == expected
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith(f"{stored}: best_first 100.0 tokens/s, planned 99.0 (-1.0 %)")
+    assert printed[1].endswith("regret 50.0 %")
+    assert printed[2].startswith("2 cases: regret at most 5 % in 50 %")
