@@ -191,9 +191,9 @@ class Watch:
 
         def observed_chains(state: DecodeState, tips: Nodes, lengths: Sequence[int]) -> Any:
             found = chains(state, tips, lengths)
-            for (request_id, _), (tokens, _) in zip(tips.items, found or (), strict=False):
+            for (request_id, _), chain in zip(tips.items, found or (), strict=False):
                 first = state.requests[request_id].tree.next_id
-                ids = range(first, first + len(tokens) - 1)
+                ids = range(first, first + len(chain.tokens) - 1)
                 self.expanded |= {(request_id, node_id) for node_id in ids}
             return found
 

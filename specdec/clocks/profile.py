@@ -81,6 +81,23 @@ class LatencyProfile:
         return curve(num_tokens) if curve is not None else 0.0
 
 
+class Prices:
+    """Seconds of work by a profile; a run asks for the same few numbers of tokens again."""
+
+    def __init__(self, profile: LatencyProfile, scale: float) -> None:
+        """Knows none yet; ``scale`` multiplies every cost."""
+        self._profile, self._scale = profile, scale
+        self._known: dict[tuple[Work, int], float] = {}
+
+    def seconds(self, kind: Work, num_tokens: int) -> float:
+        """Of one piece of work."""
+        seconds = self._known.get((kind, num_tokens))
+        if seconds is None:
+            seconds = self._profile.ms(kind, num_tokens) * 1e-3 * self._scale
+            self._known[(kind, num_tokens)] = seconds
+        return seconds
+
+
 def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:
     """The cost curve of a parallel degree, interpolated linearly between two given degrees.
 

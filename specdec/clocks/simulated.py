@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from specdec.clocks.interface import CONTROLLER, ClockKind, Work
-from specdec.clocks.profile import LatencyProfile
+from specdec.clocks.profile import LatencyProfile, Prices
 from specdec.clocks.timeline import DraftTime, Timeline
 
 
@@ -38,6 +38,7 @@ class SimulatedClock:
         self.drafting = False
         self.drafted = DraftTime()
         self._time: defaultdict[int, float] = defaultdict(float)
+        self._prices = Prices(profile, scale)
         self._acting = CONTROLLER  # rank that the controller's charges go to
 
     def start(self, rank: int) -> None:
@@ -45,7 +46,7 @@ class SimulatedClock:
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
         """Advances the rank's time by the cost in the profile."""
-        cost = self.profile.ms(kind, num_tokens) * 1e-3 * self.scale
+        cost = self._prices.seconds(kind, num_tokens)
         rank = self._acting if rank == CONTROLLER else rank
         if cost:
             if self.timeline is not None:
@@ -59,7 +60,9 @@ class SimulatedClock:
 
     def align(self, rank: int, to: int) -> None:
         """The rank's time becomes at least that of ``to``."""
-        self._time[rank] = max(self._time[rank], self._time[to])
+        time = self._time
+        if (other := time[to]) > time[rank]:
+            time[rank] = other
 
     def follow(self, rank: int, to: int) -> None:
         """As ``align``: virtual work is never late."""

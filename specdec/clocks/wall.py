@@ -10,7 +10,7 @@ from time import perf_counter, sleep, time
 
 from specdec.clocks.interface import CONTROLLER, ClockKind, Work
 from specdec.clocks.meter import Meter
-from specdec.clocks.profile import LatencyProfile
+from specdec.clocks.profile import LatencyProfile, Prices
 from specdec.clocks.timeline import ClockReport, DraftTime, Timeline
 
 
@@ -183,6 +183,7 @@ class PacedClock(MeasuredClock):
         super().__init__(meter=meter, rank=rank, timeline=timeline)
         self.profile = profile
         self.scale = scale
+        self._prices = Prices(profile, scale)
         self.drafted = DraftTime()
         self._late = False  # whether the last piece has been an overrun so far
         self._pieces = self._overruns = 0
@@ -204,7 +205,7 @@ class PacedClock(MeasuredClock):
         """
         if num_tokens <= 0:
             return
-        cost = self.profile.ms(kind, num_tokens) * 1e-3 * self.scale
+        cost = self._prices.seconds(kind, num_tokens)
         rank = self._acting if rank == self.rank else rank
         if rank != self.rank:
             plan = self._plans[rank]

@@ -194,25 +194,27 @@ class PipelineExecutor:
         """Runs every stage once, and answers the batch that left the last one."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
-        early = Output(step=self._step)
+        output = Output(step=self._step)
         for i, (stage, slot) in enumerate(zip(self._stages, self._slots, strict=True)):
             if slot is None:
                 continue
             self.stage_rows[i] += slot.batch.num_tokens
             out = stage.run(slot.batch, slot.hidden)
             slot.hidden = out.hidden
-            slot.captured |= {
-                name: out.captured[name] for name in self.hidden if name in out.captured
-            }
-            here = {name: out.captured[name] for name in self.early_hidden if name in out.captured}
-            early = with_early(early, slot.batch, here)
+            if out.captured:
+                captured = out.captured
+                slot.captured |= {name: captured[name] for name in self.hidden if name in captured}
+                here = {name: captured[name] for name in self.early_hidden if name in captured}
+                output = with_early(output, slot.batch, here)
             if i == len(self._stages) - 1 and slot.batch.trees:
                 answers = self._answerer.answer(slot.batch, out.logits)
             if self._exits is not None:
                 for layer, logits in out.exit_logits.items():
                     exits += self._exits.read(slot.batch, logits, layer)
         self._charges.finish()
-        output, last = replace(early, answers=answers, exits=exits), self._slots[-1]
+        last = self._slots[-1]
+        if answers or exits:
+            output = replace(output, answers=answers, exits=exits)
         if last is None or not self.hidden:
             return output
         return with_hidden(output, last.batch, last.captured)

@@ -17,6 +17,7 @@ from specdec.types import (
     Batch,
     BoolArray,
     Commit,
+    CommitKind,
     EarlyHidden,
     HiddenName,
     IntArray,
@@ -169,32 +170,51 @@ class InFlight:
 
         SpecPipe 3.3.2, second phase of a step: hidden states are pruned like the caches.
         """
-        items = row_items(self.batch)
-        if not any(item.request in commits or item.request in closed for item in items):
+        batch = self.batch
+        trees = [(rows, _kept_nodes(rows, commits, closed)) for rows in batch.trees]
+        prefills = batch.prefills
+        if closed:
+            prefills = tuple(chunk for chunk in prefills if chunk.request not in closed)
+        if len(prefills) == len(batch.prefills) and all(kept is None for _, kept in trees):
             return
-        keep = [_kept_rows(item, commits, closed) for item in items]
-        trees = [
-            item.tree.keep(mask[len(item.prefill_tokens) :])
-            for item, mask in zip(items, keep, strict=True)
-            if item.tree is not None
-        ]
         if self.hidden is not None:
-            mask = np.concatenate(keep) if keep else np.zeros(0, np.bool_)
-            if not mask.all():
-                # Indices instead of a mask: indexing by a device mask synchronizes with the device.
-                rows = to_device(np.flatnonzero(mask), self.hidden.device)
-                self.hidden = self.hidden[rows]
-                self.captured = {name: states[rows] for name, states in self.captured.items()}
-        self.batch = replace(
-            self.batch,
-            trees=tuple(tree for tree in trees if len(tree.node_ids)),
-            prefills=tuple(c for c in self.batch.prefills if c.request not in closed),
-        )
+            masks = {rows.request: kept for rows, kept in trees if kept is not None}
+            index = _kept_rows(row_items(batch), masks, closed)
+            # Indices instead of a mask: indexing by a device mask synchronizes with the device.
+            rows = to_device(index, self.hidden.device)
+            self.hidden = self.hidden[rows]
+            self.captured = {name: states[rows] for name, states in self.captured.items()}
+        left = [
+            rows if kept is None else rows.keep(kept)
+            for rows, kept in trees
+            if kept is None or np.count_nonzero(kept)
+        ]
+        self.batch = Batch(step=batch.step, trees=tuple(left), prefills=prefills)
 
 
-def _kept_rows(item: RowItem, commits: Mapping[int, Commit], closed: frozenset[int]) -> BoolArray:
-    """bool[rows of the item]: prompt rows are always kept unless the request is closed."""
-    mask = np.full(item.num_rows, item.request not in closed)
-    if item.request not in closed and item.request in commits and item.tree is not None:
-        mask[len(item.prefill_tokens) :] = commits[item.request].keeps(item.tree.node_ids)
-    return mask
+def _kept_nodes(
+    rows: TreeRows, commits: Mapping[int, Commit], closed: frozenset[int]
+) -> BoolArray | None:
+    """bool[W]: the nodes of a request that survive; None: all of them."""
+    if rows.request in closed:
+        return np.zeros(len(rows.node_ids), np.bool_)
+    commit = commits.get(rows.request)
+    if commit is None:
+        return None
+    if commit.kind is CommitKind.MISS:  # the new root is not in the target yet
+        return np.zeros(len(rows.node_ids), np.bool_)
+    kept = commit.keeps(rows.node_ids)
+    return None if np.count_nonzero(kept) == len(kept) else kept
+
+
+def _kept_rows(
+    items: list[RowItem], masks: Mapping[int, BoolArray], closed: frozenset[int]
+) -> IntArray:
+    """int64[rows]: packed indices; prompt rows are kept unless the request is closed."""
+    parts = []
+    for item in items:
+        mask = np.full(item.num_rows, item.request not in closed)
+        if item.tree is not None and item.request in masks:
+            mask[len(item.prefill_tokens) :] = masks[item.request]
+        parts.append(mask)
+    return np.flatnonzero(np.concatenate(parts))

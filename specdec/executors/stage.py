@@ -128,6 +128,9 @@ class ModelStage:
         )
 
 
+_EMPTY = StageOutput()
+
+
 class NullStage:
     """A stage without a model, for synthetic targets and for measuring the schedule's own cost."""
 
@@ -136,7 +139,7 @@ class NullStage:
 
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
         """Returns an empty output."""
-        return StageOutput()
+        return _EMPTY
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """No-op."""

@@ -30,13 +30,14 @@ class StepCharges:
             rows: number of rows of each stage.
             num_nodes: tree nodes on the last stage, for the output head.
         """
+        align, charge = self._clock.align, self._clock.charge
         for rank, num_devices, num_rows in zip(self._ranks, self._devices, rows, strict=True):
-            self._clock.align(rank, CONTROLLER)
+            align(rank, CONTROLLER)
             for device in range(num_devices):
                 if device:
-                    self._clock.charge(rank, Work.TRANSFER, num_rows)
-                self._clock.charge(rank, Work.STAGE, num_rows)
-        self._clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
+                    charge(rank, Work.TRANSFER, num_rows)
+                charge(rank, Work.STAGE, num_rows)
+        charge(self._ranks[-1], Work.HEAD, num_nodes)
 
     def exit(self, stage: int, num_nodes: int) -> None:
         """Charges stage number ``stage``, from 0, for an exit head on ``num_nodes`` rows."""
@@ -63,12 +64,13 @@ class StepCharges:
             rows: rows that each stage but the last transmits.
             answered: whether the last stage sends answers to the controller.
         """
+        align, charge = self._clock.align, self._clock.charge
         for rank in self._ranks:
-            self._clock.align(rank, CONTROLLER)
-            self._clock.charge(rank, Work.PRUNE, pruned)
+            align(rank, CONTROLLER)
+            charge(rank, Work.PRUNE, pruned)
         for rank, num_rows in zip(self._ranks, rows, strict=False):
-            self._clock.charge(rank, Work.TRANSFER, num_rows)
+            charge(rank, Work.TRANSFER, num_rows)
         if answered:
-            self._clock.charge(self._ranks[-1], Work.TRANSFER, 1)
+            charge(self._ranks[-1], Work.TRANSFER, 1)
         for rank in self._ranks:
-            self._clock.align(CONTROLLER, rank)
+            align(CONTROLLER, rank)

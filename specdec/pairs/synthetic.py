@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from specdec.clocks.meter import Meter
@@ -30,11 +31,12 @@ from specdec.sources.hit_law import (
     VocabSize,
 )
 from specdec.sources.pair import A
-from specdec.types import Answers, Batch, Commit, HiddenName
+from specdec.types import Answers, Batch, Commit, HiddenName, IntArray
 
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
 SYNTHETIC = "specdec.sources.SyntheticSource"
 
+_TABLE = 512  # positions tabulated at a time
 _REAL = "use model=tiny, model=hf or model=random"
 
 
@@ -218,6 +220,7 @@ class SyntheticAnswerer:
     def __init__(self, hidden: HiddenPair) -> None:
         """Takes the sequences."""
         self._hidden = hidden
+        self._tokens: dict[int, IntArray] = {}  # request id -> of all positions so far
 
     def open(self, request: AnsweredRequest) -> None:
         """Does nothing: the sequence is keyed by the request's id."""
@@ -232,13 +235,23 @@ class SyntheticAnswerer:
             Answers(
                 request=rows.request,
                 node_ids=rows.node_ids,
-                tokens=self._hidden.tokens(rows.request, rows.positions + 1),
+                tokens=self._at(rows.request, rows.positions + 1),
             )
             for rows in batch.trees
         )
+
+    def _at(self, request_id: int, positions: IntArray) -> IntArray:
+        """int64[n]: the hidden tokens at absolute positions."""
+        last = int(positions.max(initial=0))
+        known = self._tokens.get(request_id)
+        if known is None or last >= len(known):
+            known = self._hidden.tokens(request_id, np.arange(last + _TABLE))
+            self._tokens[request_id] = known
+        return known.take(positions)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Does nothing."""
 
     def close(self, request_id: int) -> None:
-        """Does nothing."""
+        """Drops the request's tokens."""
+        self._tokens.pop(request_id, None)

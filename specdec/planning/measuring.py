@@ -8,7 +8,7 @@ record and over as many requests as are planned for, and adds the controller's o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from specdec.pairs import HuggingFacePair
 from specdec.planning.candidates import PLAIN
 from specdec.planning.layouts import Layout
 from specdec.planning.machines import CLOCK_ERROR, Profiled, fullest_gb
-from specdec.planning.simulate import Unit, unit_of
+from specdec.planning.simulate import TIMES, Unit, unit_of
 from specdec.profiling.job import profile_of
 from specdec.profiling.limits import kv_bytes
 from specdec.profiling.passes import measure_model
@@ -97,7 +97,8 @@ class ModelsHere:
             batch: prompts of a unit.
             count: of units, the same as those of ``Simulator.units``.
             length: tokens per prompt.
-            rounds: of every unit, of which the one of median time counts; of two the faster.
+            rounds: of every unit, of which the one of median time counts; of two their mean. The
+                faster of two would be too fast by half a standard deviation.
             on_turn: called after every unit of every configuration.
 
         Raises:
@@ -124,7 +125,7 @@ class ModelsHere:
         finally:
             for runner in runners:
                 runner.close()
-        return [[_median(units) for units in of] for of in measured]
+        return [[typical(units) for units in of] for of in measured]
 
 
 def _others(group: Sequence[TokenPrompt]) -> list[TokenPrompt]:
@@ -132,8 +133,12 @@ def _others(group: Sequence[TokenPrompt]) -> list[TokenPrompt]:
     return [TokenPrompt(prompt.id, prompt.tokens[::-1].copy()) for prompt in group]
 
 
-def _median(units: Sequence[Unit]) -> Unit:
-    return sorted(units, key=lambda unit: unit.clock_s)[(len(units) - 1) // 2]
+def typical(units: Sequence[Unit]) -> Unit:
+    """Of repeated runs: that of median time; of an even number the mean of the middle two."""
+    ordered = sorted(units, key=lambda unit: unit.clock_s)
+    low, high = ordered[(len(units) - 1) // 2], ordered[len(units) // 2]
+    means = {name: (getattr(low, name) + getattr(high, name)) / 2 for name in TIMES}
+    return replace(low, **means)
 
 
 def measured_costs(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from time import monotonic
 from typing import Any
 
@@ -161,7 +162,9 @@ class Search:
                 self.left_out[name] = f"more than {_HOPELESS} times slower than the best preset"
                 del tried[name]
             self.report(name, None)
-        entered = [c for name in order if name in tried for c in self._entering(tried[name])]
+        groups = [self._entering(tried[name]) for name in order if name in tried]
+        # The best of every preset first, for when there is no time for all.
+        entered = [made for nth in zip_longest(*groups) for made in nth if made is not None]
         return [*self._halved(entered), plain]
 
     def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
@@ -299,10 +302,10 @@ class Search:
         return left
 
     def _has_time(self, candidate: Candidate, stay: Sequence[Candidate], kept: int) -> bool:
-        """Whether a round that has ``stay`` evaluates one more; the first ones it does always."""
+        """Whether a round that has ``stay`` evaluates one more; the first in any case."""
         if candidate.decoded:
             return not self._decoded_for() or sum(c.decoded for c in stay) < _SURE
-        return not self.out_of_time or len(stay) < kept
+        return not self.out_of_time or len(stay) < kept // 2
 
     def _survivors(self, left: Sequence[Candidate], count: int, kept: int) -> list[Candidate]:
         """The best; of those that are worse with 97.5 % certainty only the best of each preset."""

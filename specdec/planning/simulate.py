@@ -96,7 +96,8 @@ def unit_of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
 
 
 _FIELDS = tuple(item.name for item in fields(Unit))
-_TIMES = ("seconds", "clock_s", "draft_s", "hidden_s")
+TIMES = ("seconds", "clock_s", "draft_s", "hidden_s")
+"""Fields of ``Unit`` that are times."""
 
 
 class Models(Protocol):
@@ -179,7 +180,7 @@ class Simulator:
             of, digest, rest = key.split(":", 2)
             target = f"{of}:{scaled.key}:{rest}"
             if digest == made.key and target not in self._known:
-                times = {name: round(getattr(unit, name) * factor, _DIGITS) for name in _TIMES}
+                times = {name: round(getattr(unit, name) * factor, _DIGITS) for name in TIMES}
                 self._keep(target, replace(unit, **times), counted=False)
 
     def _decode(self, candidate: Candidate, keys: Sequence[str], batch: int, length: int) -> None:

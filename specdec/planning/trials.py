@@ -24,7 +24,7 @@ from specdec.planning.simulate import Unit
 TRIALS_FILE = "trials.json"
 """Key of a candidate -> the ratio of its times, and its tokens per answer."""
 
-_UNITS, _ROUNDS = 8, 2
+_RUNS = 16  # of each candidate: on different prompts, as far as there are so many
 
 
 def calibrated(
@@ -81,14 +81,15 @@ def _trials(
 ) -> dict[str, dict[str, Any]]:
     """For each candidate the ratio of times, and tokens per answer of both, which should agree."""
     batch = int(candidates[0].config["batch_size"])
-    count = min(_UNITS, max(search.simulator.num_prompts // batch, 1))
-    search.report("runs of the best candidates", len(candidates) * count * _ROUNDS)
+    count = min(_RUNS, max(search.simulator.num_prompts // batch, 1))
+    rounds = _RUNS // count
+    search.report("runs of the best candidates", len(candidates) * count * rounds)
     real = models.decode(
         [_config(made, models) for made in candidates],
         batch=batch,
         count=count,
         length=search.length,
-        rounds=_ROUNDS,
+        rounds=rounds,
         on_turn=lambda: search.report("", None),
     )
     objective = search.chosen.objective

@@ -109,8 +109,8 @@ def _drafted_at_once(
         chains = draft(state, tips, [num_missing for _, num_missing, _ in entries])
     if chains is None:
         return False
-    for (request, _, tail), (tokens, logprobs) in zip(entries, chains, strict=True):
-        request.tree.append_chain(int(tail[0]), tokens, logprobs)
+    for (request, _, tail), chain in zip(entries, chains, strict=True):
+        request.tree.append_chain(int(tail[0]), chain)
     return True
 
 

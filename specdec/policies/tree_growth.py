@@ -121,7 +121,7 @@ def expand(
 def bottom_level(tree: TokenTree) -> IntArray:
     """int64[W]: slots of the deepest nodes."""
     positions = tree.positions
-    return np.flatnonzero(positions == positions.max())
+    return (positions == positions.max()).nonzero()[0]
 
 
 def growable_level(request: RequestState) -> IntArray:

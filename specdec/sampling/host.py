@@ -78,7 +78,7 @@ def sample(
     """
     values = logits.numpy()
     filtered = 0 < top_k < values.shape[1]
-    if len(values) == 1 and (filtered or top_p < 1.0) and values.shape[1] < large_rows.MIN_VOCAB:
+    if _is_single(values, top_k, top_p):
         token = single_row.draw(
             values[0], float(uniforms[0]), temperature=temperature, top_k=top_k, top_p=top_p
         )
@@ -97,11 +97,24 @@ def sample(
     return tokens
 
 
+def _is_single(values: Values, top_k: int, top_p: float) -> bool:
+    """Whether ``single_row`` may serve these rows."""
+    num_rows, vocab_size = values.shape
+    filtered = 0 < top_k < vocab_size or top_p < 1.0
+    return num_rows == 1 and filtered and vocab_size < large_rows.MIN_VOCAB
+
+
 def weigh(
     logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Distribution:
     """Applies temperature, top-k (and all ties with the k-th), then top-p; see ``sample``."""
-    groups, parts = zip(*_weighed(logits.numpy(), temperature, top_k, top_p), strict=True)
+    values = logits.numpy()
+    if _is_single(values, top_k, top_p):
+        kept = single_row.weigh(values[0], temperature=temperature, top_k=top_k, top_p=top_p)
+        if kept is not None:
+            ids, masses = kept
+            return Distribution(ids[None], np.array([masses]), values.shape[1])
+    groups, parts = zip(*_weighed(values, temperature, top_k, top_p), strict=True)
     return _stacked(groups, parts)
 
 

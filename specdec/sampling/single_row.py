@@ -35,13 +35,32 @@ def draw(
     """Returns the token at ``uniform`` of the processed CDF in token-id order, see ``host.sample``.
 
     Args:
-        row: [V], float32 or float64.
+        row, temperature, top_k, top_p: see ``weigh``.
         uniform: in [0, 1).
-        temperature, top_k, top_p: at least one filter is on.
 
     Returns:
-        None where equal entries meet at a cut, where top-p keeps too many entries, and for rows
-        with NaN or infinity.
+        None where ``weigh`` returns it.
+    """
+    kept = weigh(row, temperature=temperature, top_k=top_k, top_p=top_p)
+    if kept is None:
+        return None
+    ids, masses = kept
+    cdf = list(accumulate(masses))
+    return int(ids[bisect_right(cdf, uniform * cdf[-1])])
+
+
+def weigh(
+    row: npt.NDArray[np.floating[Any]], *, temperature: float, top_k: int, top_p: float
+) -> tuple[npt.NDArray[np.int64], list[float]] | None:
+    """Returns the largest entries and their weights, those that the filters remove with 0.
+
+    Args:
+        row: [V], float32 or float64.
+        temperature, top_k, top_p: see ``host.sample``; at least one filter is on.
+
+    Returns:
+        int64[S], increasing token ids, and S weights. None where equal entries meet at a cut, where
+        top-p keeps too many entries, and for rows with NaN or infinity.
     """
     filtered = 0 < top_k < len(row)
     k = top_k if filtered else min(_NUCLEUS, len(row))
@@ -68,8 +87,7 @@ def draw(
         if cut and ordered[cut - 1] == least:
             return None
         masses = [mass if mass >= least else 0.0 for mass in masses]
-    cdf = list(accumulate(masses))
-    return int(ids[bisect_right(cdf, uniform * cdf[-1])])
+    return ids, masses
 
 
 def _weights(

@@ -146,14 +146,20 @@ class SamplingTransform:
         return self._weighed(logits, histories, self._filters)
 
     def proposal_probs(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
-        """Returns the distribution that a draft samples candidates from, float64[W, V].
+        """Returns the distribution that a draft samples candidates from, float64[W, V]."""
+        return self.proposal(logits, histories).probs()
+
+    def proposal(
+        self, logits: Tensor, histories: Sequence[IntArray] | None = None
+    ) -> Distribution | Weighted:
+        """Returns the distribution that a draft samples candidates from, on its support.
 
         This is the processed distribution; if greedy, the model's own at temperature 1, because the
         processed one has a single token and cannot propose siblings. Rejection sampling is lossless
         for any distribution, as long as the candidates were sampled from it.
         """
         filters = {"temperature": 1.0} if self.params.greedy else self._filters
-        return self._weighed(logits, histories, filters).probs()
+        return self._weighed(logits, histories, filters)
 
     def top(
         self, logits: Tensor, k: int, histories: Sequence[IntArray] | None = None

@@ -17,14 +17,14 @@ from specdec.clocks import CONTROLLER, Work
 from specdec.metrics.counters import SourceCounters
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.parts.fields import Count, Positive, validated
-from specdec.sampling.candidates import counts_of, top_candidates
+from specdec.sampling.candidates import counts_of, drawn_firsts, top_candidates
 from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.draw_guesser import DrawGuesser, target_draws
-from specdec.sources.growing_chain import Chain, GrowingChain
+from specdec.sources.growing_chain import GrowingChain
 from specdec.sources.near_draw import NearDraw
 from specdec.sources.sampled import Histories, by_transform, sampled_candidates
-from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, Nodes, Output
+from specdec.types import BoolArray, Candidates, Chain, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -161,7 +161,7 @@ class DraftModelSource:
         requests = [state.requests[request_id] for request_id, _ in tips.items]
         drafts = [self._drafts[request.id] for request in requests]
         transform = drafts[0].transform
-        if self.gives_probs or self._guesser is not None or transform.params.needs_history:
+        if self._guesser is not None or transform.params.needs_history:
             return None
         if any(draft.transform is not transform for draft in drafts):
             return None
@@ -170,23 +170,28 @@ class DraftModelSource:
             self._plan(request, ids) for request, (_, ids) in zip(requests, tips.items, strict=True)
         ]
         chains = [
-            self._chain(state, work, tip, length, draws=near is not None)
+            self._chain(state, work, tip, length, near is not None)
             for work, (_, tip), length in zip(works, tips.items, lengths, strict=True)
         ]
         growing = [chain for chain, work in zip(chains, works, strict=True) if len(work.slots)]
         if not growing:
-            return [(_NO_TOKENS, np.zeros(0)) for _ in chains]
+            return [chain.chain() for chain in chains]
         passes = [self._compute(state, [work for work in works if len(work.slots)])]
         num_rows = 0
         while True:
-            if near is None:
+            if near is None and not self.gives_probs:
                 tokens = transform.greedy(passes[-1]).tolist()
             else:
                 draws = np.array([chain.draws[len(chain.tokens)] for chain in growing])
-                best = near.candidates(transform, passes[-1], None, draws, 1)
-                tokens = best.tokens[:, 0].tolist()
-                for chain, logprob in zip(growing, best.logprobs[:, 0].tolist(), strict=True):
-                    chain.logprobs.append(logprob)
+                if near is None:
+                    found = drawn_firsts(transform, passes[-1], draws)
+                else:
+                    found = near.candidates(transform, passes[-1], None, draws, 1)
+                tokens = found.tokens[:, 0].tolist()
+                for row, chain in enumerate(growing):
+                    chain.logprobs.append(float(found.logprobs[row, 0]))
+                    if found.probs is not None:
+                        chain.probs.append(found.probs[row])
             for row, (chain, token) in enumerate(zip(growing, tokens, strict=True), num_rows):
                 chain.tokens.append(token)
                 chain.logits_rows.append(row)
@@ -198,27 +203,33 @@ class DraftModelSource:
             assert logits is not None
             self._count(state, len(growing))
             passes.append(logits)
-        if near is not None:
-            return [(np.array(c.tokens, np.int64), np.array(c.logprobs)) for c in chains]
+        if near is not None or self.gives_probs:
+            return [chain.chain() for chain in chains]
         # The scores of all tokens at once: the passes take about as long as a call for each.
         scores = transform.top(torch.cat(passes), 1)[1][:, 0]
-        return [(np.array(c.tokens, np.int64), scores[c.logits_rows]) for c in chains]
+        for chain in chains:
+            chain.logprobs = scores[chain.logits_rows].tolist()
+        return [chain.chain() for chain in chains]
 
     def _chain(
-        self, state: DecodeState, work: _Work, tip: IntArray, length: int, *, draws: bool
+        self, state: DecodeState, work: _Work, tip: IntArray, length: int, near: bool
     ) -> GrowingChain:
-        """A chain without tokens below ``tip``, int64[1]."""
+        """A chain without tokens below ``tip``, int64[1]; ``near``: of the target's draws."""
         request = work.request
         tree = request.tree
         position = int(tree.positions[tree.slots(tip)[0]])
-        places = np.arange(position + 1, position + 1 + length)
+        draws = _NO_DRAWS
+        if near or self.gives_probs:
+            places = np.arange(position + 1, position + 1 + length)
+            purpose = Purpose.TARGET if near else Purpose.DRAFT
+            draws = state.draws.uniform(request.id, places, purpose)
         return GrowingChain(
             cache=work.draft.cache,
             tip=int(tip[0]),
             first_id=tree.next_id,
             position=position,
             length=length,
-            draws=state.draws.uniform(request.id, places, Purpose.TARGET) if draws else _NO_DRAWS,
+            draws=draws,
         )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:

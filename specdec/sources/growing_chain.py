@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specdec.attention.kv_cache import Rows, TreeCache
-from specdec.types import FloatArray, IntArray
-
-Chain = tuple[IntArray, FloatArray]
-"""Tokens int64[L] and log-probabilities float64[L] of a chain."""
+from specdec.device import Probs
+from specdec.types import Chain, FloatArray
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,10 +21,12 @@ class GrowingChain:
         first_id: id of its first node.
         position: of the tip.
         length: tokens to draft.
-        draws: float64[length], the target's draws of its tokens; empty where nothing reads them.
+        draws: float64[length], by which its tokens are chosen: the target's, or the draft's own;
+            empty where none are.
         tokens: drafted so far.
         logprobs: theirs, where they are known with the token.
         logits_rows: rows of their logits among those of all passes.
+        probs: the distributions that they were sampled from; empty where they were not.
     """
 
     cache: TreeCache
@@ -38,11 +38,17 @@ class GrowingChain:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     logits_rows: list[int] = field(default_factory=list)
+    probs: list[Probs] = field(default_factory=list)
 
     def grows(self, max_positions: int) -> bool:
         """Whether a pass over the last token follows."""
         num = len(self.tokens)
         return num < self.length and self.position + num < max_positions
+
+    def chain(self) -> Chain:
+        """The chain, all of whose tokens have their log-probabilities."""
+        tokens, logprobs = np.array(self.tokens, np.int64), np.array(self.logprobs)
+        return Chain(tokens=tokens, logprobs=logprobs, probs=self.probs or None)
 
     def rows(self) -> Rows:
         """The last token's row."""

@@ -33,9 +33,41 @@ def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     return value
 
 
+def hash_streams(
+    seed: int, streams: tuple[int, ...], request_id: int, *parts: npt.ArrayLike
+) -> npt.NDArray[np.uint64]:
+    """Several hashes of the same integers in one call, which costs little more than one hash.
+
+    Args:
+        seed: the key, any integer.
+        streams: S numbers of streams.
+        request_id: hashed after the stream.
+        parts: integer arrays of n entries.
+
+    Returns:
+        uint64[S, n]; row i is ``hash_u64(seed, streams[i], request_id, *parts)``.
+    """
+    value = _stream_keys(int(seed), streams, int(request_id))
+    for part in parts:
+        value = _finish(value ^ np.asarray(part).astype(np.uint64))
+    return value
+
+
+def as_uniform(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Hashes as float64 in [0, 1) with 53 random bits."""
+    return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def hash_uniform(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """``hash_u64`` as float64 in [0, 1) with 53 random bits."""
-    return (hash_u64(seed, *parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return as_uniform(hash_u64(seed, *parts))
+
+
+@lru_cache(maxsize=4096)
+def _stream_keys(seed: int, streams: tuple[int, ...], request_id: int) -> npt.NDArray[np.uint64]:
+    """uint64[S, 1], never written to."""
+    keys = [_key(seed, stream, request_id) for stream in streams]
+    return np.array(keys, np.uint64)[:, None]
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from specdec.parts.fields import Index, Share, validated
-from specdec.sources.hashing import hash_u64, hash_uniform
+from specdec.sources.hashing import as_uniform, hash_streams, hash_u64, hash_uniform
 from specdec.types import FloatArray, IntArray
 
 MAX_RANK = 64
@@ -149,6 +149,8 @@ class SyntheticPair:
         with np.errstate(divide="ignore"):
             self.class_logprobs: FloatArray = np.log(self.class_probs)
         self._rank_edges = np.cumsum(by_depth, axis=2)  # [D, C, 64]
+        self._class_edges = self.shares.cumsum(axis=1)[:, :-1]  # [G, C - 1]
+        self._groups: dict[int, int] = {}  # request id -> its group, as far as it was asked for
 
     def rank_probabilities(self) -> FloatArray:
         """float64[64]: probability that the true token has rank 1 .. 64 at depth 0, over all."""
@@ -193,14 +195,18 @@ class SyntheticPair:
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
         """See ``HiddenPair``."""
-        first = hash_u64(self.seed, _NODE, request_id, positions, tokens)
-        drawn = hash_uniform(self.seed, _NODE_CLASS, request_id, positions, tokens)
-        classes = _drawn(self.shares[self._group(request_id)], drawn)
+        streams = (_NODE, _NODE_CLASS)
+        first, drawn = hash_streams(self.seed, streams, request_id, positions, tokens)
+        edges = self._class_edges[self._group(request_id)]
+        classes = edges.searchsorted(as_uniform(drawn), side="right")
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
 
     def _group(self, request_id: int) -> int:
-        drawn = hash_uniform(self.seed, _GROUP, np.array([request_id]))
-        return int(_drawn(self._group_shares, drawn)[0])
+        group = self._groups.get(request_id)
+        if group is None:
+            drawn = hash_uniform(self.seed, _GROUP, np.array([request_id]))
+            group = self._groups[request_id] = int(_drawn(self._group_shares, drawn)[0])
+        return group
 
 
 def _checked_rows(

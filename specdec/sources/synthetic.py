@@ -25,7 +25,7 @@ from specdec.errors import UserError
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
 from specdec.sources.hit_law import MAX_RANK, HiddenPair
-from specdec.types import NO_NODE, Candidates, Commit, IntArray, Needs, Nodes, Output
+from specdec.types import Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.sources.pair import SourcePair
@@ -74,7 +74,8 @@ class _RequestTables:
     def true_nodes(self, slots: IntArray, positions: IntArray) -> list[int]:
         """Indices into ``slots`` of the nodes that are on the target's path."""
         tree = self.request.tree
-        hits = np.flatnonzero((tree.tokens[slots] == self.tokens[positions]) | (slots == 0))
+        same = tree.tokens.take(slots) == self.tokens.take(positions)
+        hits = (same | (slots == 0)).nonzero()[0]
         return [row for row in hits.tolist() if self._is_on_path(int(slots[row]))]
 
     def _is_on_path(self, slot: int) -> bool:
@@ -152,17 +153,18 @@ class SyntheticSource:
         catch_up = 0
         for request_id, ids in nodes.items:
             tables = self._tables[request_id]
-            slots = tables.request.tree.slots(ids)
-            assert NO_NODE not in slots, f"nodes {ids} of request {request_id} are not in the tree"
+            slots = tables.request.tree.live_slots(ids)
             parts.append(self._propose(tables, slots, k))
             tables.expanded.update(ids.tolist())
             catch_up += tables.request.prefix_len - tables.cached_len
             tables.cached_len = tables.request.prefix_len
         self._count(state, catch_up, len(nodes))
-        tokens = np.concatenate([tokens for tokens, _ in parts])
-        classes = np.concatenate([classes for _, classes in parts])
-        logprobs = self._logprobs[classes, :k]
-        counts = np.minimum(self._counts[classes], k)
+        tokens, classes = parts[0]
+        if len(parts) > 1:
+            tokens = np.concatenate([tokens for tokens, _ in parts])
+            classes = np.concatenate([classes for _, classes in parts])
+        logprobs = self._logprobs.take(classes, axis=0)[:, :k]
+        counts = np.minimum(self._counts.take(classes), k)
         return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:

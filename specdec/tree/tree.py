@@ -29,6 +29,7 @@ from specdec.types import (
     Answers,
     BoolArray,
     Candidates,
+    Chain,
     FloatArray,
     HiddenName,
     IntArray,
@@ -83,7 +84,7 @@ class TokenTree(NodeTable):
         self._next_id += num
         return slots
 
-    def append_chain(self, slot: int, tokens: IntArray, logprobs: FloatArray) -> None:
+    def append_chain(self, slot: int, chain: Chain) -> None:
         """Adds W nodes, each the child of the one before, the first of ``slot``, which is a leaf.
 
         Every node but the last counts as expanded, with no candidate left: the tree is the same as
@@ -91,9 +92,9 @@ class TokenTree(NodeTable):
 
         Args:
             slot: an unexpanded node.
-            tokens: int64[W].
-            logprobs: float64[W].
+            chain: of W tokens.
         """
+        tokens, logprobs = chain.tokens, chain.logprobs
         num = len(tokens)
         if not num:
             return
@@ -120,6 +121,10 @@ class TokenTree(NodeTable):
         self._flags[0, slot] = True
         self._cand_logprobs[new] = -np.inf
         self._cand_logprobs[slot] = -np.inf
+        if chain.probs is not None:
+            self._cand_tokens[slot, 0] = tokens[0]
+            self._cand_tokens[start : start + num - 1, 0] = tokens[1:]
+            self.draft_probs.update(zip(ints[7, new].tolist(), chain.probs, strict=True))
         self._next_id += num
 
     def set_candidates(self, slots: IntArray, candidates: Candidates, rows: slice) -> None:
@@ -237,7 +242,7 @@ class TokenTree(NodeTable):
         live = self._ints[0, : self._size]
         at = live.searchsorted(ids)
         known = live.take(at, mode="clip") == ids
-        if not known.all():
+        if np.count_nonzero(known) < len(known):
             return np.where(known, at, NO_NODE)
         self._located = ids, at
         return at
@@ -367,7 +372,7 @@ class TokenTree(NodeTable):
         """
         if slot == 0:
             return
-        keep = np.flatnonzero(self.subtree(slot))
+        keep = self.subtree(slot).nonzero()[0]
         num = len(keep)
         renumber = np.full(self._size, NO_NODE, np.int64)
         renumber[keep] = np.arange(num)

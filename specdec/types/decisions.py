@@ -91,5 +91,7 @@ class Commit:
         """bool[W]: which of ``node_ids``, int64[W], survive."""
         if not len(self.kept_ids):
             return np.zeros(len(node_ids), np.bool_)
-        at = np.minimum(np.searchsorted(self.kept_ids, node_ids), len(self.kept_ids) - 1)
-        return self.kept_ids[at] == node_ids
+        kept: BoolArray = (
+            self.kept_ids.take(self.kept_ids.searchsorted(node_ids), mode="clip") == node_ids
+        )
+        return kept

@@ -70,12 +70,15 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
     tokens = _in_sampling_order(tree, slot, children)
     position = tree.positions[slot, None] + 1
     tests = draws.uniform(request.id, position, Purpose.ACCEPT, np.arange(len(children)))
-    draft = on_host(tree.draft_probs[int(tree.ids[slot])])
-    probs = tree.target_probs[int(tree.ids[slot])]
-    if request.sampling.greedy:
+    node_id, first = int(tree.ids[slot]), int(tokens[0])
+    drafted = tree.draft_probs[node_id]
+    greedy = request.sampling.greedy
+    probability = first == own_token if greedy else _prob_of(tree.target_probs[node_id], first)
+    if tests[0] * _prob_of(drafted, first) < probability:
+        return Choice(int(children[0]), first, 0)  # without the rest of the rows
+    draft = on_host(drafted)
+    if greedy:
         support, target = np.array([own_token]), np.ones(1)
-    elif isinstance(probs, KeptProbs) and tests[0] * draft[tokens[0]] < probs.of(int(tokens[0])):
-        return Choice(int(children[0]), int(tokens[0]), 0)  # without the rest of the row
     else:
         support, target = _support(tree, slot)
     for judged, (child, token) in enumerate(zip(children.tolist(), tokens.tolist(), strict=True)):
@@ -144,6 +147,16 @@ def _look_up(tree: TokenTree, judged: dict[int, tuple[int, int]], slot: int) -> 
         child = int(children[index])
         return Choice(child, int(tree.tokens[child]), index)
     return Choice(NO_NODE, correction, len(children))
+
+
+def _prob_of(probs: Probs, token: int) -> float:
+    """The probability of a token in one row, 0 beyond its vocabulary."""
+    if isinstance(probs, KeptProbs):
+        return float(probs.of(token))
+    if isinstance(probs, SupportProbs):
+        return float(probs.values[probs.ids == token].sum())
+    row = on_host(probs)
+    return float(row[token]) if token < len(row) else 0.0
 
 
 def _support(tree: TokenTree, slot: int) -> tuple[IntArray, FloatArray]:

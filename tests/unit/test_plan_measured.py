@@ -22,7 +22,7 @@ from specdec.planning.candidates import (
 from specdec.planning.chains import ChainCell
 from specdec.planning.controller import PROBES, fitted
 from specdec.planning.layouts import Layout
-from specdec.planning.measuring import Measured, memory_here
+from specdec.planning.measuring import Measured, memory_here, typical
 from specdec.planning.options import PlanOptions
 from specdec.planning.search import Search
 from specdec.planning.simulate import Simulator, Unit
@@ -246,3 +246,15 @@ def test_decoding_by_models_leaves_time_for_the_sizes_of_others(
     assert search.left_out["swiftspec_base"] == "the budget was spent before it was tried"
     assert looked <= {c.name for c in finalists}, "three stay in each round"
     assert slow.now == 3 * 30.0 * 3, "a look and two rounds, none of them twice"
+
+
+def test_repeated_runs_count_by_mean_or_median() -> None:
+    unit = Unit(
+        requests=1, tokens=10, seconds=1.0, emitted=11, clock_s=1.2, answers=4, hits=2, draft_s=0.2,
+        hidden_s=0.0,
+    )  # fmt: skip
+    pair = typical([scaled(unit, 3.0), unit])
+    assert (pair.seconds, pair.clock_s) == pytest.approx((2.0, 2.4))
+    assert (pair.tokens, pair.answers) == (10, 4)
+    three = typical([scaled(unit, 5.0), unit, scaled(unit, 1.1)])
+    assert (three.seconds, three.clock_s) == pytest.approx((1.1, 1.32))

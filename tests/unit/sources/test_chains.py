@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.device import on_host
 from specdec.policies import Chain
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
@@ -63,6 +64,9 @@ def _grown(
         for i, request in state.requests.items():
             tree = request.tree
             seen.append([getattr(tree, name).tolist() for name in NAMES])
+            expanded = tree.ids[tree.expanded].tolist()  # others may have a row, which is not used
+            drafted = {i: on_host(tree.draft_probs[i]) for i in expanded if i in tree.draft_probs}
+            seen.append({i: probs.tolist() for i, probs in drafted.items()})
             path, token = random_path(tree, rng)
             seen.append(commit(state, [source], i, path, token))
     return seen, source.counters.passes, source.counters.rows
@@ -86,6 +90,28 @@ def test_they_are_equal_with_the_targets_draws(
 ) -> None:
     options = {"guess_draw": True, "guess_spread": spread}
     assert repr(_grown(True, sampling, 6, **options)) == repr(_grown(False, sampling, 6, **options))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=0.9, top_k=7),
+        SamplingParams(temperature=0.6, top_k=9, top_p=0.9),
+        SamplingParams(temperature=1.2, top_p=0.8),
+    ],
+    ids=["greedy", "sampled", "top_k", "both", "top_p"],
+)
+def test_they_are_equal_when_sampled(sampling: SamplingParams) -> None:
+    """Tokens, and the distributions that they were sampled from, which rejection compares."""
+    grown = [_grown(at_once, sampling, 6, sample=True) for at_once in (True, False)]
+    assert repr(grown[0]) == repr(grown[1])
+    distributions = [
+        probs for tree in grown[0][0] if isinstance(tree, dict) for probs in tree.values()
+    ]
+    assert len(distributions) > 40
+    assert np.allclose(np.sum(distributions, axis=1), 1.0)
 
 
 def test_histories_need_single_passes() -> None:
