@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ def result(first: float, best: float, planned: float) -> dict[str, Any]:
     names: list[tuple[str, dict[str, int], float | None, float]] = [
         ("best_first", {"bs": 8}, planned, first),
         ("speculative", {}, None, best),
+        ("ar", {}, 50.0, 40.0),
     ]
     return {
         "case": asdict(CASES[0]),
@@ -42,6 +44,20 @@ def test_cases_cover_pairs_data_threads_and_batches() -> None:
     assert {case.batch for case in CASES} == {1, 4}
 
 
+@pytest.mark.parametrize("plain_at", [2, 6, 11])
+def test_plain_decoding_is_always_tried(plain_at: int) -> None:
+    choices: Any = [
+        SimpleNamespace(strategy=str(i), sizes={}, tokens_per_s=1.0, is_plain=i == plain_at)
+        for i in range(12)
+    ]
+    names = [name for name, _, _ in regret.tried(choices)]
+    assert names[:5] == ["0", "1", "2", "3", "4"]
+    assert len(names) == len(set(names)) == 8
+    assert str(plain_at) in names
+    few = [name for name, _, _ in regret.tried(choices[: plain_at + 1][-3:])]
+    assert len(few) == min(3, plain_at + 1)
+
+
 @pytest.mark.parametrize(
     ("first", "best", "lost"), [(100.0, 90.0, 0.0), (100.0, 100.0, 0.0), (80.0, 100.0, 0.25)]
 )
@@ -61,13 +77,16 @@ def test_shares_count_cases_within_the_bars() -> None:
     assert [round(regret.error(r), 3) for r in results] == [0.099, -0.099, 0.101, -0.101]
     told = regret.shares(results)
     assert told.startswith("4 cases: regret at most 5 % in 75 % (wanted 90 %)")
-    assert told.endswith("within 10 % in 50 % (wanted 80 %)")
+    assert ", tokens/s within 10 % in 50 % (wanted 80 %)" in told
+    # The planned gain is over 50 tokens/s, the measured one over 40.
+    assert [round(regret.gain_error(r), 3) for r in results] == [-0.121, -0.279, -0.119, -0.281]
+    assert told.endswith("gains over plain decoding within 10 % in 0 %")
 
 
 def test_the_table_has_a_row_per_case() -> None:
     page = regret.table({"one": result(100.0, 120.0, 95.0), "two": result(50.0, 40.0, 60.0)})
-    assert "| one | best_first bs=8 | 100.0 | 95.0 | -5.0 % | 20.0 % |" in page
-    assert "| two | best_first bs=8 | 50.0 | 60.0 | +20.0 % | 0.0 % |" in page
+    assert "| one | best_first bs=8 | 100.0 | 95.0 | -5.0 % | -24.0 % | 20.0 % |" in page
+    assert "| two | best_first bs=8 | 50.0 | 60.0 | +20.0 % | -4.0 % | 0.0 % |" in page
     assert "revision 0123456; some CPU, 2 cores." in page
 
 
@@ -90,6 +109,6 @@ def test_stored_cases_are_not_run_again(
         regret.main()
         assert ran == expected
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith(f"{stored}: best_first 100.0 tokens/s, planned 99.0 (-1.0 %)")
+    assert printed[0].startswith(f"{stored}: best_first 100.0 tokens/s, planned 99.0 (-1.0 %; gain")
     assert printed[1].endswith("regret 50.0 %")
     assert printed[2].startswith("2 cases: regret at most 5 % in 50 %")
