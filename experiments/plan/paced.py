@@ -60,9 +60,9 @@ class Cluster:
 
 CLUSTERS: Mapping[str, Cluster] = {
     "four_stages": Cluster(
-        profile=str(_HERE / "clusters" / "four_stages.yaml"), devices=5, link_ms=0.1, scale=4.0
+        profile=str(_HERE / "clusters" / "four_stages.yaml"), devices=5, link_ms=0.1, scale=6.0
     ),
-    "eight_stages": Cluster(profile="specpipe_8x3090", devices=9, link_ms=1.0, scale=3.0),
+    "eight_stages": Cluster(profile="specpipe_8x3090", devices=9, link_ms=1.0, scale=4.0),
     "two_groups": Cluster(profile="swiftspec_table6", devices=2, link_ms=5.0, scale=15.0),
 }
 
