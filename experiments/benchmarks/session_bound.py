@@ -1,21 +1,19 @@
 """What is left to gain outside ONNX Runtime: ``python -m experiments.benchmarks.session_bound``.
 
-Decodes the same prompts in turn with some strategies on ``model.backend=onnx`` and, where ONNX
-Runtime GenAI is installed (``specdec rivals install ort``), with that, plainly and with its draft
-model. Prints per row the tokens per target pass, tokens per second, and those that it would have if
-nothing but the sessions' own calls took time; each also over ``ar``. All are of the decode phase
-and wall times, of which only the ratios count on a machine with other work.
+Decodes the same prompts in turn with some strategies on ``model.backend=onnx`` and with ONNX
+Runtime GenAI (``specdec rivals install ort``), plainly and with its draft model. Prints per row the
+tokens per target pass, tokens per second, and those that it would have if nothing but the calls of
+ONNX Runtime sessions took time; each also over ``ar``. All are of the decode phase and wall times,
+of which only the ratios count on a machine with other work. A strategy may have words of its own:
 
     python -m experiments.benchmarks.session_bound --sampling t06 --strategies ar speculative \\
-        "speculative policy.gamma=4" best_first --draft-tokens 3 4
+        "speculative policy.gamma=4" "ort_draft strategy.options.num_draft_tokens=3"
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -26,14 +24,19 @@ from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.metrics import RequestResult
 from specdec.metrics.times import decode_phase
-from specdec.pairs import PretrainedPair
-from specdec.rivals import RivalProcess
-from specdec.rivals.environments import converted
-from specdec.runs.jobs import prepare, stop_rules
-from specdec.runs.runners import PartsRunner, TokenPrompt
-from specdec.sampling.transform import SamplingParams
+from specdec.runs.jobs import build_runner, prepare, stop_rules
+from specdec.runs.runners import Runner, TokenPrompt
 
-DEFAULT = ("ar", "speculative", "speculative policy.gamma=4", "best_first", "mixture")
+PLAIN = "ar"
+DEFAULT = (
+    "speculative",
+    "speculative policy.gamma=4",
+    "best_first",
+    "mixture",
+    "ort_generate",
+    "ort_draft strategy.options.num_draft_tokens=3",
+    "ort_draft",
+)
 
 
 @dataclass
@@ -78,7 +81,6 @@ def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strategies", nargs="+", default=list(DEFAULT), metavar="WORDS")
-    parser.add_argument("--draft-tokens", nargs="*", type=int, default=[3, 4])
     parser.add_argument("--sampling", default="greedy")
     parser.add_argument("--data", default="humaneval")
     parser.add_argument("--prompts", type=int, default=8)
@@ -88,39 +90,30 @@ def main() -> int:
     torch.set_num_threads(1)
     words = ["model.backend=onnx", "threads=1", f"max_new_tokens={args.tokens}"]
     words += [f"data={args.data}", f"data.limit={args.prompts}", f"sampling={args.sampling}"]
-    config = run_job_of(words).config
-    pair, loaded, _ = prepare(config)
-    assert isinstance(pair, PretrainedPair)
+    pair, prompts, _ = prepare(run_job_of(words).config)
     sessions = Sessions()
-    runners = [_runner([*words, *f"strategy={name}".split()], pair) for name in args.strategies]
-    with rivals(pair, args.draft_tokens) as others:
-        for repeat in range(args.repeats + 1):
-            if repeat < 2:  # the first one warms up
-                rows = {name: Row() for name in (*args.strategies, *others)}
-            for prompt in loaded:
-                for name, runner in zip(args.strategies, runners, strict=True):
-                    _decode(runner, prompt, rows[name], sessions)
-                for name, rival in others.items():
-                    found = rival.generate(
-                        prompt.tokens.tolist(),
-                        max_new_tokens=args.tokens,
-                        sampling=_options(config, prompt.id),
-                    )
-                    row = rows[name]
-                    row.tokens += len(found.tokens) - 1
-                    row.passes += found.rounds - 1
-                    row.seconds += found.times_s[-1] - found.times_s[0]
+    runners: dict[str, Runner] = {}
+    for name in dict.fromkeys([PLAIN, *args.strategies]):
+        cfg = run_job_of([*words, *f"strategy={name}".split()]).config
+        try:
+            runners[name] = build_runner(cfg, pair, stop_rules(cfg, pair))
+        except UserError as error:
+            print(f"without {name}: {error}")
+    rows = {name: Row() for name in runners}
+    for repeat in range(args.repeats + 1):
+        if repeat == 1:  # the first one warms up
+            rows = {name: Row() for name in runners}
+        for prompt in prompts:
+            for name, runner in runners.items():
+                _decode(runner, prompt, rows[name], sessions)
+    for runner in runners.values():
+        runner.close()
     _print(rows)
     return 0
 
 
-def _runner(words: list[str], pair: PretrainedPair) -> PartsRunner:
-    cfg = run_job_of(words).config
-    return PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair))
-
-
-def _decode(runner: PartsRunner, prompt: TokenPrompt, row: Row, sessions: Sessions) -> None:
-    """Adds one request of ours to its row."""
+def _decode(runner: Runner, prompt: TokenPrompt, row: Row, sessions: Sessions) -> None:
+    """Adds one request to its row."""
     sessions.calls.clear()
     finished: list[tuple[RequestResult, float]] = []
     totals = runner.run([prompt], lambda result: finished.append((result, perf_counter())))
@@ -132,50 +125,14 @@ def _decode(runner: PartsRunner, prompt: TokenPrompt, row: Row, sessions: Sessio
     row.session_s += sum(s for start, s in sessions.calls if start > ended - phase.seconds)
 
 
-@contextmanager
-def rivals(pair: PretrainedPair, draft_tokens: list[int]) -> Iterator[dict[str, RivalProcess]]:
-    """Name of a row -> process of the other runtime; none where it is not installed."""
-    processes: dict[str, RivalProcess] = {}
-    try:
-        for count in (0, *draft_tokens):
-            settings: dict[str, Any] = {
-                "target": str(converted("ort", pair.folder("target"), print)),
-                "draft": str(converted("ort", pair.folder("draft"), print)) if count else None,
-                "method": "draft" if count else "generate",
-                "threads": 1,
-                "eos": sorted(pair.eos_ids),
-                "options": {"num_draft_tokens": count} if count else {},
-            }
-            name = f"ort_draft {count}" if count else "ort_generate"
-            processes[name] = RivalProcess("ort", settings)
-    except UserError as error:
-        print(f"without the other runtime: {error}")
-    try:
-        yield processes
-    finally:
-        for process in processes.values():
-            process.close()
-
-
-def _options(config: dict[str, Any], number: int) -> dict[str, Any]:
-    """The sampling of one request for the other runtime."""
-    params = SamplingParams(**config["sampling"])
-    return {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "seed": number,
-    }
-
-
 def _print(rows: dict[str, Row]) -> None:
-    plain = next(row for name, row in rows.items() if name.split()[0] == "ar")
-    print(f"{'row':34s}tokens/pass  tokens/s  of ar  sessions only  of ar")
+    plain, width = rows[PLAIN], max(map(len, rows))
+    print(f"{'row':{width}s}  tokens/pass  tokens/s  of ar  sessions only  of ar")
     for name, row in rows.items():
         speed = row.tokens / row.seconds
-        line = f"{name:34s}{row.tokens / row.passes:11.2f}{speed:10.0f}"
+        line = f"{name:{width}s}{row.tokens / row.passes:13.2f}{speed:10.0f}"
         line += f"{speed * plain.seconds / plain.tokens:7.2f}"
-        if row.session_s:
+        if row.session_s:  # sessions of another process are not seen
             bound = row.tokens / row.session_s
             line += f"{bound:15.0f}{bound * plain.session_s / plain.tokens:7.2f}"
         print(line)

@@ -31,7 +31,7 @@ preset and its profile. An interrupted plan continues with the same command and 
   objective=latency   time per token of a request; throughput: tokens per second; per_device
   strategies=[A,B]    presets to try
   prompts=24          of the last round
-  budget_s=60         seconds of search (models decode twice as long besides)
+  budget_s=60         seconds for simulations; runs with the models have twice as many in addition
   check=DIR           compares a run of the planned preset with the plan; check=true runs it
   output_dir=DIR      of the plan
 

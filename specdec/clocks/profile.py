@@ -82,15 +82,15 @@ class LatencyProfile:
 
 
 class Prices:
-    """Seconds of work by a profile; a run asks for the same few numbers of tokens again."""
+    """Looks up costs in a profile and keeps them, since a run asks for the same few again."""
 
     def __init__(self, profile: LatencyProfile, scale: float) -> None:
-        """Knows none yet; ``scale`` multiplies every cost."""
+        """Starts without any; ``scale`` multiplies every cost."""
         self._profile, self._scale = profile, scale
         self._known: dict[tuple[Work, int], float] = {}
 
     def seconds(self, kind: Work, num_tokens: int) -> float:
-        """Of one piece of work."""
+        """Returns the cost of one piece of work, in seconds."""
         seconds = self._known.get((kind, num_tokens))
         if seconds is None:
             seconds = self._profile.ms(kind, num_tokens) * 1e-3 * self._scale

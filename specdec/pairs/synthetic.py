@@ -220,7 +220,7 @@ class SyntheticAnswerer:
     def __init__(self, hidden: HiddenPair) -> None:
         """Takes the sequences."""
         self._hidden = hidden
-        self._tokens: dict[int, IntArray] = {}  # request id -> of all positions so far
+        self._tokens: dict[int, IntArray] = {}  # request id -> hidden tokens by position
 
     def open(self, request: AnsweredRequest) -> None:
         """Does nothing: the sequence is keyed by the request's id."""

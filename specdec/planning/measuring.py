@@ -97,8 +97,7 @@ class ModelsHere:
             batch: prompts of a unit.
             count: of units, the same as those of ``Simulator.units``.
             length: tokens per prompt.
-            rounds: of every unit, of which the one of median time counts; of two their mean. The
-                faster of two would be too fast by half a standard deviation.
+            rounds: of every unit, of which the one of median time counts; of two their mean.
             on_turn: called after every unit of every configuration.
 
         Raises:
@@ -134,7 +133,7 @@ def _others(group: Sequence[TokenPrompt]) -> list[TokenPrompt]:
 
 
 def typical(units: Sequence[Unit]) -> Unit:
-    """Of repeated runs: that of median time; of an even number the mean of the middle two."""
+    """Of repeated runs the one of median time; of an even number the mean of the middle two."""
     ordered = sorted(units, key=lambda unit: unit.clock_s)
     low, high = ordered[(len(units) - 1) // 2], ordered[len(units) // 2]
     means = {name: (getattr(low, name) + getattr(high, name)) / 2 for name in TIMES}

@@ -43,7 +43,7 @@ class PlanOptions:
         drafter: what the law or log is of, for the flags of engines.
         strategies: presets to try; empty: all.
         prompts: at most, of the last round.
-        budget_s: seconds of search; models decode for at most twice as long besides.
+        budget_s: seconds for simulations; runs with the models have twice as many in addition.
         check: true: run the winner; a run folder: compare its results; empty: neither.
     """
 

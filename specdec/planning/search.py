@@ -31,10 +31,12 @@ _BESIDE = 0.2  # share of drafting during target work from which the draft needs
 _TUNING = 0.6  # share of the budget after which sizes are no longer tried
 _HOPELESS = 2.5  # times the best so far, from which a preset's sizes are not tried
 _PER_FAMILY = 3  # candidates of a preset that enter the halving
-_DECODING = 2.0  # times the budget, besides it, in which models decode what no record plays
-_LOOKING = 0.5  # share of that for the first look at each preset
+_DECODING = (
+    2.0  # time limit of candidates that models decode, in budgets, in addition to the budget
+)
+_LOOKING = 0.5  # share of that limit for the first round
 _NO_TIME = "the budget was spent before it was tried"
-_SURE = 3  # decoded candidates that stay in each round of halving, whatever they take
+_SURE = 3  # decoded candidates that every round of halving evaluates, even beyond that limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +175,9 @@ class Search:
         return Times.of(units, self.chosen.objective, candidate.layout.devices)
 
     def _units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
-        """The results of a candidate; the time in which models decode it is no part of the search.
+        """The results of a candidate; time in which models decode it does not count as search.
 
-        At 50 to 500 tokens per second it would leave no time for the sizes of the others.
+        They decode some hundred tokens per second, which would leave no time to try sizes.
         """
         if not candidate.decoded:
             return self.simulator.units(candidate, count, length)
@@ -197,7 +199,7 @@ class Search:
         self._tuned_by += seconds
 
     def _decoded_for(self, share: float = 1.0) -> bool:
-        """Whether models have decoded for this share of their time."""
+        """Whether models have decoded for longer than this share of their limit."""
         return self._decoding_s > share * _DECODING * self.chosen.budget_s
 
     @property
@@ -270,7 +272,7 @@ class Search:
         for layout in layouts(self.machine.devices, own_draft=False, **shape):
             try:
                 made = family.candidate(self.machine, layout, batch=batch, context=context)
-                # What models decode is decoded once: these are the results of the first look.
+                # Models decode slowly: the first round needs the same results, which are kept.
                 count = _FIRST[0] if family.decoded else 1
                 units = self._units(made, count, min(_FIRST[1], self.length))
             except (DoesNotFit, UserError):
@@ -302,7 +304,7 @@ class Search:
         return left
 
     def _has_time(self, candidate: Candidate, stay: Sequence[Candidate], kept: int) -> bool:
-        """Whether a round that has ``stay`` evaluates one more; the first in any case."""
+        """Whether a round that has evaluated ``stay`` has time for another candidate."""
         if candidate.decoded:
             return not self._decoded_for() or sum(c.decoded for c in stay) < _SURE
         return not self.out_of_time or len(stay) < kept // 2

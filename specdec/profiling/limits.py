@@ -19,6 +19,7 @@ from torch import nn
 
 from specdec.clocks import Work
 from specdec.executors.stage import split_layers
+from specdec.models.onnx_graph import head_size
 from specdec.models.slicing import layers_name
 from specdec.pairs import HuggingFacePair
 from specdec.profiling.passes import Sample
@@ -137,7 +138,7 @@ def work_of(
     flops = 2 * rows * sum(weight.numel() for weight in weights)
     if layers:
         heads = config.num_attention_heads
-        size = _head_size(config)
+        size = head_size(config)
         per_token = len(layers) * kv_bytes(config, weights[0].element_size())
         num_bytes += per_token * (context + 2 * rows)  # the rows' own are written and read
         # Scores and weighted sums: two products over every entry.
@@ -148,12 +149,7 @@ def work_of(
 def kv_bytes(config: Any, itemsize: int) -> int:
     """Bytes of one token's keys and values in one layer."""
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * int(groups) * _head_size(config) * itemsize
-
-
-def _head_size(config: Any) -> int:
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(size)
+    return 2 * int(groups) * head_size(config) * itemsize
 
 
 def passes_of(

@@ -150,7 +150,7 @@ class SyntheticPair:
             self.class_logprobs: FloatArray = np.log(self.class_probs)
         self._rank_edges = np.cumsum(by_depth, axis=2)  # [D, C, 64]
         self._class_edges = self.shares.cumsum(axis=1)[:, :-1]  # [G, C - 1]
-        self._groups: dict[int, int] = {}  # request id -> its group, as far as it was asked for
+        self._groups: dict[int, int] = {}  # request id -> its group
 
     def rank_probabilities(self) -> FloatArray:
         """float64[64]: probability that the true token has rank 1 .. 64 at depth 0, over all."""
