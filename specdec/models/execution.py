@@ -13,8 +13,9 @@ from specdec.attention.kv_storage import Pair
 from specdec.attention.tree_attention import OPAQUE, StepCache
 from specdec.errors import UserError
 from specdec.kernels import support
+from specdec.kernels.packed import pack, packed_problem
 
-KERNELS = ("torch", "triton")
+KERNELS = ("torch", "triton", "packed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,8 @@ class Execution:
 
     Attributes:
         graphs: a value of ``specdec.kernels.graphs.Graphs``.
-        kernels: "torch", or "triton" for fused norm + projections and norm + SwiGLU.
+        kernels: "torch"; "triton" for fused norm + projections and norm + SwiGLU; "packed" for
+            weights in oneDNN's layout, on a CPU.
         compile: whether to compile the forward by ``torch.compile``.
         backend: "eager" for PyTorch, "onnx" for ONNX Runtime.
         exact: whether a row's bits must not depend on the other rows (``ExactPasses``).
@@ -52,6 +54,23 @@ class OpaqueCache(StepCache):
     @torch.compiler.disable
     def update(self, *args: Any, **kwargs: Any) -> Pair:
         return self._cache.update(*args, **kwargs)
+
+
+def pack_weights(
+    model: PreTrainedModel, execution: Execution, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Packs the weights of a runner's own copy with ``kernels`` packed; else does nothing.
+
+    Before the first pass: that would read the plain weights into memory.
+
+    Raises:
+        UserError: they cannot be packed here, or not with the other options.
+    """
+    if execution.kernels == "packed":
+        support.require(packed_problem(device, dtype), "model.kernels=packed")
+        if execution.compile:
+            raise UserError("model.kernels=packed cannot be compiled: use model.compile=false")
+        pack(model)
 
 
 def prepare(

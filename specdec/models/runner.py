@@ -34,7 +34,7 @@ from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
 from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.exact_modules import use_exact_modules
 from specdec.models.exact_passes import ExactPasses, Slice
-from specdec.models.execution import PLAIN, Execution, OpaqueCache, prepare
+from specdec.models.execution import PLAIN, Execution, OpaqueCache, pack_weights, prepare
 from specdec.models.inspection import CERTIFIED
 from specdec.models.onnx_passes import OnnxPasses
 from specdec.models.probe import Probe
@@ -127,6 +127,7 @@ class ModelRunner:
         """Replaces modules, probes the slice and makes its captured or exact passes."""
         if execution.exact:
             use_exact_modules(self._model)
+        pack_weights(self._model, execution, self.device, self.dtype)
         self.spec = self._probe(config.model_type)
         self._call = prepare(self._model, execution, self.device, self.dtype)
         self.static = self._static_passes(execution)

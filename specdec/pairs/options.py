@@ -21,7 +21,7 @@ Device = Annotated[
 ]
 AttentionName = Literal["auto", "dense", "two_level", "triton", "flash", "flex"]
 GraphsName = Literal["off", "auto", "cuda", "replay"]
-KernelsName = Literal["torch", "triton"]
+KernelsName = Literal["torch", "triton", "packed"]
 QuantizationName = Literal["none", "int8", "int4"]
 BackendName = Literal["eager", "onnx", "auto"]
 ExitHeadName = Literal["norm", "transformer"]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from specdec.errors import UserError
@@ -33,9 +33,11 @@ class Runtime:
         title: for tables and messages.
         packages: pip requirements of the environment that decodes.
         converter: pip requirements of the environment that converts models; empty: the same one.
+        unwanted: packages that pip installs with the converter's, which are uninstalled again.
         worker: script in ``workers/`` that decodes, run by the environment's Python.
         convert: script in ``workers/`` that converts one model folder.
         sees_torch: whether the converter also imports torch and transformers of this environment.
+        dtypes: ``model.dtype`` that it computes in -> what the worker is told for it.
     """
 
     title: str
@@ -43,7 +45,9 @@ class Runtime:
     worker: str
     convert: str
     converter: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
     sees_torch: bool = False
+    dtypes: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {"float32": {}})
 
 
 RUNTIMES: Mapping[str, Runtime] = {
@@ -60,6 +64,9 @@ RUNTIMES: Mapping[str, Runtime] = {
         worker="decode_openvino.py",
         convert="convert_openvino.py",
         converter=("torch==2.13.0", "optimum-intel==2.2.0"),
+        # Language models do without it, and a build that is not torch's breaks transformers.
+        unwanted=("torchvision",),
+        dtypes={"float32": {"precision": "f32"}, "bfloat16": {"precision": "bf16"}},
     ),
 }
 """Name -> runtime."""
@@ -79,7 +86,7 @@ def python_of(name: str, *, converter: bool = False) -> Path:
     runtime = RUNTIMES[name]
     kind = "converter" if converter and runtime.converter else "run"
     folder = rivals_dir() / f"{name}-{kind}"
-    if _read(folder / _DONE) != {"packages": list(_packages(runtime, kind))}:
+    if _read(folder / _DONE) != _contents(runtime, kind):
         raise UserError(
             f"{runtime.title} is not installed: run `specdec rivals install {name}`, or leave its"
             " rows out"
@@ -100,7 +107,7 @@ def install(name: str, note: Callable[[str], None]) -> None:
     runtime = RUNTIMES[name]
     for kind in ("run", "converter") if runtime.converter else ("run",):
         folder, packages = rivals_dir() / f"{name}-{kind}", _packages(runtime, kind)
-        if _read(folder / _DONE) == {"packages": list(packages)}:
+        if _read(folder / _DONE) == _contents(runtime, kind):
             note(f"{folder} is installed")
             continue
         note(f"installing {', '.join(packages)} into {folder}")
@@ -110,11 +117,13 @@ def install(name: str, note: Callable[[str], None]) -> None:
         _run([base, "-m", "venv", str(folder)], f"a Python environment for {runtime.title}")
         pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
         _run([*pip, "install", "-q", *packages], f"{runtime.title} (pip)")
-        (folder / _DONE).write_text(json.dumps({"packages": list(packages)}) + "\n")
+        if kind == "converter" and runtime.unwanted:
+            _run([*pip, "uninstall", "-q", "-y", *runtime.unwanted], f"{runtime.title} (pip)")
+        (folder / _DONE).write_text(json.dumps(_contents(runtime, kind)) + "\n")
 
 
 def converted(name: str, model: Path, note: Callable[[str], None]) -> Path:
-    """The folder of a model in a runtime's format, float32; converts it on first use.
+    """The folder of a model in a runtime's format; converts it on first use.
 
     Args:
         name: key of ``RUNTIMES``.
@@ -149,11 +158,20 @@ def _packages(runtime: Runtime, kind: str) -> tuple[str, ...]:
     return runtime.packages if kind == "run" else runtime.converter
 
 
+def _contents(runtime: Runtime, kind: str) -> dict[str, list[str]]:
+    """What is in an environment; one with other contents is made again."""
+    contents = {"packages": list(_packages(runtime, kind))}
+    if kind == "converter" and runtime.unwanted:
+        contents["without"] = list(runtime.unwanted)
+    return contents
+
+
 def _fingerprint(model: Path, runtime: Runtime) -> str:
-    """Changes with the model's files and with the runtime's versions."""
+    """Changes with the model's files, the runtime's versions and our script."""
     files = sorted(p for p in model.iterdir() if p.suffix in (".json", ".safetensors"))
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    parts = [str(model.resolve()), stats, runtime.packages, runtime.converter]
+    script = (_WORKERS / runtime.convert).read_text()
+    parts = [str(model.resolve()), stats, runtime.packages, runtime.converter, script]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -7,7 +7,7 @@ them, of which the longest ones separate passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
@@ -190,7 +190,7 @@ def runtime_baseline(
     Args:
         name, stop, sampling, seed: see ``RivalBaseline``.
         method: key of ``METHODS``.
-        pair: models from folders, float32 on the CPU.
+        pair: models from folders, on the CPU, in a dtype of the runtime.
         options: of the speculation.
         note: called with a line of progress.
 
@@ -198,7 +198,8 @@ def runtime_baseline(
         UserError: the runtime is not installed, or cannot do this.
     """
     runtime, kind = METHODS[method]
-    _check(name, pair, stop, sampling)
+    _check(name, RUNTIMES[runtime].dtypes, pair)
+    _check_rules(name, stop, sampling)
     folders = {"target": pair.folder("target"), "draft": None}
     if kind == "draft":
         folders["draft"] = pair.folder("draft")
@@ -210,6 +211,7 @@ def runtime_baseline(
             "threads": torch.get_num_threads(),
             "eos": sorted(stop.eos_ids),
             "options": {"num_draft_tokens": options.num_draft_tokens, "ngram": options.ngram},
+            **RUNTIMES[runtime].dtypes[pair.dtype],
         },
     )
     return RivalBaseline(
@@ -281,13 +283,13 @@ def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
     return np.diff(edges).tolist() if len(times_s) else []
 
 
-def _check(name: str, pair: PretrainedPair, stop: StopRules, sampling: SamplingParams) -> None:
+def _check(name: str, dtypes: Collection[str], pair: PretrainedPair) -> None:
+    some = " or ".join(dtypes)
     reasons = [
-        (pair.dtype != "float32", f"computes in float32, not in model.dtype={pair.dtype}"),
+        (pair.dtype not in dtypes, f"computes in {some}, not in model.dtype={pair.dtype}"),
         (pair.device != "cpu", f"runs on the CPU, not on model.device={pair.device}"),
     ]
     _refuse(name, reasons)
-    _check_rules(name, stop, sampling)
 
 
 def _check_rules(name: str, stop: StopRules, sampling: SamplingParams) -> None:

@@ -33,11 +33,11 @@ import sys
 sys.path.insert(0, {str(WORKERS)!r})
 from serve import serve
 
-def open_models(target, draft, method, threads, eos, options):
+def open_models(target, draft, method, threads, eos, options, precision="only one"):
     print("a library prints this")
     if options["num_draft_tokens"] == 13:
         raise ValueError("no model like that")
-    return {{"version": f"{{method}} {{threads}} {{eos}} {{draft}}"}}
+    return {{"version": f"{{method}} {{threads}} {{eos}} {{draft}} {{precision}}"}}
 
 def generate(prompt, max_new_tokens, sampling):
     if prompt[0] == 9:
@@ -68,11 +68,11 @@ def stand_in(monkeypatch, tmp_path):
     monkeypatch.setattr(rival, "converted", lambda name, model, note: model)
 
 
-def _baseline(options=None, **stop):
+def _baseline(options=None, method="ort_draft", dtype="float32", **stop):
     return runtime_baseline(
-        name="ort_draft",
-        method="ort_draft",
-        pair=PretrainedPair(target="bundled:target", draft="bundled:draft"),
+        name=method,
+        method=method,
+        pair=PretrainedPair(target="bundled:target", draft="bundled:draft", dtype=dtype),
         stop=StopRules(**{"max_new_tokens": 6, **stop}),
         sampling=SamplingParams(),
         options=RivalOptions(**(options or {})),
@@ -82,7 +82,7 @@ def _baseline(options=None, **stop):
 def test_messages(stand_in):
     """What a library prints is no reply; settings arrive."""
     worker = RivalProcess("ort", OPEN)
-    assert worker.version == "draft 1 [0] None"
+    assert worker.version == "draft 1 [0] None only one"
     found = worker.generate([5], max_new_tokens=6, sampling={})
     assert found.tokens == (5, 6, 7, 8, 9, 10)
     assert (found.wall_s, found.rounds, found.proposed) == (3.0, 3, 12)
@@ -170,6 +170,18 @@ def test_stop_rules_cut(stand_in):
     baseline.close()
     assert list(results[0].output) == [5, 6, 7]
     assert results[0].counters.cut_tokens == 3
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "f32"), ("bfloat16", "bf16")])
+def test_a_runtime_computes_in_the_type_of_the_other_rows(stand_in, dtype, precision):
+    """A table compares rows of one type only: what a runtime cannot compute in, it refuses."""
+    baseline = _baseline(method="openvino_generate", dtype=dtype)
+    assert baseline.version.split()[-1] == precision
+    baseline.close()
+    with pytest.raises(UserError, match=r"float32 or bfloat16, not in model\.dtype=float16"):
+        _baseline(method="openvino_generate", dtype="float16")
+    with pytest.raises(UserError, match=r"computes in float32, not in model\.dtype=bfloat16"):
+        _baseline(dtype="bfloat16")
 
 
 def test_a_worker_that_fails_is_told(stand_in):

@@ -3,6 +3,7 @@
 import sys
 
 from optimum.exporters.openvino import main_export
+from optimum.intel import OVConfig
 
 main_export(
     sys.argv[1],
@@ -10,4 +11,5 @@ main_export(
     task="text-generation-with-past",
     library_name="transformers",
     convert_tokenizer=False,
+    ov_config=OVConfig(),  # without one, models of a billion parameters become int8
 )

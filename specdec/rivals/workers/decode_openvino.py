@@ -18,11 +18,12 @@ def open_models(
     threads: int,
     eos: list[int],
     options: dict[str, int],
+    precision: str,
 ) -> dict[str, Any]:
-    """Loads the models, in float32, with as many threads as asked for."""
+    """Loads the models, to compute in this precision with as many threads as asked for."""
     properties = {
         "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_PRECISION_HINT": precision,
         "NUM_STREAMS": "1",
     }
     scheduler = genai.SchedulerConfig()

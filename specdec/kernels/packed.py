@@ -1,0 +1,122 @@
+"""Linear layers whose weights are in oneDNN's own layout, on a CPU.
+
+PyTorch keeps a weight [N, E] in rows, and the libraries that it calls multiply 1 to 64 rows of
+activations by it more slowly than oneDNN by a packed one (``experiments.benchmarks.packed``). The
+operators here are those that torch's compiler uses for frozen weights.
+
+Shape letters: R rows, E inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from specdec.errors import UserError
+
+DTYPES: Mapping[torch.dtype, Callable[[], bool]] = {
+    torch.float32: lambda: True,
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}
+"""Type of weights -> whether this CPU has instructions for it."""
+
+_PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4
+_PAGE = 4096
+_MAPS = Path("/proc/self/maps")
+_ROWS = 1  # for which oneDNN chooses the layout; it was as fast with 4, 16 and 64
+_packed: WeakTensorKeyDictionary = (
+    WeakTensorKeyDictionary()
+)  # plain weight -> packed one, shared by slices
+
+
+def packed_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
+    """Returns why weights cannot be packed on ``device`` in ``dtype``; None if they can."""
+    if torch.device(device).type != "cpu":
+        return f"weights are packed for a CPU, and the models are on {device}"
+    if not torch.backends.mkldnn.is_available():
+        return "this build of torch has no oneDNN"
+    if dtype not in DTYPES or not DTYPES[dtype]():
+        name = str(dtype).removeprefix("torch.")
+        return f"oneDNN does not multiply {name} on this CPU: use model.dtype=float32"
+    return None
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with a packed weight, which is not a parameter."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Packs the layer's weight, or takes it as packed for another slice of the model."""
+        super().__init__()
+        weight = linear.weight
+        if weight not in _packed:
+            _packed[weight] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+        self._weight: Tensor = _packed[weight]
+        self._bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., E] -> [..., N]."""
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(
+            hidden, self._weight, self._bias, "none", [], ""
+        )
+        return output
+
+
+def pack(model: nn.Module) -> int:
+    """Replaces every linear layer of a runner's own copy; returns how many.
+
+    The plain weights stay with the model that was copied. Where they are a mapped checkpoint, which
+    they are in its own type, Linux takes their memory back and reads them again if needed.
+
+    Raises:
+        UserError: for quantised weights.
+    """
+    found = [
+        (child, parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear) and not child.weight.is_meta
+    ]
+    if any(type(child.weight.data) is not Tensor for child, _, _ in found):
+        raise UserError(
+            "model.kernels=packed needs plain weights, not quantised ones: use"
+            " model.quantization=none or model.kernels=torch"
+        )
+    files = _mapped_files()
+    # The largest first: for a moment both its layouts take memory.
+    for child, parent, name in sorted(found, key=lambda item: -item[0].weight.numel()):
+        linear = PackedLinear(child)
+        _release(child.weight, files)
+        parent._modules[name] = linear
+        parent.__dict__[name] = linear  # ``specdec.models.shortcuts`` also keeps modules there
+    return len(found)
+
+
+def _mapped_files() -> list[range]:
+    """Addresses of this process at which files are mapped; empty where that is not known."""
+    try:
+        lines = _MAPS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        span, _, path = line.partition(" ")
+        if "/" in path:
+            start, stop = (int(edge, 16) for edge in span.split("-"))
+            found.append(range(start, stop))
+    return found
+
+
+def _release(weight: Tensor, files: Sequence[range]) -> None:
+    """Returns the memory of a weight in a mapped file; that of others would be written to swap."""
+    start, stop = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+    if any(start in file and stop <= file.stop for file in files):
+        first = -(-start // _PAGE) * _PAGE
+        size = max(0, stop // _PAGE * _PAGE - first)
+        # A hint: its failure costs memory only.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _PAGE_OUT)

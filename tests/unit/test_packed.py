@@ -1,0 +1,124 @@
+"""Linear layers with packed weights (``model.kernels=packed``)."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from specdec.config.hydra import compose_config
+from specdec.errors import UserError
+from specdec.kernels import packed
+from specdec.kernels.packed import DTYPES, PackedLinear, pack, packed_problem
+from specdec.models.execution import Execution, pack_weights
+from specdec.pairs import build_pair
+from specdec.runs.runners import PartsRunner, TokenPrompt
+from specdec.state import StopRules
+
+pytestmark = pytest.mark.fast
+HERE = [dtype for dtype in DTYPES if packed_problem("cpu", dtype) is None]
+if not HERE:
+    pytest.skip("this build of torch has no oneDNN", allow_module_level=True)
+
+
+def _linear(dtype: torch.dtype, bias: bool) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(96, 160, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 33, 200])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", HERE)
+def test_outputs_equal_those_of_float64_up_to_rounding(
+    dtype: torch.dtype, bias: bool, rows: int
+) -> None:
+    """A sum of 96 products, rounded once to the type; its terms are added in float32."""
+    linear = _linear(dtype, bias)
+    hidden = torch.randn(1, rows, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = PackedLinear(linear)(hidden)
+    exact = linear.double()(hidden.double())
+    assert found.shape == (1, rows, 160)
+    assert found.dtype == dtype
+    bound = torch.finfo(dtype).eps * exact.abs() + 96 * torch.finfo(torch.float32).eps * 4
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+def test_slices_share_packed_weights_which_end_with_the_plain_ones() -> None:
+    """Rows of a comparison have runners of their own, but one copy of the weights."""
+    linear = _linear(torch.float32, bias=False)
+    first, second = PackedLinear(linear), PackedLinear(linear)
+    assert first._weight is second._weight
+    assert PackedLinear(_linear(torch.float32, bias=False))._weight is not first._weight
+    alive = weakref.ref(first._weight)
+    del first, second, linear
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("strategy", ["ar", "best_first"])
+def test_tokens_equal_those_with_plain_weights(strategy: str) -> None:
+    """The whole path: target and draft of the bundled pair are packed; no two tokens nearly tie."""
+    outputs = []
+    for kernels in ("torch", "packed"):
+        overrides = [f"strategy={strategy}", "model=tiny", f"model.kernels={kernels}"]
+        cfg = compose_config(overrides).values
+        runner = PartsRunner(
+            cfg=cfg, pair=build_pair(cfg["model"]), stop=StopRules(max_new_tokens=12)
+        )
+        results = []
+        runner.run([TokenPrompt(0, np.arange(5, 40))], results.append)
+        runner.close()
+        outputs.append(list(results[0].output))
+    assert outputs[0] == outputs[1]
+
+
+def test_every_linear_layer_is_replaced() -> None:
+    model = nn.Sequential(_linear(torch.float32, True), nn.Sequential(nn.ReLU(), nn.Linear(160, 4)))
+    hidden = torch.randn(3, 96, generator=torch.Generator().manual_seed(2))
+    expected = model(hidden)
+    assert pack(model) == 2
+    assert not list(model.parameters())
+    assert torch.allclose(model(hidden), expected, atol=1e-5)
+
+
+@pytest.mark.skipif(not packed._MAPS.exists(), reason="no /proc")
+def test_the_plain_weights_of_a_checkpoint_leave_memory(tmp_path: Path) -> None:
+    """But not their values, which are read again from the file."""
+    plain = nn.Linear(2048, 2048, bias=False).requires_grad_(False)
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": plain.weight}, path)
+    with safe_open(path, "pt") as file:
+        mapped = file.get_tensor("weight")
+    model = nn.Sequential(nn.Linear(2048, 2048, bias=False))
+    model[0].weight = nn.Parameter(mapped, requires_grad=False)
+    start = mapped.data_ptr()
+    assert any(start in file for file in packed._mapped_files())
+    assert not any(plain.weight.data_ptr() in file for file in packed._mapped_files())
+    pack(model)
+    assert torch.equal(mapped, plain.weight)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    """With the reason and what to use."""
+    assert "on cuda" in str(packed_problem("cuda", torch.float32))
+    assert "float64 on this CPU: use model.dtype=float32" in str(
+        packed_problem("cpu", torch.float64)
+    )
+    pair = build_pair(compose_config(["model=random", "model.kernels=packed"]).values["model"])
+    with pytest.raises(UserError, match=r"model\.compile=false"):
+        pack_weights(
+            pair.target,
+            Execution(kernels="packed", compile=True),
+            torch.device("cpu"),
+            torch.float32,
+        )
+    overrides = ["model=random", "model.kernels=packed", "model.dtype=float64"]
+    cfg = compose_config(overrides).values
+    with pytest.raises(UserError, match=r"model\.kernels=packed cannot run here: oneDNN"):
+        PartsRunner(cfg=cfg, pair=build_pair(cfg["model"]), stop=StopRules(max_new_tokens=4))
