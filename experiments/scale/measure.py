@@ -3,19 +3,21 @@
     python -m experiments.scale.measure FOLDER --strategies best_first --samplings t06 [options]
 
 Every row runs in a separate process, so that its peak memory is measured alone, and is appended to
-``--out`` as a line of JSON; rows that are there already are skipped. Columns:
+``--out`` as a line of JSON; rows that are there already are skipped. Combinations that the library
+refuses are rows with the reason. Columns:
 
 - ``load_s``: seconds to compose the strategy, models included.
 - ``peak_mb``, ``weights_mb``, ``cache_mb``: largest resident memory of the process, what the
-  weights of both models take, and the target's cache; the rest is Python, torch, activations and
-  logits.
+  weights of the models that the row loads take, and the target's cache; the rest is Python, torch,
+  activations and logits.
 - ``rank_peak_mb``: largest resident memory of a process with target layers, with ``--stages``.
 - ``host_ms``: CPU milliseconds per step of the controller's thread outside model calls.
 - ``overhead``: that time as a share of the run's wall time here.
 - ``share_of_12_ms``: what that would be of a step whose target pass takes 12 ms, if nothing
   overlapped.
 - ``bytes_per_step``: sent between ranks, with ``--stages`` above 1 (one process per stage).
-- ``accepted_per_pass``, ``loop_share``: as in every table of the library.
+- ``accepted_per_pass``: tokens per answer of the target; a pipeline answers one level at a time.
+- ``loop_share``: as in every table of the library.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import numpy as np
 import torch
 
 from specdec.config.hydra import compose_config
+from specdec.errors import UserError
 from specdec.metrics import RequestResult
 from specdec.metrics.loops import loop_share
 from specdec.models.runner import ModelRunner
@@ -48,6 +51,7 @@ SAMPLINGS = {
     "rejection": ["sampling=t06", "verifier=rejection"],
 }
 STRATEGIES = ("ar", "speculative", "best_first", "specpipe", "specpipe_db", "swiftspec", "ppsd")
+WITHOUT_DRAFT = ("ar", "ppsd")
 _TARGET_MS = 12.0
 _WARM_UP = 16  # tokens of a prompt that is decoded before, since first calls allocate
 _MB = 1e6
@@ -122,14 +126,10 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
     )
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head
     itemsize = torch.empty(0, dtype=getattr(torch, pair.dtype)).element_size()
-    weights = totals.target_bytes + totals.draft_bytes
+    weights = totals.target_bytes + (strategy not in WITHOUT_DRAFT) * totals.draft_bytes
     host_ms = host_s / steps * 1e3
     return {
-        "model": args.folder.name,
-        "strategy": strategy,
-        "sampling": sampling,
-        "stages": args.stages,
-        "context": args.context,
+        **key_of(args, strategy, sampling),
         "tokens": len(result.output),
         "steps": steps,
         "load_s": round(load_s, 1),
@@ -146,17 +146,32 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
     }
 
 
+def key_of(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str, Any]:
+    """What distinguishes a row from the others."""
+    return {
+        "model": args.folder.name,
+        "strategy": strategy,
+        "sampling": sampling,
+        "stages": args.stages,
+        "context": args.context,
+    }
+
+
 def main() -> None:
     """Runs the missing rows, each in a separate process."""
     args = _arguments()
     if args.row is not None:
-        print(json.dumps(run_row(args, *args.row)))
+        try:
+            row = run_row(args, *args.row)
+        except UserError as error:
+            row = {**key_of(args, *args.row), "refused": str(error)}
+        print(json.dumps(row))
         return
     done = _rows(args.out)
     for strategy in args.strategies:
         for sampling in args.samplings:
-            key = [args.folder.name, strategy, sampling, args.stages, args.context]
-            if key in [[row[name] for name in _KEY] for row in done]:
+            key = key_of(args, strategy, sampling)
+            if any(key.items() <= row.items() for row in done):
                 continue
             command = [sys.executable, "-m", "experiments.scale.measure", *sys.argv[1:]]
             command += ["--row", strategy, sampling]
@@ -168,9 +183,6 @@ def main() -> None:
             with args.out.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
             print(line, flush=True)
-
-
-_KEY = ("model", "strategy", "sampling", "stages", "context")
 
 
 def _rows(path: Path) -> Sequence[dict[str, Any]]:
