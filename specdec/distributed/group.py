@@ -29,6 +29,7 @@ from specdec.distributed.transport import (
     control_group,
 )
 from specdec.errors import RankFailure
+from specdec.kernels.graphs import Graphs, observe_timed_runs
 from specdec.types import IntArray
 
 _POLL_S = 0.1
@@ -80,6 +81,8 @@ class RankGroup:
         self.connections = Connections(store=store, rank=0, loopback=loopback)
         self._links = self._connect()
         self._failures.start()
+        self._captures = False  # whether a session's ranks may run captured passes
+        observe_timed_runs(self)
 
     def _connect(self) -> dict[int, ControlLink]:
         """Rank -> its control link."""
@@ -111,12 +114,34 @@ class RankGroup:
         session = next(self._session_ids)
         kind = "draft" if isinstance(plan, DraftPlan) else "stage"
         content = {"kind": kind, "plan": plan.to_json()}
+        self._captures |= plan.model.get("graphs", Graphs.OFF) != Graphs.OFF
         self.send(pack_json(Kind.SETUP, session, content), plan.members)
         return session
 
     def await_ready(self, session: int, ranks: Iterable[int]) -> None:
         """Waits until ranks have loaded their parts; raises like ``open_session``."""
         self.wait_for([store_keys.ready(session, rank) for rank in ranks])
+
+    def begin_timed(self) -> None:
+        """Makes ranks capture now what they would capture within a timed run.
+
+        Raises:
+            RankFailure: a rank has ended.
+            UserError: a rank cannot capture a pass.
+        """
+        if not (self.alive and self._captures):
+            return
+        number, ranks = next(self._report_ids), range(1, self.size)
+        self.send(pack_message(Kind.TIMED, 1, number), ranks)
+        keys = [store_keys.captured(number, rank) for rank in ranks]
+        self.wait_for(keys)
+        for key in keys:
+            self._store.delete_key(key)
+
+    def end_timed(self) -> None:
+        """Tells ranks that the run has ended."""
+        if self.alive and self._captures:
+            self.send(pack_message(Kind.TIMED, 0, 0), range(1, self.size))
 
     def close_session(self, session: int) -> None:
         """Makes ranks free a session's models and caches."""

@@ -29,6 +29,11 @@ def failed(rank: int) -> str:
     return f"failed/{rank}"
 
 
+def captured(number: int, rank: int) -> str:
+    """Set when the rank has captured what it can before timed run ``number``."""
+    return f"captured/{number}/{rank}"
+
+
 def report(session: int, number: int, rank: int) -> str:
     """The rank's answer to report request ``number``, as JSON."""
     return f"report/{session}/{number}/{rank}"

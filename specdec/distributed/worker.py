@@ -51,6 +51,7 @@ from specdec.distributed.transport import (
 from specdec.errors import UserError
 from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
+from specdec.kernels.graphs import begin_timed_run, end_timed_run
 from specdec.pairs import ModelPair, PretrainedPair, build_pair
 from specdec.tensor_parallel import Collective
 from specdec.types import IntArray
@@ -186,6 +187,12 @@ class Worker:
             draft.replay(tick, packed)
         elif kind is Kind.QUERY:
             self._sessions[session].query(tick, packed)
+        elif kind is Kind.TIMED:
+            if session:
+                begin_timed_run()
+                self._store.set(store_keys.captured(tick, self.rank), "1")
+            else:
+                end_timed_run()
         elif kind is Kind.SETUP:
             self._set_up(session, unpack_json(packed))
         elif kind is Kind.REPORT:

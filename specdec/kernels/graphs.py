@@ -1,11 +1,12 @@
-"""CUDA graphs: the modes of ``model.graphs``, padded row counts, and graph capture."""
+"""CUDA graphs: the modes of ``model.graphs``, padded row counts, and what is captured when."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -57,6 +58,116 @@ def device_guard(device: torch.device) -> AbstractContextManager[Any]:
 def round_up(number: int, choices: Sequence[int]) -> int:
     """Returns the first of the ascending ``choices`` that is at least ``number``."""
     return next(choice for choice in choices if choice >= number)
+
+
+class RunObserver(Protocol):
+    """Prepares for runs whose time is measured; see ``timed_run``."""
+
+    def begin_timed(self) -> None:
+        """A timed run is about to begin: captures what the run is likely to need."""
+        ...
+
+    def end_timed(self) -> None:
+        """The run has ended."""
+        ...
+
+
+_observers: WeakSet[RunObserver] = WeakSet()
+_is_timed = False
+
+
+def observe_timed_runs(observer: RunObserver) -> None:
+    """Tells ``observer`` of every timed run of this process, as long as it exists."""
+    _observers.add(observer)
+
+
+def begin_timed_run() -> None:
+    """Lets all observers capture; from now on nothing is captured."""
+    global _is_timed
+    for observer in tuple(_observers):
+        observer.begin_timed()
+    _is_timed = True
+
+
+def end_timed_run() -> None:
+    """Shapes that occur from now on are captured at once."""
+    global _is_timed
+    _is_timed = False
+    for observer in tuple(_observers):
+        observer.end_timed()
+
+
+@contextmanager
+def timed_run() -> Iterator[None]:
+    """A run whose time is measured: no graph is captured within it.
+
+    A capture takes as long as several passes. Shapes that have occurred before the run are captured
+    before it; those that occur first within it run without a graph until it has ended.
+    """
+    begin_timed_run()
+    try:
+        yield
+    finally:
+        end_timed_run()
+
+
+class Launches(Generic[T]):
+    """Launches over static buffers by shape, each captured once."""
+
+    def __init__(self, *, captures: bool) -> None:
+        """Starts empty.
+
+        Args:
+            captures: whether launches become CUDA graphs; otherwise they run as they are.
+        """
+        self._captures = captures
+        self._ready: dict[Hashable, Callable[[], T]] = {}
+        self._occurred: dict[Hashable, None] = {}
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        """Number of launches that were captured; without graphs, of those that have occurred."""
+        return len(self._ready)
+
+    def __contains__(self, shape: Hashable) -> bool:
+        return shape in self._ready
+
+    def run(self, shape: Hashable, make: Callable[[], Callable[[], T]]) -> T:
+        """Replays the shape's graph, which is captured first, except within ``timed_run``.
+
+        Args:
+            shape: identifies the launch.
+            make: makes a launch that reads and writes tensors at fixed addresses.
+        """
+        ready = self._ready.get(shape)
+        if ready is None:
+            self._occurred[shape] = None
+            if self._captures and _is_timed:
+                return make()()
+            self.prepare(shape, make)
+            ready = self._ready[shape]
+        return ready()
+
+    def prepare(self, shape: Hashable, make: Callable[[], Callable[[], T]]) -> None:
+        """Captures a shape unless it is captured; its buffers hold valid inputs of any pass."""
+        if shape in self._ready:
+            return
+        launch = make()
+        if self._captures:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            launch = capture(launch, self._pool)
+        self._ready[shape] = launch
+
+    def take_occurred(self) -> list[Any]:
+        """The shapes that have occurred for the first time since the last call."""
+        occurred, self._occurred = list(self._occurred), {}
+        return occurred
+
+
+def smaller(number: int, choices: Sequence[int]) -> list[int]:
+    """Those of the ascending ``choices`` that are at most ``number``."""
+    return [choice for choice in choices if choice <= number]
 
 
 def capture(launch: Callable[[], T], pool: Any) -> Callable[[], T]:

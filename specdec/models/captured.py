@@ -7,6 +7,10 @@ A graph reads and writes tensors at fixed addresses with fixed shapes, so
 Padding rows repeat the last row and write to a spare slot that no row sees. With
 ``model.graphs=replay`` the same buffers and padding are used without graphs, on any device.
 
+Before a timed run, shapes with fewer rows and shorter contexts than those that have occurred are
+captured too, so that a shape occurs within it for the first time only if it is larger than all
+before.
+
 Shape letters: D head size, C slots of an arena, R (padded) rows, A rows whose logits are computed,
 M columns of the mask, E hidden size, V vocabulary.
 """
@@ -16,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +31,15 @@ from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions, Step
 from specdec.device import to_device
-from specdec.kernels.graphs import ROW_COUNTS, Graphs, capture, round_up
+from specdec.kernels.graphs import (
+    ROW_COUNTS,
+    Graphs,
+    Launches,
+    device_guard,
+    observe_timed_runs,
+    round_up,
+    smaller,
+)
 from specdec.models.captured_buffers import LEAST_CONTEXT, Arena, Arenas, Inputs
 from specdec.types import HiddenName, IntArray
 from specdec.types.records import record
@@ -104,9 +116,26 @@ Compute = Callable[[StaticStep, Tensor, Tensor, bool], RunnerOutput]
 """The model's forward: (step, tokens int64[R], positions int64[R], whether to compute logits)."""
 
 
+class _Shape(NamedTuple):
+    """What a graph is captured for.
+
+    Attributes:
+        arena: of the request.
+        num_rows, num_columns: R, M.
+        context: number of slots that attention reads.
+        wants_logits: whether logits are computed.
+    """
+
+    arena: Arena
+    num_rows: int
+    num_columns: int
+    context: int
+    wants_logits: bool
+
+
 @dataclass(kw_only=True, eq=False)
 class StaticPasses:
-    """Runs passes of few rows over static buffers, captured when a shape first occurs.
+    """Runs passes of few rows over static buffers, one graph per shape.
 
     Attributes:
         spec: shape and type of the runner's caches.
@@ -133,8 +162,8 @@ class StaticPasses:
     def __post_init__(self) -> None:
         self.arenas = Arenas(self.spec)
         self._inputs: dict[tuple[int, int], Inputs] = {}
-        self._passes: dict[tuple[Any, ...], Callable[[], RunnerOutput]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.graphs is Graphs.CUDA else None
+        self._passes = Launches[RunnerOutput](captures=self.graphs is Graphs.CUDA)
+        observe_timed_runs(self)
 
     @property
     def num_captured(self) -> int:
@@ -189,27 +218,45 @@ class StaticPasses:
         context = arena.spare
         if not self.reads_lengths:
             context = min(context, max(LEAST_CONTEXT, 1 << (rows.end - 1).bit_length()))
-        shape = (num_rows, num_columns)
-        if shape not in self._inputs:
-            self._inputs[shape] = Inputs(*shape, self.spec, self.hidden_size)
-        inputs = self._inputs[shape]
-        inputs.fill(rows, arena.spare, hidden)
-        key = (id(arena), *shape, context, wants_logits)
-        if key not in self._passes:
-            step = partial(
-                StaticStep,
-                inputs=inputs,
-                arena=arena,
-                context=context,
-                first_layer=self.first_layer,
-                kernel=self.kernel,
-            )
-            # Must not refer to ``self``, which refers to it.
-            launch = partial(_launch, self.compute, step, inputs, wants_logits)
-            captures = self.graphs is Graphs.CUDA
-            self._passes[key] = capture(launch, self._pool) if captures else launch
+        shape = _Shape(arena, num_rows, num_columns, context, wants_logits)
+        self._inputs_of(shape).fill(rows, arena.spare, hidden)
         self.replays += 1
-        return self._passes[key]()
+        return self._passes.run(shape, partial(self._make_launch, shape))
+
+    def begin_timed(self) -> None:
+        """Captures all shapes up to those that have occurred."""
+        with torch.inference_mode(), device_guard(self.spec.device):
+            for occurred in self._passes.take_occurred():
+                contexts = [occurred.context]
+                while not self.reads_lengths and contexts[-1] > LEAST_CONTEXT:
+                    contexts.append(contexts[-1] // 2)
+                for num_rows in smaller(occurred.num_rows, ROW_COUNTS):
+                    for context in contexts:
+                        shape = occurred._replace(num_rows=num_rows, context=context)
+                        self._inputs_of(shape).idle(shape.arena.spare)
+                        self._passes.prepare(shape, partial(self._make_launch, shape))
+
+    def end_timed(self) -> None:
+        """Nothing to do."""
+
+    def _inputs_of(self, shape: _Shape) -> Inputs:
+        key = shape.num_rows, shape.num_columns
+        if key not in self._inputs:
+            self._inputs[key] = Inputs(*key, self.spec, self.hidden_size)
+        return self._inputs[key]
+
+    def _make_launch(self, shape: _Shape) -> Callable[[], RunnerOutput]:
+        inputs = self._inputs_of(shape)
+        step = partial(
+            StaticStep,
+            inputs=inputs,
+            arena=shape.arena,
+            context=shape.context,
+            first_layer=self.first_layer,
+            kernel=self.kernel,
+        )
+        # Must not refer to ``self``, which refers to it.
+        return partial(_launch, self.compute, step, inputs, shape.wants_logits)
 
 
 def _launch(

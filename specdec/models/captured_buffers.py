@@ -109,6 +109,16 @@ class Inputs:
             size = (1, num_rows, hidden_size)
             self.hidden = torch.zeros(size, dtype=spec.dtype, device=spec.device)
 
+    def idle(self, spare: int) -> None:
+        """Inputs of a pass that changes no cache: rows at the spare slot, which see slot 0."""
+        tokens, positions, slots, lengths, columns = self._ints
+        tokens[:], positions[:], slots[:], columns[:] = 0, 0, spare, 0
+        lengths[:] = 1, 1
+        self._visible[:] = 0
+        self._device.copy_(torch.from_numpy(self._host), non_blocking=True)
+        if self.hidden is not None:
+            self.hidden.zero_()
+
     def fill(self, rows: Rows, spare: int, hidden: Tensor | None) -> None:
         """Pads the rows and copies them to the device; ``hidden``: [rows, E] or None."""
         tokens, positions, slots, lengths, columns = self._ints

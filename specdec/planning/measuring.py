@@ -19,6 +19,7 @@ import torch
 from specdec.clocks import Work
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
+from specdec.kernels.graphs import timed_run
 from specdec.metrics import RequestResult
 from specdec.pairs import HuggingFacePair
 from specdec.planning.candidates import PLAIN
@@ -118,7 +119,8 @@ class ModelsHere:
                 unit = turn % len(groups)
                 for at in np.roll(np.arange(len(runners)), turn).tolist():
                     results: list[RequestResult] = []
-                    totals = runners[at].run(groups[unit], results.append)
+                    with timed_run():
+                        totals = runners[at].run(groups[unit], results.append)
                     measured[at][unit].append(unit_of(results, totals))
                     on_turn()
         finally:

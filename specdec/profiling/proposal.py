@@ -11,6 +11,7 @@ import torch
 
 from specdec.clocks import LatencyProfile
 from specdec.errors import UserError
+from specdec.kernels.graphs import timed_run
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
 from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt, pipedec_latency
@@ -99,7 +100,8 @@ class Workload:
         try:
             if warm_up:
                 runner.run(self.prompts[:1], lambda _: None)
-            totals = [runner.run([prompt], results.append) for prompt in self.prompts]
+            with timed_run():
+                totals = [runner.run([prompt], results.append) for prompt in self.prompts]
         finally:
             runner.close()
         summary = summarise(results, RunTotals.merge(totals))

@@ -42,7 +42,7 @@ from specdec.runs.conditions import (
 )
 from specdec.runs.dialogues import Dialogues
 from specdec.runs.hf_generate import HFBaseline
-from specdec.runs.measurements import Measurements, meter_of
+from specdec.runs.measurements import Measurements, meter_of, warm_up
 from specdec.runs.rival import baseline_of_endpoint, baseline_of_runtime
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_params
 from specdec.serving.arrivals import AT_ONCE
@@ -186,7 +186,7 @@ class _Decoding:
             if base.get("clock", {}).get("kind", "measured") != "simulated":
                 progress.phase("warming up", len(self.runners))
                 for runner in self.runners:
-                    _warm_up(runner, self._prompts[0])
+                    warm_up(runner, self._base, self._prompts)
                     progress.advance(detail=runner.name)
             num_turns = sum(map(self._dialogues.num_turns, self._prompts))
             total = repeats * num_turns * len(self.runners)
@@ -372,13 +372,6 @@ def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
         stop_strings=strings,
         decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids))),
     )
-
-
-def _warm_up(runner: Runner, prompt: TokenPrompt) -> None:
-    """Decodes one uncounted prompt, since first calls allocate and compile."""
-    runner.run([prompt], lambda _: None)
-    if runner.trace is not None:
-        runner.trace.clear()
 
 
 def _write_trace(runner: Runner, pair: ModelPair, output_dir: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec.clocks import ClockKind
 from specdec.data.prompt import Prompt
+from specdec.kernels.graphs import Graphs, timed_run
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.contention import disturbed_figures, slow_repeats
 from specdec.report.requests import RequestRecord, RequestWriter, finished
@@ -22,6 +23,21 @@ _AGAIN_TOGETHER = 4  # a machine on which none of so many is better stays busy
 
 Key = tuple[str, int, int]
 """(strategy, repeat, prompt id)"""
+
+
+def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPrompt]) -> None:
+    """Decodes prompts uncounted, since first calls allocate, compile and capture.
+
+    Where passes are captured, each request that is served at a time has its own graphs, for
+    contexts up to its length: as many prompts as are served at a time, and the longest ones.
+    """
+    first = prompts[:1]
+    if cfg["model"].get("graphs", Graphs.OFF) != Graphs.OFF:
+        longest = sorted(prompts, key=lambda prompt: len(prompt.tokens), reverse=True)
+        first = longest[: int(cfg["batch_size"])]
+    runner.run(first, lambda _: None)
+    if runner.trace is not None:
+        runner.trace.clear()
 
 
 class Measurements:
@@ -77,9 +93,10 @@ class Measurements:
             if meter is not None:
                 meter.start()
 
-        if meter is not None:
-            meter.start()
-        runner.run(prompts, lambda _: None, book)
+        with timed_run():
+            if meter is not None:
+                meter.start()
+            runner.run(prompts, lambda _: None, book)
 
     def measure_again(
         self,

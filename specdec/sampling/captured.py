@@ -10,7 +10,8 @@ Shape letters: A rows, R padded rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,16 +20,21 @@ from specdec.device import to_host
 from specdec.kernels.graphs import (
     ROW_COUNTS,
     Graphs,
-    capture,
+    Launches,
     device_guard,
+    observe_timed_runs,
     resolve_graphs,
     round_up,
+    smaller,
 )
 from specdec.sampling import on_device
 from specdec.sampling.on_device import NOT_FOUND, NUCLEUS, checked, weigh
 from specdec.types import FloatArray, IntArray
 
 _MAX_KINDS = 64  # combinations of shape and parameters; later ones are drawn uncaptured
+
+_Shape: TypeAlias = tuple[int, int, torch.dtype, torch.device]  # R, V, type and place of logits
+_Filters: TypeAlias = tuple[float, int, float]  # temperature, top-k, top-p
 
 
 class StaticDraws:
@@ -39,16 +45,17 @@ class StaticDraws:
     """
 
     def __init__(self, *, graphs: str) -> None:
-        """Captures nothing yet: each shape and set of parameters is captured when it first occurs.
+        """Captures nothing yet.
 
         Args:
             graphs: a value of ``Graphs``.
         """
         self.replays = 0
         self._graphs = graphs
-        self._buffers: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
-        self._launches: dict[tuple[Any, ...], Callable[[], Tensor]] = {}
-        self._pool: Any = None
+        self._buffers: dict[_Shape, tuple[Tensor, Tensor]] = {}
+        # ``serves`` leaves ``AUTO`` to CUDA devices.
+        self._launches = Launches[Tensor](captures=graphs != Graphs.REPLAY)
+        observe_timed_runs(self)
 
     def serves(self, logits: Tensor) -> bool:
         """Whether draws from logits[A, V] use static buffers."""
@@ -62,36 +69,48 @@ class StaticDraws:
         transform: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         num, (_, vocab_size) = len(logits), logits.shape
         shape = (round_up(num, ROW_COUNTS), vocab_size, logits.dtype, logits.device)
-        key = (*shape, temperature, top_k, top_p)
-        if key not in self._launches and len(self._launches) >= _MAX_KINDS:
+        kind = (shape, (temperature, top_k, top_p))
+        if kind not in self._launches and len(self._launches) >= _MAX_KINDS:
             return on_device.sample(logits, uniforms, **transform)
         with device_guard(logits.device):
-            if shape not in self._buffers:
-                with torch.inference_mode(False):  # writable with inference mode on and off
-                    empty = logits.new_zeros(shape[:2])
-                    self._buffers[shape] = empty, empty.new_zeros(shape[0], dtype=torch.float64)
-            rows, draws = self._buffers[shape]
+            rows, draws = self._buffers_of(shape)
             rows[:num] = logits
             # Pageable memory is staged before the call returns.
             draws[:num].copy_(torch.from_numpy(uniforms), non_blocking=True)
-            if key not in self._launches:
-                self._launches[key] = self._prepare(rows, draws, transform)
-            tokens = to_host(self._launches[key]()[:num])
+            tokens = to_host(self._launches.run(kind, partial(self._make_launch, kind))[:num])
         self.replays += 1
         if (tokens == NOT_FOUND).any():  # top-p's cut lies beyond the examined entries
             return on_device.sample(logits, uniforms, **transform)
         return checked(tokens, logits)
 
-    def _prepare(
-        self, logits: Tensor, uniforms: Tensor, transform: dict[str, Any]
-    ) -> Callable[[], Tensor]:
+    def begin_timed(self) -> None:
+        """Captures draws of as many rows as have occurred, and of fewer."""
+        for (num, vocab_size, dtype, device), transform in self._launches.take_occurred():
+            with torch.inference_mode(), device_guard(device):
+                for fewer in smaller(num, ROW_COUNTS):
+                    kind = ((fewer, vocab_size, dtype, device), transform)
+                    if len(self._launches) < _MAX_KINDS:
+                        self._launches.prepare(kind, partial(self._make_launch, kind))
+
+    def end_timed(self) -> None:
+        """Nothing to do."""
+
+    def _buffers_of(self, shape: _Shape) -> tuple[Tensor, Tensor]:
+        """Logits [R, V] and uniforms float64[R]."""
+        if shape not in self._buffers:
+            num, vocab_size, dtype, device = shape
+            with torch.inference_mode(False):  # writable with inference mode on and off
+                logits = torch.zeros(num, vocab_size, dtype=dtype, device=device)
+                self._buffers[shape] = logits, logits.new_zeros(num, dtype=torch.float64)
+        return self._buffers[shape]
+
+    def _make_launch(self, kind: tuple[_Shape, _Filters]) -> Callable[[], Tensor]:
+        shape, (temperature, top_k, top_p) = kind
+        logits, uniforms = self._buffers_of(shape)
         width = min(NUCLEUS, logits.shape[1])
 
         def launch() -> Tensor:
-            return weigh(logits, **transform, width=width).draw(uniforms)
+            weights = weigh(logits, temperature=temperature, top_k=top_k, top_p=top_p, width=width)
+            return weights.draw(uniforms)
 
-        if resolve_graphs(self._graphs, logits.device) is not Graphs.CUDA:
-            return launch
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return capture(launch, self._pool)
+        return launch

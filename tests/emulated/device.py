@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+from specdec.kernels import graphs
 
 HERE, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -364,6 +367,8 @@ def emulated() -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in replaced.items():
             patch.setattr(torch.cuda, name, value)
+        # What runs on this device ends with it, and captures nothing in later tests.
+        patch.setattr(graphs, "_observers", WeakSet())
         # Modules that move get new parameters: the old ones are of another class.
         patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         with _filled_memory(), _Named(device), device:

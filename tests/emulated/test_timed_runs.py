@@ -1,0 +1,155 @@
+"""No graph is captured within a run whose time is measured."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.clocks.meter import Meter
+from specdec.config.job import run_job_of
+from specdec.kernels import graphs
+from specdec.models.execution import Execution
+from specdec.models.random import random_model
+from specdec.models.runner import ModelRunner
+from specdec.runs import jobs, measurements
+from specdec.runs.jobs import run_job
+from specdec.runs.runners import PartsRunner
+from specdec.sampling.captured import StaticDraws
+from tests.emulated.device import emulated
+from tests.trees import grown
+
+
+class _Silent:
+    def phase(self, label: str, total: int | None) -> None:
+        """Not of interest."""
+
+    def advance(self, count: int = 1, detail: str = "") -> None:
+        """Not of interest."""
+
+    def note(self, text: str) -> None:
+        """Not of interest."""
+
+
+def _captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each capture from now on, whether it was within a measured run."""
+    found: list[bool] = []
+    measured = False
+    run, capture = PartsRunner.run, graphs.capture
+
+    def observed_run(self, prompts, on_finish, book=None):
+        nonlocal measured
+        measured = book is not None  # warm-ups have none
+        try:
+            return run(self, prompts, on_finish, book)
+        finally:
+            measured = False
+
+    def observed_capture(launch, pool):
+        found.append(measured)
+        return capture(launch, pool)
+
+    monkeypatch.setattr(PartsRunner, "run", observed_run)
+    monkeypatch.setattr(graphs, "capture", observed_capture)
+    return found
+
+
+def _decode(folder: Path, *words: str) -> int:
+    """Decodes three prompts of different lengths; returns the number of replays."""
+    words = ("model=random", "model.device=cuda", "model.graphs=cuda", *words)
+    cfg = run_job_of([*words, "data=stdlib", "data.limit=3", "max_new_tokens=6"]).config
+    with emulated() as device:
+        run_job(cfg, folder, _Silent())
+        return sum(graph.replays for graph in device.graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch, warms_up", [(1, True), (2, True), (1, False)])
+def test_runs_capture_nothing(
+    batch: int, warms_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a warm-up, and without one: then the first prompt runs without graphs."""
+    if not warms_up:
+        monkeypatch.setattr(jobs, "warm_up", lambda *_: None)
+    captures = _captures(monkeypatch)
+    replays = _decode(tmp_path, "strategy=best_first", "sampling=t06", f"batch_size={batch}")
+    assert captures
+    assert not any(captures)
+    assert replays > 20  # the passes of measured runs are replays
+
+
+@pytest.mark.slow
+def test_captures_in_runs_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without ``timed_run`` shapes are captured where they first occur."""
+    monkeypatch.setattr(measurements, "timed_run", nullcontext)
+    monkeypatch.setattr(jobs, "warm_up", lambda *_: None)
+    captures = _captures(monkeypatch)
+    _decode(tmp_path, "strategy=best_first", "sampling=t06")
+    assert any(captures)
+
+
+def test_smaller_shapes_are_captured_before_a_run() -> None:
+    """Fewer rows and shorter contexts; captured passes leave the caches of open requests alone."""
+    whole = random_model("llama", dtype="float64", num_layers=2)
+    plain = ModelRunner(model=whole, name="target", meter=Meter())
+    with emulated() as device:
+        model = random_model("llama", dtype="float64", device="cuda", num_layers=2)
+        runner = ModelRunner(
+            model=model, name="target", meter=Meter(), execution=Execution(graphs="cuda")
+        )
+        cache = runner.new_cache(200)
+        rows = grown(runner, cache, prefix=150, nodes=8)
+        runner.forward([rows])
+        before = len(device.graphs)
+        graphs.begin_timed_run()
+        try:
+            # 1, 2, 4 and 8 rows at contexts of 64, 128 and 256 slots, of which one was captured;
+            # the prompt ran in a chunk of more than 64 rows.
+            assert len(device.graphs) == before + 4 * 3 - 1
+            num = len(device.graphs)
+            found = runner.forward([_one_more(cache)]).logits
+            assert len(device.graphs) == num
+            short = runner.new_cache(200)
+            runner.forward([grown(runner, short, prefix=20, nodes=3)])  # another arena: no graph
+            assert len(device.graphs) == num
+        finally:
+            graphs.end_timed_run()
+        runner.forward([grown(runner, runner.new_cache(200), prefix=20, nodes=3)])
+        assert len(device.graphs) > num
+        assert found is not None
+        found = found.cpu()
+    expected_cache = plain.new_cache(200)
+    plain.forward([grown(plain, expected_cache, prefix=150, nodes=8)])
+    expected = plain.forward([_one_more(expected_cache)]).logits
+    assert (found - expected).abs().max() < 1e-12
+
+
+def _one_more(cache):
+    """A row at the end of a cache with 150 tokens and 8 nodes."""
+    return cache.rows(
+        node_ids=np.array([1000]),
+        node_tokens=np.array([5]),
+        parent_ids=np.array([-1]),
+        node_positions=np.array([150]),
+    )
+
+
+def test_draws_of_fewer_rows_are_captured_before_a_run() -> None:
+    kind = {"temperature": 0.6, "top_k": 5, "top_p": 0.9}
+    with emulated() as device, torch.inference_mode():
+        draws = StaticDraws(graphs="cuda")
+        logits = torch.randn(4, 40, dtype=torch.float64, device="cuda")
+        draws.sample(logits, np.full(4, 0.5), **kind)
+        assert len(device.graphs) == 1
+        with graphs.timed_run():
+            assert len(device.graphs) == 3  # of 1, 2 and 4 rows
+            for num in (1, 2, 3):
+                draws.sample(logits[:num], np.full(num, 0.5), **kind)
+            assert len(device.graphs) == 3
+            draws.sample(torch.cat([logits, logits]), np.full(8, 0.5), **kind)
+            assert len(device.graphs) == 3
+        draws.sample(torch.cat([logits, logits]), np.full(8, 0.5), **kind)
+        assert len(device.graphs) == 4
