@@ -1,16 +1,19 @@
 """Is the first choice of a plan the fastest in measured time?
 
     python -m experiments.plan.regret OUTPUT_DIR [--only CASE ...] [--quick] [--write]
+    python -m experiments.plan.regret OUTPUT_DIR --control --only CASE ...
 
 For every case (pair x data x threads x batch; the bundled pair, and two of random weights whose
 drafts have the target's first choice at 0.6 and 0.85 of positions) a profile of this machine is
 measured and a plan is made; then its five best candidates and three others, plain decoding among
-them (and presets as they are, where too few sizes are left), are run on the wall clock, interleaved
-prompt by prompt, on other prompts than those of the record. Regret is the measured time per token
+them (and presets as they are, where too few sizes are left), are run on the wall clock, in turns of
+0.1 s, on other prompts than those of the record. Regret is the measured time per token
 of the first choice over that of the best of the eight. Prints a line per case and the shares of
 cases within the bars: regret at most 5 % (wanted in 90 %), predicted tokens/s of the first choice
 within 10 % (wanted in 80 %); also its gain over plain decoding, in which the machine's own speed
-has no part. ``--write`` also writes the table to results/regret.md beside this file, and all
+has no part. ``--control`` runs eight times the same candidate instead: no plan can choose better
+than that, so what one of them takes longer than the fastest is the noise of prompts and machine.
+``--write`` also writes the table to results/regret.md beside this file, and all
 figures to results/regret.json. Needs a quiet machine and SPECDEC_DATA; continues with the cases
 that OUTPUT_DIR/regret.json does not have.
 """
@@ -29,17 +32,23 @@ import numpy as np
 import torch
 
 from experiments.gpu.shapes import Shape
+from experiments.plan.regret_table import (
+    case_line,
+    control_line,
+    control_shares,
+    shares,
+    table,
+)
 from experiments.scale.checkpoints import agreeing_pair
 from specdec.config.job import run_job_of
 from specdec.files import write_json, write_text
-from specdec.metrics import RequestResult
 from specdec.metrics.times import decode_phase
 from specdec.models.bundled import family_path
 from specdec.planning.answer import Choice
 from specdec.planning.asked import planning_of
-from specdec.planning.candidates import PLAIN
 from specdec.planning.job import plan_job
 from specdec.report.provenance import provenance
+from specdec.runs.interleaved import run_interleaved
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner
 
@@ -61,6 +70,9 @@ Tried = tuple[str, Mapping[str, Any], float | None]
 RESULT = "regret.json"
 SETS = ("stdlib", "humaneval", "gsm8k")
 BEST, OTHERS = 5, 3
+CONTROL = "best_first"
+"""The preset of which ``--control`` runs eight."""
+
 # Prompts of the record, and batches of the runs. Times per token of single prompts scatter by 15 to
 # 20 %, so that means over so many differ by 5 % (one standard deviation) for no other reason.
 _PLANNED, _RUN = 24, {1: 18, 4: 6}
@@ -144,8 +156,22 @@ def run_case(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
     for name, sizes, _ in list(choices):
         if sizes and len(choices) < BEST + OTHERS:
             choices.append((name, {}, None))
+    return _result(case, choices, words, quick)
+
+
+def run_control(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
+    """The measured times of eight times the same candidate, as if the first had been chosen."""
+    words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
+    torch.set_num_threads(case.threads)
+    return _result(case, [(CONTROL, {}, None)] * (BEST + OTHERS), words, quick)
+
+
+def _result(
+    case: Case, choices: Sequence[Tried], words: Sequence[str], quick: bool
+) -> dict[str, Any]:
+    """What is stored of a case; ``turns`` are seconds and tokens of every batch of prompts."""
     count = (2 if quick else _RUN[case.batch]) * case.batch
-    words += [f"data.limit={_PLANNED + count}", f"batch_size={case.batch}"]
+    words = [*words, f"data.limit={_PLANNED + count}", f"batch_size={case.batch}"]
     measured = _measured(words, choices, count, case.batch)
     return {
         "case": asdict(case),
@@ -154,9 +180,10 @@ def run_case(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
                 "strategy": name,
                 "sizes": dict(sizes),
                 "planned_tokens_per_s": planned,
-                "measured_tokens_per_s": speed,
+                "measured_tokens_per_s": sum(n for _, n in turns) / sum(s for s, _ in turns),
+                "turns": turns,
             }
-            for (name, sizes, planned), speed in zip(choices, measured, strict=True)
+            for (name, sizes, planned), turns in zip(choices, measured, strict=True)
         ],
     }
 
@@ -175,9 +202,10 @@ def _measured(
     choices: Sequence[Tried],
     count: int,
     batch: int,
-) -> list[float]:
-    """Tokens per second of each choice on the last ``count`` prompts, in turns."""
-    runners, done = [], []
+) -> list[list[tuple[float, int]]]:
+    """Of each choice the seconds and tokens of every batch of the last ``count`` prompts."""
+    runners = []
+    done: list[list[tuple[float, int]]] = []
     pair = prompts = None
     for name, sizes, _ in choices:
         keys = [f"policy.{k}={json.dumps(v)}" for k, v in sizes.items()]
@@ -187,85 +215,25 @@ def _measured(
         if pair is None:
             pair, prompts, _ = prepare(cfg)
         runners.append(PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair)))
-        done.append([0.0, 0])
+        done.append([])
     assert prompts is not None
     chosen = prompts[-count:]
     groups = [chosen[at : at + batch] for at in range(0, len(chosen), batch)]
     for runner in runners:
         runner.run(groups[0], lambda _: None)  # warms up
     for turn, group in enumerate(groups):
-        for at in np.roll(np.arange(len(runners)), turn):
-            results: list[RequestResult] = []
-            totals = runners[at].run(group, results.append)
+        order = np.roll(np.arange(len(runners)), turn).tolist()
+        found = run_interleaved([runners[at] for at in order], group)
+        for at, (results, totals) in zip(order, found, strict=True):
             phases = [decode_phase(result) for result in results]
-            alone = batch == 1
-            done[at][0] += sum(p.seconds for p in phases) if alone else totals.clock_s
-            done[at][1] += sum(p.tokens if alone else len(r.output)
-                               for p, r in zip(phases, results, strict=True))  # fmt: skip
+            if batch == 1:
+                turn_done = sum(p.seconds for p in phases), sum(p.tokens for p in phases)
+            else:
+                turn_done = totals.clock_s, sum(len(r.output) for r in results)
+            done[at].append(turn_done)
     for runner in runners:
         runner.close()
-    return [tokens / seconds for seconds, tokens in done]
-
-
-def regret(result: Mapping[str, Any]) -> float:
-    """Time of the first choice over that of the best, less 1."""
-    speeds = [c["measured_tokens_per_s"] for c in result["candidates"]]
-    return max(speeds) / speeds[0] - 1.0
-
-
-def error(result: Mapping[str, Any]) -> float:
-    """Of the planned tokens/s of the first choice, relative to the measured ones."""
-    first = result["candidates"][0]
-    return float(first["planned_tokens_per_s"] / first["measured_tokens_per_s"] - 1.0)
-
-
-def gain_error(result: Mapping[str, Any]) -> float:
-    """As ``error``, of the gain over plain decoding: the machine's own speed has no part in it."""
-    first, plain = result["candidates"][0], _plain(result)
-    planned = first["planned_tokens_per_s"] / plain["planned_tokens_per_s"]
-    measured = first["measured_tokens_per_s"] / plain["measured_tokens_per_s"]
-    return float(planned / measured - 1.0)
-
-
-def _plain(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = next(c for c in result["candidates"] if c["strategy"] == PLAIN)
-    return found
-
-
-def shares(results: Sequence[Mapping[str, Any]]) -> str:
-    """The shares of cases within the bars."""
-    small = np.mean([regret(r) <= 0.05 for r in results])
-    near = np.mean([abs(error(r)) <= 0.1 for r in results])
-    gains = np.mean([abs(gain_error(r)) <= 0.1 for r in results])
-    return (
-        f"{len(results)} cases: regret at most 5 % in {100 * small:.0f} % (wanted 90 %),"
-        f" tokens/s within 10 % in {100 * near:.0f} % (wanted 80 %), gains over plain decoding"
-        f" within 10 % in {100 * gains:.0f} %"
-    )
-
-
-def table(results: Mapping[str, Any]) -> str:
-    """The cases as a page."""
-    states = [result["provenance"].get("git", {}) for result in results.values()]
-    revisions = sorted({str(state.get("revision", "unknown"))[:7] for state in states})
-    machines = [result["provenance"].get("hardware", {}) for result in results.values()]
-    told = sorted({f"{m.get('cpu', '?')}, {m.get('cores', '?')} cores" for m in machines})
-    lines = [
-        "# The first choice of plans against measured time\n",
-        f"`python -m experiments.plan.regret DIR --write`, revision {', '.join(revisions)};"
-        f" {'; '.join(told)}. Eight candidates per case are in regret.json.\n",
-        "| case | first choice | tokens/s measured | planned | error | of the gain | regret |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, result in results.items():
-        first = result["candidates"][0]
-        sizes = " ".join(f"{k}={v}" for k, v in first["sizes"].items())
-        lines.append(
-            f"| {name} | {first['strategy']} {sizes} | {first['measured_tokens_per_s']:.1f} |"
-            f" {first['planned_tokens_per_s']:.1f} | {100 * error(result):+.1f} % |"
-            f" {100 * gain_error(result):+.1f} % | {100 * regret(result):.1f} % |"
-        )
-    return "\n".join([*lines, "", shares(list(results.values()))]) + "\n"
+    return done
 
 
 def main() -> None:
@@ -276,28 +244,27 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE")
     parser.add_argument("--quick", action="store_true", help="one case of two prompts")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--control", action="store_true", help="eight times the same candidate")
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / RESULT
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}
-    for case in (case for case in cases(args.quick) if case.name in args.only):
-        if case.name not in stored["cases"]:
-            result = run_case(case, args.output_dir / case.name, args.quick)
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = stored.setdefault("control" if args.control else "cases", {})
+    wanted = [case for case in cases(args.quick) if case.name in args.only]
+    for case in wanted:
+        if case.name not in found:
+            run = run_control if args.control else run_case
+            result = run(case, args.output_dir / case.name, args.quick)
             result["provenance"] = provenance(command=["experiments.plan.regret"], config={})
-            stored["cases"][case.name] = result
+            found[case.name] = result
             write_json(path, stored)
-        result = stored["cases"][case.name]
-        first = result["candidates"][0]
-        print(
-            f"{case.name}: {first['strategy']} {first['measured_tokens_per_s']:.1f} tokens/s,"
-            f" planned {first['planned_tokens_per_s']:.1f} ({100 * error(result):+.1f} %; gain"
-            f" {100 * gain_error(result):+.1f} %), regret {100 * regret(result):.1f} %",
-            flush=True,
-        )
-    print(shares(list(stored["cases"].values())))
+        line = control_line if args.control else case_line
+        print(f"{case.name}: {line(found[case.name])}", flush=True)
+    summarised = control_shares if args.control else shares
+    print(summarised(list(found.values())))
     if args.write:
         results = Path(__file__).parent / "results"
-        write_text(results / "regret.md", table(stored["cases"]))
+        write_text(results / "regret.md", table(stored.get("cases", {}), stored.get("control", {})))
         write_json(results / RESULT, stored)
 
 

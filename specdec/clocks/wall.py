@@ -28,6 +28,10 @@ class _Stopwatch:
         """Seconds since construction."""
         return perf_counter() - self.zero
 
+    def skip(self, seconds: float) -> None:
+        """Leaves out the last ``seconds``, which passed outside all work."""
+        self.zero += seconds
+
     def start(self) -> None:
         """Work begins now."""
         self._meter.take_began()
@@ -131,6 +135,10 @@ class MeasuredClock:
         """Sleeps, which is a declared wait."""
         with self._meter.waiting():
             sleep(max(0.0, seconds - self.now()))
+
+    def skip(self, seconds: float) -> None:
+        """Leaves out the last ``seconds``, in which this process did other work between steps."""
+        self._watch.skip(seconds)
 
     def report(self) -> ClockReport:
         """This rank's counts so far; spans are returned once."""

@@ -20,7 +20,6 @@ from specdec.clocks import Work
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.kernels.graphs import timed_run
-from specdec.metrics import RequestResult
 from specdec.pairs import HuggingFacePair
 from specdec.planning.candidates import PLAIN
 from specdec.planning.layouts import Layout
@@ -32,6 +31,7 @@ from specdec.profiling.passes import measure_model
 from specdec.profiling.proposal import costs_node
 from specdec.profiling.transfer import measure_transfer
 from specdec.report.provenance import host_memory
+from specdec.runs.interleaved import run_interleaved
 from specdec.runs.jobs import Progress, prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
@@ -91,7 +91,7 @@ class ModelsHere:
         rounds: int = 1,
         on_turn: Callable[[], None] = lambda: None,
     ) -> list[list[Unit]]:
-        """Counts of measured runs, unit by unit in turns: a drift of the machine affects all alike.
+        """Counts of measured runs, unit by unit, in turns of a fraction of a second.
 
         Args:
             configs: resolved ones; their clock is replaced.
@@ -117,10 +117,10 @@ class ModelsHere:
                 runners[-1].run(_others(groups[0]), lambda _: None)
             for turn in range(rounds * len(groups)):
                 unit = turn % len(groups)
-                for at in np.roll(np.arange(len(runners)), turn).tolist():
-                    results: list[RequestResult] = []
-                    with timed_run():
-                        totals = runners[at].run(groups[unit], results.append)
+                order = np.roll(np.arange(len(runners)), turn).tolist()
+                with timed_run():
+                    done = run_interleaved([runners[at] for at in order], groups[unit])
+                for at, (results, totals) in zip(order, done, strict=True):
                     measured[at][unit].append(unit_of(results, totals))
                     on_turn()
         finally:

@@ -5,7 +5,7 @@ Both return the same raw counts, from which all rates are derived.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -123,6 +123,21 @@ class PartsRunner:
         book: Book | None = None,
     ) -> RunTotals:
         """Decodes the prompts; see ``Runner``."""
+        steps = self.in_steps(prompts, on_finish, book)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                totals: RunTotals = end.value
+                return totals
+
+    def in_steps(
+        self,
+        prompts: Sequence[TokenPrompt],
+        on_finish: Callable[[RequestResult], None],
+        book: Book | None = None,
+    ) -> Generator[None, None, RunTotals]:
+        """As ``run``, one step of the loop at a time; the generator returns the totals."""
         state = self.parts.new_state()
         counts = RunBook(self.parts, state, self._new_totals)
         if self.trace is not None:
@@ -143,6 +158,7 @@ class PartsRunner:
         for _ in self.steps(state, prompts, finished):
             if self._on_step is not None:
                 self._on_step(state)
+            yield
         if self.trace is not None:
             self.trace.end_run(counts.ranks.reports)
         return RunTotals.merge(totals) if totals else self._new_totals()

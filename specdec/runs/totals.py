@@ -98,7 +98,7 @@ class RunBook:
 
     def take(self, *, at_end: bool = False) -> RunTotals:
         """The counts since the last call; ``at_end`` reads those of other processes."""
-        totals, wall_s = self._new_totals(), perf_counter() - self._wall_s
+        totals, wall_s = self._new_totals(), self._now() - self._wall_s
         counts = self._read(ranks=at_end or self._in_process)
         totals.add_meter(self._parts.meter)
         for name, count in differences(counts, self._counts).items():
@@ -112,7 +112,12 @@ class RunBook:
 
     def resume(self) -> None:
         """Excludes the wall time since the last ``take``, in which results were written."""
-        self._wall_s = perf_counter()
+        self._wall_s = self._now()
+
+    def _now(self) -> float:
+        """Wall time; without what a measured clock leaves out (``MeasuredClock.skip``)."""
+        clock = self._parts.clock
+        return clock.now() if clock.kind is ClockKind.MEASURED else perf_counter()
 
     def _restart(self, counts: Counts) -> None:
         self._counts = counts

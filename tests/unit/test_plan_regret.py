@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from experiments.plan import regret
+from experiments.plan import regret, regret_table
 from specdec.files import write_json
 
 CASES = regret.cases(quick=False)
@@ -64,7 +66,7 @@ def test_plain_decoding_is_always_tried(plain_at: int) -> None:
 def test_regret_is_time_of_the_first_choice_over_the_best(
     first: float, best: float, lost: float
 ) -> None:
-    assert regret.regret(result(first, best, 100.0)) == pytest.approx(lost)
+    assert regret_table.regret(result(first, best, 100.0)) == pytest.approx(lost)
 
 
 def test_shares_count_cases_within_the_bars() -> None:
@@ -74,20 +76,70 @@ def test_shares_count_cases_within_the_bars() -> None:
         result(100.0, 100.0, 110.1),
         result(100.0, 100.0, 89.9),
     ]
-    assert [round(regret.error(r), 3) for r in results] == [0.099, -0.099, 0.101, -0.101]
-    told = regret.shares(results)
+    assert [round(regret_table.error(r), 3) for r in results] == [0.099, -0.099, 0.101, -0.101]
+    told = regret_table.shares(results)
     assert told.startswith("4 cases: regret at most 5 % in 75 % (wanted 90 %)")
     assert ", tokens/s within 10 % in 50 % (wanted 80 %)" in told
     # The planned gain is over 50 tokens/s, the measured one over 40.
-    assert [round(regret.gain_error(r), 3) for r in results] == [-0.121, -0.279, -0.119, -0.281]
+    assert [round(regret_table.gain_error(r), 3) for r in results] == [
+        -0.121,
+        -0.279,
+        -0.119,
+        -0.281,
+    ]
     assert told.endswith("gains over plain decoding within 10 % in 0 %")
 
 
 def test_the_table_has_a_row_per_case() -> None:
-    page = regret.table({"one": result(100.0, 120.0, 95.0), "two": result(50.0, 40.0, 60.0)})
-    assert "| one | best_first bs=8 | 100.0 | 95.0 | -5.0 % | -24.0 % | 20.0 % |" in page
-    assert "| two | best_first bs=8 | 50.0 | 60.0 | +20.0 % | -4.0 % | 0.0 % |" in page
+    cases = {"one": result(100.0, 120.0, 95.0), "two": result(50.0, 40.0, 60.0)}
+    page = regret_table.table(cases, {})
+    assert "| one | best_first bs=8 | 100.0 | 95.0 | -5.0 % | -24.0 % | 20.0 % | - |" in page
+    assert "| two | best_first bs=8 | 50.0 | 60.0 | +20.0 % | -4.0 % | 0.0 % | - |" in page
     assert "revision 0123456; some CPU, 2 cores." in page
+    assert "same candidate" not in page
+    page = regret_table.table(cases, {"three": result(100.0, 110.0, 1.0)})
+    assert "| three | 40.0 to 110.0 | 10.0 % | 175.0 % |" in page
+    assert "3 candidates in groups of eight identical ones: regret at most 5 % in 33 %" in page
+
+
+def _with_turns(speeds: list[float], noise: float, seed: int) -> dict[str, Any]:
+    """Candidates of these tokens per second in 18 turns of 64 tokens, with relative noise."""
+    rng = np.random.default_rng(seed)
+    seconds = (
+        64.0 / np.array(speeds)[:, None] * np.exp(noise * rng.standard_normal((len(speeds), 18)))
+    )
+    turns = [[(float(s), 64) for s in of] for of in seconds]
+    return {"candidates": [{"turns": t} for t in turns]}
+
+
+def test_a_regret_beyond_doubt() -> None:
+    """Identical candidates have none in 95 % of cases and more, a slow first choice has."""
+    found = [regret_table.least_regret(_with_turns([100.0] * 8, 0.1, seed)) for seed in range(60)]
+    # At a rate of 5 % more than 9 of 60 occur with a probability of 1e-3.
+    assert sum(least > 0.0 for least in found if least is not None) <= 9
+    slow = regret_table.least_regret(_with_turns([100.0, *[100.0] * 6, 130.0], 0.1, 0))
+    assert slow is not None
+    assert 0.1 < slow < 0.3
+    assert regret_table.least_regret(result(1.0, 2.0, 3.0)) is None
+
+
+def test_the_control_runs_one_candidate_eight_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def measured(words: Any, choices: Any, count: int, batch: int) -> list[list[tuple[float, int]]]:
+        ran.append(choices)
+        return [[(1.0, 10 + i)] for i in range(len(choices))]
+
+    monkeypatch.setattr(regret, "_measured", measured)
+    monkeypatch.setattr(regret.torch, "set_num_threads", lambda _: None)
+    words = ["regret", str(tmp_path), "--control", "--only", CASES[0].name]
+    monkeypatch.setattr(sys, "argv", words)
+    regret.main()
+    assert ran == [[(regret.CONTROL, {}, None)] * 8]
+    stored = json.loads((tmp_path / regret.RESULT).read_text(encoding="utf-8"))
+    assert regret_table.regrets(stored["control"][CASES[0].name])[0] == pytest.approx(0.7)
 
 
 def test_stored_cases_are_not_run_again(

@@ -1,0 +1,154 @@
+"""Figures and the page of ``experiments.plan.regret``.
+
+A result is a case's eight candidates, the plan's first choice first: planned tokens/s, measured
+tokens/s, and seconds and tokens of every batch of prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec.planning.candidates import PLAIN
+
+WITHIN = 0.05
+"""Wanted regret, in 90 % of cases."""
+
+NEAR = 0.1
+"""Wanted error of the planned tokens/s, in 80 % of cases."""
+
+_RESAMPLES = 4000
+
+
+def regrets(result: Mapping[str, Any]) -> list[float]:
+    """Of every candidate, as if it were the first."""
+    speeds = [c["measured_tokens_per_s"] for c in result["candidates"]]
+    return [max(speeds) / speed - 1.0 for speed in speeds]
+
+
+def regret(result: Mapping[str, Any]) -> float:
+    """Time of the first choice over that of the best, less 1."""
+    return regrets(result)[0]
+
+
+def least_regret(result: Mapping[str, Any]) -> float | None:
+    """Lower end of the regret's 95 % interval over batches of prompts; None without their times.
+
+    The greatest of the lower ends against each other candidate, at a level divided by their number
+    (Bonferroni), because the fastest of them is chosen by the same times.
+    """
+    if "turns" not in result["candidates"][0]:
+        return None
+    turns = np.array([c["turns"] for c in result["candidates"]])  # [candidates, turns, 2]
+    drawn = np.random.default_rng(0).integers(turns.shape[1], size=(_RESAMPLES, turns.shape[1]))
+    seconds, tokens = np.moveaxis(turns[:, drawn].sum(2), -1, 0)  # [candidates, resamples]
+    per_token = seconds / tokens
+    ratios = per_token[0] / per_token[1:] - 1.0
+    return max(0.0, float(np.quantile(ratios, 0.025 / len(ratios), axis=1).max()))
+
+
+def error(result: Mapping[str, Any]) -> float:
+    """Of the planned tokens/s of the first choice, relative to the measured ones."""
+    first = result["candidates"][0]
+    return float(first["planned_tokens_per_s"] / first["measured_tokens_per_s"] - 1.0)
+
+
+def gain_error(result: Mapping[str, Any]) -> float:
+    """As ``error``, of the gain over plain decoding: the machine's own speed has no part in it."""
+    first, plain = result["candidates"][0], _plain(result)
+    planned = first["planned_tokens_per_s"] / plain["planned_tokens_per_s"]
+    measured = first["measured_tokens_per_s"] / plain["measured_tokens_per_s"]
+    return float(planned / measured - 1.0)
+
+
+def _plain(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(c for c in result["candidates"] if c["strategy"] == PLAIN)
+    return found
+
+
+def shares(results: Sequence[Mapping[str, Any]]) -> str:
+    """The shares of cases within the bars."""
+    small = np.mean([regret(r) <= WITHIN for r in results])
+    near = np.mean([abs(error(r)) <= NEAR for r in results])
+    gains = np.mean([abs(gain_error(r)) <= NEAR for r in results])
+    return (
+        f"{len(results)} cases: regret at most 5 % in {100 * small:.0f} % (wanted 90 %),"
+        f" tokens/s within 10 % in {100 * near:.0f} % (wanted 80 %), gains over plain decoding"
+        f" within 10 % in {100 * gains:.0f} %"
+    )
+
+
+def table(results: Mapping[str, Any], control: Mapping[str, Any]) -> str:
+    """The cases, and those of ``--control``, as a page."""
+    states = [result["provenance"].get("git", {}) for result in results.values()]
+    revisions = sorted({str(state.get("revision", "unknown"))[:7] for state in states})
+    machines = [result["provenance"].get("hardware", {}) for result in results.values()]
+    told = sorted({f"{m.get('cpu', '?')}, {m.get('cores', '?')} cores" for m in machines})
+    lines = [
+        "# The first choice of plans against measured time\n",
+        f"`python -m experiments.plan.regret DIR --write`, revision {', '.join(revisions)};"
+        f" {'; '.join(told)}. Eight candidates per case are in regret.json.\n",
+        "| case | first choice | tokens/s measured | planned | error | of the gain | regret |"
+        " at least (95 %) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        first = result["candidates"][0]
+        sizes = " ".join(f"{k}={v}" for k, v in first["sizes"].items())
+        least = least_regret(result)
+        lines.append(
+            f"| {name} | {first['strategy']} {sizes} | {first['measured_tokens_per_s']:.1f} |"
+            f" {first['planned_tokens_per_s']:.1f} | {100 * error(result):+.1f} % |"
+            f" {100 * gain_error(result):+.1f} % | {100 * regret(result):.1f} % |"
+            f" {'-' if least is None else f'{100 * least:.1f} %'} |"
+        )
+    return "\n".join([*lines, "", shares(list(results.values())), *_control(control)]) + "\n"
+
+
+def case_line(result: Mapping[str, Any]) -> str:
+    """What is printed of a case."""
+    first = result["candidates"][0]
+    return (
+        f"{first['strategy']} {first['measured_tokens_per_s']:.1f} tokens/s,"
+        f" planned {first['planned_tokens_per_s']:.1f} ({100 * error(result):+.1f} %; gain"
+        f" {100 * gain_error(result):+.1f} %), regret {100 * regret(result):.1f} %"
+    )
+
+
+def control_line(result: Mapping[str, Any]) -> str:
+    """What is printed of a case of ``--control``."""
+    found = regrets(result)
+    return f"regret {100 * np.median(found):.1f} % (median), {100 * max(found):.1f} % (largest)"
+
+
+def control_shares(results: Sequence[Mapping[str, Any]]) -> str:
+    """How often one of eight identical candidates is within the bar."""
+    found = np.concatenate([regrets(r) for r in results])
+    return (
+        f"{len(found)} candidates in groups of eight identical ones:"
+        f" regret at most 5 % in {100 * np.mean(found <= WITHIN):.0f} %,"
+        f" 90 % of them below {100 * np.quantile(found, 0.9):.1f} %"
+    )
+
+
+def _control(results: Mapping[str, Any]) -> list[str]:
+    """The page's second part; empty without ``--control``."""
+    if not results:
+        return []
+    lines = [
+        "\n## Eight times the same candidate\n",
+        "`python -m experiments.plan.regret DIR --control`: no plan can choose better than among"
+        " these, so their regrets are the noise of machine and measurement.\n",
+        "| case | slowest and fastest, tokens/s | median regret | largest |",
+        "|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        speeds = [c["measured_tokens_per_s"] for c in result["candidates"]]
+        found = regrets(result)
+        lines.append(
+            f"| {name} | {min(speeds):.1f} to {max(speeds):.1f} | {100 * np.median(found):.1f} % |"
+            f" {100 * max(found):.1f} % |"
+        )
+    return [*lines, "", control_shares(list(results.values()))]

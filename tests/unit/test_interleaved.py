@@ -1,0 +1,63 @@
+"""Strategies in turns give the tokens of separate runs, and count no time of the others."""
+
+from __future__ import annotations
+
+from time import perf_counter, sleep
+
+import pytest
+
+from specdec.clocks.wall import MeasuredClock
+from specdec.metrics import RequestResult
+from specdec.runs import interleaved
+from specdec.runs.runners import PartsRunner
+from specdec.state import StopRules
+from tests.distributed.support import PROMPTS, config, pair
+
+NAMES = ("ar", "specinfer", "best_first")
+TOKENS = 12
+
+
+def _runners() -> list[PartsRunner]:
+    made = []
+    for name in NAMES:
+        cfg = config(name, 1)
+        cfg["executor"]["transport"] = "in_process"
+        cfg["clock"] = {"kind": "measured"}
+        cfg["batch_size"] = 2
+        stop = StopRules(max_new_tokens=TOKENS)
+        made.append(PartsRunner(cfg=cfg, pair=pair(), stop=stop))
+    return made
+
+
+def _outputs(results: list[RequestResult]) -> dict[int, tuple[int, ...]]:
+    return {result.id: result.output for result in results}
+
+
+def test_tokens_are_those_of_separate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step per turn, so that every step follows one of another strategy."""
+    monkeypatch.setattr(interleaved, "TURN_S", 0.0)
+    found = interleaved.run_interleaved(_runners(), PROMPTS)
+    for runner, (results, totals) in zip(_runners(), found, strict=True):
+        expected: list[RequestResult] = []
+        counts = runner.run(PROMPTS, expected.append)
+        assert _outputs(results) == _outputs(expected)
+        assert (totals.steps, totals.target_rows) == (counts.steps, counts.target_rows)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_each_clock_has_its_own_turns_only(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of all strategies add up to the whole, not to a multiple of it; with a control."""
+    monkeypatch.setattr(interleaved, "TURN_S", 0.0)
+    if not skips:
+        monkeypatch.setattr(MeasuredClock, "skip", lambda self, seconds: None)
+    runners = _runners()
+    for runner in runners:
+        runner._on_step = lambda _: sleep(0.002)  # a step takes at least this
+    began = perf_counter()
+    found = interleaved.run_interleaved(runners, PROMPTS)
+    whole_s = perf_counter() - began
+    clocks_s = sum(totals.clock_s for _, totals in found)
+    assert (clocks_s <= whole_s) == skips
+    for results, totals in found:
+        last = max(result.emitted_s[-1] - result.arrival_s for result in results)
+        assert last <= totals.clock_s + 1e-3
