@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 
 from specdec.config.job import run_job_of
 from specdec.distributed.group import RankGroup
 from specdec.distributed.messages import Kind
+from specdec.kernels import graphs
 from specdec.runs.jobs import run_job
 from tests.distributed.processes import OVERRIDES
 
@@ -30,6 +32,7 @@ class _Silent:
 @pytest.mark.parametrize("mode", ["replay", "off"])
 def test_ranks_are_told(mode: str, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Each prompt is a timed run, before which rank 0 waits until both ranks have captured."""
+    monkeypatch.setattr(graphs, "_observers", WeakSet())  # without the groups of other tests
     told: list[tuple[int, list[int]]] = []
     send = RankGroup.send
 
