@@ -1,9 +1,9 @@
 """Short measured runs of the last candidates: what simulations on a measured profile still miss.
 
 Each candidate decodes prompts of the record for real, in turns of a fraction of a second with the
-others, and the same prompts simulated. The ratio of both times per token scales all its costs, so that ranking,
-intervals and the written profile are those of the runs. Prompts are the same, so the ratio contains
-no spread between prompts.
+others, and the same prompts simulated. The ratio of both times per token scales all its costs, so
+that ranking, intervals and the written profile are those of the runs. Prompts are the same, so the
+ratio contains no spread between prompts.
 """
 
 from __future__ import annotations
