@@ -7,12 +7,12 @@ For every case (pair x data x threads x batch; the bundled pair, and two of rand
 drafts have the target's first choice at 0.6 and 0.85 of positions) a profile of this machine is
 measured and a plan is made; then its five best candidates and three others, plain decoding among
 them (and presets as they are, where too few sizes are left), are run on the wall clock, in turns of
-0.1 s, on other prompts than those of the record. Regret is the measured time per token
-of the first choice over that of the best of the eight. Prints a line per case and the shares of
+0.1 s, on other prompts than those of the record. Regret is the measured time per token of the first
+choice over that of the best of the eight. Prints a line per case and the shares of
 cases within the bars: regret at most 5 % (wanted in 90 %), predicted tokens/s of the first choice
 within 10 % (wanted in 80 %); also its gain over plain decoding, in which the machine's own speed
-has no part. ``--control`` runs eight times the same candidate instead: no plan can choose better
-than that, so what one of them takes longer than the fastest is the noise of prompts and machine.
+has no part. ``--control`` runs eight times the same candidate instead: what one of them takes
+longer than the fastest is the noise of the machine, which no plan can avoid.
 ``--write`` also writes the table to results/regret.md beside this file, and all
 figures to results/regret.json. Needs a quiet machine and SPECDEC_DATA; continues with the cases
 that OUTPUT_DIR/regret.json does not have.

@@ -91,7 +91,7 @@ def table(results: Mapping[str, Any], control: Mapping[str, Any]) -> str:
         f"`python -m experiments.plan.regret DIR --write`, revision {', '.join(revisions)};"
         f" {'; '.join(told)}. Eight candidates per case are in regret.json.\n",
         "| case | first choice | tokens/s measured | planned | error | of the gain | regret |"
-        " at least (95 %) |",
+        " lower end of its 95 % interval |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, result in results.items():

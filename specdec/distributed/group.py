@@ -132,7 +132,7 @@ class RankGroup:
         if not (self.alive and self._captures):
             return
         number, ranks = next(self._report_ids), range(1, self.size)
-        self.send(pack_message(Kind.TIMED, 1, number), ranks)
+        self.send(pack_message(Kind.BEGIN_TIMED, 0, number), ranks)
         keys = [store_keys.captured(number, rank) for rank in ranks]
         self.wait_for(keys)
         for key in keys:
@@ -141,7 +141,7 @@ class RankGroup:
     def end_timed(self) -> None:
         """Tells ranks that the run has ended."""
         if self.alive and self._captures:
-            self.send(pack_message(Kind.TIMED, 0, 0), range(1, self.size))
+            self.send(pack_message(Kind.END_TIMED, 0, 0), range(1, self.size))
 
     def close_session(self, session: int) -> None:
         """Makes ranks free a session's models and caches."""

@@ -36,7 +36,7 @@ class Kind(IntEnum):
     - ``STOP``: ends the process.
     - ``DRAFT``: a forward pass of a shared draft.
     - ``QUERY``: asks the last rank for distributions that it keeps (``kept_rows``).
-    - ``TIMED``: a run whose time is measured begins (session 1) or ends (session 0).
+    - ``BEGIN_TIMED``, ``END_TIMED``: a run whose time is measured begins or ends, in all sessions.
 
     To rank 0: ``ANSWERS`` of the last rank, ``EXITS`` of ranks with early exits, ``HIDDEN`` and
     ``EARLY`` of ranks whose hidden states a part needs with the answers, or before, ``ROWS`` in
@@ -56,7 +56,8 @@ class Kind(IntEnum):
     EARLY = 10
     QUERY = 11
     ROWS = 12
-    TIMED = 13
+    BEGIN_TIMED = 13
+    END_TIMED = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,12 +187,11 @@ class Worker:
             draft.replay(tick, packed)
         elif kind is Kind.QUERY:
             self._sessions[session].query(tick, packed)
-        elif kind is Kind.TIMED:
-            if session:
-                begin_timed_run()
-                self._store.set(store_keys.captured(tick, self.rank), "1")
-            else:
-                end_timed_run()
+        elif kind is Kind.BEGIN_TIMED:
+            begin_timed_run()
+            self._store.set(store_keys.captured(tick, self.rank), "1")
+        elif kind is Kind.END_TIMED:
+            end_timed_run()
         elif kind is Kind.SETUP:
             self._set_up(session, unpack_json(packed))
         elif kind is Kind.REPORT:

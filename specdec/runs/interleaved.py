@@ -7,8 +7,8 @@ such a change is the same for all.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from itertools import cycle
 from math import inf
 from time import perf_counter
 
@@ -26,7 +26,8 @@ def run_interleaved(
 ) -> list[tuple[list[RequestResult], RunTotals]]:
     """Decodes the prompts with every runner; a runner's clock stands still in the others' turns.
 
-    A draft in a thread would go on meanwhile, so strategies that have one decode in one turn.
+    A strategy whose draft model works in a thread decodes without interruption: the thread would
+    keep working in the others' turns.
 
     Args:
         runners: with measured clocks of this process.
@@ -36,20 +37,18 @@ def run_interleaved(
         Per runner the finished requests, in the order of finishing, and the totals.
     """
     results: list[list[RequestResult]] = [[] for _ in runners]
-    totals: list[RunTotals | None] = [None] * len(runners)
+    totals: dict[int, RunTotals] = {}
     steps = [
         runner.in_steps(prompts, found.append)
         for runner, found in zip(runners, results, strict=True)
     ]
-    paused = [0.0] * len(runners)
-    for at in cycle(range(len(runners))):
-        if all(total is not None for total in totals):
-            break
-        if totals[at] is not None:
-            continue
+    paused: dict[int, float] = {}
+    waiting = deque(range(len(runners)))
+    while waiting:
+        at = waiting.popleft()
         clock, began = runners[at].parts.clock, perf_counter()
         assert isinstance(clock, MeasuredClock), "turns need a measured clock"
-        if paused[at]:
+        if at in paused:
             clock.skip(began - paused[at])
         turn_s = inf if isinstance(runners[at].parts.source, Background) else TURN_S
         try:
@@ -58,5 +57,7 @@ def run_interleaved(
                 next(steps[at])
         except StopIteration as end:
             totals[at] = end.value
+        else:
+            waiting.append(at)
         paused[at] = perf_counter()
-    return list(zip(results, [total for total in totals if total is not None], strict=True))
+    return [(found, totals[at]) for at, found in enumerate(results)]

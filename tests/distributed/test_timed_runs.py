@@ -33,13 +33,13 @@ class _Silent:
 def test_ranks_are_told(mode: str, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Each prompt is a timed run, before which rank 0 waits until both ranks have captured."""
     monkeypatch.setattr(graphs, "_observers", WeakSet())  # without the groups of other tests
-    told: list[tuple[int, list[int]]] = []
+    told: list[tuple[Kind, list[int]]] = []
     send = RankGroup.send
 
     def observed(self, packed, ranks):
         ranks = list(ranks)
-        if packed[1] == Kind.TIMED:
-            told.append((int(packed[2]), ranks))
+        if packed[1] in (Kind.BEGIN_TIMED, Kind.END_TIMED):
+            told.append((Kind(packed[1]), ranks))
         send(self, packed, ranks)
 
     monkeypatch.setattr(RankGroup, "send", observed)
@@ -49,5 +49,5 @@ def test_ranks_are_told(mode: str, tmp_path: Path, monkeypatch) -> None:  # type
     assert {len(json.loads(line)["output"]) for line in lines} == {6}
     # Two prompts; more runs where a busy machine had them measured again.
     num_runs = len(told) // 2
-    assert told == [(1, [1, 2]), (0, [1, 2])] * num_runs
+    assert told == [(Kind.BEGIN_TIMED, [1, 2]), (Kind.END_TIMED, [1, 2])] * num_runs
     assert num_runs >= 2 if mode == "replay" else num_runs == 0
