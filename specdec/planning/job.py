@@ -37,6 +37,7 @@ SEARCH_FILE = "search.json"
 _MEASURED = "measured.json"
 _LENGTH = 64  # tokens per simulated prompt
 _DECODED = 24  # prompts that are decoded where models have to: as many as are ranked on
+_SAMPLE = 0  # key of their random order in the data set
 _UNITS, _FEW_UNITS = 8, 4  # batches at least, of the ranked size and of the others
 
 
@@ -172,10 +173,14 @@ def _measured(
 
 
 def _decoding_words(words: Sequence[str]) -> list[str]:
-    """The words of a real run, which has few prompts unless they say otherwise."""
+    """The words of a real run: on a random sample of few prompts, unless they say otherwise.
+
+    Data sets are ordered, by difficulty or by source, so their first prompts are not typical.
+    """
     kept = [word for word in words if not word.startswith("output_dir=")]
-    limited = any(word.startswith("data.limit=") for word in kept)
-    return kept if limited else [*kept, f"data.limit={_DECODED}"]
+    defaults = {"data.limit=": _DECODED, "data.sample_seed=": _SAMPLE}
+    asked = tuple(key for key in defaults if any(word.startswith(key) for word in kept))
+    return kept + [f"{key}{value}" for key, value in defaults.items() if key not in asked]
 
 
 def _layers(asked: Planning) -> int:
