@@ -87,6 +87,18 @@ class Clock(Protocol):
         """The rank's next work begins no earlier than the end of the work charged to ``to``."""
         ...
 
+    def fan_out(self, ranks: Sequence[int]) -> None:
+        """The ranks' next work begins no earlier than the controller's: ``align`` for each rank."""
+        ...
+
+    def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
+        """As ``charge`` for each of other ranks and its number of rows."""
+        ...
+
+    def fan_in(self, ranks: Sequence[int]) -> None:
+        """The controller's next work begins no earlier than the end of all ranks' work."""
+        ...
+
     def follow(self, rank: int, to: int) -> None:
         """As ``align``, for work that continues the schedule of what was charged before.
 

@@ -64,6 +64,24 @@ class SimulatedClock:
         if (other := time[to]) > time[rank]:
             time[rank] = other
 
+    def fan_out(self, ranks: Sequence[int]) -> None:
+        """As ``align`` with the controller, for each rank."""
+        time = self._time
+        now = time[CONTROLLER]
+        for rank in ranks:
+            if now > time[rank]:
+                time[rank] = now
+
+    def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
+        """As ``charge``, for each rank."""
+        for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
+            self.charge(rank, kind, num_tokens)
+
+    def fan_in(self, ranks: Sequence[int]) -> None:
+        """The controller's time becomes at least that of each rank."""
+        time = self._time
+        time[CONTROLLER] = max(time[CONTROLLER], *[time[rank] for rank in ranks])
+
     def follow(self, rank: int, to: int) -> None:
         """As ``align``: virtual work is never late."""
         self.align(rank, to)

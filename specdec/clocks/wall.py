@@ -108,6 +108,15 @@ class MeasuredClock:
     def align(self, rank: int, to: int) -> None:
         """No effect: ranks wait for messages."""
 
+    def fan_out(self, ranks: Sequence[int]) -> None:
+        """No effect: ranks wait for messages."""
+
+    def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
+        """No effect: other ranks charge their own clocks."""
+
+    def fan_in(self, ranks: Sequence[int]) -> None:
+        """No effect: ranks wait for messages."""
+
     def follow(self, rank: int, to: int) -> None:
         """This rank's work begins now: its message has arrived."""
         self.start(rank)
@@ -252,6 +261,27 @@ class PacedClock(MeasuredClock):
             at = max(self.now(), self._not_before) if to == self.rank else self._plans[to]
             self._plans[rank] = max(self._plans[rank], at)
 
+    def fan_out(self, ranks: Sequence[int]) -> None:
+        """The planned times of other ranks become at least this rank's; see ``align``."""
+        at, plans = max(self.now(), self._not_before), self._plans
+        for rank in ranks:
+            if at > plans[rank]:
+                plans[rank] = at
+
+    def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
+        """As ``charge``, for each of other ranks."""
+        seconds, plans, now = self._prices.seconds, self._plans, self.now()
+        for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
+            if num_tokens > 0:
+                plan = plans[rank]
+                cost = seconds(kind, num_tokens)
+                plans[rank] = plan + cost if cost else max(plan, now)
+
+    def fan_in(self, ranks: Sequence[int]) -> None:
+        """This rank's next work starts at the latest planned time of others, or later."""
+        plans = self._plans
+        self._not_before = max(self._not_before, *[plans[rank] for rank in ranks])
+
     def follow(self, rank: int, to: int) -> None:
         """This rank's next work counts from the planned time of ``to``, even if it begins late."""
         if rank == self.rank:
@@ -261,10 +291,11 @@ class PacedClock(MeasuredClock):
 
     def barrier(self, ranks: Sequence[int]) -> None:
         """Sleeps until all planned times have passed, which is a declared wait."""
-        latest = max(self._plans[rank] for rank in ranks)
+        plans = self._plans
+        latest = max([plans[rank] for rank in ranks])
         if latest > self.now():
             self.wait_until(latest)
-        self._plans.update((rank, self.now()) for rank in ranks)
+        plans.update(dict.fromkeys(ranks, self.now()))
 
     def busy(self, rank: int) -> bool:
         """Whether the rank's planned time is in the future."""

@@ -96,8 +96,9 @@ class Parts:
 
 
 def _in_inference_mode(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
+    mode = torch.inference_mode()
     while True:
-        with torch.inference_mode():
+        with mode:
             commits = next(steps, None)
         if commits is None:
             return

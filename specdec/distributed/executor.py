@@ -327,7 +327,7 @@ class DistributedExecutor:
             return []
         entered = range(self._tick, self._tick + 2 - self.in_flight, -1)
         due = 0 if self._due is None else self._due.num_tokens
-        return [*map(self._in_flight.num_alive, entered), due]
+        return [*self._in_flight.num_alive(entered), due]
 
     def _entry_tick(self, stage: int) -> int:
         """Tick at which the batch that ``stage`` computes in this step entered."""
@@ -363,8 +363,9 @@ class DistributedExecutor:
         """The step's output, without requests that have been closed since."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
-        batch, captured = Batch(step=self._step), dict[HiddenName, torch.Tensor]()
-        early = Output(step=self._step)
+        batch: Batch | None = None
+        captured: dict[HiddenName, torch.Tensor] = {}
+        early: Output | None = None
         answered = self._entry_tick(self.in_flight)
         for (kind, rank), reply in replies.items():
             rows, part = self._expected[kind, rank][1], self._plan.ranks[rank - 1]
@@ -377,13 +378,17 @@ class DistributedExecutor:
             elif kind is Kind.EARLY:
                 flight = _states(reply, rows, part.early)
                 self._in_flight.prune(self._entry_tick(part.group), flight)
-                early = with_early(early, flight.batch, flight.captured)
+                before = Output(step=self._step) if early is None else early
+                early = with_early(before, flight.batch, flight.captured)
             else:
                 flight = _states(reply, rows, part.hidden)
                 self._in_flight.prune(answered, flight)
                 batch, captured = flight.batch, captured | flight.captured
-        output = replace(early, answers=answers, exits=exits)
-        return with_hidden(output, batch, captured) if captured else output
+        if early is None:
+            output = Output(step=self._step, answers=answers, exits=exits)
+        else:
+            output = replace(early, answers=answers, exits=exits)
+        return output if batch is None else with_hidden(output, batch, captured)
 
     def _is_open(self, entered: int, request_id: int) -> bool:
         # A busy copy of the target is closed before it commits.

@@ -17,7 +17,7 @@ from specdec.distributed.launch import Processes
 from specdec.distributed.transport import PeerLost
 from specdec.errors import RankFailure, UserError
 
-_WATCH_S = 0.25
+_WATCH_S = 0.5
 _SETTLE_S = 1.0  # the first failure noticed may be the consequence of another
 _STALE_S = 4 * store_keys.HEARTBEAT_S
 

@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -31,7 +32,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from specdec.distributed import worker
-from specdec.distributed.links import SocketLink
+from specdec.distributed.row_links import Sockets
 
 _POLL_S = 0.05
 
@@ -44,14 +45,14 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 handles both, and then ends the ranks
     assert threading.active_count() == 1, "forking is only safe in a single-threaded process"
+    sockets = _sockets(ends)
     ranks: dict[int, int] = {}
     for rank in ends:
         pid = os.fork()
         if pid == 0:
-            _run_rank(address, port, rank, ends, logs)
+            _run_rank(address, port, rank, sockets, logs)
         ranks[pid] = rank
-    for end in ends.values():
-        os.close(end)  # a link ends when its rank ends
+    _close(sockets.values())  # a link ends when its rank ends
     closed = True
     try:
         closed = _watch(ranks)
@@ -88,13 +89,33 @@ def _watch(ranks: dict[int, int]) -> bool:
     return False
 
 
-def _run_rank(address: str, port: int, rank: int, ends: dict[int, int], logs: Path) -> NoReturn:
+def _sockets(ends: dict[int, int]) -> dict[int, Sockets]:
+    """The sockets of every rank; ``ends``: descriptors of the control links, by rank."""
+    pairs = [socket.socketpair() for _ in range(len(ends) - 1)]  # ranks 1 and 2, 2 and 3, ...
+    befores = [None, *(later for _, later in pairs)]
+    afters = [*(earlier for earlier, _ in pairs), None]
+    return {
+        rank: Sockets(socket.socket(fileno=end), before, after)
+        for (rank, end), before, after in zip(ends.items(), befores, afters, strict=True)
+    }
+
+
+def _close(sockets: Iterable[Sockets]) -> None:
+    """Closes this process's copies."""
+    for owned in sockets:
+        for end in (owned.control, owned.before, owned.after):
+            if end is not None:
+                end.close()
+
+
+def _run_rank(
+    address: str, port: int, rank: int, sockets: dict[int, Sockets], logs: Path
+) -> NoReturn:
     """Runs a rank in the forked process, with its output redirected to its log."""
-    status = 1
+    status, size = 1, len(sockets) + 1
     try:
-        for other, end in ends.items():
-            if other != rank:
-                os.close(end)
+        mine = sockets.pop(rank)
+        _close(sockets.values())
         log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -102,8 +123,7 @@ def _run_rank(address: str, port: int, rank: int, ends: dict[int, int], logs: Pa
         os.dup2(log, 2)
         timeout = timedelta(seconds=60)
         store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-        link = SocketLink(socket.socket(fileno=ends[rank]), peer=0)
-        status = worker.serve(store, rank, len(ends) + 1, loopback=True, link=link)
+        status = worker.serve(store, rank, size, loopback=True, sockets=mine)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
-import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from specdec.distributed import store_keys
 from specdec.distributed.collective import Connections
 from specdec.distributed.failure_detector import FailureDetector
+from specdec.distributed.inbox import Inbox
 from specdec.distributed.launch import Processes
 from specdec.distributed.links import ControlLink, GlooLink, SocketLink
 from specdec.distributed.messages import Kind, pack_json, pack_message
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.replies import REPLIES, ReceivedReply, Reply, ReplyKey
-from specdec.distributed.transport import (
-    NO_TIMEOUT,
-    PeerLost,
-    Tag,
-    control_group,
-)
+from specdec.distributed.replies import Reply, ReplyKey
+from specdec.distributed.transport import PeerLost, control_group
 from specdec.errors import RankFailure
 from specdec.kernels.graphs import Graphs, observe_timed_runs
 from specdec.types import IntArray
@@ -47,7 +41,6 @@ class RankGroup:
         size: number of ranks, rank 0 included.
         alive: False once the group has been closed or killed.
         connections: tensor-parallel groups that rank 0 belongs to.
-        wakeup: set when a reply arrives, if not None.
     """
 
     def __init__(
@@ -66,33 +59,37 @@ class RankGroup:
         """
         self.size = size
         self.alive = True
-        self.wakeup: threading.Event | None = None
         self._store = store
         self._processes = processes
         self._session_ids = itertools.count(1)
         self._report_ids = itertools.count()
-        self._replies: dict[ReplyKey, queue.SimpleQueue[ReceivedReply | None]] = {
-            (kind, rank): queue.SimpleQueue() for kind in REPLIES for rank in range(1, size)
-        }
-        self._listeners: dict[int, threading.Thread] = {}
         self._failures = FailureDetector(store=store, size=size, processes=processes)
         self.wait_for([store_keys.started(rank) for rank in range(1, size)])
-        self._group = control_group(store, 0, size, loopback=loopback)
         self.connections = Connections(store=store, rank=0, loopback=loopback)
-        self._links = self._connect()
+        self._links = self._connect(loopback)
+        self._inbox = Inbox(self._links)
         self._failures.start()
         self._captures = False  # whether a session's ranks may run captured passes
         observe_timed_runs(self)
 
-    def _connect(self) -> dict[int, ControlLink]:
+    def _connect(self, loopback: bool) -> dict[int, ControlLink]:
         """Rank -> its control link."""
         if self._processes is not None:
             ends = self._processes.sockets.items()
             return {rank: SocketLink(end, rank, timeout_s=_SEND_S) for rank, end in ends}
+        group = control_group(self._store, 0, self.size, loopback=loopback)
         return {
-            rank: GlooLink(self._group, rank, max_pending=_MAX_PENDING)
-            for rank in range(1, self.size)
+            rank: GlooLink(group, rank, max_pending=_MAX_PENDING) for rank in range(1, self.size)
         }
+
+    @property
+    def wakeup(self) -> threading.Event | None:
+        """Set when a reply arrives, if not None."""
+        return self._inbox.wakeup
+
+    @wakeup.setter
+    def wakeup(self, event: threading.Event | None) -> None:
+        self._inbox.wakeup = event
 
     def open_session(self, plan: SessionPlan) -> int:
         """Opens a pipeline session: ranks load their layers; returns the session's number.
@@ -103,10 +100,7 @@ class RankGroup:
         """
         session = self.announce(plan)
         self.await_ready(session, plan.members)
-        for rank in plan.repliers - self._listeners.keys():
-            listener = threading.Thread(target=self._listen, args=(rank,), daemon=True)
-            self._listeners[rank] = listener
-            listener.start()
+        self._inbox.listen(plan.repliers, awaited=plan.repliers - plan.side_repliers)
         return session
 
     def announce(self, plan: SessionPlan | DraftPlan) -> int:
@@ -187,8 +181,15 @@ class RankGroup:
         return sent + self.connections.num_bytes
 
     def has_reply(self, key: ReplyKey) -> bool:
-        """Whether ``reply`` would return at once."""
-        return not self._replies[key].empty()
+        """Whether ``reply`` would return at once.
+
+        Raises:
+            RankFailure: a rank has ended.
+        """
+        try:
+            return self._inbox.has(key)
+        except PeerLost as lost:
+            raise self.failed(lost) from None
 
     def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
         """Waits for a reply to a step; earlier replies with the same key are dropped.
@@ -199,14 +200,13 @@ class RankGroup:
         waiting = False
         while True:
             try:
-                received = self._replies[key].get(timeout=_POLL_S)
-            except queue.Empty:
+                received = self._inbox.take(key, _POLL_S)
+            except PeerLost as lost:
+                raise self.failed(lost) from None
+            if received is None:
                 self.check_progress(timeout_s, begins=not waiting)
                 waiting = True
-                continue
-            if received is None:
-                raise self.failed()
-            if (received.session, received.tick) == (session, tick):
+            elif (received.session, received.tick) == (session, tick):
                 return received.reply
 
     def check_progress(self, timeout_s: float, *, begins: bool) -> None:
@@ -290,31 +290,10 @@ class RankGroup:
         An interpreter that exits while a thread is inside gloo or the store aborts the process.
         """
         self._failures.stop(_GRACE_S)
-        for listener in self._listeners.values():
-            listener.join(_GRACE_S)
+        self._inbox.join(_GRACE_S)
         for link in self._links.values():
             link.close()
 
     def _kill_with(self, error: BaseException) -> BaseException:
         self.kill()
         return error
-
-    def _listen(self, source: int) -> None:
-        """Thread: moves a rank's replies into queues, where waiting for them can be interrupted."""
-
-        def receive(rows: torch.Tensor) -> None:
-            self._group.recv([rows], source, Tag.REPLY_ROWS).wait(NO_TIMEOUT)
-
-        try:
-            while True:
-                received = ReceivedReply.unpack(self._links[source].receive(), receive)
-                self._replies[received.reply.kind, source].put(received)
-                self._wake()
-        except RuntimeError:
-            for replies in self._replies.values():
-                replies.put(None)
-            self._wake()
-
-    def _wake(self) -> None:
-        if (wakeup := self.wakeup) is not None:
-            wakeup.set()

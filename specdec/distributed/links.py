@@ -2,7 +2,7 @@
 
 Ranks that this process has started are connected by socket pairs, which the fork server passes on:
 a message is one system call on either side, and a link ends with its process. Ranks of torchrun or
-Slurm use gloo. Tensors go over gloo or NCCL in either case.
+Slurm use gloo.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ import select
 import socket
 import sys
 from contextlib import suppress
-from io import BufferedReader
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
+import torch
 
-from specdec.distributed.transport import Group, MessageReceiver, PeerLost, Sender, Tag
+from specdec.distributed.transport import (
+    NO_TIMEOUT,
+    Group,
+    MessageReceiver,
+    PeerLost,
+    Sender,
+    Tag,
+)
 from specdec.types import IntArray
 
 _WORD = 8
@@ -41,6 +48,22 @@ class ControlLink(Protocol):
 
     def receive(self) -> IntArray:
         """Waits for the next message, int64[n]; may be called by another thread than ``send``.
+
+        Raises:
+            PeerLost: the connection broke.
+        """
+        ...
+
+    def send_tensor(self, tensor: torch.Tensor) -> None:
+        """Sends a contiguous tensor on the host, which must not change afterwards.
+
+        Raises:
+            PeerLost: the connection broke.
+        """
+        ...
+
+    def receive_tensor(self, tensor: torch.Tensor) -> None:
+        """Fills a contiguous tensor on the host with the one that was sent after the last message.
 
         Raises:
             PeerLost: the connection broke.
@@ -83,6 +106,17 @@ class GlooLink:
             self._receiver = MessageReceiver(self._group, self._peer, self._tags[1])
         return self._receiver.receive()
 
+    def send_tensor(self, tensor: torch.Tensor) -> None:
+        """See ``ControlLink``."""
+        self._sender.send(tensor, self._peer, Tag.TENSOR)
+
+    def receive_tensor(self, tensor: torch.Tensor) -> None:
+        """See ``ControlLink``."""
+        try:
+            self._group.recv([tensor], self._peer, Tag.TENSOR).wait(NO_TIMEOUT)
+        except RuntimeError as error:
+            raise PeerLost(self._peer) from error
+
     def close(self) -> None:
         """Does nothing."""
 
@@ -100,35 +134,36 @@ class SocketLink:
         """
         self._socket, self._peer = end, peer
         self._wait_ms = None if timeout_s is None else timeout_s * 1e3
-        reader = end.makefile("rb", buffering=_BUFFER_BYTES)
-        self._reader = cast("BufferedReader", reader)
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._unread = self._buffer[:0]  # received bytes that nobody has read
+        self._arrivals = select.poll()
+        self._arrivals.register(end, select.POLLIN)
         self.num_bytes = 0
 
     def send(self, packed: IntArray) -> None:
         """See ``ControlLink``; usually the socket's buffer takes the whole message at once."""
-        size = packed.nbytes
-        try:
-            sent = self._write(packed.data)
-            if sent < size:
-                self._write_rest(packed.data.cast("B")[sent:])
-        except OSError as error:
-            raise PeerLost(self._peer) from error
-        self.num_bytes += size
+        self._send(packed.data, packed.nbytes)
 
     def receive(self) -> IntArray:
         """See ``ControlLink``."""
-        try:
-            head = self._reader.read(_WORD)
-            if len(head) < _WORD:
-                raise PeerLost(self._peer)
-            packed = np.empty(int.from_bytes(head, sys.byteorder), np.int64)
-            rest = packed.data.cast("B")[_WORD:]
-            if self._reader.readinto(rest) < len(rest):
-                raise PeerLost(self._peer)
-        except (OSError, ValueError) as error:  # ValueError: closed by this process
-            raise PeerLost(self._peer) from error
+        head = memoryview(bytearray(_WORD))
+        self._fill(head)
+        packed = np.empty(int.from_bytes(head, sys.byteorder), np.int64)
         packed[0] = len(packed)
+        self._fill(packed.data.cast("B")[_WORD:])
         return packed
+
+    def has_message(self, timeout_s: float) -> bool:
+        """Whether a message, or the end of the link, arrives within ``timeout_s``."""
+        return bool(self._unread) or bool(self._arrivals.poll(timeout_s * 1e3))
+
+    def send_tensor(self, tensor: torch.Tensor) -> None:
+        """See ``ControlLink``."""
+        self._send(bytes_of(tensor), tensor.nbytes)
+
+    def receive_tensor(self, tensor: torch.Tensor) -> None:
+        """See ``ControlLink``."""
+        self._fill(bytes_of(tensor))
 
     def close(self) -> None:
         """See ``ControlLink``."""
@@ -136,16 +171,53 @@ class SocketLink:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _write(self, data: memoryview) -> int:
+    def _send(self, data: memoryview, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
         try:
-            return self._socket.send(data, socket.MSG_DONTWAIT)
+            sent = self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return 0
+            sent = 0
+        except OSError as error:
+            raise PeerLost(self._peer) from error
+        if sent < num_bytes:
+            self._send_rest(data.cast("B")[sent:])
 
-    def _write_rest(self, data: memoryview) -> None:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLOUT)
+    def _send_rest(self, data: memoryview) -> None:
+        """Waits until the socket has taken the rest of a message."""
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
+        try:
+            while len(data):
+                if not room.poll(self._wait_ms):
+                    raise PeerLost(self._peer)
+                with suppress(BlockingIOError):
+                    data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+        except OSError as error:
+            raise PeerLost(self._peer) from error
+
+    def _fill(self, data: memoryview) -> None:
+        """Fills ``data`` with the next bytes."""
         while len(data):
-            if not poll.poll(self._wait_ms):
-                raise PeerLost(self._peer)
-            data = data[self._write(data) :]
+            if not self._unread:
+                if len(data) >= _BUFFER_BYTES:  # straight to its place
+                    data = data[self._receive(data) :]
+                    continue
+                self._unread = self._buffer[: self._receive(self._buffer)]
+            num = min(len(data), len(self._unread))
+            data[:num] = self._unread[:num]
+            data, self._unread = data[num:], self._unread[num:]
+
+    def _receive(self, into: memoryview) -> int:
+        """Waits for bytes; returns how many were stored."""
+        try:
+            num = self._socket.recv_into(into)
+        except OSError as error:  # closed by this process, among others
+            raise PeerLost(self._peer) from error
+        if not num:
+            raise PeerLost(self._peer)
+        return num
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data

@@ -127,8 +127,12 @@ class SessionPlan(_Plan):
     @property
     def repliers(self) -> set[int]:
         """Ranks that send replies to rank 0 within a step."""
-        senders = {i for i, part in enumerate(self.ranks, 1) if part.has_side_outputs}
-        return senders | {len(self.ranks)}
+        return self.side_repliers | {len(self.ranks)}
+
+    @property
+    def side_repliers(self) -> set[int]:
+        """Those that send exits or hidden states."""
+        return {i for i, part in enumerate(self.ranks, 1) if part.has_side_outputs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,6 +154,11 @@ def read_answers(
     num = batch.num_nodes
     tokens, rest = reply.body[:num], reply.body[num:]
     assert len(tokens) == num, "rank 0 and the last rank disagree"
+    if not len(rest) and reply.rows is None:
+        return tuple(
+            Answers(request=rows.request, node_ids=rows.node_ids, tokens=tokens[part])
+            for rows, part in _by_request(batch, is_open)
+        )
     assert len(rest) in (0, num + 1, 2 * num + 1), "rank 0 and the last rank disagree"
     vocab_size = int(rest[0]) if len(rest) else 0
     counts, kept = rest[1 : num + 1], rest[num + 1 :].view(np.float64)

@@ -1,11 +1,8 @@
-"""Point-to-point messages between ranks: control messages (int64 arrays) and hidden states.
+"""Process groups, and control messages over them (int64 arrays).
 
 Uses torch.distributed's process groups without the process-wide default group, so that one process
-can be part of several pipelines. Control messages go over gloo; hidden states go over gloo on CPUs
-and NCCL on GPUs. Receives are posted before their message is needed, because gloo does not send
-before the receiver is ready.
-
-Shape letters: R rows, E hidden size.
+can be part of several pipelines. Receives are posted before their message is needed, because gloo
+does not send before the receiver is ready.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ CONNECT_TIMEOUT = timedelta(seconds=120)
 CPU = torch.device("cpu")
 FRAME_WORDS = 2048
 _POLL_S = 0.02
-_CHUNK_ROWS = 256  # maximum rows per message of hidden states
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -47,7 +43,7 @@ class Tag(IntEnum):
 
     CONTROL = 0
     REPLY = 1
-    REPLY_ROWS = 2
+    TENSOR = 2
     HIDDEN = 3
 
 
@@ -259,87 +255,3 @@ class MessageReceiver:
         for i in (self._next, 1 - self._next):
             if self._works[i] is None:
                 self._works[i] = self._group.recv([self._frames[i]], self._source, self._tag)
-
-
-class RowReceiver:
-    """Receives hidden states from one rank into two fixed buffers, one of them posted ahead.
-
-    Both sides split rows into the same chunks. NCCL receives must match the sends in size, so
-    there a receive is posted only when the number of rows is known.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        source: int,
-        tag: int,
-        *,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Allocates the buffers.
-
-        Args:
-            group: gloo for a CPU, NCCL for a GPU.
-            source: index of the sender in ``group``.
-            tag: of the session.
-            width: E.
-            dtype, device: of the rows.
-        """
-        self._group = group
-        self._source = source
-        self._tag = tag
-        self._posts_ahead = device.type == "cpu"
-        shape = (_CHUNK_ROWS, width)
-        self._buffers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
-        self._works: list[dist.Work | None] = [None, None]
-        self._next = 0
-        self.release()
-
-    def receive(self, num_rows: int) -> torch.Tensor:
-        """Waits for [num_rows, E], valid until ``release`` or the next call.
-
-        Raises:
-            PeerLost: the connection broke.
-        """
-        if num_rows <= _CHUNK_ROWS:
-            return self._chunk(num_rows)
-        starts = range(0, num_rows, _CHUNK_ROWS)
-        return torch.cat([self._chunk(min(_CHUNK_ROWS, num_rows - s)).clone() for s in starts])
-
-    def release(self) -> None:
-        """Posts the buffers of received rows again, which invalidates those rows.
-
-        Raises:
-            PeerLost: the connection broke.
-        """
-        if not self._posts_ahead:
-            return
-        try:
-            for i in (self._next, 1 - self._next):
-                if self._works[i] is None:
-                    self._works[i] = self._post(i, _CHUNK_ROWS)
-        except RuntimeError as error:
-            raise PeerLost(self._source) from error
-
-    def _chunk(self, num_rows: int) -> torch.Tensor:
-        at = self._next
-        try:
-            work = self._works[at] or self._post(at, _CHUNK_ROWS if self._posts_ahead else num_rows)
-            wait_for(work, self._buffers[at])
-        except RuntimeError as error:
-            raise PeerLost(self._source) from error
-        self._works[at] = None
-        self._next = 1 - at
-        return self._buffers[at][:num_rows]
-
-    def _post(self, at: int, num_rows: int) -> dist.Work:
-        return self._group.recv([self._buffers[at][:num_rows]], self._source, self._tag)
-
-
-def send_rows(sender: Sender, rows: torch.Tensor, to: int, tag: int) -> None:
-    """Sends [R, E] in the chunks that ``RowReceiver`` expects."""
-    rows = rows.contiguous()
-    for start in range(0, len(rows), _CHUNK_ROWS):
-        sender.send(rows[start : start + _CHUNK_ROWS], to, tag)

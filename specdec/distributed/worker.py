@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from specdec.distributed import store_keys
 from specdec.distributed.collective import Connections
 from specdec.distributed.draft_follower import DraftSession
 from specdec.distributed.launch import NOTE
-from specdec.distributed.links import ControlLink, GlooLink
+from specdec.distributed.links import ControlLink, GlooLink, SocketLink
 from specdec.distributed.messages import (
     HEADER_WORDS,
     Kind,
@@ -34,18 +36,28 @@ from specdec.distributed.messages import (
 from specdec.distributed.placement import own_gpu
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.replies import Reply
+from specdec.distributed.row_links import (
+    GroupPeer,
+    GroupRowReceiver,
+    GroupRowSender,
+    RowReceiver,
+    RowSender,
+    SocketRowReceiver,
+    SocketRowSender,
+    Sockets,
+    fit_socket,
+)
 from specdec.distributed.stage_worker import StageSession, build_session
 from specdec.distributed.transport import (
     CPU,
     NUM_TAGS,
     Group,
     PeerLost,
-    RowReceiver,
     Sender,
     Tag,
+    collective_group,
     control_group,
     data_group,
-    send_rows,
     wire_device,
 )
 from specdec.errors import UserError
@@ -59,37 +71,39 @@ from specdec.types import IntArray
 _MAX_PENDING = 16  # hidden states may be large
 
 
-class _GroupLinks:
-    """A session's ``StageLinks`` over process groups."""
+class _SessionLinks:
+    """A session's ``StageLinks``."""
 
     def __init__(
         self, *, worker: Worker, session: int, stage: Stage, degree: int, num_ranks: int
     ) -> None:
-        self._worker = worker
+        self._link = worker.link
         self._session = session
-        self._tag = session * NUM_TAGS + Tag.HIDDEN
+        tag = session * NUM_TAGS + Tag.HIDDEN
         layers = layers_of(stage)
         self._has_model = layers is not None
         device, dtype, width = CPU, torch.float32, 1
         if layers is not None:
             runner = layers.runner
             device, dtype, width = runner.device, runner.dtype, runner.hidden_size
+        self._zeros = torch.zeros(0, 1)
+        self._sender = self._receiver = None
         before, after = worker.rank - degree, worker.rank + degree
-        self._wire = worker.wire(after, device) if after <= num_ranks else CPU
-        _, self._sender, offset = worker.data(self._wire)
-        self._next = after - offset
-        self._receiver = None
+        if after <= num_ranks:
+            self._sender = worker.row_sender(after, tag, width=width, dtype=dtype, device=device)
         if before > 0:
-            wire = worker.wire(before, device)
-            group, _, offset = worker.data(wire)
-            self._receiver = RowReceiver(
-                group, before - offset, self._tag, width=width, dtype=dtype, device=wire
+            self._receiver = worker.row_receiver(
+                before, tag, width=width, dtype=dtype, device=device
             )
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
         """Sends to the next stage; stages without a model send ``num_rows`` rows of zeros."""
-        rows = torch.zeros(num_rows, 1) if rows is None else rows.to(self._wire)
-        send_rows(self._sender, rows, self._next, self._tag)
+        assert self._sender is not None, "the last stage has no receiver"
+        if rows is None:
+            if num_rows > len(self._zeros):
+                self._zeros = torch.zeros(2 * num_rows, 1)
+            rows = self._zeros[:num_rows]
+        self._sender.send(rows)
 
     def receive_rows(self, num_rows: int) -> torch.Tensor | None:
         """Waits for the rows of the previous stage."""
@@ -104,9 +118,9 @@ class _GroupLinks:
 
     def send_reply(self, tick: int, reply: Reply) -> None:
         """Sends the control message, then the reply's rows if it has any."""
-        self._worker.link.send(reply.pack(self._session, tick))
+        self._link.send(reply.pack(self._session, tick))
         if reply.rows is not None:
-            self._worker.control.send(reply.rows, 0, Tag.REPLY_ROWS)
+            self._link.send_tensor(reply.rows)
 
 
 class Worker:
@@ -119,7 +133,7 @@ class Worker:
         rank: int,
         size: int,
         loopback: bool,
-        link: ControlLink | None = None,
+        sockets: Sockets | None = None,
     ) -> None:
         """Joins the group.
 
@@ -127,16 +141,22 @@ class Worker:
             store: shared by all ranks.
             rank, size: this rank and the number of ranks, 1 <= rank < size.
             loopback: see ``control_group``.
-            link: to rank 0; None: over the group.
+            sockets: to other ranks; None: all messages go over process groups.
         """
         self.rank = rank
         self.size = size
         self._store = store
         store.set(store_keys.started(rank), str(os.getpid()))
-        self._group = control_group(store, rank, size, loopback=loopback)
-        self.control = Sender(self._group, max_pending=_MAX_PENDING)
-        self._data: tuple[Group, Sender, int] | None = None
-        self.link = link or GlooLink(self._group, 0, max_pending=_MAX_PENDING)
+        self._loopback = loopback
+        self._sockets = sockets
+        self._groups: dict[str, tuple[Group, Sender]] = {}
+        self._senders: list[SocketRowSender] = []
+        self.link: ControlLink
+        if sockets is None:
+            group, _, peer = self._group_with(0, CPU)
+            self.link = GlooLink(group, peer.index, max_pending=_MAX_PENDING)
+        else:
+            self.link = SocketLink(sockets.control, 0)
         self._pairs: dict[str, ModelPair] = {}
         self._connections = Connections(store=store, rank=rank, loopback=loopback)
         self._sessions: dict[int, StageSession] = {}
@@ -160,14 +180,70 @@ class Worker:
                     return
                 self._handle(Kind(kind), session, tick, packed)
 
-    def data(self, device: torch.device) -> tuple[Group, Sender, int]:
-        """Group and sender for hidden states, and the difference of ranks and group indices."""
-        if device.type == "cpu":
-            return self._group, self.control, 0
-        if self._data is None:
-            group = data_group(self._store, self.rank, self.size)
-            self._data = group, Sender(group, max_pending=_MAX_PENDING), 1
-        return self._data
+    def row_sender(
+        self, to: int, tag: int, *, width: int, dtype: torch.dtype, device: torch.device
+    ) -> RowSender:
+        """The way of rows [R, width] to rank ``to``, which calls ``row_receiver``.
+
+        Args:
+            to: that rank.
+            tag: of the session.
+            width, dtype, device: of the rows.
+        """
+        wire = self.wire(to, device)
+        end = self._socket_to(to, wire, width, dtype)
+        if end is not None:
+            sender = SocketRowSender(end, to)
+            self._senders.append(sender)
+            return sender
+        _, group_sender, peer = self._group_with(to, wire)
+        return GroupRowSender(group_sender, peer, tag, wire)
+
+    def row_receiver(
+        self, source: int, tag: int, *, width: int, dtype: torch.dtype, device: torch.device
+    ) -> RowReceiver:
+        """The way of rows from rank ``source``; see ``row_sender``."""
+        wire = self.wire(source, device)
+        end = self._socket_to(source, wire, width, dtype)
+        if end is not None:
+            return SocketRowReceiver(end, source, width=width, dtype=dtype)
+        group, _, peer = self._group_with(source, wire)
+        return GroupRowReceiver(group, peer, tag, width=width, dtype=dtype, device=wire)
+
+    def _socket_to(
+        self, peer: int, wire: torch.device, width: int, dtype: torch.dtype
+    ) -> socket.socket | None:
+        """The socket over which both ends exchange rows; None: they use a group."""
+        if self._sockets is None or wire.type != "cpu" or not fit_socket(width, dtype):
+            return None
+        ends = {self.rank - 1: self._sockets.before, self.rank + 1: self._sockets.after}
+        return ends.get(peer)
+
+    def _group_with(self, peer: int, device: torch.device) -> tuple[Group, Sender, GroupPeer]:
+        """Group and sender for tensors of a device; both ranks join the group at the same time."""
+        if device.type != "cpu":
+            name, index = "data", peer - 1
+            make = partial(data_group, self._store, self.rank, self.size)
+        elif self._sockets is None:
+            name, index = "control", peer
+            make = partial(
+                control_group, self._store, self.rank, self.size, loopback=self._loopback
+            )
+        else:
+            ends = sorted((self.rank, peer))
+            name, index = f"rows-{ends[0]}-{ends[1]}", ends.index(peer)
+            make = partial(
+                collective_group,
+                dist.PrefixStore(name, self._store),
+                1 - index,
+                2,
+                device=device,
+                loopback=self._loopback,
+            )
+        if name not in self._groups:
+            group = make()
+            self._groups[name] = group, Sender(group, max_pending=_MAX_PENDING)
+        return *self._groups[name], GroupPeer(peer, index)
 
     def wire(self, other: int, device: torch.device) -> torch.device:
         """Device on which rows are exchanged with rank ``other``; see ``wire_device``."""
@@ -224,7 +300,7 @@ class Worker:
             rank=self.rank,
             plan=plan,
             pair=self._pair(plan),
-            make_links=lambda stage: _GroupLinks(
+            make_links=lambda stage: _SessionLinks(
                 worker=self,
                 session=session,
                 stage=stage,
@@ -260,8 +336,9 @@ class Worker:
 
     def report(self, session: int) -> dict[str, object]:
         """The session's report, bytes sent, CPU seconds and most memory, as plain values."""
-        sent = self.link.num_bytes + self.control.num_bytes + self._connections.num_bytes
-        sent += self._data[1].num_bytes if self._data else 0
+        sent = self.link.num_bytes + self._connections.num_bytes
+        sent += sum(sender.num_bytes for _, sender in self._groups.values())
+        sent += sum(sender.num_bytes for sender in self._senders)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         used = {"bytes_sent": sent, "cpu_s": time.process_time(), "peak_bytes": peak}
         ran = self._sessions[session] if session in self._sessions else self._drafts[session]
@@ -286,7 +363,7 @@ def _log(text: str) -> None:
 
 
 def serve(
-    store: dist.Store, rank: int, size: int, *, loopback: bool, link: ControlLink | None = None
+    store: dist.Store, rank: int, size: int, *, loopback: bool, sockets: Sockets | None = None
 ) -> int:
     """Runs a rank until rank 0 stops it; returns its exit status.
 
@@ -296,7 +373,7 @@ def serve(
     "raised" or "lost"), ``text`` and ``peer``; the status is then 1.
     """
     try:
-        Worker(store=store, rank=rank, size=size, loopback=loopback, link=link).serve()
+        Worker(store=store, rank=rank, size=size, loopback=loopback, sockets=sockets).serve()
     except BaseException as error:
         kind = "lost" if isinstance(error, PeerLost) else "raised"
         if isinstance(error, UserError):

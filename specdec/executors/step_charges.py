@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.clocks import Clock, Work
 
 
 class StepCharges:
@@ -30,14 +30,14 @@ class StepCharges:
             rows: number of rows of each stage.
             num_nodes: tree nodes on the last stage, for the output head.
         """
-        align, charge = self._clock.align, self._clock.charge
-        for rank, num_devices, num_rows in zip(self._ranks, self._devices, rows, strict=True):
-            align(rank, CONTROLLER)
-            for device in range(num_devices):
-                if device:
-                    charge(rank, Work.TRANSFER, num_rows)
-                charge(rank, Work.STAGE, num_rows)
-        charge(self._ranks[-1], Work.HEAD, num_nodes)
+        clock = self._clock
+        clock.fan_out(self._ranks)
+        clock.charge_each(self._ranks, Work.STAGE, rows)
+        for rank, num_devices, num_rows in self._larger(rows):
+            for _ in range(num_devices - 1):
+                clock.charge(rank, Work.TRANSFER, num_rows)
+                clock.charge(rank, Work.STAGE, num_rows)
+        clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
 
     def exit(self, stage: int, num_nodes: int) -> None:
         """Charges stage number ``stage``, from 0, for an exit head on ``num_nodes`` rows."""
@@ -64,13 +64,18 @@ class StepCharges:
             rows: rows that each stage but the last transmits.
             answered: whether the last stage sends answers to the controller.
         """
-        align, charge = self._clock.align, self._clock.charge
-        for rank in self._ranks:
-            align(rank, CONTROLLER)
-            charge(rank, Work.PRUNE, pruned)
-        for rank, num_rows in zip(self._ranks, rows, strict=False):
-            charge(rank, Work.TRANSFER, num_rows)
+        clock, ranks = self._clock, self._ranks
+        clock.fan_out(ranks)
+        if pruned:
+            clock.charge_each(ranks, Work.PRUNE, [pruned] * len(ranks))
+        clock.charge_each(ranks[: len(rows)], Work.TRANSFER, rows)
         if answered:
-            charge(self._ranks[-1], Work.TRANSFER, 1)
-        for rank in self._ranks:
-            align(CONTROLLER, rank)
+            clock.charge(ranks[-1], Work.TRANSFER, 1)
+        clock.fan_in(ranks)
+
+    def _larger(self, rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """(rank, number of devices, rows) of the stages of several devices."""
+        if max(self._devices) > 1:
+            for rank, num_devices, num_rows in zip(self._ranks, self._devices, rows, strict=True):
+                if num_devices > 1:
+                    yield rank, num_devices, num_rows

@@ -29,12 +29,8 @@ class LoopEvents:
         self._levels = [*map(asynchronous, getattr(source, "levels", (self._source,)))]
         self._executor = executor
         self._poll: Callable[[], Output | None] | None = getattr(executor, "poll", None)
-        self._wakeup = threading.Event()
-        parts = [*self._levels, executor]
-        waking = [part for part in parts if hasattr(part, "wakeup")]
-        for part in waking:
-            part.wakeup = self._wakeup
-        self._look_every_s = _CHECK_EVERY_S if len(waking) == len(parts) else _LOOK_EVERY_S
+        self._wakeup: threading.Event | None = None  # made for the first wait
+        self._look_every_s = _LOOK_EVERY_S
 
     def start(self, nodes: Nodes, k: int, level: int = 0) -> Ticket:
         """Starts a draft pass."""
@@ -104,7 +100,16 @@ class LoopEvents:
         return Event(EventKind.TARGET) if self._executor.ready() else None
 
     def _wait(self) -> None:
-        """Blocks until a part has something new."""
+        """Blocks until a part has something new; the first call only makes the parts tell."""
+        if self._wakeup is None:
+            self._wakeup = threading.Event()
+            parts = [*self._levels, self._executor]
+            waking = [part for part in parts if hasattr(part, "wakeup")]
+            for part in waking:
+                part.wakeup = self._wakeup
+            if len(waking) == len(parts):
+                self._look_every_s = _CHECK_EVERY_S
+            return
         with self._state.meter.waiting():
             self._wakeup.wait(self._look_every_s)
         self._wakeup.clear()

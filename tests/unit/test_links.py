@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from specdec.distributed.links import SocketLink
 from specdec.distributed.transport import PeerLost
@@ -87,3 +88,20 @@ def test_closing_ends_a_waiting_receive(ends):
     rank_0.close()
     thread.join()
     assert len(found) == 1
+
+
+def test_a_tensor_follows_its_message(ends):
+    rank_0, rank_3 = ends
+    sent = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    rank_3.send(message(4))
+    rank_3.send_tensor(sent)
+    rank_3.send(message(5))
+    received = torch.empty_like(sent)
+    assert rank_0.has_message(1.0)
+    np.testing.assert_array_equal(rank_0.receive(), message(4))
+    rank_0.receive_tensor(received)
+    assert torch.equal(received, sent)
+    assert rank_0.has_message(0.0)  # received with the others, and not read yet
+    np.testing.assert_array_equal(rank_0.receive(), message(5))
+    assert not rank_0.has_message(0.0)
+    assert rank_3.num_bytes == 9 * 8 + 12

@@ -1,0 +1,129 @@
+"""Replies of ranks, as rank 0 reads them: in threads of their own, or where it waits for them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Container, Iterable, Mapping
+from time import monotonic
+
+from specdec.distributed.links import ControlLink, SocketLink
+from specdec.distributed.replies import REPLIES, ReceivedReply, ReplyKey
+from specdec.distributed.transport import PeerLost
+
+
+class Inbox:
+    """Queues of replies, one per kind and rank.
+
+    A thread per rank reads what arrives while rank 0 does something else: hidden states fill a
+    socket's buffer, and a rank must not wait for rank 0 to read them. A reply that rank 0 waits for
+    would wake the thread first and rank 0 then, so such replies are read by the caller of ``has``
+    and ``take`` if they come over a socket, until an event is to be set when they arrive.
+    """
+
+    def __init__(self, links: Mapping[int, ControlLink]) -> None:
+        """Reads nothing yet; ``links``: rank -> its control link."""
+        self._links = links
+        self._queues: dict[ReplyKey, queue.SimpleQueue[ReceivedReply | None]] = {
+            (kind, rank): queue.SimpleQueue() for kind in REPLIES for rank in links
+        }
+        self._threads: dict[int, threading.Thread] = {}
+        self._direct: dict[int, SocketLink] = {}
+        self._wakeup: threading.Event | None = None
+
+    @property
+    def wakeup(self) -> threading.Event | None:
+        """Set when a reply arrives; threads read all replies once it is not None."""
+        return self._wakeup
+
+    @wakeup.setter
+    def wakeup(self, event: threading.Event | None) -> None:
+        self._wakeup = event
+        if event is not None:
+            for rank in list(self._direct):
+                self._start(rank)
+
+    def listen(self, ranks: Iterable[int], *, awaited: Container[int]) -> None:
+        """Reads the replies of further ranks.
+
+        Args:
+            ranks: that send replies.
+            awaited: those of them whose replies rank 0 waits for in the step in which they are
+                sent.
+        """
+        for rank in ranks:
+            link = self._links[rank]
+            if rank in self._threads:
+                continue
+            if isinstance(link, SocketLink) and rank in awaited and self._wakeup is None:
+                self._direct[rank] = link
+            else:
+                self._start(rank)
+
+    def has(self, key: ReplyKey) -> bool:
+        """Whether ``take`` would return at once.
+
+        Raises:
+            PeerLost: the connection to the rank broke.
+        """
+        link = self._direct.get(key[1])
+        while link is not None and self._queues[key].empty() and link.has_message(0.0):
+            self._read(key[1])
+        return not self._queues[key].empty()
+
+    def take(self, key: ReplyKey, timeout_s: float) -> ReceivedReply | None:
+        """Waits for a reply; None after ``timeout_s``.
+
+        Raises:
+            PeerLost: the connection to the rank broke.
+        """
+        replies, link = self._queues[key], self._direct.get(key[1])
+        if link is not None:
+            until = monotonic() + timeout_s
+            while replies.empty() and link.has_message(max(0.0, until - monotonic())):
+                arrived = self._next(key[1])
+                if arrived.reply.kind is key[0]:
+                    return arrived
+                self._queues[arrived.reply.kind, key[1]].put(arrived)
+            timeout_s = 0.0
+        try:
+            received = replies.get(timeout=timeout_s) if timeout_s else replies.get_nowait()
+        except queue.Empty:
+            return None
+        if received is None:
+            raise PeerLost(key[1])
+        return received
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the threads, which end when their peers have ended."""
+        for thread in self._threads.values():
+            thread.join(timeout_s)
+
+    def _next(self, rank: int) -> ReceivedReply:
+        link = self._links[rank]
+        return ReceivedReply.unpack(link.receive(), link.receive_tensor)
+
+    def _read(self, rank: int) -> None:
+        received = self._next(rank)
+        self._queues[received.reply.kind, rank].put(received)
+
+    def _start(self, rank: int) -> None:
+        self._direct.pop(rank, None)
+        thread = threading.Thread(target=self._listen, args=(rank,), daemon=True)
+        self._threads[rank] = thread
+        thread.start()
+
+    def _listen(self, rank: int) -> None:
+        """Thread: reads until the link ends."""
+        try:
+            while True:
+                self._read(rank)
+                self._wake()
+        except PeerLost:
+            for replies in self._queues.values():  # whoever waits then looks for the cause
+                replies.put(None)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.set()

@@ -1,0 +1,108 @@
+"""Replies that rank 0 reads: by itself where it waits for them, by threads where it does not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from time import perf_counter
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.distributed.inbox import Inbox
+from specdec.distributed.links import SocketLink
+from specdec.distributed.messages import Kind
+from specdec.distributed.replies import Reply
+from specdec.distributed.transport import PeerLost
+
+ANSWERS = Kind.ANSWERS, 1
+TIMEOUT_S = 10.0
+
+
+def reply(value: int, rows: torch.Tensor | None = None) -> Reply:
+    """A reply of one token."""
+    return Reply(Kind.ANSWERS, np.array([value]), rows)
+
+
+class Rank:
+    """A rank's end of its control link."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.link = SocketLink(end, 0)
+
+    def send(self, tick: int, sent: Reply) -> None:
+        """Sends a reply of session 1."""
+        self.link.send(sent.pack(1, tick))
+        if sent.rows is not None:
+            self.link.send_tensor(sent.rows)
+
+
+@pytest.fixture
+def both() -> tuple[Inbox, Rank]:
+    """Rank 0's inbox, and rank 1."""
+    mine, theirs = socket.socketpair()
+    return Inbox({1: SocketLink(mine, 1)}), Rank(theirs)
+
+
+@pytest.mark.parametrize("awaited", [{1}, set()], ids=["by the caller", "by a thread"])
+def test_replies_come_in_order_with_their_tensors(both, awaited):
+    inbox, rank = both
+    inbox.listen([1], awaited=awaited)
+    large = torch.arange(1 << 16, dtype=torch.float64).reshape(2, -1)
+    sender = threading.Thread(
+        target=lambda: [
+            rank.send(0, reply(5)),
+            rank.send(1, reply(6, large)),
+            rank.send(2, reply(7)),
+        ]
+    )
+    sender.start()
+    for tick, value in enumerate((5, 6, 7)):
+        received = inbox.take(ANSWERS, TIMEOUT_S)
+        assert received is not None
+        assert (received.session, received.tick) == (1, tick)
+        assert received.reply.body.tolist() == [value]
+        if value == 6:
+            assert received.reply.rows is not None
+            assert torch.equal(received.reply.rows, large)
+    sender.join()
+
+
+def test_without_a_reply_take_ends_in_time_and_has_at_once(both):
+    inbox, rank = both
+    inbox.listen([1], awaited={1})
+    began = perf_counter()
+    assert inbox.take(ANSWERS, 0.05) is None
+    assert 0.05 <= perf_counter() - began < TIMEOUT_S
+    assert not inbox.has(ANSWERS)
+    rank.send(0, reply(5))
+    assert inbox.has(ANSWERS)
+    assert not inbox.has((Kind.ROWS, 1))  # reads it, and finds that it is another one
+    assert inbox.take(ANSWERS, 0.0) is not None
+
+
+def test_an_event_is_set_from_the_moment_it_is_wanted(both):
+    """Nothing may be lost between reading by the caller and by a thread."""
+    inbox, rank = both
+    inbox.listen([1], awaited={1})
+    rank.send(0, reply(5))
+    assert inbox.has(ANSWERS)
+    rank.send(1, reply(6))
+    inbox.wakeup = event = threading.Event()
+    assert event.wait(TIMEOUT_S)
+    values = []
+    for _ in range(2):
+        received = inbox.take(ANSWERS, TIMEOUT_S)
+        assert received is not None
+        values += received.reply.body.tolist()
+    assert values == [5, 6]
+
+
+@pytest.mark.parametrize("awaited", [{1}, set()], ids=["by the caller", "by a thread"])
+def test_a_rank_that_ends_is_noticed_by_whoever_waits(both, awaited):
+    inbox, rank = both
+    inbox.listen([1], awaited=awaited)
+    rank.link.close()
+    with pytest.raises(PeerLost, match="rank 1"):
+        inbox.take(ANSWERS, TIMEOUT_S)
