@@ -8,16 +8,24 @@ of which only the ratios count on a machine with other work. A strategy may have
 
     python -m experiments.benchmarks.session_bound --sampling t06 --strategies ar speculative \\
         "speculative policy.gamma=4" "ort_draft strategy.options.num_draft_tokens=3"
+
+The last two columns are the median times from the end of a session call to the next call, which are
+this library's Python: after passes of the target, and after those of the draft. ``--flush-mb 64``
+reads as many megabytes after every call, outside of these times (but within those of tokens/s):
+what Python then takes longer is the cost of caches that are filled with something else.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
 from specdec.config.job import run_job_of
@@ -39,6 +47,22 @@ DEFAULT = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a session.
+
+    Attributes:
+        session: its number.
+        start, seconds: when it began, and how long it took.
+        left: when Python went on.
+    """
+
+    session: int
+    start: float
+    seconds: float
+    left: float
+
+
 @dataclass
 class Row:
     """Sums over the decode phases of requests.
@@ -47,32 +71,51 @@ class Row:
         tokens, passes: emitted, and target passes that gave them.
         seconds: wall time.
         session_s: of these inside ONNX Runtime; 0 where it is not known.
+        after: number of the session -> seconds from each of its calls to the next call.
+        in_session: number of the session -> total seconds inside it.
     """
 
     tokens: int = 0
     passes: int = 0
     seconds: float = 0.0
     session_s: float = 0.0
+    after: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    in_session: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, calls: list[Call]) -> None:
+        """Counts the session calls of a decode phase."""
+        for call, following in zip(calls, [*calls[1:], None], strict=True):
+            self.session_s += call.seconds
+            self.in_session[call.session] += call.seconds
+            if following is not None:
+                self.after[call.session].append(following.start - call.left)
 
 
 class Sessions:
-    """Wall time inside all sessions of this process.
+    """Calls of all sessions of this process.
 
     Attributes:
-        calls: start and duration of each, in seconds.
+        calls: in their order.
     """
 
-    def __init__(self) -> None:
-        """Replaces the session's method, for the life of the process."""
+    def __init__(self, flush_mb: int) -> None:
+        """Replaces the session's method, for the life of the process.
+
+        Args:
+            flush_mb: megabytes that are read after every call; 0: none.
+        """
         from onnxruntime import InferenceSession
 
-        self.calls: list[tuple[float, float]] = []
-        run = InferenceSession.run_with_iobinding
+        self.calls: list[Call] = []
+        run, flushed = InferenceSession.run_with_iobinding, np.ones(flush_mb << 17)
 
         def timed(session: Any, *arguments: Any) -> None:
             start = perf_counter()
             run(session, *arguments)
-            self.calls.append((start, perf_counter() - start))
+            seconds = perf_counter() - start
+            if flush_mb:
+                flushed.sum()
+            self.calls.append(Call(id(session), start, seconds, perf_counter()))
 
         InferenceSession.run_with_iobinding = timed
 
@@ -86,12 +129,13 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--flush-mb", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     words = ["model.backend=onnx", "threads=1", f"max_new_tokens={args.tokens}"]
     words += [f"data={args.data}", f"data.limit={args.prompts}", f"sampling={args.sampling}"]
     pair, prompts, _ = prepare(run_job_of(words).config)
-    sessions = Sessions()
+    sessions = Sessions(args.flush_mb)
     runners: dict[str, Runner] = {}
     for name in dict.fromkeys([PLAIN, *args.strategies]):
         cfg = run_job_of([*words, *f"strategy={name}".split()]).config
@@ -122,12 +166,15 @@ def _decode(runner: Runner, prompt: TokenPrompt, row: Row, sessions: Sessions) -
     row.tokens += phase.tokens
     row.passes += totals.target_passes - 1
     row.seconds += phase.seconds
-    row.session_s += sum(s for start, s in sessions.calls if start > ended - phase.seconds)
+    row.add([call for call in sessions.calls if call.start > ended - phase.seconds])
 
 
 def _print(rows: dict[str, Row]) -> None:
     plain, width = rows[PLAIN], max(map(len, rows))
-    print(f"{'row':{width}s}  tokens/pass  tokens/s  of ar  sessions only  of ar")
+    print(
+        f"{'row':{width}s}  tokens/pass  tokens/s  of ar  sessions only  of ar"
+        "  Python after target, draft (us)"
+    )
     for name, row in rows.items():
         speed = row.tokens / row.seconds
         line = f"{name:{width}s}{row.tokens / row.passes:13.2f}{speed:10.0f}"
@@ -135,6 +182,9 @@ def _print(rows: dict[str, Row]) -> None:
         if row.session_s:  # sessions of another process are not seen
             bound = row.tokens / row.session_s
             line += f"{bound:15.0f}{bound * plain.session_s / plain.tokens:7.2f}"
+            # Most of the time is inside the target's session.
+            sessions = sorted(row.in_session, key=row.in_session.__getitem__, reverse=True)
+            line += "".join(f"{1e6 * median(row.after[each]):12.0f}" for each in sessions)
         print(line)
 
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from itertools import zip_longest
 
 import pytest
+import torch
 
 from specdec.distributed import GroupHandle
 from specdec.distributed.executor import DistributedExecutor
+from specdec.distributed.row_links import fit_socket
 from specdec.errors import UserError
 from specdec.executors.row_packing import InFlight
 from specdec.metrics import RequestResult
-from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
+from tests.distributed.support import (
+    PROMPTS,
+    STRATEGIES,
+    config,
+    counted,
+    rejection,
+    run,
+    runner,
+    same,
+)
 from tests.sampled import sampled
 
 pytestmark = pytest.mark.distributed
@@ -34,6 +48,35 @@ def test_ranks_equal_the_in_process_pipeline(strategy: str, sampling: str, stage
 def test_requests_share_batches(strategy: str, stages: int) -> None:
     """A miss of one request flushes only its own rows, on every rank."""
     same(config(strategy, stages, "t08", batch_size=2))
+
+
+def test_two_sessions_in_turns_keep_their_rows_apart(stages: int) -> None:
+    """Two strategies on the same ranks, a step of each in turn, as in ``compare``."""
+    both = [config(name, stages, "t06") for name in ("specpipe", "ar")]
+    expected = [run(values)[0] for values in both]
+    found: list[dict[int, RequestResult]] = [{}, {}]
+    with ExitStack() as stack:
+        steps = []
+        for values, results in zip(both, found, strict=True):
+            values["executor"]["transport"] = "distributed"
+            there = stack.enter_context(runner(values))
+            steps.append(there.in_steps(PROMPTS, partial(_store, results)))
+        for _ in zip_longest(*steps):
+            pass
+    for results, wanted in zip(found, expected, strict=True):
+        assert {key: counted(each) for key, each in results.items()} == {
+            key: counted(each) for key, each in wanted.items()
+        }
+
+
+def _store(results: dict[int, RequestResult], result: RequestResult) -> None:
+    results[result.id] = result
+
+
+def test_wide_rows_travel(stages: int) -> None:
+    """Rows above the size that goes over sockets: 136 float64 are 1088 bytes."""
+    assert not fit_socket(136, torch.float64)
+    same(config("specpipe", stages, "t06", model__hidden_size=136))
 
 
 def test_histories_follow_on_the_last_rank(stages: int) -> None:
