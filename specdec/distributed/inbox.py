@@ -30,6 +30,7 @@ class Inbox:
         self._threads: dict[int, threading.Thread] = {}
         self._direct: dict[int, SocketLink] = {}
         self._wakeup: threading.Event | None = None
+        self._lost: int | None = None  # the first rank whose link ended in a thread
 
     @property
     def wakeup(self) -> threading.Event | None:
@@ -75,7 +76,7 @@ class Inbox:
         """Waits for a reply; None after ``timeout_s``.
 
         Raises:
-            PeerLost: the connection to the rank broke.
+            PeerLost: the connection to this or another rank broke.
         """
         replies, link = self._queues[key], self._direct.get(key[1])
         if link is not None:
@@ -91,7 +92,8 @@ class Inbox:
         except queue.Empty:
             return None
         if received is None:
-            raise PeerLost(key[1])
+            assert self._lost is not None, "the end of a link names its rank"
+            raise PeerLost(self._lost)
         return received
 
     def join(self, timeout_s: float) -> None:
@@ -119,7 +121,9 @@ class Inbox:
             while True:
                 self._read(rank)
                 self._wake()
-        except PeerLost:
+        except PeerLost as error:
+            if self._lost is None:
+                self._lost = error.peer
             for replies in self._queues.values():  # whoever waits then looks for the cause
                 replies.put(None)
             self._wake()

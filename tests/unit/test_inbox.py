@@ -106,3 +106,12 @@ def test_a_rank_that_ends_is_noticed_by_whoever_waits(both, awaited):
     rank.link.close()
     with pytest.raises(PeerLost, match="rank 1"):
         inbox.take(ANSWERS, TIMEOUT_S)
+
+
+def test_the_rank_that_ended_is_named_to_whoever_waits_for_another():
+    pairs = {rank: socket.socketpair() for rank in (1, 2)}
+    inbox = Inbox({rank: SocketLink(mine, rank) for rank, (mine, _) in pairs.items()})
+    inbox.listen([1, 2], awaited=())
+    pairs[2][1].close()
+    with pytest.raises(PeerLost, match="rank 2"):
+        inbox.take(ANSWERS, TIMEOUT_S)
