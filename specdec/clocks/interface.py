@@ -59,6 +59,9 @@ class Clock(Protocol):
     profile (None): ``LatencyProfile``, read by policies that adapt to costs.
     busy_s (None): rank -> seconds of charged work, for ``bubble_share`` of a simulated clock.
     drafted (None): ``DraftTime``, for ``draft_hidden_share``.
+    fan_out(ranks) (``align`` of each rank with the controller), charge_each(ranks, kind,
+    nums_tokens) (``charge`` of each), fan_in(ranks) (``align`` of the controller with each): all
+    stages of a step at once, which takes less of the controller's time.
     """
 
     kind: ClockKind
@@ -85,18 +88,6 @@ class Clock(Protocol):
 
     def align(self, rank: int, to: int) -> None:
         """The rank's next work begins no earlier than the end of the work charged to ``to``."""
-        ...
-
-    def fan_out(self, ranks: Sequence[int]) -> None:
-        """The ranks' next work begins no earlier than the controller's: ``align`` for each rank."""
-        ...
-
-    def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
-        """As ``charge`` for each of other ranks and its number of rows."""
-        ...
-
-    def fan_in(self, ranks: Sequence[int]) -> None:
-        """The controller's next work begins no earlier than the end of all ranks' work."""
         ...
 
     def follow(self, rank: int, to: int) -> None:

@@ -384,9 +384,8 @@ class DistributedExecutor:
                 flight = _states(reply, rows, part.hidden)
                 self._in_flight.prune(answered, flight)
                 batch, captured = flight.batch, captured | flight.captured
-        if early is None:
-            output = Output(step=self._step, answers=answers, exits=exits)
-        else:
+        output = Output(step=self._step, answers=answers, exits=exits)
+        if early is not None:
             output = replace(early, answers=answers, exits=exits)
         return output if batch is None else with_hidden(output, batch, captured)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from specdec.clocks import Clock, Work
+from specdec.clocks import CONTROLLER, Clock, Work
 
 
 class StepCharges:
@@ -22,6 +23,9 @@ class StepCharges:
         self._clock = clock
         self._devices = tuple(devices)
         self._ranks = range(1, len(self._devices) + 1)
+        self._fan_out = getattr(clock, "fan_out", partial(_fan_out, clock))
+        self._charge_each = getattr(clock, "charge_each", partial(_charge_each, clock))
+        self._fan_in = getattr(clock, "fan_in", partial(_fan_in, clock))
 
     def compute(self, rows: Sequence[int], num_nodes: int) -> None:
         """Charges the compute phase of all stages.
@@ -31,8 +35,8 @@ class StepCharges:
             num_nodes: tree nodes on the last stage, for the output head.
         """
         clock = self._clock
-        clock.fan_out(self._ranks)
-        clock.charge_each(self._ranks, Work.STAGE, rows)
+        self._fan_out(self._ranks)
+        self._charge_each(self._ranks, Work.STAGE, rows)
         for rank, num_devices, num_rows in self._larger(rows):
             for _ in range(num_devices - 1):
                 clock.charge(rank, Work.TRANSFER, num_rows)
@@ -64,14 +68,14 @@ class StepCharges:
             rows: rows that each stage but the last transmits.
             answered: whether the last stage sends answers to the controller.
         """
-        clock, ranks = self._clock, self._ranks
-        clock.fan_out(ranks)
+        ranks = self._ranks
+        self._fan_out(ranks)
         if pruned:
-            clock.charge_each(ranks, Work.PRUNE, [pruned] * len(ranks))
-        clock.charge_each(ranks[: len(rows)], Work.TRANSFER, rows)
+            self._charge_each(ranks, Work.PRUNE, [pruned] * len(ranks))
+        self._charge_each(ranks[: len(rows)], Work.TRANSFER, rows)
         if answered:
-            clock.charge(ranks[-1], Work.TRANSFER, 1)
-        clock.fan_in(ranks)
+            self._clock.charge(ranks[-1], Work.TRANSFER, 1)
+        self._fan_in(ranks)
 
     def _larger(self, rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """(rank, number of devices, rows) of the stages of several devices."""
@@ -79,3 +83,20 @@ class StepCharges:
             for rank, num_devices, num_rows in zip(self._ranks, self._devices, rows, strict=True):
                 if num_devices > 1:
                     yield rank, num_devices, num_rows
+
+
+def _fan_out(clock: Clock, ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        clock.align(rank, CONTROLLER)
+
+
+def _charge_each(
+    clock: Clock, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]
+) -> None:
+    for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
+        clock.charge(rank, kind, num_tokens)
+
+
+def _fan_in(clock: Clock, ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        clock.align(CONTROLLER, rank)

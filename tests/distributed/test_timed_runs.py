@@ -9,6 +9,7 @@ from weakref import WeakSet
 import pytest
 
 from specdec.config.job import run_job_of
+from specdec.distributed import rank_groups
 from specdec.distributed.group import RankGroup
 from specdec.distributed.messages import Kind
 from specdec.kernels import graphs
@@ -32,7 +33,9 @@ class _Silent:
 @pytest.mark.parametrize("mode", ["replay", "off"])
 def test_ranks_are_told(mode: str, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Each prompt is a timed run, before which rank 0 waits until both ranks have captured."""
-    monkeypatch.setattr(graphs, "_observers", WeakSet())  # without the groups of other tests
+    # Without the groups of other tests, which would be used here and are not observed.
+    monkeypatch.setattr(graphs, "_observers", WeakSet())
+    monkeypatch.setattr(rank_groups, "_local", {})
     told: list[tuple[Kind, list[int]]] = []
     send = RankGroup.send
 
