@@ -1,4 +1,4 @@
-"""Replies of ranks, as rank 0 reads them: in threads of their own, or where it waits for them."""
+"""Queues of the replies that ranks send to rank 0, filled by threads or by the caller that waits."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Inbox:
         except PeerLost as error:
             if self._lost is None:
                 self._lost = error.peer
-            for replies in self._queues.values():  # whoever waits then looks for the cause
+            for replies in self._queues.values():  # every waiting caller raises
                 replies.put(None)
             self._wake()
 
