@@ -1,4 +1,4 @@
-"""Queues of the replies that ranks send to rank 0, filled by threads or by the caller that waits."""
+"""Queues of the replies that ranks send to rank 0, filled by threads or by a caller that waits."""
 
 from __future__ import annotations
 
