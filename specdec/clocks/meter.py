@@ -68,7 +68,7 @@ class Meter:
 
 
 class _Waiting:
-    """A declared wait; a generator would cost several times as much, in every step."""
+    """The context manager of ``Meter.waiting``."""
 
     __slots__ = ("_meter", "_start")
 

@@ -17,8 +17,8 @@ class Inbox:
 
     A thread per rank reads what arrives while rank 0 does something else: hidden states fill a
     socket's buffer, and a rank must not wait for rank 0 to read them. A reply that rank 0 waits for
-    would wake the thread first and rank 0 then, so such replies are read by the caller of ``has``
-    and ``take`` if they come over a socket, until an event is to be set when they arrive.
+    would wake the thread first and rank 0 then. Such replies are therefore read by the caller of
+    ``has`` and ``take``, if they come over a socket and ``wakeup`` is not set.
     """
 
     def __init__(self, links: Mapping[int, ControlLink]) -> None:

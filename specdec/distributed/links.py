@@ -63,7 +63,10 @@ class ControlLink(Protocol):
         ...
 
     def receive_tensor(self, tensor: torch.Tensor) -> None:
-        """Fills a contiguous tensor on the host with the one that was sent after the last message.
+        """Waits for a tensor that the peer sends after a message; its values go into ``tensor``.
+
+        Args:
+            tensor: contiguous, on the host, of the sent tensor's shape and dtype.
 
         Raises:
             PeerLost: the connection broke.

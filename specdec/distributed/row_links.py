@@ -20,7 +20,7 @@ import torch.distributed as dist
 from specdec.distributed.links import bytes_of
 from specdec.distributed.transport import Group, PeerLost, Sender, wait_for
 
-_SMALL_ROW_BYTES = 1024  # Linux buffers some 200 kB per socket
+_SMALL_ROW_BYTES = 1024  # Linux buffers 212,992 bytes per socket by default
 _CHUNK_ROWS = 256  # maximum rows per message of a process group
 
 
