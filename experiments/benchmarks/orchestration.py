@@ -87,12 +87,13 @@ def decode(parts: Parts, num_tokens: int) -> tuple[int, list[float]]:
         sampling=SamplingParams(),
     )
     taken, last, full, num_steps = [], perf_counter(), False, 0
-    for commits in parts.decode(parts.new_state(), [request]):
-        num_steps += 1
-        now = perf_counter()
-        if full and commits:  # an answer in this step and in the one before: a full pipeline
-            taken.append((now - last) * 1e3)
-        full, last = bool(commits), now
+    with torch.inference_mode():  # as runs do
+        for commits in parts.decode(parts.new_state(), [request]):
+            num_steps += 1
+            now = perf_counter()
+            if full and commits:  # an answer in this step and in the one before: a full pipeline
+                taken.append((now - last) * 1e3)
+            full, last = bool(commits), now
     return num_steps, taken
 
 

@@ -270,11 +270,12 @@ class PacedClock(MeasuredClock):
 
     def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
         """As ``charge``, for each of other ranks."""
-        seconds, plans, now = self._prices.seconds, self._plans, self.now()
+        plans, now = self._plans, self.now()
+        costs = {num: self._prices.seconds(kind, num) for num in set(nums_tokens)}
         for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
             if num_tokens > 0:
                 plan = plans[rank]
-                cost = seconds(kind, num_tokens)
+                cost = costs[num_tokens]
                 plans[rank] = plan + cost if cost else max(plan, now)
 
     def fan_in(self, ranks: Sequence[int]) -> None:

@@ -112,7 +112,7 @@ class DistributedExecutor:
         self._meter = meter
         self._timeout_s = timeout_s
         self._in_flight = InFlightRows()
-        self._submitted = Submitted()
+        self._submitted = Submitted(by_tick=self._times is not None)
         self._tick = self._step = -1
         self._opens, self._closes = list[OpenedRequest](), list[int]()
         self._packed_entry = _NO_TOKENS  # the step's packed entry
@@ -172,7 +172,7 @@ class DistributedExecutor:
         self._step = batch.step
         self._in_step = True
         self.counters.count(batch)
-        self._submitted.add(batch)
+        self._submitted.add(batch, self._tick)
         entry = Entry(closes=tuple(self._closes), opens=tuple(self._opens), batch=batch)
         self._closes.clear()
         self._opens.clear()
@@ -327,7 +327,7 @@ class DistributedExecutor:
             return []
         entered = range(self._tick, self._tick + 2 - self.in_flight, -1)
         due = 0 if self._due is None else self._due.num_tokens
-        return [*self._in_flight.num_alive(entered), due]
+        return [*self._submitted.num_rows(entered), due]
 
     def _entry_tick(self, stage: int) -> int:
         """Tick at which the batch that ``stage`` computes in this step entered."""

@@ -10,12 +10,9 @@ A *tick* is the executor's step number. It is never reset, unlike steps, which r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 
-import numpy as np
-
-from specdec.executors.row_packing import InFlight
-from specdec.types import Batch, Commit, IntArray
+from specdec.executors.row_packing import InFlight, kept_places
+from specdec.types import Batch, Commit
 
 
 class InFlightRows:
@@ -61,42 +58,25 @@ class InFlightRows:
         if closed or commits:
             flight.prune(commits, closed)
 
-    def num_alive(self, ticks: Iterable[int]) -> list[int]:
-        """Number of live rows of each of the batches that entered at ``ticks``."""
-        totals: list[int] = []
-        pruned: dict[int, list[tuple[int, IntArray]]] = {}  # request -> (place, ids of its rows)
-        for place, tick in enumerate(ticks):
-            totals.append(0)
-            batch = self._batches.get(tick)
-            if batch is None:
-                continue
-            for rows in batch.trees:
-                if not self.is_open(rows.request, tick):
-                    continue
-                if self._commit_since(rows.request, tick) is None:
-                    totals[place] += len(rows.node_ids)
-                else:
-                    pruned.setdefault(rows.request, []).append((place, rows.node_ids))
-            totals[place] += sum(
-                [len(c.tokens) for c in batch.prefills if self.is_open(c.request, tick)]
-            )
-        for request_id, parts in pruned.items():
-            commit = self._latest[request_id][1]
-            kept = commit.keeps(np.concatenate([ids for _, ids in parts])).nonzero()[0]
-            stops = list(accumulate([len(ids) for _, ids in parts]))
-            counted = kept.searchsorted(stops).tolist()
-            for (place, _), before, after in zip(parts, [0, *counted], counted, strict=False):
-                totals[place] += after - before
-        return totals
-
     def alive(self, tick: int) -> Batch | None:
         """Live rows of the batch that entered at ``tick``; None if there are none."""
         batch = self._batches.get(tick)
         if batch is None:
             return None
-        flight = InFlight(batch)
-        self.prune(tick, flight)
-        return flight.batch if flight.batch.num_tokens else None
+        trees = []
+        for rows in batch.trees:
+            if not self.is_open(rows.request, tick):
+                continue
+            commit = self._commit_since(rows.request, tick)
+            kept = None if commit is None else kept_places(rows, commit)
+            if kept is None:
+                trees.append(rows)
+            elif len(kept):
+                trees.append(rows.take(kept))
+        prefills = [chunk for chunk in batch.prefills if self.is_open(chunk.request, tick)]
+        if not (trees or prefills):
+            return None
+        return Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
 
     def take(self, tick: int) -> Batch | None:
         """As ``alive``, and removes the batch."""

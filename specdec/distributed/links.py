@@ -149,6 +149,14 @@ class SocketLink:
 
     def receive(self) -> IntArray:
         """See ``ControlLink``."""
+        if not self._unread:
+            self._unread = self._buffer[: self._receive(self._buffer)]
+        if len(self._unread) >= _WORD:  # most messages arrive whole
+            size = _WORD * int.from_bytes(self._unread[:_WORD], sys.byteorder)
+            if len(self._unread) >= size:
+                packed = np.frombuffer(self._unread[:size], np.int64).copy()
+                self._unread = self._unread[size:]
+                return packed
         head = memoryview(bytearray(_WORD))
         self._fill(head)
         packed = np.empty(int.from_bytes(head, sys.byteorder), np.int64)

@@ -5,8 +5,9 @@ Shape letters: R rows of a batch, W tree rows, T prompt tokens, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +16,6 @@ import torch
 from specdec.device import to_device
 from specdec.types import (
     Batch,
-    BoolArray,
     Commit,
     CommitKind,
     EarlyHidden,
@@ -119,35 +119,84 @@ def _by_item(
     return prompts, trees
 
 
+@dataclass(slots=True)
+class _Entered:
+    """One request's live nodes in the target.
+
+    Attributes:
+        ids: their ids in the order of entry, in parts that are concatenated by the next commit.
+        nodes, prompt: tick of entry -> number of nodes, and of prompt rows.
+    """
+
+    ids: list[IntArray] = field(default_factory=list)
+    nodes: dict[int, int] = field(default_factory=dict)
+    prompt: dict[int, int] = field(default_factory=dict)
+
+
 class Submitted:
     """Ids of the live nodes that have entered the target, by request."""
 
-    def __init__(self) -> None:
-        self._ids: dict[int, list[IntArray]] = {}
+    def __init__(self, *, by_tick: bool = False) -> None:
+        """Starts without requests; ``by_tick``: whether ``num_rows`` will be asked for."""
+        self._by_tick = by_tick
+        self._entered: dict[int, _Entered] = {}
 
     def open(self, request_id: int) -> None:
         """Starts a request."""
-        self._ids[request_id] = []
+        self._entered[request_id] = _Entered()
 
-    def add(self, batch: Batch) -> None:
-        """Adds the nodes of a submitted batch."""
+    def add(self, batch: Batch, tick: int = 0) -> None:
+        """Adds the rows of a submitted batch; ``tick``: of its entry."""
         for rows in batch.trees:
-            self._ids[rows.request].append(rows.node_ids)
+            entered = self._entered[rows.request]
+            entered.ids.append(rows.node_ids)
+            if self._by_tick:
+                entered.nodes[tick] = len(rows.node_ids)
+        if self._by_tick:
+            for chunk in batch.prefills:
+                self._entered[chunk.request].prompt[tick] = len(chunk.tokens)
 
     def commit(self, commit: Commit) -> int:
-        """Drops retired and pruned nodes.
+        """Drops retired and pruned nodes, and all rows of a finished request.
 
         Returns:
             The number of nodes that the pruning examines: all live ones but the verified path.
         """
-        parts = self._ids[commit.request]
-        ids = np.concatenate(parts) if parts else _NO_TOKENS
-        self._ids[commit.request] = [ids[commit.keeps(ids)]]
+        entered = self._entered[commit.request]
+        ids = np.concatenate(entered.ids) if entered.ids else _NO_TOKENS
+        kept = commit.keeps(ids).nonzero()[0]
+        if self._by_tick:
+            entered.prompt = {}  # it has passed the target, as the root has
+            entered.nodes = _counted(entered.nodes, kept)
+        if commit.finished:
+            kept, entered.nodes = kept[:0], {}
+        entered.ids = [ids.take(kept)]
         return len(ids) - len(commit.retired_ids)
+
+    def num_rows(self, ticks: Sequence[int]) -> list[int]:
+        """Number of live rows of each of the batches that entered at ``ticks``."""
+        every = self._entered.values()
+        totals = [sum([entered.nodes.get(tick, 0) for entered in every]) for tick in ticks]
+        if any(entered.prompt for entered in every):
+            for place, tick in enumerate(ticks):
+                totals[place] += sum([entered.prompt.get(tick, 0) for entered in every])
+        return totals
 
     def close(self, request_id: int) -> None:
         """Drops the request."""
-        self._ids.pop(request_id, None)
+        self._entered.pop(request_id, None)
+
+
+def _counted(nodes: Mapping[int, int], kept: IntArray) -> dict[int, int]:
+    """Tick -> number of its kept nodes, if any.
+
+    Args:
+        nodes: tick -> number of its nodes.
+        kept: int64[M], sorted places of the kept ones among all, counted from tick to tick.
+    """
+    stops = kept.searchsorted(list(accumulate(nodes.values()))).tolist()
+    counts = zip(nodes, pairwise([0, *stops]), strict=True)
+    return {tick: after - before for tick, (before, after) in counts if after > before}
 
 
 @dataclass(slots=True)
@@ -171,50 +220,55 @@ class InFlight:
         SpecPipe 3.3.2, second phase of a step: hidden states are pruned like the caches.
         """
         batch = self.batch
-        trees = [(rows, _kept_nodes(rows, commits, closed)) for rows in batch.trees]
+        trees = [(rows, _kept_of(rows, commits, closed)) for rows in batch.trees]
         prefills = batch.prefills
         if closed:
             prefills = tuple(chunk for chunk in prefills if chunk.request not in closed)
         if len(prefills) == len(batch.prefills) and all(kept is None for _, kept in trees):
             return
         if self.hidden is not None:
-            masks = {rows.request: kept for rows, kept in trees if kept is not None}
-            index = _kept_rows(row_items(batch), masks, closed)
+            places = {rows.request: kept for rows, kept in trees if kept is not None}
+            index = _kept_rows(row_items(batch), places, closed)
             # Indices instead of a mask: indexing by a device mask synchronizes with the device.
             rows = to_device(index, self.hidden.device)
             self.hidden = self.hidden[rows]
             self.captured = {name: states[rows] for name, states in self.captured.items()}
         left = [
-            rows if kept is None else rows.keep(kept)
+            rows if kept is None else rows.take(kept)
             for rows, kept in trees
-            if kept is None or np.count_nonzero(kept)
+            if kept is None or len(kept)
         ]
         self.batch = Batch(step=batch.step, trees=tuple(left), prefills=prefills)
 
 
-def _kept_nodes(
-    rows: TreeRows, commits: Mapping[int, Commit], closed: frozenset[int]
-) -> BoolArray | None:
-    """bool[W]: the nodes of a request that survive; None: all of them."""
-    if rows.request in closed:
-        return np.zeros(len(rows.node_ids), np.bool_)
-    commit = commits.get(rows.request)
-    if commit is None:
-        return None
+def kept_places(rows: TreeRows, commit: Commit) -> IntArray | None:
+    """int64[K], sorted: the rows of a request that survive a commit; None: all of them."""
     if commit.kind is CommitKind.MISS:  # the new root is not in the target yet
-        return np.zeros(len(rows.node_ids), np.bool_)
-    kept = commit.keeps(rows.node_ids)
-    return None if np.count_nonzero(kept) == len(kept) else kept
+        return _NO_TOKENS
+    kept = commit.keeps(rows.node_ids).nonzero()[0]
+    return None if len(kept) == len(rows.node_ids) else kept
+
+
+def _kept_of(
+    rows: TreeRows, commits: Mapping[int, Commit], closed: frozenset[int]
+) -> IntArray | None:
+    """As ``kept_places``, with the request's commit if it has one; none of a closed request."""
+    if rows.request in closed:
+        return _NO_TOKENS
+    commit = commits.get(rows.request)
+    return None if commit is None else kept_places(rows, commit)
 
 
 def _kept_rows(
-    items: list[RowItem], masks: Mapping[int, BoolArray], closed: frozenset[int]
+    items: list[RowItem], places: Mapping[int, IntArray], closed: frozenset[int]
 ) -> IntArray:
     """int64[rows]: packed indices; prompt rows are kept unless the request is closed."""
-    parts = []
+    parts, start = [_NO_TOKENS], 0
     for item in items:
-        mask = np.full(item.num_rows, item.request not in closed)
-        if item.tree is not None and item.request in masks:
-            mask[len(item.prefill_tokens) :] = masks[item.request]
-        parts.append(mask)
-    return np.flatnonzero(np.concatenate(parts))
+        middle, stop = start + len(item.prefill_tokens), start + item.num_rows
+        if item.request not in closed:
+            kept = places.get(item.request)
+            parts.append(np.arange(start, middle))
+            parts.append(np.arange(middle, stop) if kept is None else middle + kept)
+        start = stop
+    return np.concatenate(parts)

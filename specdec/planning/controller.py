@@ -10,10 +10,10 @@ to the cost curves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from specdec.clocks.profile import CostCurve
 from specdec.planning.acceptance import OfRecord
@@ -101,7 +101,17 @@ def fitted(counts: np.ndarray, missing: np.ndarray, whole: np.ndarray) -> np.nda
         missing: float64[P], seconds of each run that are to be explained.
         whole: float64[P], seconds of each run.
     """
-    found: np.ndarray = nnls(counts / whole[:, None], missing / whole)[0]
+    scaled, wanted = counts / whole[:, None], missing / whole
+    num = counts.shape[1]
+    found, least = np.zeros(num), float(wanted @ wanted)
+    # With at most six unknowns every choice of those above 0 can be tried.
+    for chosen in chain.from_iterable(combinations(range(num), n) for n in range(1, num + 1)):
+        columns = scaled[:, chosen]
+        values = np.linalg.lstsq(columns, wanted)[0]
+        left = wanted - columns @ values
+        if (values >= 0.0).all() and float(left @ left) < least:
+            found, least = np.zeros(num), float(left @ left)
+            found[list(chosen)] = values
     return found
 
 

@@ -150,7 +150,7 @@ def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -
         int64[<= width]: slots of the new nodes, in the order of their parents (breadth-first,
         SpecPipe 3.2.1).
     """
-    logprobs = tree.candidate_logprobs[parents, :children]  # [W, K]
+    logprobs = tree.candidate_logprobs.take(parents, axis=0)[:, :children]  # [W, K]
     scores = (logprobs + tree.scores.take(parents)[:, None]).ravel()
     best = top_set(scores, width)
     best = best[scores.take(best) > -np.inf]

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from math import inf
 from time import perf_counter
 
+import torch
+
 from specdec.clocks.wall import MeasuredClock
 from specdec.metrics import RequestResult, RunTotals
 from specdec.runs.runners import PartsRunner, TokenPrompt
@@ -52,9 +54,10 @@ def run_interleaved(
             clock.skip(began - paused[at])
         turn_s = inf if isinstance(runners[at].parts.source, Background) else TURN_S
         try:
-            next(steps[at])
-            while perf_counter() - began < turn_s:
+            with torch.inference_mode():
                 next(steps[at])
+                while perf_counter() - began < turn_s:
+                    next(steps[at])
         except StopIteration as end:
             totals[at] = end.value
         else:

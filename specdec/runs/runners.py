@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.compose.build import compose
@@ -124,12 +125,13 @@ class PartsRunner:
     ) -> RunTotals:
         """Decodes the prompts; see ``Runner``."""
         steps = self.in_steps(prompts, on_finish, book)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                totals: RunTotals = end.value
-                return totals
+        with torch.inference_mode():
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    totals: RunTotals = end.value
+                    return totals
 
     def in_steps(
         self,

@@ -34,10 +34,12 @@ def top_set(values: FloatArray, num: int) -> IntArray:
     if num <= _FEW and (few := _few_best(values, num)) is not None:
         return few
     cut = np.partition(values, len(values) - num)[len(values) - num]
-    chosen = np.flatnonzero(values >= cut)
+    chosen = (values >= cut).nonzero()[0]
     if len(chosen) > num:  # ties at the cut: the first of them
-        ties = np.flatnonzero(values.take(chosen) == cut)
-        chosen = np.delete(chosen, ties[num - len(chosen) :])
+        left_out = (values.take(chosen) == cut).nonzero()[0][num - len(chosen) :]
+        kept = np.ones(len(chosen), np.bool_)
+        kept[left_out] = False
+        chosen = chosen[kept]
     return chosen
 
 

@@ -11,7 +11,11 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 _GAMMA = 0x9E3779B97F4A7C15  # odd constant of splitmix64 (Steele et al. 2014)
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+# As numpy scalars: converting them takes as long as a multiplication of 64 numbers.
 _SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31))
+_FACTORS = np.uint64(_MIX_1), np.uint64(_MIX_2)
+_STEP = np.uint64(_GAMMA)
+_HALF_BITS = np.uint64(11)
 
 
 def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
@@ -34,28 +38,31 @@ def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
 
 
 def hash_streams(
-    seed: int, streams: tuple[int, ...], request_id: int, *parts: npt.ArrayLike
+    seed: int, streams: tuple[int, ...], *parts: npt.ArrayLike
 ) -> npt.NDArray[np.uint64]:
     """Several hashes of the same integers in one call, which costs little more than one hash.
 
     Args:
         seed: the key, any integer.
         streams: S numbers of streams.
-        request_id: hashed after the stream.
-        parts: integer arrays of n entries.
+        parts: integers first, which are hashed once for all entries; then integer arrays of n
+            entries, at least one.
 
     Returns:
-        uint64[S, n]; row i is ``hash_u64(seed, streams[i], request_id, *parts)``.
+        uint64[S, n]; row i is ``hash_u64(seed, streams[i], *parts)``.
     """
-    value = _stream_keys(int(seed), streams, int(request_id))
-    for part in parts:
+    leading = 0
+    while isinstance(parts[leading], int):
+        leading += 1
+    value = _stream_keys(int(seed), streams, *parts[:leading])  # type: ignore[arg-type]
+    for part in parts[leading:]:
         value = _finish(value ^ np.asarray(part).astype(np.uint64))
     return value
 
 
 def as_uniform(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Hashes as float64 in [0, 1) with 53 random bits."""
-    return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (hashes >> _HALF_BITS).astype(np.float64) * 2.0**-53
 
 
 def hash_uniform(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -64,9 +71,9 @@ def hash_uniform(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.float64]:
 
 
 @lru_cache(maxsize=4096)
-def _stream_keys(seed: int, streams: tuple[int, ...], request_id: int) -> npt.NDArray[np.uint64]:
+def _stream_keys(seed: int, streams: tuple[int, ...], *parts: int) -> npt.NDArray[np.uint64]:
     """uint64[S, 1], never written to."""
-    keys = [_key(seed, stream, request_id) for stream in streams]
+    keys = [_key(seed, stream, *parts) for stream in streams]
     return np.array(keys, np.uint64)[:, None]
 
 
@@ -89,10 +96,10 @@ def _finish_int(value: int) -> int:
 def _finish(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """``_finish_int`` of an array; numpy's arithmetic on uint64 arrays is modulo 2^64."""
     value = np.array(value, ndmin=1) if (scalar := value.ndim == 0) else value
-    value += np.uint64(_GAMMA)
+    value += _STEP
     value ^= value >> _SHIFTS[0]
-    value *= np.uint64(_MIX_1)
+    value *= _FACTORS[0]
     value ^= value >> _SHIFTS[1]
-    value *= np.uint64(_MIX_2)
+    value *= _FACTORS[1]
     value ^= value >> _SHIFTS[2]
     return value.reshape(()) if scalar else value

@@ -195,8 +195,9 @@ class SyntheticPair:
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
         """See ``HiddenPair``."""
-        streams = (_NODE, _NODE_CLASS)
-        first, drawn = hash_streams(self.seed, streams, request_id, positions, tokens)
+        level = int(positions[0])
+        at = level if (positions == level).all() else positions
+        first, drawn = hash_streams(self.seed, (_NODE, _NODE_CLASS), request_id, at, tokens)
         edges = self._class_edges[self._group(request_id)]
         classes = edges.searchsorted(as_uniform(drawn), side="right")
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes

@@ -25,22 +25,23 @@ from specdec.errors import UserError
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
 from specdec.sources.hit_law import MAX_RANK, HiddenPair
-from specdec.types import Candidates, Commit, IntArray, Needs, Nodes, Output
+from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
 
 _TABLE = 512  # positions tabulated at a time
+_MAX_STALE = 4096  # ids of nodes that are kept before those of pruned ones are dropped
 
 
 class _RequestTables:
     """One request's sequence, classes and ranks by position, and its nodes on the target's path.
 
     Attributes:
-        on_path: ids of nodes known to be on the target's path.
+        on_path: ids of nodes known to be on the target's path; of pruned ones too, for a while.
         cached_len: committed tokens that a draft's cache would have.
-        expanded: ids of nodes that a draft's cache would have.
+        expanded: ids of nodes that a draft's cache would have; of pruned ones too, for a while.
     """
 
     def __init__(self, pair: HiddenPair, request: RequestState) -> None:
@@ -70,6 +71,12 @@ class _RequestTables:
         """Extends the tables beyond position ``last``."""
         if last + 1 >= len(self.tokens):
             self._extend(last + _TABLE)
+
+    def keep(self, ids: IntArray) -> None:
+        """Drops what is known of other nodes than ``ids``, int64[M]."""
+        kept = set(ids.tolist())
+        self.expanded &= kept
+        self.on_path &= kept
 
     def true_nodes(self, slots: IntArray, positions: IntArray) -> list[int]:
         """Indices into ``slots`` of the nodes that are on the target's path."""
@@ -135,7 +142,7 @@ class SyntheticSource:
         self._prefill_chunk = prefill_chunk
         self._tables: dict[int, _RequestTables] = {}
         self._logprobs = hidden.class_logprobs
-        self._counts = (self._logprobs > -np.inf).sum(axis=1)
+        self._laws: dict[int, tuple[FloatArray, IntArray]] = {}
         self._offsets = np.arange(self._logprobs.shape[1])
 
     def open(self, request: RequestState) -> None:
@@ -163,9 +170,10 @@ class SyntheticSource:
         if len(parts) > 1:
             tokens = np.concatenate([tokens for tokens, _ in parts])
             classes = np.concatenate([classes for _, classes in parts])
-        logprobs = self._logprobs.take(classes, axis=0)[:, :k]
-        counts = np.minimum(self._counts.take(classes), k)
-        return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
+        logprobs, counts = self._law(k)
+        return Candidates(
+            tokens=tokens, logprobs=logprobs.take(classes, axis=0), counts=counts.take(classes)
+        )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Updates which committed tokens and nodes a draft's cache would have."""
@@ -178,13 +186,19 @@ class SyntheticSource:
                 if tables.cached_len == position and node_id in tables.expanded:
                     tables.cached_len += 1
                 position += 1
-            kept = set(commit.kept_ids.tolist())
-            tables.expanded &= kept
-            tables.on_path &= kept
+            if len(tables.expanded) + len(tables.on_path) > _MAX_STALE:
+                tables.keep(commit.kept_ids)
 
     def close(self, request_id: int) -> None:
         """Drops the request's tables."""
         self._tables.pop(request_id, None)
+
+    def _law(self, k: int) -> tuple[FloatArray, IntArray]:
+        """(log probabilities float64[C, k], counts int64[C]) of the first candidates, by class."""
+        if k not in self._laws:
+            logprobs = np.ascontiguousarray(self._logprobs[:, :k])
+            self._laws[k] = logprobs, (logprobs > -np.inf).sum(axis=1)
+        return self._laws[k]
 
     def _propose(
         self, tables: _RequestTables, slots: IntArray, k: int
@@ -199,7 +213,9 @@ class SyntheticSource:
             position = int(positions[row])
             classes[row] = tables.classes[position]
             first[row] = tables.tokens[position + 1] + 1  # wrong candidates: the tokens after it
-        tokens = (first[:, None] + self._offsets[:k]) % self._pair.vocab_size
+        tokens = first[:, None] + self._offsets[:k]
+        beyond = tokens >= self._pair.vocab_size  # by less than the size; faster than a remainder
+        np.subtract(tokens, self._pair.vocab_size, out=tokens, where=beyond)
         for row in true_rows:
             rank = tables.rank(int(positions[row]))
             if rank < k:

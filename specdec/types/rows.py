@@ -37,14 +37,18 @@ class TreeRows:
         return self.prefix_len + self.depths
 
     def keep(self, mask: BoolArray) -> TreeRows:
-        """The rows where ``mask``, bool[W], is true (pruning in flight, SpecPipe Alg. 1)."""
+        """The rows where ``mask``, bool[W], is true."""
+        return self.take(mask.nonzero()[0])
+
+    def take(self, rows: IntArray) -> TreeRows:
+        """Some rows, int64[K], in increasing order (pruning in flight, SpecPipe Alg. 1)."""
         return TreeRows(
             request=self.request,
             prefix_len=self.prefix_len,
-            node_ids=self.node_ids[mask],
-            tokens=self.tokens[mask],
-            parent_ids=self.parent_ids[mask],
-            depths=self.depths[mask],
+            node_ids=self.node_ids.take(rows),
+            tokens=self.tokens.take(rows),
+            parent_ids=self.parent_ids.take(rows),
+            depths=self.depths.take(rows),
         )
 
 

@@ -19,6 +19,7 @@ ROW = "EAGLE-3, bundled head"
 ITEMS = ("specpipe/fig11", "specpipe/fig13", "swiftspec/fig7")
 
 
+@pytest.mark.usefixtures("data_dir")
 def test_a_head_runs_beside_rows_of_the_same_tokens(tmp_path: Path) -> None:
     item = all_items()["specpipe/fig11"]
     head = {**item.config["heads"][ROW], "drafts": ["head_t06"]}

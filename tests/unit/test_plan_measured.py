@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import nnls
 
 from specdec.config.job import run_job_of
 from specdec.pairs import HuggingFacePair, build_pair
@@ -64,6 +65,20 @@ def test_the_controllers_times_are_recovered_from_runs() -> None:
     assert (found >= 0.0).all()
     np.testing.assert_allclose(1.0 + counts @ found, whole, rtol=0.05)
     assert (fitted(counts, -counts @ true, whole) == 0.0).all(), "never less than the passes"
+
+
+def test_the_controllers_time_is_a_nonnegative_least_squares_fit() -> None:
+    """As scipy's, for counts of one and of several requests, mostly with some unknowns at 0."""
+    rng = np.random.default_rng(4)
+    num_zero = 0
+    for _ in range(40):
+        counts = rng.uniform(0.05, 1.0, (len(PROBES), int(rng.choice([4, 6]))))
+        whole, missing = rng.uniform(1.0, 3.0, len(PROBES)), rng.standard_normal(len(PROBES))
+        wanted, _ = nnls(counts / whole[:, None], missing / whole)
+        found = fitted(counts, missing, whole)
+        np.testing.assert_allclose(found, wanted, atol=1e-8)
+        num_zero += int((found == 0.0).sum())
+    assert num_zero > 40
 
 
 class SlowMachine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -125,6 +126,41 @@ def test_every_package_is_installed() -> None:
     assert listed == found | {"specdec.conf"}
     folders = {".".join(f.relative_to(ROOT).parent.parts) for f in python_files(*LAYERS)}
     assert folders <= found, "a folder with Python files lacks __init__.py"
+
+
+def imported_at_once(body: list[ast.stmt]) -> set[str]:
+    """Top-level packages that a module imports when it is imported itself."""
+    found = set[str]()
+    for node in body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            found |= imported_at_once([*node.body, *node.orelse])
+    return found
+
+
+def test_only_dependencies_are_imported_at_once() -> None:
+    """Others, such as those of ``dev`` and ``onnx``, may be absent: functions import them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    asked = {re.split(r"[<>=;\[ ]", item)[0].lower() for item in project["dependencies"]}
+    asked |= {"specdec", "yaml", "hydra", "typing_extensions"}  # other names than the package's
+    asked |= {"pydantic_core", "markupsafe"}  # parts of pydantic and jinja2
+    gpu = ("specdec/attention/triton_kernel.py", "specdec/kernels/swiglu.py")
+    wrong = [
+        f"{name(f)}: {package}"
+        for f in python_files("specdec")
+        for package in imported_at_once(syntax(f).body) - sys.stdlib_module_names - asked
+        if not name(f).startswith("specdec/rivals/workers/")  # run in their own environments
+        and not (package == "triton" and name(f) in gpu)
+    ]
+    assert not wrong
+
+
+def test_the_import_rule_finds_what_it_looks_for() -> None:
+    text = "import a.b\nif x:\n    from c import d\ndef f():\n    import e\n"
+    assert imported_at_once(ast.parse(text).body) == {"a", "c"}
 
 
 def test_direct_dependencies_are_pinned() -> None:

@@ -17,6 +17,8 @@ def test_streams_are_single_hashes(seed: int, request_id: int) -> None:
         assert (row == hash_u64(seed, stream, request_id, positions, tokens)).all()
     again = hash_streams(seed, (3, 8), request_id, positions, tokens)
     assert (again == both).all(), "the stored keys are not changed"
+    here = hash_streams(seed, (3, 8), request_id, 12, tokens)
+    assert (here == hash_streams(seed, (3, 8), request_id, np.full(50, 12), tokens)).all()
     uniform = hash_uniform(seed, 8, request_id, positions, tokens)
     assert (as_uniform(both[1]) == uniform).all()
 
