@@ -2,6 +2,7 @@
 
     python -m experiments.plan.regret OUTPUT_DIR [--only CASE ...] [--quick] [--write]
     python -m experiments.plan.regret OUTPUT_DIR --control --only CASE ...
+    python -m experiments.plan.regret OUTPUT_DIR --again [--only CASE ...]
 
 For every case (pair x data x threads x batch; the bundled pair, and two of random weights whose
 drafts have the target's first choice at 0.6 and 0.85 of positions) a profile of this machine is
@@ -10,10 +11,12 @@ them (and presets as they are, where too few sizes are left), are run on the wal
 0.1 s, on other prompts than those of the record (both random samples of the data set). Regret is
 the measured time per token of the first choice over that of the best of the eight. Prints a line
 per case and the shares of cases within the bars: regret at most 5 % (wanted in 90 %), predicted
-tokens/s of the first choice within 10 % (wanted in 80 %); also its gain over plain decoding, in
-which the machine's own speed has no part. ``--control`` runs eight times the same candidate
+tokens/s of the first choice within 10 % (wanted in 80 %); also its gain over plain decoding.
+``--control`` runs eight times the same candidate
 instead: what one of them takes longer than the fastest is the noise of the machine, which no plan
-can avoid. ``--write`` also writes the table to results/regret.md beside this file, and all
+can avoid. ``--again`` runs the eight of a stored case once more, on further prompts: how far a
+measurement is from the same measurement at another time is the error that a plan has which is
+right. ``--write`` also writes the table to results/regret.md beside this file, and all
 figures to results/regret.json. Needs a quiet machine and SPECDEC_DATA; continues with the cases
 that OUTPUT_DIR/regret.json does not have.
 """
@@ -33,6 +36,8 @@ import torch
 
 from experiments.gpu.shapes import Shape
 from experiments.plan.regret_table import (
+    again_line,
+    again_shares,
     case_line,
     control_line,
     control_shares,
@@ -169,12 +174,24 @@ def run_control(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
     return _result(case, [(CONTROL, {}, None)] * (BEST + OTHERS), words, quick)
 
 
+def run_again(case: Case, folder: Path, quick: bool, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The measured times of the candidates of a stored case, on prompts that follow its own."""
+    words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
+    torch.set_num_threads(case.threads)
+    choices = [(c["strategy"], c["sizes"], c["planned_tokens_per_s"]) for c in before["candidates"]]
+    return _result(case, choices, words, quick, skipped=len(before["candidates"][0]["turns"]))
+
+
 def _result(
-    case: Case, choices: Sequence[Tried], words: Sequence[str], quick: bool
+    case: Case, choices: Sequence[Tried], words: Sequence[str], quick: bool, skipped: int = 0
 ) -> dict[str, Any]:
-    """What is stored of a case; ``turns`` are seconds and tokens of every batch of prompts."""
+    """What is stored of a case; ``turns`` are seconds and tokens of every batch of prompts.
+
+    The first ``skipped`` batches after the prompts of the record are left out.
+    """
     count = (2 if quick else _RUN[case.batch]) * case.batch
-    words = [*words, f"data.limit={_PLANNED + count}", f"batch_size={case.batch}"]
+    limit = _PLANNED + skipped * case.batch + count
+    words = [*words, f"data.limit={limit}", f"batch_size={case.batch}"]
     measured = _measured(words, choices, count, case.batch)
     return {
         "case": asdict(case),
@@ -239,6 +256,22 @@ def _measured(
     return done
 
 
+def _line(kind: str, name: str, stored: Mapping[str, Any]) -> str:
+    """What is printed of a case."""
+    result = stored[kind][name]
+    if kind == "again":
+        return again_line(stored["cases"][name], result)
+    return control_line(result) if kind == "control" else case_line(result)
+
+
+def _summary(kind: str, stored: Mapping[str, Any]) -> str:
+    """What is printed of all stored cases."""
+    results = stored[kind]
+    if kind == "again":
+        return again_shares([(stored["cases"][name], results[name]) for name in results])
+    return (control_shares if kind == "control" else shares)(list(results.values()))
+
+
 def main() -> None:
     """Runs the cases that are not in the folder yet."""
     names = [case.name for case in cases(False)]
@@ -247,27 +280,38 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE")
     parser.add_argument("--quick", action="store_true", help="one case of two prompts")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--control", action="store_true", help="eight times the same candidate")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--control", action="store_true", help="eight times the same candidate")
+    other.add_argument("--again", action="store_true", help="the stored cases' runs once more")
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / RESULT
     stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    found = stored.setdefault("control" if args.control else "cases", {})
+    planned = stored.setdefault("cases", {})
+    kind = "control" if args.control else "again" if args.again else "cases"
+    found = stored.setdefault(kind, {})
     wanted = [case for case in cases(args.quick) if case.name in args.only]
+    if args.again:
+        wanted = [case for case in wanted if case.name in planned]
     for case in wanted:
         if case.name not in found:
-            run = run_control if args.control else run_case
-            result = run(case, args.output_dir / case.name, args.quick)
+            folder = args.output_dir / case.name
+            if args.again:
+                result = run_again(case, folder, args.quick, planned[case.name])
+            else:
+                run = run_control if args.control else run_case
+                result = run(case, folder, args.quick)
             result["provenance"] = provenance(command=["experiments.plan.regret"], config={})
             found[case.name] = result
             write_json(path, stored)
-        line = control_line if args.control else case_line
-        print(f"{case.name}: {line(found[case.name])}", flush=True)
-    summarised = control_shares if args.control else shares
-    print(summarised(list(found.values())))
+        print(f"{case.name}: {_line(kind, case.name, stored)}", flush=True)
+    print(_summary(kind, stored))
     if args.write:
         results = Path(__file__).parent / "results"
-        write_text(results / "regret.md", table(stored.get("cases", {}), stored.get("control", {})))
+        write_text(
+            results / "regret.md",
+            table(planned, stored.get("control", {}), stored.get("again", {})),
+        )
         write_json(results / RESULT, stored)
 
 

@@ -56,7 +56,7 @@ def error(result: Mapping[str, Any]) -> float:
 
 
 def gain_error(result: Mapping[str, Any]) -> float:
-    """As ``error``, of the gain over plain decoding: the machine's own speed has no part in it."""
+    """As ``error``, of the gain over plain decoding."""
     first, plain = result["candidates"][0], _plain(result)
     planned = first["planned_tokens_per_s"] / plain["planned_tokens_per_s"]
     measured = first["measured_tokens_per_s"] / plain["measured_tokens_per_s"]
@@ -80,8 +80,20 @@ def shares(results: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def table(results: Mapping[str, Any], control: Mapping[str, Any]) -> str:
-    """The cases, and those of ``--control``, as a page."""
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float, float, float]:
+    """How two measurements of a case differ: first choice, plain decoding, gain of the first."""
+
+    def change(at: int) -> float:
+        speeds = [r["candidates"][at]["measured_tokens_per_s"] for r in (before, after)]
+        return float(speeds[1] / speeds[0] - 1.0)
+
+    names = [candidate["strategy"] for candidate in before["candidates"]]
+    first, plain = change(0), change(names.index(PLAIN))
+    return first, plain, (1.0 + first) / (1.0 + plain) - 1.0
+
+
+def table(results: Mapping[str, Any], control: Mapping[str, Any], again: Mapping[str, Any]) -> str:
+    """The cases, and those of ``--control`` and ``--again``, as a page."""
     states = [result["provenance"].get("git", {}) for result in results.values()]
     revisions = sorted({str(state.get("revision", "unknown"))[:7] for state in states})
     machines = [result["provenance"].get("hardware", {}) for result in results.values()]
@@ -104,7 +116,8 @@ def table(results: Mapping[str, Any], control: Mapping[str, Any]) -> str:
             f" {100 * gain_error(result):+.1f} % | {100 * regret(result):.1f} % |"
             f" {'-' if least is None else f'{100 * least:.1f} %'} |"
         )
-    return "\n".join([*lines, "", shares(list(results.values())), *_control(control)]) + "\n"
+    more = [*_control(control), *_again(results, again)]
+    return "\n".join([*lines, "", shares(list(results.values())), *more]) + "\n"
 
 
 def case_line(result: Mapping[str, Any]) -> str:
@@ -114,6 +127,25 @@ def case_line(result: Mapping[str, Any]) -> str:
         f"{first['strategy']} {first['measured_tokens_per_s']:.1f} tokens/s,"
         f" planned {first['planned_tokens_per_s']:.1f} ({100 * error(result):+.1f} %; gain"
         f" {100 * gain_error(result):+.1f} %), regret {100 * regret(result):.1f} %"
+    )
+
+
+def again_line(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What is printed of a case of ``--again``."""
+    first, plain, gain = changes(before, after)
+    return (
+        f"first choice {100 * first:+.1f} %, plain decoding {100 * plain:+.1f} %,"
+        f" gain {100 * gain:+.1f} %"
+    )
+
+
+def again_shares(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    """How often a measurement is within the bar of the same measurement at another time."""
+    found = np.abs([changes(before, after) for before, after in pairs])
+    near = [f"{100 * share:.0f} %" for share in np.mean(found <= NEAR, axis=0)]
+    return (
+        f"{len(pairs)} cases measured twice: the first choice within 10 % of itself in {near[0]},"
+        f" plain decoding in {near[1]}, the gain in {near[2]}"
     )
 
 
@@ -152,3 +184,25 @@ def _control(results: Mapping[str, Any]) -> list[str]:
             f" {100 * max(found):.1f} % |"
         )
     return [*lines, "", control_shares(list(results.values()))]
+
+
+def _again(results: Mapping[str, Any], again: Mapping[str, Any]) -> list[str]:
+    """The page's third part; empty without ``--again``."""
+    if not again:
+        return []
+    lines = [
+        "\n## The same runs at another time\n",
+        "`python -m experiments.plan.regret DIR --again`: how far the second measurement is from"
+        " the first, on other prompts; a plan that is right has this error.\n",
+        "| case | first choice, tokens/s | then | change | plain decoding | gain |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in again.items():
+        before, after = (r["candidates"][0] for r in (results[name], result))
+        first, plain, gain = changes(results[name], result)
+        lines.append(
+            f"| {name} | {before['measured_tokens_per_s']:.1f} |"
+            f" {after['measured_tokens_per_s']:.1f} | {100 * first:+.1f} % |"
+            f" {100 * plain:+.1f} % | {100 * gain:+.1f} % |"
+        )
+    return [*lines, "", again_shares([(results[name], again[name]) for name in again])]

@@ -12,9 +12,9 @@ import torch
 
 from specdec.distributed import GroupHandle
 from specdec.distributed.executor import DistributedExecutor
+from specdec.distributed.in_flight_rows import InFlightRows
 from specdec.distributed.row_links import fit_socket
 from specdec.errors import UserError
-from specdec.executors.row_packing import InFlight
 from specdec.metrics import RequestResult
 from tests.distributed.support import (
     PROMPTS,
@@ -190,7 +190,7 @@ def test_eight_stages() -> None:
 # Last: it breaks its ranks.
 def test_planted_bug_is_caught(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If rank 0 did not prune its in-flight rows, they would differ from those of the ranks."""
-    monkeypatch.setattr(InFlight, "prune", lambda self, commits, closed=frozenset(): None)
+    monkeypatch.setattr(InFlightRows, "_commit_since", lambda self, request_id, tick: None)
     values = config("specpipe", stages, distributed=True, executor__timeout_s=2.0)
     with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError)):
         run(values)

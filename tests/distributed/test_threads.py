@@ -130,7 +130,7 @@ def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
         values["executor"]["timeout_s"] = 3.0
         with runner(values) as made:
             in_flight = made.parts.executor._in_flight  # type: ignore[attr-defined]
-            monkeypatch.setattr(in_flight, "prune", lambda tick, flight: None)
+            monkeypatch.setattr(in_flight, "_commit_since", lambda request_id, tick: None)
             with pytest.raises((AssertionError, queue.Empty)):
                 made.run(PROMPTS, lambda result: None)
         return

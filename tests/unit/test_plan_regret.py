@@ -92,14 +92,58 @@ def test_shares_count_cases_within_the_bars() -> None:
 
 def test_the_table_has_a_row_per_case() -> None:
     cases = {"one": result(100.0, 120.0, 95.0), "two": result(50.0, 40.0, 60.0)}
-    page = regret_table.table(cases, {})
+    page = regret_table.table(cases, {}, {})
     assert "| one | best_first bs=8 | 100.0 | 95.0 | -5.0 % | -24.0 % | 20.0 % | - |" in page
     assert "| two | best_first bs=8 | 50.0 | 60.0 | +20.0 % | -4.0 % | 0.0 % | - |" in page
     assert "revision 0123456; some CPU, 2 cores." in page
     assert "same candidate" not in page
-    page = regret_table.table(cases, {"three": result(100.0, 110.0, 1.0)})
+    assert "another time" not in page
+    page = regret_table.table(cases, {"three": result(100.0, 110.0, 1.0)}, {})
     assert "| three | 40.0 to 110.0 | 10.0 % | 175.0 % |" in page
     assert "3 candidates in groups of eight identical ones: regret at most 5 % in 33 %" in page
+
+
+def test_a_second_measurement_is_compared_with_the_first() -> None:
+    """The gain's change is that of the first choice over that of plain decoding."""
+    before, after = result(100.0, 120.0, 95.0), result(110.0, 90.0, 95.0)
+    after["candidates"][2]["measured_tokens_per_s"] = 50.0
+    found = regret_table.changes(before, after)
+    np.testing.assert_allclose(found, (0.1, 0.25, 1.1 / 1.25 - 1.0))
+    told = regret_table.again_shares([(before, after), (before, before)])
+    assert told.startswith("2 cases measured twice: the first choice within 10 % of itself in 50 %")
+    assert told.endswith("plain decoding in 50 %, the gain in 50 %")
+    page = regret_table.table({"one": before}, {}, {"one": after})
+    assert "| one | 100.0 | 110.0 | +10.0 % | +25.0 % | -12.0 % |" in page
+
+
+def test_second_measurements_decode_further_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same candidates and, of 24 + 2 x 18 prompts, the last 18; only of stored cases."""
+    case, ran = CASES[0], []
+    before = result(100.0, 100.0, 99.0)
+    for candidate in before["candidates"]:
+        candidate["turns"] = [(1.0, 100)] * 18
+    write_json(tmp_path / regret.RESULT, {"cases": {case.name: before}})
+
+    def measured(words: Any, choices: Any, count: int, batch: int) -> list[list[tuple[float, int]]]:
+        ran.append((words, choices, count))
+        return [[(1.0, 90)] for _ in choices]
+
+    monkeypatch.setattr(regret, "_measured", measured)
+    monkeypatch.setattr(regret.torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["regret", str(tmp_path), "--again"])
+    regret.main()
+    ((words, choices, count),) = ran
+    assert f"data.limit={24 + 18 + 18}" in words
+    assert count == 18
+    assert [(name, planned) for name, _, planned in choices] == [
+        (c["strategy"], c["planned_tokens_per_s"]) for c in before["candidates"]
+    ]
+    told = f"{case.name}: first choice -10.0 %, plain decoding +125.0 %, gain -60.0 %"
+    assert told in capsys.readouterr().out
+    regret.main()
+    assert len(ran) == 1
 
 
 def _with_turns(speeds: list[float], noise: float, seed: int) -> dict[str, Any]:
