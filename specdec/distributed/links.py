@@ -151,7 +151,7 @@ class SocketLink:
         """See ``ControlLink``."""
         if not self._unread:
             self._unread = self._buffer[: self._receive(self._buffer)]
-        if len(self._unread) >= _WORD:  # most messages arrive whole
+        if len(self._unread) >= _WORD:  # has the whole message arrived?
             size = _WORD * int.from_bytes(self._unread[:_WORD], sys.byteorder)
             if len(self._unread) >= size:
                 packed = np.frombuffer(self._unread[:size], np.int64).copy()

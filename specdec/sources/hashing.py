@@ -11,7 +11,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 _GAMMA = 0x9E3779B97F4A7C15  # odd constant of splitmix64 (Steele et al. 2014)
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-# As numpy scalars: converting them takes as long as a multiplication of 64 numbers.
+# Numpy scalars, made once.
 _SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31))
 _FACTORS = np.uint64(_MIX_1), np.uint64(_MIX_2)
 _STEP = np.uint64(_GAMMA)

@@ -214,7 +214,7 @@ class SyntheticSource:
             classes[row] = tables.classes[position]
             first[row] = tables.tokens[position + 1] + 1  # wrong candidates: the tokens after it
         tokens = first[:, None] + self._offsets[:k]
-        beyond = tokens >= self._pair.vocab_size  # by less than the size; faster than a remainder
+        beyond = tokens >= self._pair.vocab_size  # by less than the vocabulary size
         np.subtract(tokens, self._pair.vocab_size, out=tokens, where=beyond)
         for row in true_rows:
             rank = tables.rank(int(positions[row]))
