@@ -165,6 +165,8 @@ class RequestState:
         tree = self.tree
         if not tree.root_submitted:  # it is submitted first
             return False
+        if not tree.root_answered:
+            return True
         return bool(((tree.submitted_at >= 0) & ~tree.answered).any())
 
     @property

@@ -3,6 +3,7 @@
     python -m experiments.plan.regret OUTPUT_DIR [--only CASE ...] [--quick] [--write]
     python -m experiments.plan.regret OUTPUT_DIR --control --only CASE ...
     python -m experiments.plan.regret OUTPUT_DIR --again [--only CASE ...]
+    python -m experiments.plan.regret OUTPUT_DIR --samples [--only CASE ...]
 
 For every case (pair x data x threads x batch; the bundled pair, and two of random weights whose
 drafts have the target's first choice at 0.6 and 0.85 of positions) a profile of this machine is
@@ -16,9 +17,11 @@ tokens/s of the first choice within 10 % (wanted in 80 %); also its gain over pl
 instead: what one of them takes longer than the fastest is the noise of the machine, which no plan
 can avoid. ``--again`` runs the eight of a stored case once more, on further prompts: how far a
 measurement is from the same measurement at another time is the error that a plan has which is
-right. ``--write`` also writes the table to results/regret.md beside this file, and all
-figures to results/regret.json. Needs a quiet machine and SPECDEC_DATA; continues with the cases
-that OUTPUT_DIR/regret.json does not have.
+right. ``--samples`` counts the tokens per answer of a stored case's first choice on the prompts of
+its record and on those of its run: a plan cannot know by how much the samples differ. It measures
+no time and needs no quiet machine. ``--write`` also writes the table to results/regret.md beside
+this file, and all figures to results/regret.json. Needs a quiet machine and SPECDEC_DATA; continues
+with the cases that OUTPUT_DIR/regret.json does not have.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import argparse
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +44,15 @@ from experiments.plan.regret_table import (
     case_line,
     control_line,
     control_shares,
+    samples_line,
+    samples_shares,
     shares,
     table,
 )
 from experiments.scale.checkpoints import agreeing_pair
 from specdec.config.job import run_job_of
 from specdec.files import write_json, write_text
+from specdec.metrics import RequestResult
 from specdec.metrics.times import decode_phase
 from specdec.models.bundled import family_path
 from specdec.planning.answer import Choice
@@ -82,19 +88,24 @@ CONTROL = "best_first"
 # 20 %, so that means over so many differ by 5 % (one standard deviation) for no other reason.
 _PLANNED, _RUN = 24, {1: 18, 4: 6}
 _TOKENS = 64
-# Key of the prompts' random order. In their own order the first 24 prompts of stdlib have 2.55
-# tokens per pass, the next 18 have 2.83 (best_first with 8 nodes): a plan cannot know that.
-_SAMPLE = 0
+# In their own order the first 24 prompts of stdlib have 2.55 tokens per pass, the next 18 have 2.83
+# (best_first with 8 nodes): a plan cannot know that. So the order is random, and another one in
+# each case: an order in which the first prompts are the easier ones then counts once.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A pair, its data, threads and batch size."""
+    """A pair, its data, threads and batch size.
+
+    Attributes:
+        seed: key of the prompts' random order; 0 in cases that were stored without one.
+    """
 
     pair: str
     data: str
     threads: int
     batch: int
+    seed: int = 0
 
     @property
     def name(self) -> str:
@@ -103,7 +114,7 @@ class Case:
 
     def words(self, pairs: Path) -> list[str]:
         """Words of the command line that are common to plan and runs."""
-        words = [f"data={self.data}", f"data.sample_seed={_SAMPLE}", f"threads={self.threads}"]
+        words = [f"data={self.data}", f"data.sample_seed={self.seed}", f"threads={self.threads}"]
         if self.pair == BUNDLED:
             return [*words, "model=tiny", "sampling=t06"]
         target, draft = (write_pair(self.pair, pairs) / part for part in ("target", "draft"))
@@ -121,6 +132,7 @@ def cases(quick: bool) -> list[Case]:
         for threads in (1, 2)
         for batch in ((1, 4) if pair == BUNDLED else (1,))
     ]
+    found = [replace(case, seed=number) for number, case in enumerate(found, 1)]
     return found[:1] if quick else found
 
 
@@ -182,6 +194,35 @@ def run_again(case: Case, folder: Path, quick: bool, before: Mapping[str, Any]) 
     return _result(case, choices, words, quick, skipped=len(before["candidates"][0]["turns"]))
 
 
+def run_samples(case: Case, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens and answers of a stored case's first choice on both samples of prompts."""
+    count = _RUN[case.batch] * case.batch
+    words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
+    words += [f"data.limit={_PLANNED + count}", "batch_size=1"]
+    first = before["candidates"][0]
+    cfg = _config(words, first["strategy"], first["sizes"])
+    pair, prompts, _ = prepare(cfg)
+    runner = PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair))
+    totals = []
+    for part in (prompts[:_PLANNED], prompts[_PLANNED:]):
+        results: list[RequestResult] = []
+        runner.run(part, results.append)
+        totals.append(
+            [sum(len(r.output) for r in results), sum(r.counters.answers for r in results)]
+        )
+    runner.close()
+    return {"case": asdict(case), "planned": totals[0], "run": totals[1]}
+
+
+def _config(words: Sequence[str], name: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a candidate's runs, in one process."""
+    keys = [f"policy.{k}={json.dumps(v)}" for k, v in sizes.items()]
+    cfg = dict(run_job_of([*words, f"strategy={name}", *keys]).config)
+    if "stages" in cfg["executor"]:  # planned on one device
+        cfg["executor"] = {**cfg["executor"], "stages": 1}
+    return cfg
+
+
 def _result(
     case: Case, choices: Sequence[Tried], words: Sequence[str], quick: bool, skipped: int = 0
 ) -> dict[str, Any]:
@@ -228,10 +269,7 @@ def _measured(
     done: list[list[tuple[float, int]]] = []
     pair = prompts = None
     for name, sizes, _ in choices:
-        keys = [f"policy.{k}={json.dumps(v)}" for k, v in sizes.items()]
-        cfg = dict(run_job_of([*words, f"strategy={name}", *keys]).config)
-        if "stages" in cfg["executor"]:  # planned on one device
-            cfg["executor"] = {**cfg["executor"], "stages": 1}
+        cfg = _config(words, name, sizes)
         if pair is None:
             pair, prompts, _ = prepare(cfg)
         runners.append(PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair)))
@@ -261,14 +299,17 @@ def _line(kind: str, name: str, stored: Mapping[str, Any]) -> str:
     result = stored[kind][name]
     if kind == "again":
         return again_line(stored["cases"][name], result)
+    if kind == "samples":
+        return samples_line(stored["cases"][name], result)
     return control_line(result) if kind == "control" else case_line(result)
 
 
 def _summary(kind: str, stored: Mapping[str, Any]) -> str:
     """What is printed of all stored cases."""
     results = stored[kind]
-    if kind == "again":
-        return again_shares([(stored["cases"][name], results[name]) for name in results])
+    if kind in ("again", "samples"):
+        pairs = [(stored["cases"][name], results[name]) for name in results]
+        return again_shares(pairs) if kind == "again" else samples_shares(pairs)
     return (control_shares if kind == "control" else shares)(list(results.values()))
 
 
@@ -283,21 +324,24 @@ def main() -> None:
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--control", action="store_true", help="eight times the same candidate")
     other.add_argument("--again", action="store_true", help="the stored cases' runs once more")
+    other.add_argument("--samples", action="store_true", help="tokens per answer of both samples")
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / RESULT
     stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     planned = stored.setdefault("cases", {})
-    kind = "control" if args.control else "again" if args.again else "cases"
+    kind = next((k for k in ("control", "again", "samples") if getattr(args, k)), "cases")
     found = stored.setdefault(kind, {})
     wanted = [case for case in cases(args.quick) if case.name in args.only]
-    if args.again:
-        wanted = [case for case in wanted if case.name in planned]
+    if kind in ("again", "samples"):  # on the prompts of the stored cases
+        wanted = [Case(**planned[case.name]["case"]) for case in wanted if case.name in planned]
     for case in wanted:
         if case.name not in found:
             folder = args.output_dir / case.name
             if args.again:
                 result = run_again(case, folder, args.quick, planned[case.name])
+            elif args.samples:
+                result = run_samples(case, folder, planned[case.name])
             else:
                 run = run_control if args.control else run_case
                 result = run(case, folder, args.quick)
@@ -310,7 +354,7 @@ def main() -> None:
         results = Path(__file__).parent / "results"
         write_text(
             results / "regret.md",
-            table(planned, stored.get("control", {}), stored.get("again", {})),
+            table(planned, *(stored.get(k, {}) for k in ("control", "again", "samples"))),
         )
         write_json(results / RESULT, stored)
 

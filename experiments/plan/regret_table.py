@@ -92,8 +92,13 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float,
     return first, plain, (1.0 + first) / (1.0 + plain) - 1.0
 
 
-def table(results: Mapping[str, Any], control: Mapping[str, Any], again: Mapping[str, Any]) -> str:
-    """The cases, and those of ``--control`` and ``--again``, as a page."""
+def table(
+    results: Mapping[str, Any],
+    control: Mapping[str, Any],
+    again: Mapping[str, Any],
+    samples: Mapping[str, Any],
+) -> str:
+    """The cases, and those of ``--control``, ``--again`` and ``--samples``, as a page."""
     states = [result["provenance"].get("git", {}) for result in results.values()]
     revisions = sorted({str(state.get("revision", "unknown"))[:7] for state in states})
     machines = [result["provenance"].get("hardware", {}) for result in results.values()]
@@ -116,7 +121,7 @@ def table(results: Mapping[str, Any], control: Mapping[str, Any], again: Mapping
             f" {100 * gain_error(result):+.1f} % | {100 * regret(result):.1f} % |"
             f" {'-' if least is None else f'{100 * least:.1f} %'} |"
         )
-    more = [*_control(control), *_again(results, again)]
+    more = [*_control(control), *_again(results, again), *_samples(results, samples)]
     return "\n".join([*lines, "", shares(list(results.values())), *more]) + "\n"
 
 
@@ -146,6 +151,40 @@ def again_shares(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -
     return (
         f"{len(pairs)} cases measured twice: the first choice within 10 % of itself in {near[0]},"
         f" plain decoding in {near[1]}, the gain in {near[2]}"
+    )
+
+
+def sample_ratio(samples: Mapping[str, Any]) -> float:
+    """Tokens per answer on the prompts of the record over those on the prompts of the run."""
+    (tokens, answers), (run_tokens, run_answers) = samples["planned"], samples["run"]
+    return float(tokens / answers / (run_tokens / run_answers))
+
+
+def gain_error_of_speed(before: Mapping[str, Any], samples: Mapping[str, Any]) -> float:
+    """``gain_error`` without the difference between the two samples of prompts."""
+    return (1.0 + gain_error(before)) / sample_ratio(samples) - 1.0
+
+
+def samples_line(before: Mapping[str, Any], samples: Mapping[str, Any]) -> str:
+    """What is printed of a case of ``--samples``."""
+    return (
+        f"tokens per answer {100 * (sample_ratio(samples) - 1):+.1f} % on the plan's prompts, gain"
+        f" {100 * gain_error(before):+.1f} %, without it"
+        f" {100 * gain_error_of_speed(before, samples):+.1f} %"
+    )
+
+
+def samples_shares(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    """The errors of planned gains with and without the difference between the samples."""
+    ratios = [sample_ratio(samples) - 1.0 for _, samples in pairs]
+    errors = [gain_error(before) for before, _ in pairs]
+    left = [gain_error_of_speed(before, samples) for before, samples in pairs]
+    return (
+        f"{len(pairs)} cases: the first choice has {100 * np.mean(ratios):+.1f} % tokens per answer"
+        f" on the plan's prompts ({100 * min(ratios):+.1f} to {100 * max(ratios):+.1f} %); the"
+        f" planned gain is {100 * np.mean(errors):+.1f} % off on average and within 10 % in"
+        f" {100 * np.mean(np.abs(errors) <= NEAR):.0f} %, without that difference"
+        f" {100 * np.mean(left):+.1f} % and {100 * np.mean(np.abs(left) <= NEAR):.0f} %"
     )
 
 
@@ -206,3 +245,24 @@ def _again(results: Mapping[str, Any], again: Mapping[str, Any]) -> list[str]:
             f" {100 * plain:+.1f} % | {100 * gain:+.1f} % |"
         )
     return [*lines, "", again_shares([(results[name], again[name]) for name in again])]
+
+
+def _samples(results: Mapping[str, Any], samples: Mapping[str, Any]) -> list[str]:
+    """The page's last part; empty without ``--samples``."""
+    if not samples:
+        return []
+    lines = [
+        "\n## The two samples of prompts\n",
+        "`python -m experiments.plan.regret DIR --samples`: tokens per answer of the first choice"
+        " on the prompts that the plan decoded and on those of the run; counts, no times.\n",
+        "| case | plan's prompts | run's prompts | difference | error of the gain | without it |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in samples.items():
+        planned, run = (tokens / answers for tokens, answers in (found["planned"], found["run"]))
+        lines.append(
+            f"| {name} | {planned:.2f} | {run:.2f} | {100 * (sample_ratio(found) - 1):+.1f} % |"
+            f" {100 * gain_error(results[name]):+.1f} % |"
+            f" {100 * gain_error_of_speed(results[name], found):+.1f} % |"
+        )
+    return [*lines, "", samples_shares([(results[name], samples[name]) for name in samples])]

@@ -86,15 +86,27 @@ class Prices:
 
     def __init__(self, profile: LatencyProfile, scale: float) -> None:
         """Starts without any; ``scale`` multiplies every cost."""
-        self._profile, self._scale = profile, scale
-        self._known: dict[tuple[Work, int], float] = {}
+        self._of = {kind: _KnownPrices(profile, kind, scale) for kind in Work}
 
     def seconds(self, kind: Work, num_tokens: int) -> float:
         """Returns the cost of one piece of work, in seconds."""
-        seconds = self._known.get((kind, num_tokens))
-        if seconds is None:
-            seconds = self._profile.ms(kind, num_tokens) * 1e-3 * self._scale
-            self._known[(kind, num_tokens)] = seconds
+        return self._of[kind][num_tokens]
+
+    def of(self, kind: Work) -> Mapping[int, float]:
+        """Number of tokens -> seconds, for any number."""
+        return self._of[kind]
+
+
+class _KnownPrices(dict[int, float]):
+    """Number of tokens -> seconds, from the profile when it is asked for first."""
+
+    def __init__(self, profile: LatencyProfile, kind: Work, scale: float) -> None:
+        super().__init__()
+        self._profile, self._kind, self._scale = profile, kind, scale
+
+    def __missing__(self, num_tokens: int) -> float:
+        seconds = self._profile.ms(self._kind, num_tokens) * 1e-3 * self._scale
+        self[num_tokens] = seconds
         return seconds
 
 

@@ -222,12 +222,11 @@ class PacedClock(MeasuredClock):
         """
         if num_tokens <= 0:
             return
-        cost = self._prices.seconds(kind, num_tokens)
         rank = self._acting if rank == self.rank else rank
         if rank != self.rank:
-            plan = self._plans[rank]
-            self._plans[rank] = plan + cost if cost else max(plan, self.now())
+            self.charge_each((rank,), kind, (num_tokens,))
             return
+        cost = self._prices.seconds(kind, num_tokens)
         began, continues = self._watch.take()
         began = max(began, self._not_before)
         done, due = self._watch.now(), began + cost
@@ -270,13 +269,13 @@ class PacedClock(MeasuredClock):
 
     def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
         """As ``charge``, for each of other ranks."""
-        plans, now = self._plans, self.now()
-        costs = {num: self._prices.seconds(kind, num) for num in set(nums_tokens)}
+        plans, prices, now = self._plans, self._prices.of(kind), self.now()
         for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
             if num_tokens > 0:
-                plan = plans[rank]
-                cost = costs[num_tokens]
-                plans[rank] = plan + cost if cost else max(plan, now)
+                if cost := prices[num_tokens]:
+                    plans[rank] += cost
+                elif plans[rank] < now:
+                    plans[rank] = now
 
     def fan_in(self, ranks: Sequence[int]) -> None:
         """This rank's next work starts at the latest planned time of others, or later."""

@@ -260,7 +260,7 @@ class DistributedExecutor:
         """Sends the commits to every rank, which ends the step."""
         pruned = sum(self._submitted.commit(commit) for commit in commits)
         ending = pack_ending(commits, pruned)
-        end = pack_message(Kind.END, self._session, self._tick, ending, self._packed_entry)
+        end = pack_message(Kind.END, self._session, self._tick, *ending, self._packed_entry)
         self._group.send(end, reversed(self._ranks))  # the last rank's answer is needed first
         self._in_flight.commit(self._tick, commits)
         for stage in self._side_stages:

@@ -136,12 +136,12 @@ def unpack_entry(packed: IntArray) -> Entry:
     return Reader(packed).entry()
 
 
-def pack_ending(commits: Sequence[Commit], num_pruned: int) -> IntArray:
-    """First part of the body of an END message; ``pack_entry`` is the second."""
+def pack_ending(commits: Sequence[Commit], num_pruned: int) -> list[IntArray]:
+    """First parts of the body of an END message; ``pack_entry`` is the last."""
     parts = [_ints(num_pruned, len(commits))]
     for commit in commits:
         parts += pack_commit(commit)
-    return np.concatenate(parts)
+    return parts
 
 
 def pack_commit(commit: Commit) -> list[IntArray]:

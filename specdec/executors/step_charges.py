@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from specdec.clocks import CONTROLLER, Clock, Work
@@ -21,8 +21,8 @@ class StepCharges:
     def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
         """Charges ``clock`` for stages on ranks 1 .. N with ``devices`` devices each."""
         self._clock = clock
-        self._devices = tuple(devices)
-        self._ranks = range(1, len(self._devices) + 1)
+        self._ranks = range(1, len(devices) + 1)
+        self._larger = [(rank, num) for rank, num in enumerate(devices, 1) if num > 1]
         self._fan_out = getattr(clock, "fan_out", partial(_fan_out, clock))
         self._charge_each = getattr(clock, "charge_each", partial(_charge_each, clock))
         self._fan_in = getattr(clock, "fan_in", partial(_fan_in, clock))
@@ -37,10 +37,10 @@ class StepCharges:
         clock = self._clock
         self._fan_out(self._ranks)
         self._charge_each(self._ranks, Work.STAGE, rows)
-        for rank, num_devices, num_rows in self._larger(rows):
+        for rank, num_devices in self._larger:
             for _ in range(num_devices - 1):
-                clock.charge(rank, Work.TRANSFER, num_rows)
-                clock.charge(rank, Work.STAGE, num_rows)
+                clock.charge(rank, Work.TRANSFER, rows[rank - 1])
+                clock.charge(rank, Work.STAGE, rows[rank - 1])
         clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
 
     def exit(self, stage: int, num_nodes: int) -> None:
@@ -76,13 +76,6 @@ class StepCharges:
         if answered:
             self._clock.charge(ranks[-1], Work.TRANSFER, 1)
         self._fan_in(ranks)
-
-    def _larger(self, rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(rank, number of devices, rows) of the stages of several devices."""
-        if max(self._devices) > 1:
-            for rank, num_devices, num_rows in zip(self._ranks, self._devices, rows, strict=True):
-                if num_devices > 1:
-                    yield rank, num_devices, num_rows
 
 
 def _fan_out(clock: Clock, ranks: Sequence[int]) -> None:

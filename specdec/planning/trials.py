@@ -16,15 +16,16 @@ from typing import Any
 
 from specdec.errors import UserError
 from specdec.files import write_json
-from specdec.planning.candidates import Candidate, rescaled
+from specdec.planning.candidates import PLAIN, Candidate, rescaled
 from specdec.planning.measuring import ModelsHere
 from specdec.planning.search import Search, Times
 from specdec.planning.simulate import Unit
 
 TRIALS_FILE = "trials.json"
-"""Key of a candidate -> the ratio of its times, and its tokens per answer."""
+"""Key of a candidate -> the ratio of its times, tokens per answer, and tokens/s of its runs."""
 
 _RUNS = 16  # of each candidate: on different prompts, as far as there are so many
+_STEADY = 1.1  # fastest run of plain decoding over its slowest, up to which nothing is said
 
 
 def calibrated(
@@ -53,6 +54,9 @@ def calibrated(
         f"runs of the {len(kept)} best candidates took {min(ratios):.2f} to {max(ratios):.2f} of"
         " their simulated times on the same prompts; the plan's times are those of the runs"
     )
+    for made in kept:
+        if made.name == PLAIN and (told := _unsteady(known[made.key].get("tokens_per_s", []))):
+            search.notes.append(told)
     found = []
     for made, ratio in zip(kept, ratios, strict=True):
         found.append(rescaled(made, dict.fromkeys(made.config["clock"]["costs"], ratio)))
@@ -102,8 +106,24 @@ def _trials(
             "ratio": measured / search.times(made, count).mean,
             "tokens_per_answer": tokens_per_answer(units),
             "simulated_tokens_per_answer": tokens_per_answer(played),
+            "tokens_per_s": [round(u.tokens / u.seconds, 2) for u in units if u.seconds > 0.0],
         }
     return found
+
+
+def _unsteady(speeds: Sequence[float]) -> str | None:
+    """A note on a machine whose speed changed during the runs of plain decoding.
+
+    A pass of plain decoding costs nearly the same on all prompts, so that other differences between
+    its runs are the machine's.
+    """
+    if not speeds or max(speeds) <= _STEADY * min(speeds):
+        return None
+    return (
+        f"plain decoding ran at {min(speeds):.4g} to {max(speeds):.4g} tokens/s per request in its"
+        f" {len(speeds)} runs: this machine's speed changes, and tokens/s at another time will"
+        " differ as much; gains were measured in turns of a fraction of a second"
+    )
 
 
 def tokens_per_answer(units: Sequence[Unit]) -> float:

@@ -65,6 +65,17 @@ def as_uniform(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     return (hashes >> _HALF_BITS).astype(np.float64) * 2.0**-53
 
 
+def as_hashes(limits: npt.NDArray[np.float64]) -> npt.NDArray[np.uint64]:
+    """uint64[n]: the least hash that ``as_uniform`` turns into each limit in [0, 1], or more.
+
+    Hashes can so be compared with limits without being converted. Limits of 1 become the largest
+    hash.
+    """
+    steps = np.ceil(limits * 2.0**53)  # exact: a power of two
+    below = np.minimum(steps, 2.0**53 - 1).astype(np.uint64) << _HALF_BITS
+    return np.where(steps >= 2.0**53, np.uint64(_MASK), below)
+
+
 def hash_uniform(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """``hash_u64`` as float64 in [0, 1) with 53 random bits."""
     return as_uniform(hash_u64(seed, *parts))

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from specdec.parts.fields import Index, Share, validated
-from specdec.sources.hashing import as_uniform, hash_streams, hash_u64, hash_uniform
+from specdec.sources.hashing import as_hashes, hash_streams, hash_u64, hash_uniform
 from specdec.types import FloatArray, IntArray
 
 MAX_RANK = 64
@@ -149,7 +149,7 @@ class SyntheticPair:
         with np.errstate(divide="ignore"):
             self.class_logprobs: FloatArray = np.log(self.class_probs)
         self._rank_edges = np.cumsum(by_depth, axis=2)  # [D, C, 64]
-        self._class_edges = self.shares.cumsum(axis=1)[:, :-1]  # [G, C - 1]
+        self._class_edges = [as_hashes(edges) for edges in self.shares.cumsum(axis=1)[:, :-1]]
         self._groups: dict[int, int] = {}  # request id -> its group
 
     def rank_probabilities(self) -> FloatArray:
@@ -199,7 +199,7 @@ class SyntheticPair:
         at = level if (positions == level).all() else positions
         first, drawn = hash_streams(self.seed, (_NODE, _NODE_CLASS), request_id, at, tokens)
         edges = self._class_edges[self._group(request_id)]
-        classes = edges.searchsorted(as_uniform(drawn), side="right")
+        classes = edges.searchsorted(drawn, side="right")
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
 
     def _group(self, request_id: int) -> int:

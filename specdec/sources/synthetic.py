@@ -78,10 +78,9 @@ class _RequestTables:
         self.expanded &= kept
         self.on_path &= kept
 
-    def true_nodes(self, slots: IntArray, positions: IntArray) -> list[int]:
-        """Indices into ``slots`` of the nodes that are on the target's path."""
-        tree = self.request.tree
-        same = tree.tokens.take(slots) == self.tokens.take(positions)
+    def true_nodes(self, slots: IntArray, positions: IntArray, tokens: IntArray) -> list[int]:
+        """Indices into ``slots``, with these positions and tokens, of the target's own path."""
+        same = tokens == self.tokens.take(positions)
         hits = (same | (slots == 0)).nonzero()[0]
         return [row for row in hits.tolist() if self._is_on_path(int(slots[row]))]
 
@@ -205,17 +204,17 @@ class SyntheticSource:
     ) -> tuple[IntArray, IntArray]:
         """(tokens int64[W, k], classes int64[W])."""
         tree = tables.request.tree
-        positions = tree.positions[slots]
+        positions, node_tokens = tree.positions.take(slots), tree.tokens.take(slots)
         tables.reserve(int(positions.max()))
-        first, classes = self._pair.node_keys(tables.request.id, positions, tree.tokens[slots])
-        true_rows = tables.true_nodes(slots, positions)
+        first, classes = self._pair.node_keys(tables.request.id, positions, node_tokens)
+        true_rows = tables.true_nodes(slots, positions, node_tokens)
         for row in true_rows:
             position = int(positions[row])
             classes[row] = tables.classes[position]
             first[row] = tables.tokens[position + 1] + 1  # wrong candidates: the tokens after it
         tokens = first[:, None] + self._offsets[:k]
-        beyond = tokens >= self._pair.vocab_size  # by less than the vocabulary size
-        np.subtract(tokens, self._pair.vocab_size, out=tokens, where=beyond)
+        if int(first.max()) + k > self._pair.vocab_size:
+            tokens %= self._pair.vocab_size
         for row in true_rows:
             rank = tables.rank(int(positions[row]))
             if rank < k:

@@ -35,6 +35,8 @@ from specdec.types import (
     IntArray,
 )
 
+_FRESH = np.array([[-1], [0], [-1]])  # submission step, origin and answer of a new node
+
 
 class TokenTree(NodeTable):
     """Proposed continuations of a root, the last committed token (slot 0).
@@ -73,9 +75,9 @@ class TokenTree(NodeTable):
         ints[1, new] = tokens
         ints[2, new] = parents
         ints[3, new] = ints[3].take(parents) + 1
-        ints[4, new] = -1
-        ints[5, new] = 0 if origins is None else origins
-        ints[6, new] = -1
+        ints[4:7, new] = _FRESH
+        if origins is not None:
+            ints[5, new] = origins
         ints[7, new] = ints[0].take(parents)
         floats[0, new] = logprobs
         floats[1, new] = floats[1].take(parents) + logprobs
@@ -109,9 +111,7 @@ class TokenTree(NodeTable):
         ints[2, new] = steps + (start - 1)
         ints[2, start] = slot
         ints[3, new] = steps + (ints[3, slot] + 1)
-        ints[4, new] = -1
-        ints[5, new] = 0
-        ints[6, new] = -1
+        ints[4:7, new] = _FRESH
         ints[7, new] = steps + (self._next_id - 1)
         ints[7, start] = ints[0, slot]
         floats[0, new] = logprobs

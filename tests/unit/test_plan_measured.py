@@ -137,11 +137,38 @@ def test_trials_replace_planned_times_by_those_of_runs(search: Search, tmp_path:
     after = calibrated(made, search=search, models=models, path=path)
     ratios = {c.name: search.times(c, 4).mean / before[c.name] for c in after}
     assert ratios == pytest.approx({PLAIN: 1.5, "speculative": 1.5, "fixed_width": 3.0})
-    assert "1.50 to 3.00 of their simulated times" in search.notes[-1]
+    assert "1.50 to 3.00 of their simulated times" in search.notes[-1], "nothing about its speed"
     calls = models.calls
     again = calibrated(made, search=search, models=models, path=path)
     assert models.calls == calls, "the file has all of them"
     assert [c.key for c in again] == [c.key for c in after]
+
+
+@pytest.mark.parametrize(("drift", "told"), [(1.08, False), (1.25, True)])
+def test_a_plan_says_that_the_machine_changed_its_speed(
+    search: Search, tmp_path: Path, drift: float, told: bool
+) -> None:
+    """A planted machine that is slower in the second half of the runs; resumed plans say it too."""
+    acceptance = OfLaw.of(LAW)
+    found, _ = families(acceptance.words, [], [PLAIN, "speculative"], acceptance.pair())
+    made = [f.candidate(search.machine, Layout(), batch=1, context=1) for f in found]
+
+    class Drifting(SlowMachine):
+        def decode(self, configs: Any, **given: Any) -> Any:
+            return [
+                [scaled(unit, drift if at >= 2 else 1.0) for at, unit in enumerate(units)]
+                for units in super().decode(configs, **given)
+            ]
+
+    models: Any = Drifting(search.simulator, 1.0)
+    models.made = {candidate.name: candidate for candidate in made}
+    for _ in range(2):
+        search.notes.clear()
+        calibrated(made, search=search, models=models, path=tmp_path / TRIALS_FILE)
+        speed = 1.0 / search.times(made[0], 4).mean
+        wanted = f"plain decoding ran at {speed / drift:.4g} to {speed:.4g} tokens/s per request"
+        assert any(wanted in note for note in search.notes) == told
+        assert len(search.notes) == 1 + told
 
 
 def test_presets_that_copy_text_are_decoded_with_models() -> None:

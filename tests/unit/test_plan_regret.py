@@ -92,13 +92,13 @@ def test_shares_count_cases_within_the_bars() -> None:
 
 def test_the_table_has_a_row_per_case() -> None:
     cases = {"one": result(100.0, 120.0, 95.0), "two": result(50.0, 40.0, 60.0)}
-    page = regret_table.table(cases, {}, {})
+    page = regret_table.table(cases, {}, {}, {})
     assert "| one | best_first bs=8 | 100.0 | 95.0 | -5.0 % | -24.0 % | 20.0 % | - |" in page
     assert "| two | best_first bs=8 | 50.0 | 60.0 | +20.0 % | -4.0 % | 0.0 % | - |" in page
     assert "revision 0123456; some CPU, 2 cores." in page
     assert "same candidate" not in page
     assert "another time" not in page
-    page = regret_table.table(cases, {"three": result(100.0, 110.0, 1.0)}, {})
+    page = regret_table.table(cases, {"three": result(100.0, 110.0, 1.0)}, {}, {})
     assert "| three | 40.0 to 110.0 | 10.0 % | 175.0 % |" in page
     assert "3 candidates in groups of eight identical ones: regret at most 5 % in 33 %" in page
 
@@ -112,8 +112,25 @@ def test_a_second_measurement_is_compared_with_the_first() -> None:
     told = regret_table.again_shares([(before, after), (before, before)])
     assert told.startswith("2 cases measured twice: the first choice within 10 % of itself in 50 %")
     assert told.endswith("plain decoding in 50 %, the gain in 50 %")
-    page = regret_table.table({"one": before}, {}, {"one": after})
+    page = regret_table.table({"one": before}, {}, {"one": after}, {})
     assert "| one | 100.0 | 110.0 | +10.0 % | +25.0 % | -12.0 % |" in page
+
+
+def test_the_difference_between_the_samples_is_taken_out_of_the_gain() -> None:
+    """A plan whose prompts have 25 % more tokens per answer promises 25 % more."""
+    case = result(100.0, 100.0, 125.0)
+    case["candidates"][2]["planned_tokens_per_s"] = 40.0  # as measured
+    found = {"planned": [300, 100], "run": [240, 100]}
+    assert regret_table.sample_ratio(found) == pytest.approx(1.25)
+    assert regret_table.gain_error(case) == pytest.approx(0.25)
+    assert regret_table.gain_error_of_speed(case, found) == pytest.approx(0.0)
+    told = regret_table.samples_shares([(case, found)])
+    assert "+25.0 % tokens per answer on the plan's prompts" in told
+    assert told.endswith(
+        "+25.0 % off on average and within 10 % in 0 %, without that difference +0.0 % and 100 %"
+    )
+    page = regret_table.table({"one": case}, {}, {}, {"one": found})
+    assert "| one | 3.00 | 2.40 | +25.0 % | +25.0 % | +0.0 % |" in page
 
 
 def test_second_measurements_decode_further_prompts(

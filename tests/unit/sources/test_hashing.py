@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specdec.sources.hashing import as_uniform, hash_streams, hash_u64, hash_uniform
+from specdec.sources.hashing import (
+    as_hashes,
+    as_uniform,
+    hash_streams,
+    hash_u64,
+    hash_uniform,
+)
 
 
 @pytest.mark.parametrize("seed", [0, 1, -3, 2**70])
@@ -32,3 +38,17 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
         assert abs(drawn.mean() - 0.5) < 4.5 / np.sqrt(12 * num)
     assert abs(np.corrcoef(first, second)[0, 1]) < 4.5 / np.sqrt(num)
     assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 4.5 / np.sqrt(num)
+
+
+def test_hashes_compare_with_limits_as_their_uniform_numbers_do() -> None:
+    """Exactly, also one below, at and one above each limit; a limit that is 1 ulp off is seen."""
+    rng = np.random.default_rng(0)
+    limits = np.sort(np.concatenate([rng.random(50), [0.0, 0.4, 0.7, 1.0 - 2.0**-53]]))
+    edges = as_hashes(limits)
+    hashes = rng.integers(0, 2**64, 10_000, dtype=np.uint64)
+    hashes = np.concatenate([hashes, edges, edges - np.uint64(1), edges + np.uint64(1)])
+    expected = limits.searchsorted(as_uniform(hashes), side="right")
+    assert (edges.searchsorted(hashes, side="right") == expected).all()
+    wrong = as_hashes(limits + 2.0**-53)
+    assert (wrong.searchsorted(hashes, side="right") != expected).any()
+    assert as_hashes(np.array([1.0]))[0] == np.iinfo(np.uint64).max
