@@ -195,7 +195,7 @@ def run_again(case: Case, folder: Path, quick: bool, before: Mapping[str, Any]) 
 
 
 def run_samples(case: Case, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens and answers of a stored case's first choice on both samples of prompts."""
+    """Tokens and answers of a stored case's first choice on both samples, prompt by prompt."""
     count = _RUN[case.batch] * case.batch
     words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
     words += [f"data.limit={_PLANNED + count}", "batch_size=1"]

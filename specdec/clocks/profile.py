@@ -98,7 +98,7 @@ class Prices:
 
 
 class _KnownPrices(dict[int, float]):
-    """Number of tokens -> seconds, from the profile when it is asked for first."""
+    """Number of tokens -> seconds; a number is looked up in the profile on first use."""
 
     def __init__(self, profile: LatencyProfile, kind: Work, scale: float) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ TRIALS_FILE = "trials.json"
 """Key of a candidate -> the ratio of its times, tokens per answer, and tokens/s of its runs."""
 
 _RUNS = 16  # of each candidate: on different prompts, as far as there are so many
-_STEADY = 1.1  # fastest run of plain decoding over its slowest, up to which nothing is said
+_STEADY = 1.1  # largest ratio of the fastest to the slowest run of plain decoding without a note
 
 
 def calibrated(
@@ -121,7 +121,7 @@ def _unsteady(speeds: Sequence[float]) -> str | None:
         return None
     return (
         f"plain decoding ran at {min(speeds):.4g} to {max(speeds):.4g} tokens/s per request in its"
-        f" {len(speeds)} runs: this machine's speed changes, and tokens/s at another time will"
+        f" {len(speeds)} runs: this machine's speed changes, and tokens/s at another time may"
         " differ as much; gains were measured in turns of a fraction of a second"
     )
 

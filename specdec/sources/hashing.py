@@ -66,10 +66,10 @@ def as_uniform(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 
 def as_hashes(limits: npt.NDArray[np.float64]) -> npt.NDArray[np.uint64]:
-    """uint64[n]: the least hash that ``as_uniform`` turns into each limit in [0, 1], or more.
+    """uint64 of the same shape: ``hash >= as_hashes(x)`` where ``as_uniform(hash) >= x``.
 
-    Hashes can so be compared with limits without being converted. Limits of 1 become the largest
-    hash.
+    Limits of [0, 1] can so be compared with hashes that are not converted. A limit of 1, which no
+    uniform number reaches, becomes the largest hash.
     """
     steps = np.ceil(limits * 2.0**53)  # exact: a power of two
     below = np.minimum(steps, 2.0**53 - 1).astype(np.uint64) << _HALF_BITS

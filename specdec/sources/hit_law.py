@@ -149,7 +149,7 @@ class SyntheticPair:
         with np.errstate(divide="ignore"):
             self.class_logprobs: FloatArray = np.log(self.class_probs)
         self._rank_edges = np.cumsum(by_depth, axis=2)  # [D, C, 64]
-        self._class_edges = [as_hashes(edges) for edges in self.shares.cumsum(axis=1)[:, :-1]]
+        self._class_edges = as_hashes(self.shares.cumsum(axis=1)[:, :-1])  # [G, C - 1]
         self._groups: dict[int, int] = {}  # request id -> its group
 
     def rank_probabilities(self) -> FloatArray:
