@@ -21,6 +21,7 @@ import argparse
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -84,7 +85,7 @@ class Row:
 
     def add(self, calls: list[Call]) -> None:
         """Counts the session calls of a decode phase."""
-        for call, following in zip(calls, [*calls[1:], None], strict=True):
+        for call, following in zip_longest(calls, calls[1:]):
             self.session_s += call.seconds
             self.in_session[call.session] += call.seconds
             if following is not None:

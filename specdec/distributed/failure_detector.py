@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -17,13 +16,17 @@ from specdec.distributed.launch import Processes
 from specdec.distributed.transport import PeerLost
 from specdec.errors import RankFailure, UserError
 
-_WATCH_S = 0.5
+_OBSERVE_S = 0.5  # between two readings of the store
 _SETTLE_S = 1.0  # the first failure noticed may be the consequence of another
-_STALE_S = 4 * store_keys.HEARTBEAT_S
+_STALE_S = 3 * store_keys.HEARTBEAT_S
 
 
 class FailureDetector:
-    """Watches process exits, error reports and heartbeats of ranks 1 .. size - 1."""
+    """Watches process exits, error reports and heartbeats of ranks 1 .. size - 1.
+
+    Reports and heartbeats are in the store, which is read when rank 0 asks (``alarmed``), because
+    it has waited for a while: steps that take their usual time cost nothing.
+    """
 
     def __init__(self, *, store: dist.Store, size: int, processes: Processes | None) -> None:
         """Creates a detector; heartbeats are watched from ``start`` on.
@@ -41,25 +44,25 @@ class FailureDetector:
         self._beating: list[int] = []  # ranks that have sent a heartbeat
         self._last_progress = time.monotonic()
         self._started: float | None = None
+        self._observed = 0.0  # when the store was read
         self._alarm = False
-        self._stopped = threading.Event()
-        self._watcher: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread that watches heartbeats and error reports."""
+        """Ranks send heartbeats from now on."""
         self._started = time.monotonic()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
-
-    def stop(self, wait_s: float = 0.0) -> None:
-        """Stops watching and waits up to ``wait_s`` for the thread to end."""
-        self._stopped.set()
-        if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join(wait_s)
 
     def alarmed(self) -> bool:
-        """Whether a rank is known to have failed or ended."""
-        return self._alarm or bool(self._processes is not None and self._processes.ended)
+        """Whether a rank has failed or ended; reads the store at most twice per second."""
+        if self._alarm or (self._processes is not None and self._processes.ended):
+            return True
+        now = time.monotonic()
+        if self._started is not None and now >= self._observed + _OBSERVE_S:
+            self._observed = now
+            try:
+                self._observe()
+            except RuntimeError:  # the store is gone, and with it the job
+                self._alarm = True
+        return self._alarm
 
     def expect_progress(self) -> None:
         """Restarts the count of ``silent_s``: rank 0 starts to wait now."""
@@ -154,16 +157,8 @@ class FailureDetector:
                     reports[rank] = json.loads(self._store.get(key))
         return reports
 
-    def _watch(self) -> None:
-        while not self._stopped.wait(_WATCH_S):
-            try:
-                self._poll()
-            except RuntimeError:  # the store is gone, and with it the job
-                self._alarm = not self._stopped.is_set()
-                return
-
-    def _poll(self) -> None:
-        """Reads all ranks' keys by few messages: the store is in this process too."""
+    def _observe(self) -> None:
+        """Reads all ranks' keys by few messages."""
         if self._store.check([store_keys.ANY_FAILED]):
             self._alarm = True
         for rank in self._ranks:

@@ -265,7 +265,6 @@ class RankGroup:
         if not self.alive:
             return
         self.alive = False
-        self._failures.stop()
         with suppress(PeerLost):
             for link in self._links.values():
                 link.send(pack_message(Kind.STOP, 0, 0))
@@ -279,7 +278,6 @@ class RankGroup:
         if not self.alive:
             return
         self.alive = False
-        self._failures.stop()
         if self._processes is not None:
             self._processes.kill()
             self._join_threads()
@@ -287,9 +285,8 @@ class RankGroup:
     def _join_threads(self) -> None:
         """Waits for the threads, which end when their peers have ended.
 
-        An interpreter that exits while a thread is inside gloo or the store aborts the process.
+        An interpreter that exits while a thread is inside gloo aborts the process.
         """
-        self._failures.stop(_GRACE_S)
         self._inbox.join(_GRACE_S)
         for link in self._links.values():
             link.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = 1.0
 """Seconds between a rank's heartbeats."""
 
 ANY_FAILED = "failed"

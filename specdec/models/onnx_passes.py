@@ -6,6 +6,7 @@ Shape letters: R rows of one request, A rows whose logits are computed, E hidden
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -29,7 +30,11 @@ _WITHOUT_LOGITS: IntArray = np.zeros(1, np.int64)  # one row: graphs with none a
 
 
 class OnnxPasses:
-    """Runs every pass of one slice in an ONNX Runtime session, one request after another."""
+    """Runs every pass of one slice in an ONNX Runtime session, one request after another.
+
+    Attributes:
+        runs_chains: whether it has ``chain``: of whole models without sliding windows.
+    """
 
     def __init__(
         self,
@@ -72,7 +77,9 @@ class OnnxPasses:
         self._captured = [(name, states.index(name)) for name in capture]
         self._outputs = graph.hidden_names
         self._spec, self._is_first, self._is_last = spec, is_first, is_last
-        self._session = CacheSession(graph, [option.window for option in options.values()])
+        windows = {option.window for option in options.values()}
+        self._session = CacheSession(graph, windows)
+        self.runs_chains = is_first and is_last and windows == {None}
 
     def run(
         self,
@@ -104,6 +111,31 @@ class OnnxPasses:
             parts.append(states)
             start = stop
         return self._runner_output(logits, [torch.cat(state) for state in zip(*parts, strict=True)])
+
+    def chain(
+        self, rows: Rows, choose: Callable[[Tensor], int], timed: Callable[[float], None]
+    ) -> Tensor:
+        """Runs one pass per row; see ``ModelRunner.chain``.
+
+        Args:
+            rows, choose: see there.
+            timed: called with the seconds of every pass.
+        """
+        memory = self._session.memory((1, None)) or self._new_memory(1, None)
+        tokens, (found,) = memory.inputs["tokens"], memory.outputs["logits"]
+        logits = torch.empty(len(rows), self._vocab_size)
+        values = logits.numpy()
+        run = self._session.repeated(rows, memory)
+        for i in range(len(rows)):
+            start = perf_counter()
+            tokens[0, 0] = rows.tokens[i]
+            run(i)
+            values[i] = found[0]
+            timed(perf_counter() - start)
+            token = choose(logits[i : i + 1])
+            if i + 1 < len(rows):
+                rows.tokens[i + 1] = token
+        return logits
 
     def _runner_output(self, logits: Tensor | None, states: Sequence[Tensor]) -> RunnerOutput:
         captured = {name: states[i] for name, i in self._captured}

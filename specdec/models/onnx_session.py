@@ -6,7 +6,7 @@ Shape letters: R rows of one request, n slots in use after the pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, TypeAlias
@@ -131,6 +131,38 @@ class CacheSession:
             bound.binding.bind_cpu_input(name, dense.reshape(1, 1, num_rows, end))
         self._session.run_with_iobinding(bound.binding)
         done()
+
+    def repeated(self, rows: Rows, memory: Memory) -> Callable[[int], None]:
+        """Prepares one pass per row of ``rows``, which sees all slots before its own.
+
+        Args:
+            rows: tree nodes, without a sliding window.
+            memory: of one row.
+
+        Returns:
+            row number -> None: runs its pass from and to the arrays of ``memory``. Each number
+            must be called once, in order.
+        """
+        keys_values, done = rows.cache.buffers(rows)
+        bound = self._bound(rows.cache, keys_values)
+        if bound.memory is not memory:
+            memory.bind(bound.binding)
+            bound.memory = memory
+        binding, run = bound.binding, self._session.run_with_iobinding
+        ((mask, _),) = self._windows
+        positions, start, last = rows.positions, rows.start, len(rows) - 1
+        zeros = self._no_mask(rows.end)
+
+        def run_row(number: int) -> None:
+            end = start + number + 1
+            memory.positions[0, 0] = positions[number]
+            bound.last_slot[0], bound.num_slots[0] = end - 1, end
+            binding.bind_cpu_input(mask, zeros[:end].reshape(1, 1, 1, end))
+            run(binding)
+            if number == last:
+                done()
+
+        return run_row
 
     def _no_mask(self, size: int) -> Array:
         if len(self._zeros) < size:

@@ -6,7 +6,7 @@ H query heads, G key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
@@ -39,7 +39,7 @@ from specdec.models.inspection import CERTIFIED
 from specdec.models.onnx_passes import OnnxPasses
 from specdec.models.probe import Probe
 from specdec.models.row_counts import Setting, eager_operators
-from specdec.models.slicing import layers_name, slice_model
+from specdec.models.slicing import check_slice, layers_name, slice_model
 from specdec.tensor_parallel.collective import Collective
 from specdec.types import HiddenName, IntArray
 
@@ -59,6 +59,7 @@ class ModelRunner:
         spec: shape and type of its caches.
         static: its captured passes; None if ``execution.graphs`` is off.
         onnx: its passes in ONNX Runtime; None with ``execution.backend`` eager.
+        runs_chains: whether it has ``chain``.
         exact: its exact passes; None unless ``execution.exact``.
         vocab_size, hidden_size, max_positions: of the model.
         dtype, device: of its weights.
@@ -100,7 +101,7 @@ class ModelRunner:
         """
         total = len(model.get_submodule(layers_name(model)))
         last_layer = total if last_layer is None else last_layer
-        _check_slice(first_layer, last_layer, total, capture)
+        check_slice(first_layer, last_layer, total, capture)
         config = model.config.get_text_config()
         self.name = name
         self.first_layer, self.last_layer = first_layer, last_layer
@@ -133,6 +134,7 @@ class ModelRunner:
         self.static = self._static_passes(execution)
         self.onnx = self._onnx_passes() if execution.backend == "onnx" else None
         self.exact = self._exact_passes(config, group) if execution.exact else None
+        self.runs_chains = self.onnx is not None and self.onnx.runs_chains
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
             self._compare_with(model)
@@ -185,6 +187,20 @@ class ModelRunner:
                 torch.cuda.current_stream(self.device).synchronize()
             self._meter.add(self.name, perf_counter() - start)
         return output
+
+    def chain(self, rows: Rows, choose: Callable[[Tensor], int]) -> Tensor:
+        """Runs one pass per row, each over the token chosen by the logits of the pass before.
+
+        Args:
+            rows: at least one tree node per pass, which sees all slots before its own; the first
+                one's token is known, the others are written here.
+            choose: called after every pass with its logits [1, V]; returns the next token.
+
+        Returns:
+            [R, V]: the logits of all passes.
+        """
+        assert self.onnx is not None, "runs_chains is true"
+        return self.onnx.chain(rows, choose, partial(self._meter.add, self.name))
 
     def _run_plain(
         self,
@@ -372,13 +388,3 @@ class ModelRunner:
                 f"attention differ by {error:.2g} from transformers' own; use one of "
                 f"{', '.join(sorted(CERTIFIED))}"
             )
-
-
-def _check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]) -> None:
-    if not 0 <= first < last <= total:
-        raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
-    for layer, normed in capture:
-        if not first <= layer < last:
-            raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
-        if normed and layer != total - 1:
-            raise ValueError(f"layer {layer} has no final norm: layer {total - 1} has it")

@@ -7,7 +7,7 @@ specific code. The copy shares all parameters with the given model, which is not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,3 +127,18 @@ def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hidden}
+
+
+def check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]) -> None:
+    """Checks a slice of ``total`` layers and the hidden states that it is to return.
+
+    Raises:
+        ValueError: for layers outside the model or the slice.
+    """
+    if not 0 <= first < last <= total:
+        raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
+    for layer, normed in capture:
+        if not first <= layer < last:
+            raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
+        if normed and layer != total - 1:
+            raise ValueError(f"layer {layer} has no final norm: layer {total - 1} has it")

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from specdec.attention.kv_cache import TreeCache
+from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.clocks import CONTROLLER, Work
 from specdec.metrics.counters import SourceCounters
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.parts.fields import Count, Positive, validated
-from specdec.sampling.candidates import counts_of, drawn_firsts, top_candidates
+from specdec.sampling.candidates import counts_of, top_candidates
 from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.draw_guesser import DrawGuesser, target_draws
-from specdec.sources.growing_chain import GrowingChain
+from specdec.sources.growing_chain import GrowingChain, TokenChoice
 from specdec.sources.near_draw import NearDraw
 from specdec.sources.sampled import Histories, by_transform, sampled_candidates
 from specdec.types import BoolArray, Candidates, Chain, Commit, IntArray, Needs, Nodes, Output
@@ -123,6 +123,7 @@ class DraftModelSource:
         self.vocab_size: int | None = runner.vocab_size
         self.gives_probs = sample
         self._runner = runner
+        self._runs_chains = getattr(runner, "runs_chains", False)
         self._work = Work(model)
         self._prefill_chunk = prefill_chunk
         self._guesser = DrawGuesser() if guess_draw and guess_spread is None else None
@@ -174,42 +175,33 @@ class DraftModelSource:
             for work, (_, tip), length in zip(works, tips.items, lengths, strict=True)
         ]
         growing = [chain for chain, work in zip(chains, works, strict=True) if len(work.slots)]
-        if not growing:
-            return [chain.chain() for chain in chains]
-        passes = [self._compute(state, [work for work in works if len(work.slots)])]
-        num_rows = 0
-        while True:
-            if near is None and not self.gives_probs:
-                tokens = transform.greedy(passes[-1]).tolist()
-            else:
-                draws = np.array([chain.draws[len(chain.tokens)] for chain in growing])
-                if near is None:
-                    found = drawn_firsts(transform, passes[-1], draws)
-                else:
-                    found = near.candidates(transform, passes[-1], None, draws, 1)
-                tokens = found.tokens[:, 0].tolist()
-                for row, chain in enumerate(growing):
-                    chain.logprobs.append(float(found.logprobs[row, 0]))
-                    if found.probs is not None:
-                        chain.probs.append(found.probs[row])
-            for row, (chain, token) in enumerate(zip(growing, tokens, strict=True), num_rows):
-                chain.tokens.append(token)
-                chain.logits_rows.append(row)
-            num_rows += len(growing)
-            growing = [chain for chain in growing if chain.grows(most)]
-            if not growing:
+        choice = TokenChoice(transform, near=near, sample=self.gives_probs)
+        passes: list[torch.Tensor] = []
+        while growing:
+            if not passes:
+                logits = self._compute(state, [work for work in works if len(work.slots)])
+            elif len(growing) == 1 and self._runs_chains and growing[0].sees_all:
+                passes.append(self._single_chain(state, growing[0], choice))
                 break
-            logits = self._runner.forward([chain.rows() for chain in growing]).logits
-            assert logits is not None
-            self._count(state, len(growing))
+            else:
+                logits = self._packed(state, [chain.rows() for chain in growing])
+            choice.append(growing, logits)
             passes.append(logits)
-        if near is not None or self.gives_probs:
-            return [chain.chain() for chain in chains]
-        # The scores of all tokens at once: the passes take about as long as a call for each.
-        scores = transform.top(torch.cat(passes), 1)[1][:, 0]
-        for chain in chains:
-            chain.logprobs = scores[chain.logits_rows].tolist()
-        return [chain.chain() for chain in chains]
+            growing = [chain for chain in growing if chain.missing(most) > 0]
+        return choice.finish(chains, passes)
+
+    def _single_chain(
+        self, state: DecodeState, chain: GrowingChain, choice: TokenChoice
+    ) -> torch.Tensor:
+        """Lets a chain grow to its end; returns the logits of its passes."""
+
+        def choose(logits: torch.Tensor) -> int:
+            self._count(state, 1)
+            choice.append([chain], logits)
+            return chain.tokens[-1]
+
+        rows = chain.rows(chain.missing(self._runner.max_positions))
+        return self._runner.chain(rows, choose)
 
     def _chain(
         self, state: DecodeState, work: _Work, tip: IntArray, length: int, near: bool
@@ -316,8 +308,7 @@ class DraftModelSource:
             logits_rows = None
             if not all_rows:
                 logits_rows = indices[0] if len(indices) == 1 else np.concatenate(indices)
-            logits = self._runner.forward(rows, logits_rows=logits_rows).logits
-            self._count(state, offset)
+            logits = self._packed(state, rows, logits_rows)
         if logits is not None and all(work.in_order for work in works):
             return logits
         return self._gathered(works, logits)
@@ -336,6 +327,15 @@ class DraftModelSource:
             self._count(state, num_rows)
             for work in behind:
                 work.prefix = work.prefix[chunk:]
+
+    def _packed(
+        self, state: DecodeState, rows: Sequence[Rows], logits_rows: IntArray | None = None
+    ) -> torch.Tensor:
+        """[A, V]: one pass, counted; arguments as of ``ModelRunner.forward``."""
+        logits = self._runner.forward(rows, logits_rows=logits_rows).logits
+        assert logits is not None, "the draft is a whole model"
+        self._count(state, sum(map(len, rows)))
+        return logits
 
     def _count(self, state: DecodeState, num_rows: int) -> None:
         self.counters.passes += 1

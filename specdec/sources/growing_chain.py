@@ -1,13 +1,22 @@
-"""A chain that a draft model grows token by token, outside the tree (``TokenSource.chains``)."""
+"""Chains that a draft model grows token by token, outside the tree (``TokenSource.chains``).
+
+Shape letters: V vocabulary, W nodes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.device import Probs
+from specdec.sampling.candidates import drawn_firsts
+from specdec.sampling.transform import SamplingTransform
+from specdec.sources.near_draw import NearDraw
 from specdec.types import Chain, FloatArray
 
 
@@ -40,22 +49,86 @@ class GrowingChain:
     logits_rows: list[int] = field(default_factory=list)
     probs: list[Probs] = field(default_factory=list)
 
-    def grows(self, max_positions: int) -> bool:
-        """Whether a pass over the last token follows."""
-        num = len(self.tokens)
-        return num < self.length and self.position + num < max_positions
+    def missing(self, max_positions: int) -> int:
+        """How many passes over one token each follow."""
+        return min(self.length, max_positions - self.position) - len(self.tokens)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the last token's row, which follows, sees all that is in the cache.
+
+        It does if the tree region is one path, that to the token's parent.
+        """
+        depth = self.position + len(self.tokens) - self.cache.cached_len
+        return self.cache.num_nodes == depth
 
     def chain(self) -> Chain:
         """The chain, all of whose tokens have their log-probabilities."""
         tokens, logprobs = np.array(self.tokens, np.int64), np.array(self.logprobs)
         return Chain(tokens=tokens, logprobs=logprobs, probs=self.probs or None)
 
-    def rows(self) -> Rows:
-        """The last token's row."""
-        num = len(self.tokens)
-        node_id = self.first_id + num - 1
-        parent_id = node_id - 1 if num > 1 else self.tip
-        row = np.array([[node_id], [self.tokens[-1]], [parent_id], [self.position + num]])
+    def rows(self, num: int = 1) -> Rows:
+        """The row of the last token, and rows for ``num`` - 1 tokens that follow it."""
+        steps, known = np.arange(num), len(self.tokens)
+        ids = steps + (self.first_id + known - 1)
+        parents, tokens = ids - 1, np.zeros(num, np.int64)
+        tokens[0] = self.tokens[-1]
+        if known == 1:
+            parents[0] = self.tip
         return self.cache.rows(
-            node_ids=row[0], node_tokens=row[1], parent_ids=row[2], node_positions=row[3]
+            node_ids=ids,
+            node_tokens=tokens,
+            parent_ids=parents,
+            node_positions=steps + (self.position + known),
         )
+
+
+class TokenChoice:
+    """Chooses the next tokens of chains from the logits of passes.
+
+    With the target's draws, by them (``NearDraw``); when sampled, by the draft's own draws; else
+    the most probable ones, whose log-probabilities ``finish`` computes.
+    """
+
+    def __init__(
+        self, transform: SamplingTransform, *, near: NearDraw | None, sample: bool
+    ) -> None:
+        """Starts before the first pass.
+
+        Args:
+            transform: of all chains.
+            near: chooses by the target's draws; None: no target's draws.
+            sample: whether the draft's draws choose.
+        """
+        self._transform, self._near, self._sample = transform, near, sample
+        self._num_rows = 0
+
+    def append(self, chains: Sequence[GrowingChain], logits: Tensor) -> None:
+        """Appends a token to every chain, by logits [len(chains), V] of the latest pass."""
+        near, transform = self._near, self._transform
+        if near is None and not self._sample:
+            tokens = transform.greedy(logits).tolist()
+        else:
+            draws = np.array([chain.draws[len(chain.tokens)] for chain in chains])
+            if near is None:
+                found = drawn_firsts(transform, logits, draws)
+            else:
+                found = near.candidates(transform, logits, None, draws, 1)
+            tokens = found.tokens[:, 0].tolist()
+            for row, chain in enumerate(chains):
+                chain.logprobs.append(float(found.logprobs[row, 0]))
+                if found.probs is not None:
+                    chain.probs.append(found.probs[row])
+        for row, (chain, token) in enumerate(zip(chains, tokens, strict=True), self._num_rows):
+            chain.tokens.append(token)
+            chain.logits_rows.append(row)
+        self._num_rows += len(chains)
+
+    def finish(self, chains: Sequence[GrowingChain], passes: Sequence[Tensor]) -> list[Chain]:
+        """The chains, with log-probabilities; ``passes``: the logits of all passes."""
+        if self._near is None and not self._sample and passes:
+            # All at once: the passes take about as long as a call for each.
+            scores = self._transform.top(torch.cat(list(passes)), 1)[1][:, 0]
+            for chain in chains:
+                chain.logprobs = scores[chain.logits_rows].tolist()
+        return [chain.chain() for chain in chains]
