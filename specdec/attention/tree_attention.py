@@ -216,16 +216,21 @@ class RequestPart:
 
 
 def host_mask(rows: Rows, window: int | None) -> npt.NDArray[Any] | None:
-    """The additive mask [R, n] of a pass of one request; None: every row sees every slot.
+    """The additive mask [R, n] of a pass of one request, for kernels that hide later slots.
 
-    It is float32 where numpy has no type of the cache's.
+    None: every row sees all slots up to its own. It is float32 where numpy has no type of the
+    cache's.
 
     Args:
         rows: of the pass.
         window: of the layer's attention; None: no sliding window.
     """
-    window = None if _within(rows, window) else window
-    return None if _sees_all(rows, window) else _dense_mask(rows, window)
+    num = len(rows)
+    if _within(rows, window):
+        window = None
+        if count_nonzero(rows.visible) == rows.visible.size - num * (num - 1) // 2:
+            return None
+    return _dense_mask(rows, window)
 
 
 def _within(rows: Rows, window: int | None) -> bool:
