@@ -79,7 +79,8 @@ class PipelineOptions:
         split: "balanced" counts the output head's cost, "even" counts layers alone.
         target_degree, draft_degree: tensor-parallel degrees; None: one device.
         transport: "distributed" runs every device in a separate process.
-        timeout_s: a distributed run fails when no rank has made progress for this long.
+        timeout_s: a distributed run fails when no rank has made progress for this long; at least 2,
+            because ranks report once a second.
     """
 
     stages: Count | None = None
@@ -89,7 +90,7 @@ class PipelineOptions:
     draft_degree: Count | None = None
     shared: bool = False
     transport: Literal["in_process", "distributed"] = "in_process"
-    timeout_s: Annotated[float, Field(ge=1, lt=1e6)] = 60.0
+    timeout_s: Annotated[float, Field(ge=2, lt=1e6)] = 60.0
 
     def layout(self, default_stages: int) -> StageLayout:
         """The layout; ``default_stages`` is the number of stages where ``stages`` is None.

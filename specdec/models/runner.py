@@ -192,8 +192,8 @@ class ModelRunner:
         """Runs one pass per row, each over the token chosen by the logits of the pass before.
 
         Args:
-            rows: at least one tree node per pass, which sees all slots before its own; the first
-                one's token is known, the others are written here.
+            rows: R tree nodes, each of which sees all slots before its own; the token of the first
+                one is known, the others are written here.
             choose: called after every pass with its logits [1, V]; returns the next token.
 
         Returns:
