@@ -116,11 +116,7 @@ class CacheSession:
     def run(self, rows: Rows, memory: Memory) -> None:
         """Runs one pass over at least one row, from and to the arrays of ``memory``."""
         num_rows, end = len(rows), rows.end
-        keys_values, done = rows.cache.buffers(rows)
-        bound = self._bound(rows.cache, keys_values)
-        if bound.memory is not memory:
-            memory.bind(bound.binding)
-            bound.memory = memory
+        bound, done = self._with_memory(rows, memory)
         memory.positions[0] = rows.positions
         bound.last_slot[0], bound.num_slots[0] = end - 1, end
         for name, window in self._windows:
@@ -143,11 +139,7 @@ class CacheSession:
             row number -> None: runs its pass from and to the arrays of ``memory``. Each number
             must be called once, in order.
         """
-        keys_values, done = rows.cache.buffers(rows)
-        bound = self._bound(rows.cache, keys_values)
-        if bound.memory is not memory:
-            memory.bind(bound.binding)
-            bound.memory = memory
+        bound, done = self._with_memory(rows, memory)
         binding, run = bound.binding, self._session.run_with_iobinding
         ((mask, _),) = self._windows
         positions, start, last = rows.positions, rows.start, len(rows) - 1
@@ -163,6 +155,15 @@ class CacheSession:
                 done()
 
         return run_row
+
+    def _with_memory(self, rows: Rows, memory: Memory) -> tuple[_Bound, Callable[[], None]]:
+        """The binding of the rows' request to ``memory``, and what to call after the passes."""
+        keys_values, done = rows.cache.buffers(rows)
+        bound = self._bound(rows.cache, keys_values)
+        if bound.memory is not memory:
+            memory.bind(bound.binding)
+            bound.memory = memory
+        return bound, done
 
     def _no_mask(self, size: int) -> Array:
         if len(self._zeros) < size:

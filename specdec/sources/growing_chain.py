@@ -50,7 +50,7 @@ class GrowingChain:
     probs: list[Probs] = field(default_factory=list)
 
     def missing(self, max_positions: int) -> int:
-        """How many passes over one token each follow."""
+        """How many tokens are still to be drafted, which the model's positions may limit."""
         return min(self.length, max_positions - self.position) - len(self.tokens)
 
     @property

@@ -20,11 +20,13 @@ from specdec.types import Answers, Candidates, Commit, IntArray, Nodes, Output, 
 VOCAB = 32
 
 
-def tiny_model(*, max_positions: int = 256, seed: int = 0) -> LlamaForCausalLM:
+def tiny_model(
+    *, max_positions: int = 256, hidden_size: int = 16, seed: int = 0
+) -> LlamaForCausalLM:
     """Two random layers in float64; next tokens vary with the context."""
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=16,
+        hidden_size=hidden_size,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,

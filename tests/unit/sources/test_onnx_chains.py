@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.clocks.meter import Meter
 from specdec.device import on_host
@@ -23,7 +22,16 @@ from specdec.sources import DraftModelSource
 from specdec.sources.growing_chain import GrowingChain
 from specdec.types import Nodes
 
-from .support import VOCAB, commit, expand, make_request, make_state, open_request, random_path
+from .support import (
+    VOCAB,
+    commit,
+    expand,
+    make_request,
+    make_state,
+    open_request,
+    random_path,
+    tiny_model,
+)
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 
@@ -32,19 +40,7 @@ NAMES = ("ids", "tokens", "parents", "positions", "logprobs", "scores", "expande
 
 
 def _runner(*, chains: bool) -> ModelRunner:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=LIMIT,
-        initializer_range=0.3,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model = tiny_model(max_positions=LIMIT, hidden_size=32).float()  # heads of 16
     onnx = Execution(backend="onnx")
     runner = ModelRunner(model=model, name="draft", meter=Meter(), execution=onnx)
     assert runner.runs_chains
