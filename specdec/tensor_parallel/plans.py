@@ -2,7 +2,8 @@
 
 Styles have transformers' names: ``colwise`` (shards the outputs), ``rowwise`` (shards the inputs
 and sums), ``colwise_gather_output`` and ``rowwise_split_input`` (the same, with all activations on
-every rank in between), ``replicated...`` (not sharded).
+every rank in between), ``replicated...`` (not sharded). What a plan says of the input embeddings is
+not followed: they are replicated (``sharding``).
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ def planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
         UserError: for a family without a plan, or with an unsupported style.
     """
     config = model.config.get_text_config()
-    plan = getattr(config, "base_model_tp_plan", None) or _OWN.get(config.model_type)
+    embeddings = {
+        name for name, m in model.base_model.named_modules() if m is model.get_input_embeddings()
+    }
+    given = getattr(config, "base_model_tp_plan", None) or {}
+    layers = {path: style for path, style in given.items() if path not in embeddings}
+    plan: Mapping[str, str] = layers or _OWN.get(config.model_type, {})
     if not plan:
         raise UserError(
             f"model type {config.model_type!r} has no tensor-parallel plan in transformers or"

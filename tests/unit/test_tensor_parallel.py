@@ -194,6 +194,22 @@ def test_families_without_a_plan_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     llama.config.base_model_tp_plan = {"layers.*.mlp.experts": "grouped_gemm"}
     with pytest.raises(UserError, match="grouped_gemm"):
         sharded(llama, Collective(rank=0, size=2))
+    llama.config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise"}
+    with pytest.raises(UserError, match="no tensor-parallel plan"):
+        sharded(llama, Collective(rank=0, size=2))
+
+
+def test_input_embeddings_are_replicated_whatever_a_plan_says() -> None:
+    """transformers 5.24 shards those of GPT-NeoX."""
+    model = model_of("llama")
+    plan = dict(model.config.base_model_tp_plan)
+    expected = {
+        n: p.shape for n, p in sharded(model, Collective(rank=1, size=2)).named_parameters()
+    }
+    model.config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise", **plan}
+    share = sharded(model, Collective(rank=1, size=2))
+    assert {name: p.shape for name, p in share.named_parameters()} == expected
+    assert torch.equal(share.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
 def over_gloo(size: int, work: Callable[[RankCollective], T]) -> list[T]:
