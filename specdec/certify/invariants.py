@@ -14,6 +14,7 @@ from specdec.certify.hidden_states import FreshStates, hidden_problems
 from specdec.certify.observing import ObservedPair, Shadow, Watch, snapshot
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import VOCAB_SIZE, WINDOW, Decoded, Subject, decode_steps
+from specdec.models.cache_argument import cache_argument
 from specdec.state import RequestState
 from specdec.types import NO_NODE, Commit, CommitKind
 
@@ -199,7 +200,8 @@ class Fresh:
         # Made without the config, by which layers with a sliding window drop their first entries.
         cache = DynamicCache()
         with torch.inference_mode():
-            self._model(torch.tensor(paths, device=device), past_key_values=cache, use_cache=True)
+            kept = {cache_argument(self._model): cache}
+            self._model(torch.tensor(paths, device=device), use_cache=True, **kept)
         layers = cache.layers
         both = torch.stack([torch.stack([layer.keys, layer.values]) for layer in layers])
         for row, path in enumerate(paths):  # both: [L, 2, P, H, T, D]

@@ -24,6 +24,7 @@ from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Decoded, Subject, decode_cases
 from specdec.errors import UserError
 from specdec.metrics.parity import first_difference
+from specdec.models.cache_argument import cache_argument
 from specdec.pairs import HuggingFacePair
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.sampling.transform import SamplingParams
@@ -69,15 +70,15 @@ class SingleToken:
 
     def __call__(self, tokens: tuple[int, ...]) -> FloatArray:
         """float64[V]: logits after ``tokens``, which must extend those of the previous call."""
-        device = next(self._model.parameters()).device
+        device, name = next(self._model.parameters()).device, cache_argument(self._model)
         with torch.inference_mode():
             for token in tokens[len(self.rows) :]:
                 out = self._model(
                     torch.tensor([[token]], device=device),
-                    past_key_values=self._cache,
                     use_cache=True,
+                    **{name: self._cache},
                 )
-                self._cache = out.past_key_values
+                self._cache = getattr(out, name)
                 self.rows.append(out.logits[0, -1].to(torch.float64).cpu().numpy())
         return self.rows[-1]
 

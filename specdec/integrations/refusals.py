@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specdec.errors import UserError
 from specdec.integrations.requests import Batch
+from specdec.models.cache_argument import CACHE_ARGUMENTS
 
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _OTHER_MODES = (
@@ -20,7 +21,7 @@ _OTHER_MODES = (
     *("use_mtp", "penalty_alpha", "dola_layers"),
 )
 _PREPARED = (
-    *("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"),
+    *("attention_mask", "position_ids", *CACHE_ARGUMENTS, "logits_to_keep", "use_cache"),
     "cache_position",
 )
 """Arguments of the model that ``generate`` prepares itself."""
@@ -62,8 +63,9 @@ def check_call(
             f"cache_implementation={config.cache_implementation!r} is not possible: strategies have"
             " caches of their own; leave it out"
         )
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise UserError("past_key_values is not possible: each call fills caches of its own")
+    for name in CACHE_ARGUMENTS:
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
+            raise UserError(f"{name} is not possible: each call fills caches of its own")
     for name, value in model_kwargs.items():
         if name not in _PREPARED and value is not None and value is not False:
             raise UserError(f"{name} is not possible: the model gets token ids and nothing else")

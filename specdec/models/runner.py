@@ -31,6 +31,7 @@ from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
+from specdec.models.cache_argument import cache_argument
 from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.exact_modules import use_exact_modules
 from specdec.models.exact_passes import ExactPasses, Slice
@@ -310,7 +311,8 @@ class ModelRunner:
         """Arguments of transformers' forward; a later slice gets placeholders as embeddings."""
         plain = self._call in (None, self._model)
         model_cache = cache if plain else OpaqueCache(cache)
-        inputs: dict[str, Any] = {"position_ids": positions[None], "past_key_values": model_cache}
+        inputs: dict[str, Any] = {cache_argument(self._model): model_cache}
+        inputs["position_ids"] = positions[None]
         if self.is_first:
             inputs["input_ids"] = tokens[None]
         else:

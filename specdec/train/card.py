@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from specdec.data.files import read_json
 from specdec.data.stdlib import HELD_OUT_MODULUS
 from specdec.files import write_json
+from specdec.models.cache_argument import cache_argument
 from specdec.train.agreement import BATCH, RANKS, SETTINGS, agreement_by_data
 from specdec.train.corpus import EVALUATED, held_out_files
 from specdec.train.lm import held_out_loss
@@ -131,13 +132,14 @@ def _pass_ms(folder: Path, prefix: int = 128, repeats: int = 60) -> float:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    name = cache_argument(model)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, model.config.vocab_size, (1, prefix), generator=generator)
     times = []
     with torch.inference_mode():
-        cache = model(tokens, use_cache=True).past_key_values
+        cache = getattr(model(tokens, use_cache=True), name)
         for _ in range(repeats):
             began = time.perf_counter()
-            cache = model(tokens[:, :1], past_key_values=cache, use_cache=True).past_key_values
+            cache = getattr(model(tokens[:, :1], use_cache=True, **{name: cache}), name)
             times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)

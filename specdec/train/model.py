@@ -23,6 +23,7 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM
 from specdec.data.files import read_json_object
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
+from specdec.models.cache_argument import cache_argument
 from specdec.parts.fields import Count, Positive
 
 
@@ -185,7 +186,8 @@ class LanguageModel(LlamaForCausalLM):
     def next_logits(self, tokens_BS: Tensor, cache: Cache) -> Tensor:
         """Logits after the last token, float32 (B, V); adds the tokens to the cache."""
         with self.autocast():
-            h_BSE = self.model(tokens_BS, past_key_values=cache, use_cache=True).last_hidden_state
+            kept = {cache_argument(self.model): cache}
+            h_BSE = self.model(tokens_BS, use_cache=True, **kept).last_hidden_state
             return self.lm_head(h_BSE[:, -1]).float()
 
     def loss(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:

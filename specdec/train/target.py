@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from specdec.errors import UserError
+from specdec.models.cache_argument import cache_argument
 from specdec.models.frozen import FrozenModel
 from specdec.models.loading import load_model
 from specdec.train.model import LanguageModel, ModelShape, is_own_format
@@ -38,7 +39,8 @@ class FrozenTarget(FrozenModel):
     def next_logits(self, tokens_BS: Tensor, cache: Cache) -> Tensor:
         """Logits after the last token, float32 (B, V); adds the tokens to the cache."""
         with self.autocast():
-            out = self.model(input_ids=tokens_BS, past_key_values=cache, use_cache=True)
+            kept = {cache_argument(self.model): cache}
+            out = self.model(input_ids=tokens_BS, use_cache=True, **kept)
             logits: Tensor = out.logits[:, -1].float()
         return logits
 

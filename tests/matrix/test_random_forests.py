@@ -20,6 +20,7 @@ from specdec.compose.workbench import Workbench
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.stage import ModelStage
 from specdec.interfaces import TreePolicy
+from specdec.models.cache_argument import cache_argument
 from specdec.models.runner import ModelRunner
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
@@ -216,7 +217,7 @@ def stages_of(executor: object) -> list[ModelStage]:
 def _forward(tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode():
         out = pair().target(torch.tensor([tokens]), use_cache=True)
-    layers = out.past_key_values.layers
+    layers = getattr(out, cache_argument(pair().target)).layers
     values = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in layers])
     return out.logits[:, -1], values
 
