@@ -242,7 +242,7 @@ class PretrainedPair(HuggingFacePair):
 
     def model_share(self, name: str, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of a model; nothing else is read."""
-        info = self._infos.get(name)
+        info = {"target": self.info, **self._infos}.get(name)
         if info is None:
             return super().model_share(name, group)  # raises: there is no such model
         return self._stage(info, 0, info.num_layers, group)
