@@ -76,9 +76,9 @@ def even(total: int, *, rank: int, size: int, unit: int = 1) -> Piece:
 
     Shares consist of whole units of ``unit`` entries, of which ``total`` is a multiple.
     """
-    num = total // unit
-    width = -(-num // size)
-    start, stop = min(rank * width, num), min((rank + 1) * width, num)
+    total //= unit
+    width = -(-total // size)
+    start, stop = min(rank * width, total), min((rank + 1) * width, total)
     return Piece(start, stop, width - (stop - start)).times(unit)
 
 
