@@ -10,6 +10,7 @@ import torch
 import specdec.models.quantize as quantization
 from specdec.compose.workbench import Workbench
 from specdec.errors import UserError
+from specdec.models.exits import head_model, untrained_head
 from specdec.models.quantize import num_bytes, quantize
 from specdec.models.random import random_model
 from specdec.pairs import RandomPair
@@ -19,6 +20,7 @@ from specdec.sources import DraftModelSource, NullSource
 from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
 from tests.pretrained import pretrained
+from tests.stored import stored_parts
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
@@ -73,6 +75,20 @@ def test_a_quantised_pair_decodes_losslessly():
     assert pair.weight_bytes["target"] < num_bytes(
         RandomPair(num_layers=2, hidden_size=64, dtype="float32").target
     )
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_an_untrained_exit_head_has_the_quantised_weights(kind):
+    """Also in a rank, which builds it in inference mode: torchao's int8 tensors have no ``to`` there."""
+    with torch.inference_mode():
+        model = quantize(_model(), kind)
+        head = head_model(model, untrained_head(model, "transformer", 1))
+    for own, shared in zip(
+        head.model.layers[1].parameters(), model.model.layers[1].parameters(), strict=True
+    ):
+        assert type(own) is type(shared)
+        assert all(map(torch.equal, stored_parts(own), stored_parts(shared)))
 
 
 @needs_torchao
