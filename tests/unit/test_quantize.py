@@ -15,6 +15,7 @@ from specdec.models.quantize import num_bytes, quantize
 from specdec.models.random import random_model
 from specdec.pairs import RandomPair
 from specdec.policies import Chain, RootOnly
+from specdec.profiling.limits import work_of
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource, NullSource
 from specdec.state import RequestState, StopRules
@@ -80,7 +81,7 @@ def test_a_quantised_pair_decodes_losslessly():
 @needs_torchao
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_an_untrained_exit_head_has_the_quantised_weights(kind):
-    """Also in a rank, which builds it in inference mode: torchao's int8 tensors have no ``to`` there."""
+    """Also in a rank, which builds it in inference mode, where torchao's int8 has no ``to``."""
     with torch.inference_mode():
         model = quantize(_model(), kind)
         head = head_model(model, untrained_head(model, "transformer", 1))
@@ -89,6 +90,19 @@ def test_an_untrained_exit_head_has_the_quantised_weights(kind):
     ):
         assert type(own) is type(shared)
         assert all(map(torch.equal, stored_parts(own), stored_parts(shared)))
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_roofline_counts_stored_bytes(kind):
+    """A pass reads the integers and scales, and computes as much as with plain weights."""
+    plain, model = _model(), quantize(_model(), kind)
+    works = [
+        work_of(list(m.model.layers), None, m.config, rows=3, context=5) for m in (plain, model)
+    ]
+    saved = num_bytes(plain) - num_bytes(model)
+    assert works[0][0] - works[1][0] == saved > 0
+    assert works[0][1] == works[1][1]
 
 
 @needs_torchao
