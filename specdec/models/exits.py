@@ -120,7 +120,10 @@ def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
     parts = {"norm": final_norm(own), "layer": layers[-1]}
     for key, tensor in head.tensors.items():
         part, _, path = key.partition(".")
-        tensor = tensor.to(like.device, like.dtype)
+        if (tensor.device, tensor.dtype) != (like.device, like.dtype):
+            tensor = tensor.to(
+                like.device, like.dtype
+            )  # which int8 weights cannot do in inference mode
         module = own.get_output_embeddings() if part == "output" else parts[part]
         _put(module, path, tensor, f"{head.kind}-{head.layer}: {key}")
     return own

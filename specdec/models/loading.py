@@ -29,10 +29,11 @@ from transformers.utils import logging
 
 from specdec.errors import UserError
 from specdec.models.inspection import ModelInfo, inspect_model
+from specdec.models.quantize import Quantization, WeightFormat
+from specdec.models.shares import share_of, share_plan
 from specdec.models.slicing import layers_name
 from specdec.tensor_parallel.collective import Collective
 from specdec.tensor_parallel.cuts import Cut
-from specdec.tensor_parallel.sharding import shard_modules
 
 DTYPES = {
     "float64": torch.float64,
@@ -43,8 +44,8 @@ DTYPES = {
 """Supported values of ``model.dtype``."""
 
 Weights: TypeAlias = WeakValueDictionary[tuple[Any, ...], nn.Parameter]
-"""Parameters in use, by file, tensor, share, dtype and device. Stages that have layers in common
-share their memory, which is freed with the last of them."""
+"""Parameters in use, by file, tensor, share, format, dtype and device. Stages that have layers in
+common share their memory, which is freed with the last of them."""
 
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, ArithmeticError)
 """What transformers raises for configurations and weights that it cannot use."""
@@ -97,6 +98,7 @@ def load_stage(
     dtype: str = "float32",
     device: str = "cpu",
     group: Collective | None = None,
+    quantization: str = Quantization.NONE,
     loaded_before: Weights | None = None,
 ) -> PreTrainedModel:
     """Loads a model with weights for layers first .. last - 1 only.
@@ -111,12 +113,14 @@ def load_stage(
         dtype, device: as in ``load_model``.
         group: tensor-parallel group; only this rank's shares of linear layers are read. None: whole
             layers.
+        quantization: a value of ``Quantization``. Each matrix is quantised, after it has been cut,
+            before the next one is read.
         loaded_before: parameters in use, which are shared instead of read again; those that are
             read are added. None: all are read.
 
     Raises:
-        UserError: as ``load_model``; also for quantised weights, or a family that cannot be
-            sharded.
+        UserError: as ``load_model``; also for a checkpoint with quantised weights, or a family
+            that cannot be sharded or quantised.
         ValueError: for layers outside the model.
     """
     info = inspect_model(model)
@@ -131,11 +135,11 @@ def load_stage(
             f"layers {first_layer} .. {last_layer} are not in a model of {total} layers"
         )
     tied = _tied_groups(loaded)
-    cuts = {} if group is None else shard_modules(loaded, group)
+    cuts, formats = share_plan(loaded, group, quantization)
     needed = _needed_names(loaded, first_layer, last_layer)
     weights = Weights() if loaded_before is None else loaded_before
     sources = _sources(loaded, info, needed, tied)
-    _fill(loaded, info, sources, cuts, weights, kind, place)
+    _fill(loaded, info, sources, cuts, formats, weights, kind, place)
     for module in loaded.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(place))
@@ -235,6 +239,7 @@ def _fill(
     info: ModelInfo,
     sources: list[tuple[str, str, list[str]]],
     cuts: Mapping[str, Cut],
+    formats: Mapping[str, WeightFormat],
     weights: Weights,
     dtype: torch.dtype,
     device: torch.device,
@@ -244,15 +249,13 @@ def _fill(
         with safe_open(info.path / file, framework="pt", device=str(device)) as stored:
             for _, source, used in tensors:
                 for name in used:
-                    cut = cuts.get(name)
-                    key = (str(info.path / file), source, cut, dtype, device)
+                    cut, form = cuts.get(name), formats.get(name)
+                    key = (str(info.path / file), source, cut, form, dtype, device)
                     parameter = weights.get(key)
                     if parameter is None:
-                        if cut is None:
-                            tensor = stored.get_tensor(source).to(dtype)
-                        else:
-                            tensor = cut.of(stored.get_slice(source), dtype).to(device)
-                        parameter = nn.Parameter(tensor, requires_grad=False)
+                        read = stored.get_tensor if cut is None else stored.get_slice
+                        # Not named here: a plain matrix would stay while the next one is read.
+                        parameter = share_of(read(source), cut, form, dtype, device)
                         weights[key] = parameter
                     _put(model, name, parameter, info)
 

@@ -7,6 +7,7 @@ the same quantised model.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 from typing import Any
@@ -30,6 +31,19 @@ class Quantization(StrEnum):
     INT4 = "int4"
 
 
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How one matrix is quantised.
+
+    Attributes:
+        kind: int8 or int4.
+        group_size: inputs per scale; 0: one scale per row.
+    """
+
+    kind: Quantization
+    group_size: int
+
+
 def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     """Quantises the decoder layers' linear layers in place, except those on the meta device.
 
@@ -41,42 +55,104 @@ def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
         ``model``.
 
     Raises:
+        UserError: as ``weight_formats`` and ``quantized``.
+    """
+    for name, form in weight_formats(model, kind).items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if not module.weight.is_meta:
+            module.weight = quantized(module.weight, form)  # type: ignore[arg-type]
+    return model
+
+
+def weight_formats(model: PreTrainedModel, kind: str) -> dict[str, WeightFormat]:
+    """The matrices to quantise: name of each weight -> its format.
+
+    A format depends on the whole weight's shape, so a share of the weight has the same one.
+
+    Args:
+        model: whole matrices in float32, bfloat16 or float16, possibly on the meta device.
+        kind: a value of ``Quantization``.
+
+    Raises:
         UserError: for an unknown kind, a missing library, or a model that cannot be quantised.
     """
     if kind not in list(Quantization):
         raise UserError(f"model.quantization={kind} is unknown; choose {', '.join(Quantization)}")
     if kind == Quantization.NONE:
-        return model
+        return {}
     setting = f"model.quantization={kind}"
     if find_spec("torchao") is None:
         raise UserError(f"{setting} needs torchao: pip install torchao, or use none")
     if model.dtype == torch.float64:
         raise UserError(f"{setting} needs model.dtype float32, bfloat16 or float16, not float64")
     prefix = f"{layers_name(model)}."
-    linears = [
-        (name, module)
+    formats = {
+        f"{name}.weight": WeightFormat(Quantization(kind), scale_inputs(module.in_features, kind))
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith(prefix) and not module.weight.is_meta
-    ]
-    if not linears:
+        if isinstance(module, nn.Linear) and name.startswith(prefix)
+    }
+    if not formats:
         raise UserError(
             f"{setting} finds no plain linear layers in model type {model.config.model_type!r};"
             " use none, or a family such as llama or qwen3"
         )
+    return formats
+
+
+def scale_inputs(inputs: int, kind: str) -> int:
+    """Consecutive inputs of a matrix that share a scale; 0: all of a row, or no scales.
+
+    Args:
+        inputs: of the whole matrix.
+        kind: a value of ``Quantization``.
+
+    Raises:
+        UserError: no group size of int4 divides ``inputs``.
+    """
+    if kind != Quantization.INT4:
+        return 0
+    fitting = [size for size in GROUP_SIZES if inputs % size == 0]
+    if not fitting:
+        raise UserError(
+            f"model.quantization={kind} needs matrices whose inputs are multiples of"
+            f" {GROUP_SIZES[-1]}, not {inputs}; use int8 or none"
+        )
+    return fitting[0]
+
+
+def quantized(weight: Tensor, form: WeightFormat, bounds: Tensor | None = None) -> nn.Parameter:
+    """Quantises one matrix, or a share of it, by torchao.
+
+    Args:
+        weight: [O, I] in float32, bfloat16 or float16. With groups, I consists of whole ones.
+        form: format of the whole matrix.
+        bounds: [O, 2], least and largest value of each row of the whole matrix, if ``weight`` has
+            a share of the inputs and one scale per row; None: those of ``weight``.
+
+    Returns:
+        A parameter of shape [O, I] without gradients, which owns its memory.
+
+    Raises:
+        UserError: torchao does not support the format on this device or in this type.
+    """
     from torchao.quantization import quantize_
 
-    sizes = {name: _group_size(module.in_features, kind, setting) for name, module in linears}
-    for group_size in dict.fromkeys(sizes.values()):
-        chosen = {name for name, size in sizes.items() if size == group_size}
-        config = _config(kind, group_size, model)
-        try:
-            quantize_(model, config, filter_fn=lambda _, name, chosen=chosen: name in chosen)
-        except (ImportError, AssertionError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"{setting} is not supported by torchao on {model.device} in {model.dtype}"
-                f" ({error}); try model.dtype=bfloat16, another kind, or none"
-            ) from error
-    return model
+    inputs = weight.shape[1]
+    if bounds is not None:  # as columns, so that torchao finds the whole row's scale
+        weight = torch.cat([weight, bounds], 1)
+    module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    try:
+        quantize_(module, _config(form, weight.device))
+    except (ImportError, AssertionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"model.quantization={form.kind} is not supported by torchao on {weight.device} in"
+            f" {weight.dtype} ({error}); try model.dtype=bfloat16, another kind, or none"
+        ) from error
+    if bounds is None:
+        return module.weight
+    own = module.weight[:, :inputs].clone()  # a slice alone would keep all columns in memory
+    return nn.Parameter(own, requires_grad=False)
 
 
 def num_bytes(model: nn.Module) -> int:
@@ -91,18 +167,7 @@ def _stored_bytes(tensor: Tensor) -> int:
     return sum(_stored_bytes(getattr(tensor, name)) for name in parts()[0])
 
 
-def _group_size(inputs: int, kind: str, setting: str) -> int:
-    """Weights per scale; 0: one scale per row."""
-    fitting = [size for size in GROUP_SIZES if inputs % size == 0]
-    if kind != Quantization.INT8 and not fitting:
-        raise UserError(
-            f"{setting} needs matrices whose inputs are multiples of {GROUP_SIZES[-1]}, not"
-            f" {inputs}; use int8 or none"
-        )
-    return 0 if kind == Quantization.INT8 else fitting[0]
-
-
-def _config(kind: str, group_size: int, model: PreTrainedModel) -> Any:
+def _config(form: WeightFormat, device: torch.device) -> Any:
     """torchao's configuration; on the CPU, without an int4 kernel, a weight takes a byte."""
     from torchao.quantization import (
         Int4WeightOnlyConfig,
@@ -111,9 +176,11 @@ def _config(kind: str, group_size: int, model: PreTrainedModel) -> Any:
         PerGroup,
     )
 
-    if kind == Quantization.INT8:
+    if form.kind == Quantization.INT8:
         return Int8WeightOnlyConfig()
-    if model.device.type == "cuda":
-        return Int4WeightOnlyConfig(group_size=group_size, int4_packing_format="tile_packed_to_4d")
+    if device.type == "cuda":
+        return Int4WeightOnlyConfig(
+            group_size=form.group_size, int4_packing_format="tile_packed_to_4d"
+        )
     bits: Any = torch.int4  # type: ignore[attr-defined]
-    return IntxWeightOnlyConfig(weight_dtype=bits, granularity=PerGroup(group_size))
+    return IntxWeightOnlyConfig(weight_dtype=bits, granularity=PerGroup(form.group_size))

@@ -24,8 +24,9 @@ from specdec.models.execution import PLAIN, Execution
 from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
 from specdec.models.onnx_session import problem as onnx_problem
-from specdec.models.quantize import Quantization, num_bytes
+from specdec.models.quantize import num_bytes
 from specdec.models.runner import ModelRunner
+from specdec.models.shares import sharded
 from specdec.models.slicing import final_norm
 from specdec.pairs.options import (
     AttentionName,
@@ -44,7 +45,7 @@ from specdec.parts.fields import Count
 from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
-from specdec.tensor_parallel import Collective, sharded
+from specdec.tensor_parallel import Collective
 from specdec.types import HiddenName, IntArray
 
 
@@ -218,6 +219,10 @@ class HuggingFacePair:
         model: PreTrainedModel = getattr(self, name)
         return model
 
+    def plain_model(self, name: str) -> PreTrainedModel:
+        """The model of that name before quantisation; pairs that quantise make it again."""
+        return self.model(name)
+
     def stage(
         self,
         first: int,
@@ -234,9 +239,6 @@ class HuggingFacePair:
             first, last, meter, capture: see ``ModelPair.stage``.
             group: tensor-parallel ranks that share the layers; all of them must run the same
                 batches in the same order.
-
-        Raises:
-            UserError: a ``group`` with quantised weights.
         """
         runner = self._runner(
             "target",
@@ -261,13 +263,6 @@ class HuggingFacePair:
         **layers: Any,
     ) -> ModelRunner:
         """Runner of the loaded model, or of this rank's share of it in a ``group``."""
-        if group is not None and self._quantization != Quantization.NONE:
-            raise UserError(
-                f"model.quantization={self._quantization} cannot be cut into shares: a share's"
-                " scales are not those of the whole matrix, so the ranks would run another model"
-                " than plain decoding; use executor.target_degree and draft_degree of 1 (null), or"
-                " plain weights"
-            )
         execution = replace(self._execution if group is None else PLAIN, exact=exact)
         if group is None:
             execution = replace(execution, backend=self.backend)
@@ -375,11 +370,11 @@ class HuggingFacePair:
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of target layers ``first`` .. ``last``."""
-        return sharded(self.target, group)
+        return sharded(self.plain_model("target"), group, self._quantization)
 
     def model_share(self, name: str, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of the draft or of the middle model."""
-        return sharded(self.model(name), group)
+        return sharded(self.plain_model(name), group, self._quantization)
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's logits."""
@@ -391,7 +386,7 @@ class HuggingFacePair:
         """Runner of a whole model, or of this rank's share in a tensor-parallel ``group``.
 
         Raises:
-            UserError: no such model, or a ``group`` with quantised weights.
+            UserError: no such model, or one that cannot be sharded.
         """
         if group is None:
             return self._runner(name, meter, lambda: self.model(name))

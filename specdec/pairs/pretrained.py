@@ -134,11 +134,6 @@ class PretrainedPair(HuggingFacePair):
         """Parameters that stages have loaded and use."""
         return Weights()
 
-    @cached_property
-    def _quantized_parts(self) -> dict[tuple[int, int], PreTrainedModel]:
-        """(first, last) layer -> quantised layers."""
-        return {}
-
     def folder(self, name: str) -> Path:
         """The folder of a model.
 
@@ -224,21 +219,12 @@ class PretrainedPair(HuggingFacePair):
 
     def lone_part(self, first: int, last: int) -> PreTrainedModel:
         """Target layers ``first`` .. ``last`` alone."""
-        if self._quantization != Quantization.NONE:
-            return self._quantized(first, last)
         return self._stage(self.info, first, last)
-
-    def _quantized(self, first: int, last: int) -> PreTrainedModel:
-        """As ``lone_part``, of which the plain weights are freed; kept for the next stage."""
-        if (first, last) not in self._quantized_parts:
-            loaded = load_stage(self.info, first, last, dtype=self.dtype, device=self.device)
-            self._quantized_parts[first, last] = quantize(loaded, self._quantization)
-        return self._quantized_parts[first, last]
 
     def _stage(
         self, info: ModelInfo, first: int, last: int, group: Collective | None = None
     ) -> PreTrainedModel:
-        """Layers with plain weights, which stages of other strategies share."""
+        """Layers, or shares of them; stages of other strategies share their weights."""
         return load_stage(
             info,
             first,
@@ -246,6 +232,7 @@ class PretrainedPair(HuggingFacePair):
             dtype=self.dtype,
             device=self.device,
             group=group,
+            quantization=self._quantization,
             loaded_before=self._weights,
         )
 
@@ -255,7 +242,7 @@ class PretrainedPair(HuggingFacePair):
 
     def model_share(self, name: str, group: Collective) -> PreTrainedModel:
         """One rank's tensor-parallel share of a model; nothing else is read."""
-        info = self._infos.get(name)
+        info = {"target": self.info, **self._infos}.get(name)
         if info is None:
             return super().model_share(name, group)  # raises: there is no such model
         return self._stage(info, 0, info.num_layers, group)

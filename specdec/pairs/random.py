@@ -21,6 +21,7 @@ from specdec.models.other_vocabulary import (
 )
 from specdec.models.quantize import Quantization, quantize
 from specdec.models.random import random_model, window_options
+from specdec.models.translated import MODEL as TRANSLATED
 from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.options import (
@@ -100,17 +101,19 @@ class RandomPair(HuggingFacePair):
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target model."""
-        return quantize(self._make(self._layers["target"]), self._quantization)
+        return quantize(self._made("target"), self._quantization)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         """The target's first layers: often right, often not."""
-        return self._first_layers("draft")
+        return quantize(self._made("draft"), self._quantization)
 
     @cached_property
     def middle(self) -> PreTrainedModel:
         """The target's first layers, another number of them."""
-        return self._first_layers("middle") if "middle" in self.names else super().middle
+        if "middle" not in self.names:
+            return super().middle
+        return quantize(self._made("middle"), self._quantization)
 
     @cached_property
     def translated(self) -> PreTrainedModel:
@@ -135,12 +138,20 @@ class RandomPair(HuggingFacePair):
         """Names of the models that are configured."""
         return tuple(self._layers)
 
-    def _first_layers(self, name: str) -> PreTrainedModel:
+    def plain_model(self, name: str) -> PreTrainedModel:
+        """The model of that name before quantisation, which is not kept."""
+        if self._quantization == Quantization.NONE:
+            return self.model(name)
+        if name == TRANSLATED:
+            return with_vocabulary(self._made("draft"), self._other[1])
+        return self._made(name)
+
+    def _made(self, name: str) -> PreTrainedModel:
+        """A new model with plain weights; those but the target have the target's."""
         model = self._make(self._layers[name])
-        exact = self._quantization == Quantization.NONE
-        whole = self.target if exact else self._make(self._layers["target"])
-        model.load_state_dict(whole.state_dict(), strict=False)
-        return quantize(model, self._quantization)
+        if name != "target":
+            model.load_state_dict(self.plain_model("target").state_dict(), strict=False)
+        return model
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
         """A head that is fitted to the target once, in about a second, and then often right."""

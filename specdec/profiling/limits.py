@@ -20,6 +20,7 @@ from torch import nn
 from specdec.clocks import Work
 from specdec.executors.stage import split_layers
 from specdec.models.onnx_graph import head_size
+from specdec.models.quantize import num_bytes as stored_bytes
 from specdec.models.slicing import layers_name
 from specdec.pairs import HuggingFacePair
 from specdec.profiling.passes import Sample
@@ -134,7 +135,7 @@ def work_of(
     """
     modules = [*layers] if head is None else [*layers, head]
     weights = [parameter for module in modules for parameter in module.parameters()]
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    num_bytes = sum(map(stored_bytes, modules))
     flops = 2 * rows * sum(weight.numel() for weight in weights)
     if layers:
         heads = config.num_attention_heads

@@ -2,6 +2,6 @@
 
 from specdec.tensor_parallel.collective import Collective
 from specdec.tensor_parallel.cuts import HeadSplit
-from specdec.tensor_parallel.sharding import shard_modules, sharded
+from specdec.tensor_parallel.sharding import shard_modules, shared_copy
 
-__all__ = ["Collective", "HeadSplit", "shard_modules", "sharded"]
+__all__ = ["Collective", "HeadSplit", "shard_modules", "shared_copy"]

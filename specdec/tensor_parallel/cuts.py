@@ -71,11 +71,59 @@ class Cut:
         return full[entries] if self.dim == 0 else full[:, entries]
 
 
-def even(total: int, *, rank: int, size: int) -> Piece:
-    """Splits ``total`` entries evenly; the shares of the last ranks are padded."""
+def even(total: int, *, rank: int, size: int, unit: int = 1) -> Piece:
+    """Splits ``total`` entries evenly; the shares of the last ranks are padded.
+
+    Shares consist of whole units of ``unit`` entries, of which ``total`` is a multiple.
+    """
+    total //= unit
     width = -(-total // size)
     start, stop = min(rank * width, total), min((rank + 1) * width, total)
-    return Piece(start, stop, width - (stop - start))
+    return Piece(start, stop, width - (stop - start)).times(unit)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeGroups:
+    """A share that is extended to whole groups of entries.
+
+    Attributes:
+        pieces: the extended share.
+        source: int64[extended size], index of each entry in the share before; the size of that
+            share for entries that were not in it.
+    """
+
+    pieces: tuple[Piece, ...]
+    source: Tensor
+
+
+def whole_groups(pieces: Sequence[Piece], total: int, group_size: int) -> WholeGroups | None:
+    """Extends a share to whole groups of ``group_size`` entries.
+
+    Args:
+        pieces: the share.
+        total: entries of the whole, a multiple of ``group_size``.
+        group_size: 0: no groups.
+
+    Returns:
+        None if the share already consists of whole groups and of groups of zeros.
+    """
+    if not group_size:
+        return None
+    runs = [part for p in pieces for part in (torch.arange(p.start, p.stop), -torch.ones(p.pad))]
+    entries = torch.cat(runs).long()  # -1: zeros
+    if not len(entries) % group_size:
+        groups = entries.view(-1, group_size)
+        first = groups[:, :1] - groups[:, :1] % group_size
+        whole = (groups == first + torch.arange(group_size)).all(1)
+        if (whole | (groups == -1).all(1)).all():
+            return None
+    held = entries >= 0
+    source = torch.full((total,), len(entries))
+    source[entries[held]] = torch.arange(len(entries))[held]
+    # A share of zeros alone gets a group that it does not use.
+    numbers = torch.unique(entries[held] // group_size) if held.any() else torch.zeros(1).long()
+    extended = [Piece(number, number + 1, 0).times(group_size) for number in numbers.tolist()]
+    return WholeGroups(tuple(extended), source.view(-1, group_size)[numbers].flatten())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ is cheap, and a tied output head is a share of them.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.tensor_parallel.collective import Collective
-from specdec.tensor_parallel.cuts import Cut, HeadSplit, Piece, even
+from specdec.tensor_parallel.cuts import Cut, HeadSplit, Piece, even, whole_groups
 from specdec.tensor_parallel.layers import ColumnLinear, RowLinear
 from specdec.tensor_parallel.plans import COLUMN, GATHERED, ROW, SPLIT, planned
 
@@ -38,27 +39,22 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
-def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:
-    """Returns this rank's share of a model in memory; ``model`` is not changed.
-
-    Raises:
-        UserError: for a family without a plan.
-    """
-    shard = shared_copy(model)
-    full = dict(shard.named_parameters(remove_duplicate=False))
-    for name, cut in shard_modules(shard, group).items():
-        path, _, leaf = name.rpartition(".")
-        share = cut.of(full[name], full[name].dtype)
-        setattr(shard.get_submodule(path), leaf, nn.Parameter(share, requires_grad=False))
-    return shard
+def _no_groups(_: int) -> int:
+    return 0
 
 
-def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
+def shard_modules(
+    model: PreTrainedModel, group: Collective, group_size: Callable[[int], int] = _no_groups
+) -> dict[str, Cut]:
     """Replaces a model's linear layers by shares, with weights on the meta device.
 
     Args:
         model: changed in place; other parameters are kept.
         group: the rank's group.
+        group_size: number of inputs of a whole matrix -> size of its groups of inputs that no
+            share divides, because they have a common scale; 0: any input may be cut off. A share
+            of the heads that would divide a group gets the whole group, and zeros as the other
+            heads' activations.
 
     Returns:
         Parameter name -> share of the whole parameter that the caller must assign to it.
@@ -74,14 +70,15 @@ def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
         outputs, inputs = weight.T.shape if transposed else weight.shape
         share: ColumnLinear | RowLinear
         if style in (COLUMN, GATHERED):
-            pieces = _column_pieces(model, path, outputs, style, group)
+            pieces = _column_pieces(model, path, outputs, style, group, group_size)
             own = {"weight": Cut(int(transposed), pieces), "bias": Cut(0, pieces)}
             share = ColumnLinear(module, own)
             share.gathered = (group, outputs) if style == GATHERED else None
         else:
-            pieces = _row_pieces(model, path, inputs, style, group)
-            own = {"weight": Cut(int(not transposed), pieces)}
-            share = RowLinear(module, own)
+            pieces = _row_pieces(model, path, inputs, style, group, group_size)
+            whole = whole_groups(pieces, inputs, group_size(inputs))
+            own = {"weight": Cut(int(not transposed), pieces if whole is None else whole.pieces)}
+            share = RowLinear(module, own, None if whole is None else whole.source)
             share.group, share.split = group, pieces[0] if style == SPLIT else None
         cuts |= {f"{path}.{n}": cut for n, cut in own.items() if getattr(module, n) is not None}
         model.set_submodule(path, share)
@@ -89,10 +86,18 @@ def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
 
 
 def _column_pieces(
-    model: PreTrainedModel, path: str, outputs: int, style: str, group: Collective
+    model: PreTrainedModel,
+    path: str,
+    outputs: int,
+    style: str,
+    group: Collective,
+    group_size: Callable[[int], int],
 ) -> tuple[Piece, ...]:
-    if style == GATHERED or not _is_attention(path):
+    if style == GATHERED:
         return (even(outputs, rank=group.rank, size=group.size),)
+    if not _is_attention(path):  # the inputs of a layer that is cut by rows
+        unit = group_size(outputs) or 1
+        return (even(outputs, rank=group.rank, size=group.size, unit=unit),)
     num_heads, num_kv_heads, heads = _heads(model, group)
     parent = model.get_submodule(path.rpartition(".")[0])
     if hasattr(parent, "num_key_value_groups"):
@@ -103,12 +108,18 @@ def _column_pieces(
 
 
 def _row_pieces(
-    model: PreTrainedModel, path: str, inputs: int, style: str, group: Collective
+    model: PreTrainedModel,
+    path: str,
+    inputs: int,
+    style: str,
+    group: Collective,
+    group_size: Callable[[int], int],
 ) -> tuple[Piece, ...]:
     if style == ROW and _is_attention(path):
         num_heads, _, heads = _heads(model, group)
         return tuple(piece.times(inputs // num_heads) for piece in heads.query)
-    return (even(inputs, rank=group.rank, size=group.size),)
+    unit = group_size(inputs) or 1
+    return (even(inputs, rank=group.rank, size=group.size, unit=unit),)
 
 
 def _is_attention(path: str) -> bool:

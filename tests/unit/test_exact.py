@@ -21,8 +21,9 @@ from specdec.models.inspection import CERTIFIED
 from specdec.models.random import random_model
 from specdec.models.row_counts import EAGER, Operator, Setting, proved_counts
 from specdec.models.runner import ModelRunner
+from specdec.models.shares import sharded
 from specdec.pairs import RandomPair
-from specdec.tensor_parallel import collective, sharded
+from specdec.tensor_parallel import collective
 from tests.shares import run_group
 
 pytestmark = pytest.mark.slow

@@ -10,15 +10,18 @@ import torch
 import specdec.models.quantize as quantization
 from specdec.compose.workbench import Workbench
 from specdec.errors import UserError
+from specdec.models.exits import head_model, untrained_head
 from specdec.models.quantize import num_bytes, quantize
 from specdec.models.random import random_model
 from specdec.pairs import RandomPair
 from specdec.policies import Chain, RootOnly
+from specdec.profiling.limits import work_of
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource, NullSource
 from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
 from tests.pretrained import pretrained
+from tests.stored import stored_parts
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
@@ -73,6 +76,33 @@ def test_a_quantised_pair_decodes_losslessly():
     assert pair.weight_bytes["target"] < num_bytes(
         RandomPair(num_layers=2, hidden_size=64, dtype="float32").target
     )
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_an_untrained_exit_head_has_the_quantised_weights(kind):
+    """Also in a rank, which builds it in inference mode, where torchao's int8 has no ``to``."""
+    with torch.inference_mode():
+        model = quantize(_model(), kind)
+        head = head_model(model, untrained_head(model, "transformer", 1))
+    for own, shared in zip(
+        head.model.layers[1].parameters(), model.model.layers[1].parameters(), strict=True
+    ):
+        assert type(own) is type(shared)
+        assert all(map(torch.equal, stored_parts(own), stored_parts(shared)))
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_roofline_counts_stored_bytes(kind):
+    """A pass reads the integers and scales, and computes as much as with plain weights."""
+    plain, model = _model(), quantize(_model(), kind)
+    works = [
+        work_of(list(m.model.layers), None, m.config, rows=3, context=5) for m in (plain, model)
+    ]
+    saved = num_bytes(plain) - num_bytes(model)
+    assert works[0][0] - works[1][0] == saved > 0
+    assert works[0][1] == works[1][1]
 
 
 @needs_torchao

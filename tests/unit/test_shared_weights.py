@@ -12,6 +12,7 @@ from specdec.models.random import random_model
 from specdec.pairs import PretrainedPair
 from specdec.tensor_parallel.collective import Collective
 from tests.pretrained import pretrained
+from tests.stored import stored_parts
 
 LAYERS = 4
 ROWS = 5
@@ -27,10 +28,11 @@ def folder(tmp_path_factory):
 def memory(models) -> int:
     """Bytes of the parameters of all models, shared ones once."""
     storages = {
-        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
         for model in models
-        for p in model.parameters()
-        if not p.is_meta
+        for parameter in model.parameters()
+        for part in stored_parts(parameter)
+        if not part.is_meta
     }
     return sum(storages.values())
 
@@ -39,8 +41,6 @@ def parts_of(pair: PretrainedPair, kind: str):
     """What one row of a comparison loads on a rank."""
     if kind == "stage":
         return pair.stage(1, 3, Meter()).runner._model
-    if kind == "quantised":
-        return pair.lone_part(1, 3)
     group = Collective(rank=1, size=2)  # each row has a group of its own
     return pair.share(0, LAYERS, group) if kind == "share" else pair.model_share("draft", group)
 
@@ -55,10 +55,15 @@ def test_five_rows_take_the_memory_of_one(folder, kind):
     assert memory(alone) == 2 * memory(alone[:1])  # control: nothing else shares
 
 
-def test_quantised_layers_are_quantised_once(folder):
+@pytest.mark.parametrize("kind", ["stage", "share", "draft"])
+def test_quantised_layers_are_quantised_once(folder, kind):
     pytest.importorskip("torchao")
-    pair = pretrained(folder, quantization="int8")
-    assert pair.lone_part(1, 3) is pair.lone_part(1, 3)
+    pair = pretrained(folder, draft=str(folder), quantization="int8")
+    pair.parts_only = True
+    rows = [parts_of(pair, kind) for _ in range(ROWS)]
+    assert memory(rows) == memory(rows[:1])
+    plain = parts_of(pretrained(folder, draft=str(folder)), kind)
+    assert 0 < memory(rows) < memory([plain])
 
 
 def test_overlapping_stages_share_their_common_layers(folder):

@@ -21,7 +21,8 @@ from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import load_stage
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
-from specdec.tensor_parallel import Collective, HeadSplit, collective, sharded
+from specdec.models.shares import sharded
+from specdec.tensor_parallel import Collective, HeadSplit, collective
 from specdec.tensor_parallel.cuts import Cut, even
 from specdec.tensor_parallel.layers import ColumnLinear, RowLinear
 from tests.shares import run_group

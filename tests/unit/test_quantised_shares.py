@@ -1,0 +1,284 @@
+"""Shares of a quantised model: the whole model's integers and scales, at any degree."""
+
+from __future__ import annotations
+
+import weakref
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.clocks.meter import Meter
+from specdec.errors import UserError
+from specdec.models import shares
+from specdec.models.loading import load_model, load_stage
+from specdec.models.quantize import (
+    Quantization,
+    WeightFormat,
+    num_bytes,
+    quantize,
+    quantized,
+    scale_inputs,
+)
+from specdec.models.random import random_model
+from specdec.models.runner import ModelRunner
+from specdec.models.shares import sharded, share_plan
+from specdec.tensor_parallel import Collective, HeadSplit, shared_copy
+from specdec.tensor_parallel.cuts import Cut, Piece, even, whole_groups
+from tests.pretrained import pretrained
+from tests.shares import run_group
+from tests.stored import stored_parts
+
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None,
+    reason="torchao is not installed",
+)
+
+KINDS = ["int8", "int4"]
+PREFIX = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int64)
+
+SIZES: dict[str, dict[str, Any]] = {
+    # Groups of 64 inputs in o_proj, of which a rank's heads have 32 or 16.
+    "divided groups": {"hidden_size": 64},
+    # Groups of 128 inputs in o_proj are two heads; 3 ranks are padded.
+    "whole groups": {"hidden_size": 128, "options": {"head_dim": 64, "intermediate_size": 384}},
+    # Three query heads per key/value head, of which 4 ranks have two, or one and one of zeros.
+    "padded heads": {"hidden_size": 96, "num_heads": 6, "num_kv_heads": 2},
+}
+
+
+def model_of(size: str, **given: Any) -> PreTrainedModel:
+    return random_model("llama", num_layers=2, scale=0.1, **{**SIZES[size], **given})
+
+
+def plain(parameter: Tensor) -> Tensor:
+    """The values that a weight stands for."""
+    return parameter.dequantize() if hasattr(parameter, "__tensor_flatten__") else parameter
+
+
+def logits_of(model: PreTrainedModel) -> Tensor:
+    runner = ModelRunner(model=model, name="target", meter=Meter())
+    logits = runner.forward([runner.new_cache(8).rows(prefix_tokens=PREFIX)]).logits
+    assert logits is not None
+    return logits
+
+
+def share_logits(model: PreTrainedModel, group: Collective, kind: str) -> Tensor:
+    with group.paused():
+        runner = ModelRunner(model=sharded(model, group, kind), name="target", meter=Meter())
+    logits = runner.forward([runner.new_cache(8).rows(prefix_tokens=PREFIX)]).logits
+    assert logits is not None
+    return logits
+
+
+@needs_torchao
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", sorted(SIZES))
+def test_shares_have_the_values_of_the_whole(size: str, kind: str, dtype: str) -> None:
+    """Exactly, also where they are zeros of padding; only the layers' matrices are quantised."""
+    model = model_of(size, dtype=dtype)
+    whole = dict(quantize(model_of(size, dtype=dtype), kind).named_parameters())
+    for degree in (2, 3, 4, 5):
+        for rank in range(degree):
+            group = Collective(rank=rank, size=degree)
+            cuts, formats = share_plan(shared_copy(model), group, kind)
+            share = dict(sharded(model, group, kind).named_parameters())
+            assert share.keys() == whole.keys()
+            for name, parameter in share.items():
+                expected = plain(whole[name])
+                if name in cuts:
+                    expected = cuts[name].of(expected, expected.dtype)
+                assert torch.equal(plain(parameter), expected), f"{name}, {rank} of {degree}"
+                assert hasattr(parameter, "__tensor_flatten__") == (name in formats), name
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (6, 2), (14, 2), (8, 8), (3, 1)])
+@pytest.mark.parametrize("head_size", [16, 32, 64])
+def test_whole_groups_multiply_only_a_ranks_own_inputs(
+    heads: tuple[int, int], head_size: int
+) -> None:
+    """Whatever padded heads contain: the ranks' products add up to the product, in integers."""
+    num_heads, num_kv_heads = heads
+    inputs = num_heads * head_size
+    generator = torch.Generator().manual_seed(0)
+    weight, hidden = torch.randint(-9, 9, (2, inputs), generator=generator)
+    for degree in (2, 3, 4, 5, 7):
+        for group_size in (size for size in (16, 32, 64, 128) if inputs % size == 0):
+            total = 0
+            for rank in range(degree):
+                split = HeadSplit.of(num_heads, num_kv_heads, rank=rank, size=degree)
+                pieces = tuple(piece.times(head_size) for piece in split.query)
+                own = torch.cat([_with_padding(hidden, piece, 1000) for piece in pieces])
+                extended = whole_groups(pieces, inputs, group_size)
+                if extended is None:
+                    share = torch.cat([_with_padding(weight, piece, 0) for piece in pieces])
+                    assert len(share) % group_size == 0
+                else:
+                    assert all(not p.pad and p.start % group_size == 0 for p in extended.pieces)
+                    share = torch.cat([weight[p.start : p.stop] for p in extended.pieces])
+                    own = torch.cat([own, torch.zeros(1, dtype=own.dtype)])[extended.source]
+                total += int(share @ own)
+            assert total == int(weight @ hidden), (degree, group_size)
+
+
+def _with_padding(values: Tensor, piece: Piece, padding: int) -> Tensor:
+    return torch.cat([values[piece.start : piece.stop], torch.full((piece.pad,), padding)])
+
+
+def test_shares_of_whole_groups_are_left_as_they_are() -> None:
+    assert whole_groups((Piece(64, 128, 0), Piece(128, 192, 0)), 256, 64) is None
+    assert whole_groups((Piece(64, 96, 0), Piece(96, 128, 64)), 256, 64) is None
+    assert whole_groups((Piece(3, 5, 0),), 8, 0) is None
+    assert whole_groups((Piece(32, 96, 0),), 256, 64) is not None  # begins inside a group
+    assert whole_groups((Piece(0, 32, 32),), 256, 64) is not None  # a group with zeros in it
+    pieces = [even(384, rank=rank, size=2, unit=128) for rank in range(2)]
+    assert pieces == [Piece(0, 256, 0), Piece(256, 384, 128)]
+
+
+TOLERANCE = 2e-5
+"""Of logits up to about 1 in float32: sums of at most 128 terms in another order."""
+
+
+@needs_torchao
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", sorted(SIZES))
+def test_a_group_computes_the_quantised_model(size: str, kind: str, degree: int) -> None:
+    model = model_of(size)
+    expected = logits_of(quantize(model_of(size), kind))
+    for logits in run_group(degree, lambda group: share_logits(model, group, kind)):
+        assert (logits - expected).abs().max() < TOLERANCE
+    assert (logits_of(model) - expected).abs().max() > 10 * TOLERANCE  # control: not quantised
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_with_their_own_scales_are_noticed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted fault: every share is quantised as if it were a matrix of its own."""
+
+    def own_scales(weight: Tensor, form: WeightFormat, _: Tensor | None = None) -> nn.Parameter:
+        return quantized(weight, WeightFormat(form.kind, scale_inputs(weight.shape[1], form.kind)))
+
+    monkeypatch.setattr(shares, "quantized", own_scales)
+    monkeypatch.setattr("specdec.tensor_parallel.sharding.whole_groups", lambda *_: None)
+    model = model_of("divided groups")
+    expected = logits_of(quantize(model_of("divided groups"), kind))
+    for logits in run_group(2, lambda group: share_logits(model, group, kind)):
+        assert (logits - expected).abs().max() > 10 * TOLERANCE
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", sorted(SIZES))
+def test_a_share_that_is_read_equals_one_cut_in_memory(
+    size: str, kind: str, tmp_path: Path
+) -> None:
+    model = model_of(size)
+    model.save_pretrained(tmp_path)
+    whole = load_stage(tmp_path, 0, 2, quantization=kind)
+    _check_equal(whole, quantize(load_model(tmp_path), kind))
+    for rank in range(3):
+        group = Collective(rank=rank, size=3)
+        read = load_stage(tmp_path, 0, 2, group=group, quantization=kind)
+        _check_equal(read, sharded(model, group, kind))
+        _check_equal(read, pretrained(tmp_path, quantization=kind).share(0, 2, group))
+
+
+def _check_equal(found: PreTrainedModel, expected: PreTrainedModel) -> None:
+    parameters = dict(expected.named_parameters())
+    for name, parameter in found.named_parameters():
+        assert type(parameter) is type(parameters[name])
+        pairs = zip(stored_parts(parameter), stored_parts(parameters[name]), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs), name
+    buffers = dict(expected.named_buffers())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in found.named_buffers())
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_share_keeps_no_more_memory_than_its_own(kind: str, tmp_path: Path) -> None:
+    """No views of wider matrices; together little more than the whole model's layers."""
+    model = model_of("whole groups")
+    model.save_pretrained(tmp_path)
+    whole = num_bytes(quantize(load_model(tmp_path), kind).model.layers)
+    total = 0
+    for rank in range(2):
+        group = Collective(rank=rank, size=2)
+        share = load_stage(tmp_path, 0, 2, group=group, quantization=kind)
+        for parameter in share.model.layers.parameters():
+            for part in stored_parts(parameter):
+                assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+        total += num_bytes(share.model.layers)
+    # int8: every rank has the scales of all rows of o_proj and down_proj. int4: three groups of
+    # the MLP on two ranks, of which one is padded.
+    assert whole < total < 1.3 * whole
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [None, Collective(rank=1, size=2)])
+def test_one_plain_matrix_is_in_memory_while_loading(
+    kind: str, group: Collective | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_of("divided groups").save_pretrained(tmp_path)
+    seen: list[weakref.ref[Tensor]] = []
+
+    def watched(weight: Tensor, form: WeightFormat, bounds: Tensor | None = None) -> nn.Parameter:
+        assert not [ref for ref in seen if ref() is not None], "an earlier matrix is in memory"
+        seen.append(weakref.ref(weight))
+        return quantized(weight, form, bounds)
+
+    monkeypatch.setattr(shares, "quantized", watched)
+    load_stage(tmp_path, 0, 2, group=group, quantization=kind)
+    assert len(seen) == 2 * 7
+
+
+@needs_torchao
+def test_what_cannot_be_quantised_is_refused_in_groups_too(tmp_path: Path) -> None:
+    """As for the whole model, by every rank, before anything is read."""
+    narrow = random_model("llama", num_layers=1, hidden_size=24)
+    narrow.save_pretrained(tmp_path)
+    for rank in range(2):
+        group = Collective(rank=rank, size=2)
+        with pytest.raises(UserError, match="multiples of 32, not 24; use int8"):
+            sharded(narrow, group, "int4")
+        with pytest.raises(UserError, match="multiples of 32, not 24; use int8"):
+            load_stage(tmp_path, 0, 1, group=group, quantization="int4")
+        with pytest.raises(UserError, match="finds no plain linear layers in model type 'gpt2'"):
+            sharded(random_model("gpt2", num_layers=1), group, "int8")
+    with pytest.raises(UserError, match=r"quantization=int2 is unknown"):
+        load_stage(tmp_path, 0, 1, quantization="int2")
+
+
+@needs_torchao
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "opt", "starcoder2", "qwen3"])
+def test_other_plans(family: str) -> None:
+    """Gathered outputs, split inputs, biases; a degree that divides nothing."""
+    options = {"num_layers": 2, "hidden_size": 64, "scale": 0.1}
+    model = random_model(family, **options)
+    for kind in KINDS:
+        expected = logits_of(quantize(random_model(family, **options), kind))
+        for logits in run_group(3, lambda group, kind=kind: share_logits(model, group, kind)):
+            assert (logits - expected).abs().max() < TOLERANCE * max(1, expected.abs().max())
+
+
+def test_bounds_are_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in blocks of rows; a share whose largest weight lies on another rank."""
+    monkeypatch.setattr(shares, "_BLOCK", 2)
+    full = torch.tensor([[1.0, -4.0], [2.0, 3.0], [0.0, 0.0]])
+    assert shares._row_bounds(full).tolist() == [[-4.0, 1.0], [2.0, 3.0], [0.0, 0.0]]
+    if find_spec("torchao") is None:
+        return
+    form = WeightFormat(Quantization.INT8, 0)
+    share = shares.share_of(full, Cut(1, (Piece(0, 1, 2),)), form, full.dtype, full.device)
+    assert share.shape == (3, 3)
+    assert torch.allclose(share.dequantize()[:, 0], full[:, 0], atol=4 / 127 / 2)
+    assert not share.dequantize()[:, 1:].any()
