@@ -1,11 +1,13 @@
-"""A chain that one session call after another drafts equals the one of single passes.
+"""A chain that one session call, or one after another, drafts equals the one of single passes.
 
-``ModelRunner.chain`` repeats passes over one token in ONNX Runtime with nothing but the choice of
-the next token in between.
+``ModelRunner.best_chain`` drafts the most probable tokens in one call of ONNX Runtime;
+``ModelRunner.chain`` repeats passes over one token with nothing but the choice of the next token in
+between.
 """
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from specdec.clocks.meter import Meter
 from specdec.device import on_host
 from specdec.models.execution import Execution
+from specdec.models.onnx_chains import MAX_FIRST_ROWS
 from specdec.models.runner import ModelRunner
 from specdec.policies import Chain
 from specdec.sampling.transform import SamplingParams
@@ -35,6 +38,8 @@ from .support import (
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 
+# Sums in another order: without packed weights, and of the log-softmax. Float32 has 1.2e-7.
+ROUNDING = 1e-5
 LIMIT = 48  # positions of the model: the last chains are shorter
 NAMES = ("ids", "tokens", "parents", "positions", "logprobs", "scores", "expanded")
 
@@ -49,16 +54,19 @@ def _runner(*, chains: bool) -> ModelRunner:
 
 
 def _grown(chains: bool, sampling: SamplingParams, **options: Any) -> tuple[list[object], int]:
-    """Trees, caches, passes and rows after every step of a request; rows of repeated passes."""
+    """Trees, caches, passes and rows after every step of a request; rows of chains."""
     state, runner, num_rows = make_state(), _runner(chains=chains), 0
-    original = runner.chain
 
-    def counted(rows: Any, choose: Any) -> torch.Tensor:
-        nonlocal num_rows
-        num_rows += len(rows)
-        return original(rows, choose)
+    def counted(original: Any) -> Any:
+        def call(rows: Any, *arguments: Any) -> Any:
+            nonlocal num_rows
+            num_rows += len(rows)
+            return original(rows, *arguments)
 
-    vars(runner)["chain"] = counted
+        return call
+
+    for name in ("chain", "best_chain"):
+        vars(runner)[name] = counted(getattr(runner, name))
     source = DraftModelSource(runner=runner, **options)
     prompt = np.random.default_rng(0).integers(0, VOCAB, 21)
     open_request(state, source, make_request(0, prompt, sampling=sampling))
@@ -77,15 +85,121 @@ def _grown(chains: bool, sampling: SamplingParams, **options: Any) -> tuple[list
     return seen, num_rows
 
 
+def _assert_equal(found: list[object], expected: list[object]) -> None:
+    """Nested lists of equal lengths and keys, with numbers equal up to rounding."""
+    assert type(found) is type(expected)
+    if isinstance(expected, list):
+        for pair in zip(found, expected, strict=True):
+            _assert_equal(*pair)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        _assert_equal([*found.values()], [*expected.values()])
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=ROUNDING, rel=ROUNDING)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("prefill_chunk", [1, 2, 512])
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.5, top_k=3)],
+    ids=["greedy", "sampled target", "filtered target"],
+)
+def test_one_call_leaves_the_trees_and_caches_of_single_passes(
+    sampling: SamplingParams, prefill_chunk: int
+) -> None:
+    called, num_rows = _grown(True, sampling, prefill_chunk=prefill_chunk)
+    single, none = _grown(False, sampling, prefill_chunk=prefill_chunk)
+    assert num_rows > 10
+    assert not none
+    _assert_equal(called, single)
+
+
+def _passes(runner: ModelRunner, prompt: Any, num: int, temperature: float) -> tuple[Any, ...]:
+    """Tokens, log-probabilities and the cache's contents after ``num`` single greedy passes."""
+    cache = runner.new_cache(LIMIT)
+    logits = runner.forward([cache.rows(prefix_tokens=prompt)]).logits[-1:]
+    tokens, logprobs = [], []
+    for i in range(num):
+        tokens.append(int(logits.argmax()))
+        logprobs.append(float(torch.log_softmax(logits / temperature, dim=1).max()))
+        rows = cache.rows(
+            node_ids=np.array([i]),
+            node_tokens=np.array(tokens[-1:]),
+            parent_ids=np.array([i - 1]),
+            node_positions=np.array([len(prompt) + i]),
+        )
+        if i + 1 < num:
+            logits = runner.forward([rows]).logits
+    return tokens, logprobs, cache.storage[..., : len(prompt) + num - 1, :]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.0])
+@pytest.mark.parametrize("num_first", [1, 2, MAX_FIRST_ROWS])
+@pytest.mark.parametrize("num", [1, 3, 8, 9, 20])
+def test_one_call_gives_the_tokens_of_torch(num: int, num_first: int, temperature: float) -> None:
+    runner, prompt = _runner(chains=True), np.random.default_rng(num).integers(0, VOCAB, 7)
+    expected = _passes(runner, prompt, num, temperature)
+    for _ in range(2):  # the second time with the arrays of the first
+        cache = runner.new_cache(8)  # grows
+        early = len(prompt) - num_first
+        runner.forward([cache.rows(prefix_tokens=prompt[:early])])
+        places = np.arange(num - 1)
+        rows = cache.rows(
+            prefix_tokens=prompt[early:],
+            node_ids=places,
+            node_tokens=np.zeros(num - 1, np.int64),
+            parent_ids=places - 1,
+            node_positions=places + len(prompt),
+        )
+        chain = runner.best_chain(rows, num_first, temperature)
+        assert chain.tokens.tolist() == expected[0]
+        assert rows.tokens[num_first:].tolist() == expected[0][:-1]
+        np.testing.assert_allclose(chain.logprobs, expected[1], atol=ROUNDING)
+        end = len(prompt) + num - 1
+        torch.testing.assert_close(cache.storage[..., :end, :], expected[2])
+
+
+def test_of_equal_logits_a_chain_takes_the_first() -> None:
+    model = tiny_model(hidden_size=32).float()
+    model.lm_head.weight[3:] = model.lm_head.weight[:1]  # 0, 3, 4 and so on are equal
+    model.lm_head.weight[1:3] = -model.lm_head.weight[:1]  # and so are 1 and 2
+    onnx = Execution(backend="onnx")
+    runner = ModelRunner(model=model, name="draft", meter=Meter(), execution=onnx)
+    seen = set()
+    for first in range(VOCAB):
+        rows = runner.new_cache(8).rows(prefix_tokens=np.array([first]))
+        seen.add(int(runner.best_chain(rows, 1, 1.0).tokens[0]))
+    assert seen == {0, 1}
+
+
+def test_a_chain_of_numbers_that_are_not_finite_is_an_error() -> None:
+    runner = _runner(chains=True)
+    rows = runner.new_cache(8).rows(prefix_tokens=np.array([1, 2]))
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        runner.best_chain(rows, 2, float("nan"))
+
+
+def test_calls_of_one_length_share_a_session() -> None:
+    runner = _runner(chains=True)
+    for _ in range(3):
+        rows = runner.new_cache(8).rows(prefix_tokens=np.array([1, 2]))
+        runner.best_chain(rows, 2, 1.0)
+    chains = runner.onnx._chains
+    assert [*chains._sessions] == [1]
+    gc.collect()
+    (_, bindings) = chains._sessions[1]
+    assert len(bindings._bound) <= 1  # of the last cache; those of the others are gone
+
+
 @pytest.mark.parametrize(
     ("sampling", "options"),
     [
-        (SamplingParams(), {}),
-        (SamplingParams(temperature=0.7), {}),
         (SamplingParams(temperature=0.7), {"guess_draw": True}),
         (SamplingParams(temperature=0.9, top_k=7), {"sample": True}),
     ],
-    ids=["greedy", "sampled target", "target's draws", "own draws"],
+    ids=["target's draws", "own draws"],
 )
 def test_repeated_passes_leave_the_trees_and_caches_of_single_ones(
     sampling: SamplingParams, options: dict[str, Any]
