@@ -33,7 +33,7 @@ _HEAD_SIZES = 16  # ONNX Runtime's rotary embeddings take multiples of it
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # tables of all positions exist
 _OPSET, _IR_VERSION = 18, 10
 _MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
-_FLOAT, _INT64, _INT32 = 1, 7, 6  # of onnx.TensorProto
+_FLOAT, _INT64, _INT32, _DOUBLE = 1, 7, 6, 11  # of onnx.TensorProto
 
 
 def mask_name(window: int | None) -> str:
@@ -190,9 +190,22 @@ class GraphWriter:
         self.ops("Identity", [value], [name])
         self.declare(self.outputs, name, _INT64, shape)
 
+    def output_doubles(self, name: str, value: str, shape: Sequence[int | str]) -> None:
+        """The same for a value of float64."""
+        self.ops("Identity", [value], [name])
+        self.declare(self.outputs, name, _DOUBLE, shape)
+
+    def to_double(self, value: str) -> str:
+        """The value in float64."""
+        return self.op("Cast", value, to=_DOUBLE)
+
     def declare_floats(self, name: str, shape: Sequence[int | str]) -> str:
         """Declares an input of float32."""
         return self.declare(self.inputs, name, _FLOAT, shape)
+
+    def declare_doubles(self, name: str, shape: Sequence[int | str]) -> str:
+        """Declares an input of float64."""
+        return self.declare(self.inputs, name, _DOUBLE, shape)
 
     def declare_indices(self, name: str, shape: Sequence[int | str]) -> str:
         """Declares an input of int64."""

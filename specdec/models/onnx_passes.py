@@ -18,7 +18,8 @@ from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.errors import UserError
 from specdec.models.captured import RunnerOutput
-from specdec.models.onnx_chains import BestChain, OnnxChains
+from specdec.models.onnx_chains import OnnxChains, WholeChain
+from specdec.models.onnx_choices import Choice
 from specdec.models.onnx_graph import build_graph
 from specdec.models.onnx_session import Array, CacheSession, Memory, problem, refuse_wrong
 from specdec.models.onnx_tops import OnnxTops
@@ -35,7 +36,7 @@ class OnnxPasses:
     """Runs every pass of one slice in an ONNX Runtime session, one request after another.
 
     Attributes:
-        runs_chains: whether it has ``chain`` and ``best_chain``: of whole models without sliding
+        runs_chains: whether it has ``chain`` and ``whole_chain``: of whole models without sliding
             windows.
         gives_tops: whether it has ``top``: of slices with the output head.
     """
@@ -144,10 +145,17 @@ class OnnxPasses:
                 rows.tokens[i + 1] = token
         return logits
 
-    def best_chain(self, rows: Rows, num_first: int, temperature: float) -> BestChain:
-        """Drafts a chain of most probable tokens; see ``OnnxChains.run``."""
+    def whole_chain(
+        self,
+        rows: Rows,
+        num_first: int,
+        choice: Choice,
+        draws: FloatArray,
+        timed: Callable[[float, int], None],
+    ) -> WholeChain:
+        """Drafts a chain; see ``OnnxChains.run``."""
         assert self._chains is not None, "runs_chains is true"
-        return self._chains.run(rows, num_first, temperature)
+        return self._chains.run(rows, num_first, choice, draws, timed)
 
     def top(
         self,

@@ -76,11 +76,12 @@ class CacheSession:
         """
         self._session = new_session(graph)
         self._windows = [(mask_name(window), window) for window in dict.fromkeys(windows)]
-        self._bindings = Bindings(self._session)
+        self._last_slot, self._num_slots = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        slots = {"last_slot": self._last_slot, "num_slots": self._num_slots}
+        self._bindings = Bindings(self._session, inputs=slots)
         self._memories: dict[Key, Memory] = {}
         self._flat: dict[str, Array] = {}  # name -> memory of ``shared_array``
         self._zeros = np.zeros(1, np.float32)
-        self._last_slot, self._num_slots = np.zeros(1, np.int32), np.zeros(1, np.int32)
 
     def memory(self, key: Key) -> Memory | None:
         """The arrays of passes of these sizes; None if they must be made by ``new_memory``."""
@@ -100,7 +101,6 @@ class CacheSession:
             inputs: name -> array, which is written before every pass.
             outputs: name -> shape.
         """
-        inputs = {**inputs, "last_slot": self._last_slot, "num_slots": self._num_slots}
         arrays = {name: self.shared_array(name, shape) for name, shape in outputs.items()}
         if len(self._memories) >= _MEMORIES:  # prompts have many lengths
             self._memories.clear()
@@ -173,14 +173,21 @@ class CacheSession:
 class Bindings:
     """Bindings of a session's inputs and outputs, one per live cache."""
 
-    def __init__(self, session: Any, suffixes: Sequence[str] = ("",)) -> None:
+    def __init__(
+        self,
+        session: Any,
+        suffixes: Sequence[str] = ("",),
+        inputs: Mapping[str, Array] | None = None,
+    ) -> None:
         """Starts without any.
 
         Args:
             session: whose inputs ``past_keys_0`` and so on are caches, as are its outputs.
             suffixes: of the names of those outputs, one per pass of the session's graph.
+            inputs: name -> array that all bindings read. Default: none.
         """
         self._session, self._suffixes = session, suffixes
+        self._inputs = [(name, _value(array)) for name, array in (inputs or {}).items()]
         self._bound: dict[int, _Bound] = {}  # id of a live cache -> its binding
 
     def of(self, cache: TreeCache, keys_values: Tensor, memory: Memory) -> Any:
@@ -204,6 +211,8 @@ class Bindings:
 
     def _new(self, keys_values: Tensor) -> _Bound:
         binding = self._session.io_binding()
+        for name, value in self._inputs:
+            binding.bind_ortvalue_input(name, value)
         for i, tensor in enumerate(keys_values.numpy()):
             name, value = f"{('keys', 'values')[i % 2]}_{i // 2}", _value(tensor)
             binding.bind_ortvalue_input(f"past_{name}", value)

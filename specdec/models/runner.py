@@ -37,7 +37,8 @@ from specdec.models.exact_passes import ExactPasses, Slice
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, pack_weights, prepare
 from specdec.models.family_check import NUM_TOKENS, compare_with_transformers
 from specdec.models.inspection import CERTIFIED
-from specdec.models.onnx_chains import BestChain
+from specdec.models.onnx_chains import WholeChain
+from specdec.models.onnx_choices import Choice
 from specdec.models.onnx_passes import OnnxPasses
 from specdec.models.probe import Probe
 from specdec.models.row_counts import Setting, eager_operators
@@ -59,7 +60,7 @@ class ModelRunner:
         spec: shape and type of its caches.
         static: its captured passes; None if ``execution.graphs`` is off.
         onnx: its passes in ONNX Runtime; None with ``execution.backend`` eager.
-        runs_chains: whether it has ``chain`` and ``best_chain``.
+        runs_chains: whether it has ``chain`` and ``whole_chain``.
         gives_tops: whether it has ``top``.
         exact: its exact passes; None unless ``execution.exact``.
         vocab_size, hidden_size, max_positions: of the model.
@@ -207,20 +208,20 @@ class ModelRunner:
         assert self.onnx is not None, "runs_chains is true"
         return self.onnx.chain(rows, choose, partial(self._meter.add, self.name))
 
-    def best_chain(self, rows: Rows, num_first: int, temperature: float) -> BestChain:
-        """Runs a pass over the first rows, then one per row, over the most probable token.
+    def whole_chain(
+        self, rows: Rows, num_first: int, choice: Choice, draws: FloatArray
+    ) -> WholeChain:
+        """Runs a pass over the first rows, then one per row, over the token that was chosen.
 
         Args:
-            rows: tokens of the prefix and tree nodes, each of which sees all slots before its own.
-                The tokens of the first rows are known, those of the others are written here.
+            rows: each of which sees all slots before its own; the tokens of the first rows are
+                known, those of the others are written here.
             num_first: number of first rows, from 1 to ``onnx_chains.MAX_FIRST_ROWS``.
-            temperature: of the log-probabilities, above 0.
-
+            choice, draws: see ``OnnxChains.run``.
         """
         assert self.onnx is not None, "runs_chains is true"
-        chain = self.onnx.best_chain(rows, num_first, temperature)
-        self._meter.add(self.name, chain.seconds, len(chain.tokens))
-        return chain
+        timed = partial(self._meter.add, self.name)
+        return self.onnx.whole_chain(rows, num_first, choice, draws, timed)
 
     def top(
         self, rows: Rows, logits_rows: IntArray | None, k: int, temperature: float

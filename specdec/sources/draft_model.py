@@ -15,6 +15,7 @@ from specdec.attention.kv_cache import Rows
 from specdec.clocks import CONTROLLER, Work
 from specdec.metrics.counters import SourceCounters
 from specdec.models.onnx_chains import MAX_FIRST_ROWS
+from specdec.models.onnx_choices import Choice
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.parts.fields import Count, Positive, validated
 from specdec.sampling.candidates import counts_of, top_candidates
@@ -164,10 +165,11 @@ class DraftModelSource:
         ]
         growing = [chain for chain, work in zip(chains, works, strict=True) if len(work.slots)]
         choice = TokenChoice(transform, near=near, sample=self.gives_probs)
+        graph_choice = choice.in_graph(self._runner.vocab_size) if self._runs_chains else None
         passes: list[torch.Tensor] = []
         while growing:
             repeats = len(growing) == 1 and self._runs_chains
-            if repeats and choice.takes_best and self._best_chain(state, growing[0], choice):
+            if repeats and graph_choice and self._whole_chain(state, growing[0], graph_choice):
                 break
             if not passes:
                 logits = self._compute(state, [work for work in works if len(work.slots)])
@@ -181,8 +183,8 @@ class DraftModelSource:
             growing = [chain for chain in growing if chain.missing(most) > 0]
         return choice.finish(chains, passes)
 
-    def _best_chain(self, state: DecodeState, chain: GrowingChain, choice: TokenChoice) -> bool:
-        """Lets a chain of most probable tokens grow to its end, if its rows allow one call."""
+    def _whole_chain(self, state: DecodeState, chain: GrowingChain, choice: Choice) -> bool:
+        """Lets a chain grow to its end in one call, if its rows allow that."""
         prefix = _NO_TOKENS if chain.tokens else chain.prefix
         if prefix is None or not chain.sees_all:
             return False
@@ -190,12 +192,15 @@ class DraftModelSource:
         if num_first > min(MAX_FIRST_ROWS, self._prefill_chunk):
             return False
         rows = chain.rows(chain.missing(self._runner.max_positions), prefix)
-        best = self._runner.best_chain(rows, num_first, choice.temperature)
-        chain.tokens += best.tokens.tolist()
-        chain.logprobs += best.logprobs.tolist()
+        draws = chain.draws[len(chain.tokens) :]
+        found = self._runner.whole_chain(rows, num_first, choice, draws)
+        chain.tokens += found.tokens.tolist()
+        chain.logprobs += found.logprobs.tolist()
+        if found.probs is not None:
+            chain.probs += found.probs
         self.counters.catch_up_rows += num_first - 1
         self._count(state, num_first)
-        for _ in range(len(best.tokens) - 1):
+        for _ in range(len(found.tokens) - 1):
             self._count(state, 1)
         return True
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
 from specdec.device import Probs
+from specdec.models.onnx_choices import MAX_KEPT, Best, Choice, Drawn
 from specdec.sampling.candidates import drawn_firsts
 from specdec.sampling.transform import SamplingTransform
 from specdec.sources.near_draw import NearDraw
@@ -114,20 +115,21 @@ class TokenChoice:
         self._transform, self._near, self._sample = transform, near, sample
         self._num_rows = 0
 
-    @property
-    def takes_best(self) -> bool:
-        """Whether the most probable tokens are chosen, which needs no draws."""
-        return self._near is None and not self._sample
-
-    @property
-    def temperature(self) -> float:
-        """Of the log-probabilities of the most probable tokens."""
-        return self._transform.params.temperature or 1.0
+    def in_graph(self, vocab_size: int) -> Choice | None:
+        """The same choice in the draft's graph; None where it has to be made here."""
+        params = self._transform.params
+        if self._near is not None:
+            return None
+        if not self._sample:
+            return Best(params.temperature or 1.0)
+        if params.greedy or not 0 < params.top_k < min(vocab_size, MAX_KEPT + 1):
+            return None  # the distributions would have entries for the whole vocabulary
+        return Drawn(params.temperature, params.top_k, params.top_p)
 
     def append(self, chains: Sequence[GrowingChain], logits: Tensor) -> None:
         """Appends a token to every chain, by logits [len(chains), V] of the latest pass."""
         near, transform = self._near, self._transform
-        if self.takes_best:
+        if near is None and not self._sample:
             tokens = transform.greedy(logits).tolist()
         else:
             draws = np.array([chain.draws[len(chain.tokens)] for chain in chains])
@@ -147,7 +149,7 @@ class TokenChoice:
 
     def finish(self, chains: Sequence[GrowingChain], passes: Sequence[Tensor]) -> list[Chain]:
         """The chains, with log-probabilities; ``passes``: the logits of all passes."""
-        if self.takes_best and passes:
+        if self._near is None and not self._sample and passes:
             # All at once: the passes take about as long as a call for each.
             scores = self._transform.top(torch.cat(list(passes)), 1)[1][:, 0]
             for chain in chains:
