@@ -89,12 +89,11 @@ class Best:
         writer.declare_floats("temperature", [1])
 
     def write(self, writer: GraphWriter, logits: str) -> str:
-        """See ``Choice``; outputs ``logprob`` float32[1, 1]."""
+        """See ``Choice``; outputs ``logprob`` float32[1, 1, 1]."""
         best = writer.op("ArgMax", logits, axis=-1)
         scores = writer.op("LogSoftmax", writer.op("Div", logits, "temperature"), axis=-1)
         found = writer.op("GatherElements", scores, best, axis=-1)
-        flat = writer.op("Squeeze", found, writer.constant("last", [-1]))
-        writer.output(f"logprob{writer.suffix}", flat, [1, 1])
+        writer.output(f"logprob{writer.suffix}", found, [1, 1, 1])
         return best
 
     def shared(self) -> Arrays:
@@ -103,7 +102,7 @@ class Best:
 
     def outputs(self, num_passes: int) -> Arrays:
         """``logprob``."""
-        return {"logprob": np.zeros((num_passes, 1), np.float32)}
+        return {"logprob": np.zeros((num_passes, 1, 1), np.float32)}
 
     def read(
         self,
@@ -114,7 +113,7 @@ class Best:
         """See ``Choice``."""
         (logprobs,) = outputs
         check_finite(logprobs)
-        return np.minimum(logprobs[:, 0], 0.0, dtype=np.float64), None
+        return np.minimum(logprobs[:, 0, 0], 0.0, dtype=np.float64), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +142,16 @@ class Drawn:
         writer.declare_indices("count", [1])
 
     def write(self, writer: GraphWriter, logits: str) -> str:
-        """See ``Choice``; input ``draw`` float64[1], outputs ``ids`` and ``weights`` [1, K]."""
+        """See ``Choice``; input ``draw`` float64[1], outputs ``ids`` and ``weights`` [1, 1, K]."""
         op, suffix = writer.op, writer.suffix
-        first, last = writer.constant("first", [0]), writer.constant("last", [-1])
+        last = writer.constant("last", [-1])
         draw = writer.declare_doubles(f"draw{suffix}", [1])
         names = [f"top{suffix}", f"top_ids{suffix}"]
         values, ids = writer.ops("TopK", [logits, "count"], names, axis=-1)
-        values = writer.to_double(values)
-        below = op("Sub", values, op("Gather", values, first, axis=-1))
-        weights = op("Exp", op("Div", below, "temperature"))
+        weights = op("Softmax", op("Div", writer.to_double(values), "temperature"), axis=-1)
         # The mass of a token and all that are less probable, summed from the least probable one.
         mass = op("CumSum", weights, last, reverse=1)
-        cut = op("Mul", op("Gather", mass, first, axis=-1), "cut_share")
-        weights = op("Mul", weights, writer.to_double(op("Greater", mass, cut)))
+        weights = op("Mul", weights, writer.to_double(op("Greater", mass, "cut_share")))
         names = [f"ids_in_order{suffix}", f"order{suffix}"]
         ids, order = writer.ops("TopK", [ids, "count"], names, axis=-1, largest=0)
         weights = op("GatherElements", weights, order, axis=-1)
@@ -163,8 +159,8 @@ class Drawn:
         threshold = op("Mul", op("Gather", cdf, last, axis=-1), draw)
         above = writer.to_double(op("Greater", cdf, threshold))
         column = op("ArgMax", above, axis=-1)  # the first of the largest: of those above
-        writer.output_indices(f"ids{suffix}", op("Squeeze", ids, first), [1, "K"])
-        writer.output_doubles(f"weights{suffix}", op("Squeeze", weights, first), [1, "K"])
+        writer.output_indices(f"ids{suffix}", ids, [1, 1, "K"])
+        writer.output_doubles(f"weights{suffix}", weights, [1, 1, "K"])
         return op("GatherElements", ids, column, axis=-1)
 
     def shared(self) -> Arrays:
@@ -177,14 +173,14 @@ class Drawn:
 
     def outputs(self, num_passes: int) -> Arrays:
         """``ids`` and ``weights``."""
-        shape = num_passes, self.top_k
+        shape = num_passes, 1, self.top_k
         return {"ids": np.zeros(shape, np.int64), "weights": np.zeros(shape)}
 
     def read(
         self, tokens: IntArray, outputs: Sequence[Array], vocab_size: int
     ) -> tuple[FloatArray, SupportProbs]:
         """See ``Choice``."""
-        ids, weights = outputs
+        ids, weights = (array[:, 0] for array in outputs)
         total = weights.cumsum(axis=1)[:, -1:]
         check_finite(total)
         probs = weights / total
