@@ -10,6 +10,7 @@ Shape letters: R rows of the first pass, S passes, K tokens kept by top-k.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
@@ -32,6 +33,7 @@ MAX_FIRST_ROWS = 4
 """Largest R: without packed weights, passes over many rows take longer than others."""
 
 _MAX_PASSES = 8  # of one graph; longer chains take several calls
+_RARE = 32  # chains of a length that is no longer than others, before it gets its own session
 _CALLS = 64  # sizes and choices whose arrays are kept
 
 
@@ -98,9 +100,11 @@ def build_chain_graph(
 
 
 class OnnxChains:
-    """Drafts chains of one model; sessions are made at the first call of each length.
+    """Drafts chains of one model.
 
-    They share one copy of the weights, beside that of ``OnnxPasses``.
+    A session is made at the first call of a length that is longer than all before; others take
+    several calls at first, because the last chains of requests have many lengths and a session
+    takes some 50 ms to make. Sessions share one copy of the weights, beside that of ``OnnxPasses``.
     """
 
     def __init__(self, model: PreTrainedModel, options: Mapping[int, ScoreOptions]) -> None:
@@ -110,6 +114,7 @@ class OnnxChains:
         self._weights: dict[str, Array] = {}
         self._sessions: dict[tuple[type[Choice], int], Any] = {}  # by kind and number of passes
         self._calls: dict[tuple[Choice, int, int], _Call] = {}  # by choice, R and S
+        self._rare: Counter[tuple[type[Choice], int]] = Counter()  # chains without a session
 
     def run(
         self,
@@ -147,7 +152,7 @@ class OnnxChains:
         tokens = np.empty(num_passes, np.int64)
         parts: list[list[Array]] = []
         while start < num_passes:
-            num = min(num_passes - start, _MAX_PASSES)
+            num = self._length(type(choice), min(num_passes - start, _MAX_PASSES), not start)
             call = self._calls.get((choice, first, num))
             if call is None:
                 call = self._new_call(choice, first, num)
@@ -166,6 +171,16 @@ class OnnxChains:
         if len(parts) == 1:
             return tokens, parts[0]
         return tokens, [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+
+    def _length(self, kind: type[Choice], wanted: int, is_first: bool) -> int:
+        """Passes of the next call, which is a chain's first or not; at most ``wanted``."""
+        if (kind, wanted) in self._sessions:
+            return wanted
+        made = [length for of, length in self._sessions if of is kind]
+        self._rare[kind, wanted] += is_first
+        if wanted > max(made, default=0) or self._rare[kind, wanted] > _RARE:
+            return wanted
+        return max((length for length in made if length < wanted), default=1)
 
     def _new_call(self, choice: Choice, num_first: int, num_passes: int) -> _Call:
         if len(self._calls) >= _CALLS:

@@ -260,6 +260,24 @@ def test_a_chain_of_numbers_that_are_not_finite_is_an_error() -> None:
         runner.whole_chain(rows, 2, Best(float("nan")), NO_DRAWS)
 
 
+def test_rare_lengths_get_no_session_of_their_own() -> None:
+    """The last chains of requests have many; making a session takes longer than many passes."""
+    runner = _runner(chains=True)
+    chains = runner.onnx._chains
+
+    def lengths() -> list[int]:
+        return sorted(length for _, length in chains._sessions)
+
+    draws = np.zeros(8)
+    assert not lengths()
+    for num, expected in ((4, [4]), (3, [1, 4]), (2, [1, 4]), (6, [1, 4, 6]), (3, [1, 4, 6])):
+        _drawn(runner, Drawn(1.0, 3, 1.0), draws, num)
+        assert lengths() == expected
+    for _ in range(40):
+        _drawn(runner, Drawn(1.0, 3, 1.0), draws, 3)
+    assert lengths() == [1, 3, 4, 6]
+
+
 def test_calls_of_one_length_share_a_session() -> None:
     runner = _runner(chains=True)
     for temperature in (1.0, 1.0, 2.0):
