@@ -1,9 +1,10 @@
 """Whole chains of a draft model in one call of ONNX Runtime.
 
 One graph is several passes of a draft model, of which each reads the token that was chosen by the
-logits of the one before: all passes of a chain run without Python in between. All sessions and
-passes read the weights as they lie in memory; packed copies per pass would take the caches from
-each other.
+logits of the one before: all passes of a chain run without Python in between. They read one copy of
+the weights, which is not packed: packed ones, per pass, would take the caches from each other.
+Every session has its own copy, so that this is for small drafts: with large ones the time between
+passes does not count.
 
 Shape letters: R rows of the first pass, S passes, K tokens kept by top-k.
 """
@@ -32,6 +33,9 @@ from specdec.types import FloatArray, IntArray
 MAX_FIRST_ROWS = 4
 """Largest R: without packed weights, passes over many rows take longer than others."""
 
+MAX_BYTES = 256 << 20
+"""Weights of all sessions of a model."""
+
 _MAX_PASSES = 8  # of one graph; longer chains take several calls
 _RARE = 32  # chains of a length that is no longer than others, before it gets its own session
 _CALLS = 64  # sizes and choices whose arrays are kept
@@ -52,12 +56,16 @@ class WholeChain:
     probs: SupportProbs | None
 
 
+def num_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a model's weights in float32, which its graph reads."""
+    return sum(4 * parameter.numel() for parameter in model.parameters())
+
+
 def build_chain_graph(
     model: PreTrainedModel,
     options: Mapping[int, ScoreOptions],
     choice: Choice,
     num_passes: int,
-    weights: dict[str, Array],
 ) -> Graph:
     """Writes passes of a whole model, each over the token after the pass before, as one graph.
 
@@ -74,10 +82,9 @@ def build_chain_graph(
         options: layer -> scaling of its attention.
         choice: of the tokens.
         num_passes: S.
-        weights: of earlier graphs of this model, which are read again; new ones are added.
     """
     config, rotary = model.config.get_text_config(), model.base_model.rotary_emb
-    writer = GraphWriter(config, rotary, options, weights=weights, masked=False)  # type: ignore[arg-type]
+    writer = GraphWriter(config, rotary, options, masked=False)  # type: ignore[arg-type]
     table = writer.weight("embeddings", model.get_input_embeddings().weight)
     output = model.get_output_embeddings()
     assert isinstance(output, nn.Linear)
@@ -104,14 +111,15 @@ class OnnxChains:
 
     A session is made at the first call of a length that is longer than all before; others take
     several calls at first, because the last chains of requests have many lengths and a session
-    takes some 50 ms to make. Sessions share one copy of the weights, beside that of ``OnnxPasses``.
+    takes some 50 ms to make. All have ``MAX_BYTES`` of weights in total; beyond these only sessions
+    of one pass are made.
     """
 
     def __init__(self, model: PreTrainedModel, options: Mapping[int, ScoreOptions]) -> None:
         """Makes no session yet; arguments as of ``build_chain_graph``."""
         self._model, self._options = model, options
         self._vocab_size: int = model.config.get_text_config().vocab_size
-        self._weights: dict[str, Array] = {}
+        self._max_sessions = MAX_BYTES // num_bytes(model)
         self._sessions: dict[tuple[type[Choice], int], Any] = {}  # by kind and number of passes
         self._calls: dict[tuple[Choice, int, int], _Call] = {}  # by choice, R and S
         self._rare: Counter[tuple[type[Choice], int]] = Counter()  # chains without a session
@@ -178,7 +186,9 @@ class OnnxChains:
             return wanted
         made = [length for of, length in self._sessions if of is kind]
         self._rare[kind, wanted] += is_first
-        if wanted > max(made, default=0) or self._rare[kind, wanted] > _RARE:
+        if len(self._sessions) < self._max_sessions and (
+            wanted > max(made, default=0) or self._rare[kind, wanted] > _RARE
+        ):
             return wanted
         return max((length for length in made if length < wanted), default=1)
 
@@ -188,7 +198,7 @@ class OnnxChains:
         key = type(choice), num_passes
         session = self._sessions.get(key)
         if session is None:
-            graph = build_chain_graph(self._model, self._options, choice, num_passes, self._weights)
+            graph = build_chain_graph(self._model, self._options, choice, num_passes)
             session = self._sessions[key] = new_session(graph, prepack=False)
         call = _Call(session, choice, num_first, num_passes)
         self._calls[choice, num_first, num_passes] = call

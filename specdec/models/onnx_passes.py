@@ -18,7 +18,7 @@ from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.errors import UserError
 from specdec.models.captured import RunnerOutput
-from specdec.models.onnx_chains import OnnxChains, WholeChain
+from specdec.models.onnx_chains import MAX_BYTES, OnnxChains, WholeChain, num_bytes
 from specdec.models.onnx_choices import Choice
 from specdec.models.onnx_graph import build_graph
 from specdec.models.onnx_session import Array, CacheSession, Memory, problem, refuse_wrong
@@ -36,8 +36,9 @@ class OnnxPasses:
     """Runs every pass of one slice in an ONNX Runtime session, one request after another.
 
     Attributes:
-        runs_chains: whether it has ``chain`` and ``whole_chain``: of whole models without sliding
-            windows.
+        runs_chains: whether it has ``chain``: of whole models without sliding windows.
+        runs_whole_chains: whether it has ``whole_chain``: of those that are small enough for some
+            copies of their weights.
         gives_tops: whether it has ``top``: of slices with the output head.
     """
 
@@ -85,7 +86,8 @@ class OnnxPasses:
         windows = {option.window for option in options.values()}
         self._session = CacheSession(graph, windows)
         self.runs_chains = is_first and is_last and windows == {None}
-        self._chains = OnnxChains(model, options) if self.runs_chains else None
+        self.runs_whole_chains = self.runs_chains and 4 * num_bytes(model) <= MAX_BYTES
+        self._chains = OnnxChains(model, options) if self.runs_whole_chains else None
         self.gives_tops = is_last
         self._tops: OnnxTops | None = None  # made at the first use
 
@@ -154,7 +156,7 @@ class OnnxPasses:
         timed: Callable[[float, int], None],
     ) -> WholeChain:
         """Drafts a chain; see ``OnnxChains.run``."""
-        assert self._chains is not None, "runs_chains is true"
+        assert self._chains is not None, "runs_whole_chains is true"
         return self._chains.run(rows, num_first, choice, draws, timed)
 
     def top(

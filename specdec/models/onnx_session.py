@@ -274,8 +274,8 @@ def new_session(graph: Graph, *, prepack: bool = True) -> Any:
 
     Args:
         graph: its model and weights.
-        prepack: whether to copy the weights to a layout in which several rows take less time; else
-            the session reads the arrays of ``graph.weights``.
+        prepack: whether every node copies its weights to a layout in which several rows take less
+            time; else nodes with the same weights share them.
     """
     import onnxruntime
 

@@ -60,8 +60,7 @@ class ModelRunner:
         spec: shape and type of its caches.
         static: its captured passes; None if ``execution.graphs`` is off.
         onnx: its passes in ONNX Runtime; None with ``execution.backend`` eager.
-        runs_chains: whether it has ``chain`` and ``whole_chain``.
-        gives_tops: whether it has ``top``.
+        runs_chains, runs_whole_chains, gives_tops: has ``chain``, ``whole_chain``, ``top``.
         exact: its exact passes; None unless ``execution.exact``.
         vocab_size, hidden_size, max_positions: of the model.
         dtype, device: of its weights.
@@ -137,6 +136,7 @@ class ModelRunner:
         self.onnx = self._onnx_passes() if execution.backend == "onnx" else None
         self.exact = self._exact_passes(config, group) if execution.exact else None
         self.runs_chains = self.onnx is not None and self.onnx.runs_chains
+        self.runs_whole_chains = self.onnx is not None and self.onnx.runs_whole_chains
         self.gives_tops = self.onnx is not None and self.onnx.gives_tops and self.is_first
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
@@ -219,7 +219,7 @@ class ModelRunner:
             num_first: number of first rows, from 1 to ``onnx_chains.MAX_FIRST_ROWS``.
             choice, draws: see ``OnnxChains.run``.
         """
-        assert self.onnx is not None, "runs_chains is true"
+        assert self.onnx is not None, "runs_whole_chains is true"
         timed = partial(self._meter.add, self.name)
         return self.onnx.whole_chain(rows, num_first, choice, draws, timed)
 

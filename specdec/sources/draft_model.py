@@ -90,6 +90,7 @@ class DraftModelSource:
         self.gives_probs = sample
         self._runner = runner
         self._runs_chains = getattr(runner, "runs_chains", False)
+        self._whole_chains = getattr(runner, "runs_whole_chains", False)
         self._gives_tops = getattr(runner, "gives_tops", False)
         self._work = Work(model)
         self._prefill_chunk = prefill_chunk
@@ -165,16 +166,16 @@ class DraftModelSource:
         ]
         growing = [chain for chain, work in zip(chains, works, strict=True) if len(work.slots)]
         choice = TokenChoice(transform, near=near, sample=self.gives_probs)
-        graph_choice = choice.in_graph(self._runner.vocab_size) if self._runs_chains else None
+        graph_choice = choice.in_graph(self._runner.vocab_size) if self._whole_chains else None
         passes: list[torch.Tensor] = []
         while growing:
-            repeats = len(growing) == 1 and self._runs_chains
-            if repeats and graph_choice and self._whole_chain(state, growing[0], graph_choice):
+            single = growing[0] if len(growing) == 1 else None
+            if single and graph_choice and self._whole_chain(state, single, graph_choice):
                 break
             if not passes:
                 logits = self._compute(state, [work for work in works if len(work.slots)])
-            elif repeats and growing[0].sees_all:
-                passes.append(self._single_chain(state, growing[0], choice))
+            elif single and self._runs_chains and single.sees_all:
+                passes.append(self._single_chain(state, single, choice))
                 break
             else:
                 logits = self._packed(state, [chain.rows() for chain in growing])

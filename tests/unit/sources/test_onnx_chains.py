@@ -15,8 +15,9 @@ import torch
 
 from specdec.clocks.meter import Meter
 from specdec.device import on_host
+from specdec.models import onnx_chains
 from specdec.models.execution import Execution
-from specdec.models.onnx_chains import MAX_FIRST_ROWS
+from specdec.models.onnx_chains import MAX_FIRST_ROWS, num_bytes
 from specdec.models.onnx_choices import Best, Drawn
 from specdec.models.runner import ModelRunner
 from specdec.policies import Chain
@@ -51,7 +52,8 @@ def _runner(*, chains: bool) -> ModelRunner:
     onnx = Execution(backend="onnx")
     runner = ModelRunner(model=model, name="draft", meter=Meter(), execution=onnx)
     assert runner.runs_chains
-    runner.runs_chains = chains
+    assert runner.runs_whole_chains
+    runner.runs_chains = runner.runs_whole_chains = chains
     return runner
 
 
@@ -276,6 +278,24 @@ def test_rare_lengths_get_no_session_of_their_own() -> None:
     for _ in range(40):
         _drawn(runner, Drawn(1.0, 3, 1.0), draws, 3)
     assert lengths() == [1, 3, 4, 6]
+
+
+def test_weights_of_sessions_are_limited(monkeypatch) -> None:
+    """Beyond the limit a chain takes calls of the sessions that exist, or of single passes."""
+    num = num_bytes(tiny_model(hidden_size=32))
+    draws = np.random.default_rng(0).random(8)
+    expected = [_drawn(_runner(chains=True), Drawn(1.0, 3, 1.0), draws, n)[0] for n in (4, 8)]
+    monkeypatch.setattr(onnx_chains, "MAX_BYTES", 2 * num)
+    runner = _runner(chains=True)
+    found = [_drawn(runner, Drawn(1.0, 3, 1.0), draws, n)[0] for n in (2, 4, 8, 4)]
+    for chain, other in zip(found[1:3], expected, strict=True):
+        assert chain.tokens.tolist() == other.tokens.tolist()
+    prompt = runner.new_cache(8).rows(prefix_tokens=np.array([1, 2]))
+    runner.whole_chain(prompt, 2, Best(1.0), NO_DRAWS)
+    assert [*runner.onnx._chains._sessions] == [(Drawn, 2), (Drawn, 4), (Best, 1)]
+    monkeypatch.setattr("specdec.models.onnx_passes.MAX_BYTES", 3 * num)
+    with pytest.raises(AssertionError):  # too few copies: passes are repeated
+        _runner(chains=True)
 
 
 def test_calls_of_one_length_share_a_session() -> None:
