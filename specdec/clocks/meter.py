@@ -43,12 +43,12 @@ class Meter:
         finally:
             self.add(name, perf_counter() - start)
 
-    def add(self, name: str, seconds: float) -> None:
-        """Counts one call of model ``name`` that took ``seconds`` and has just ended."""
+    def add(self, name: str, seconds: float, calls: int = 1) -> None:
+        """Counts calls of model ``name`` that took ``seconds`` in all and have just ended."""
         if self._began is None:
             self._began = perf_counter() - seconds
         self.model_s[name] += seconds
-        self.calls[name] += 1
+        self.calls[name] += calls
         if self.drafting:
             self.draft_s += seconds
 

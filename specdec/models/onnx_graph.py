@@ -33,7 +33,7 @@ _HEAD_SIZES = 16  # ONNX Runtime's rotary embeddings take multiples of it
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # tables of all positions exist
 _OPSET, _IR_VERSION = 18, 10
 _MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
-_FLOAT, _INT64, _INT32 = 1, 7, 6  # of onnx.TensorProto
+_FLOAT, _INT64, _INT32, _DOUBLE = 1, 7, 6, 11  # of onnx.TensorProto
 
 
 def mask_name(window: int | None) -> str:
@@ -131,21 +131,27 @@ class GraphWriter:
 
     Attributes:
         config: sizes of the attention, and the number of positions.
-        rotary: the module of the rotary embeddings.
-        options: layer of the graph -> scaling and window of its attention.
+        rotary: the module of the rotary embeddings; None in a graph without attention.
+        options: layer of the graph -> scaling and window of its attention. Default: none.
         weights, nodes, inputs, outputs, constants: collected so far.
-        hidden_names: outputs besides the logits, in order.
+        norms: id of a norm's module -> name of its weight.
+        hidden_names: outputs of float32 besides the logits, in order.
+        suffix: of the names of a pass's own inputs and outputs, in a graph of several passes.
+        masked: whether masks say what rows see; else they see all earlier slots.
     """
 
     config: PreTrainedConfig
-    rotary: Callable[..., Any]
-    options: Mapping[int, ScoreOptions]
+    rotary: Callable[..., Any] | None = None
+    options: Mapping[int, ScoreOptions] = field(default_factory=dict)
     weights: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     nodes: list[Any] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     constants: list[Any] = field(default_factory=list)
     hidden_names: list[str] = field(default_factory=list)
+    suffix: str = ""
+    masked: bool = True
+    norms: dict[int, str] = field(default_factory=dict)
 
     def op(self, kind: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
         """Adds a node with one output and returns the output's name."""
@@ -179,19 +185,39 @@ class GraphWriter:
         if name != "logits":
             self.hidden_names.append(name)
 
+    def output_indices(self, name: str, value: str, shape: Sequence[int | str]) -> None:
+        """The same for a value of int64, which is no hidden state."""
+        self.ops("Identity", [value], [name])
+        self.declare(self.outputs, name, _INT64, shape)
+
+    def output_doubles(self, name: str, value: str, shape: Sequence[int | str]) -> None:
+        """The same for a value of float64."""
+        self.ops("Identity", [value], [name])
+        self.declare(self.outputs, name, _DOUBLE, shape)
+
+    def to_double(self, value: str) -> str:
+        """The value in float64."""
+        return self.op("Cast", value, to=_DOUBLE)
+
     def declare_floats(self, name: str, shape: Sequence[int | str]) -> str:
         """Declares an input of float32."""
         return self.declare(self.inputs, name, _FLOAT, shape)
+
+    def declare_doubles(self, name: str, shape: Sequence[int | str]) -> str:
+        """Declares an input of float64."""
+        return self.declare(self.inputs, name, _DOUBLE, shape)
 
     def declare_indices(self, name: str, shape: Sequence[int | str]) -> str:
         """Declares an input of int64."""
         return self.declare(self.inputs, name, _INT64, shape)
 
-    def declare_rows(self) -> None:
-        """Declares the inputs of every pass but the caches of layers."""
-        self.declare_indices("positions", [1, "R"])
-        self.declare(self.inputs, "last_slot", _INT32, [1])
-        self.declare(self.inputs, "num_slots", _INT32, [1])
+    def declare_rows(self, rows: int | str = "R") -> None:
+        """Declares the inputs of every pass but the caches of layers; ``rows``: their number."""
+        self.declare_indices(f"positions{self.suffix}", [1, rows])
+        self.declare(self.inputs, f"last_slot{self.suffix}", _INT32, [1])
+        self.declare(self.inputs, f"num_slots{self.suffix}", _INT32, [1])
+        if not self.masked:
+            return
         for window in dict.fromkeys(option.window for option in self.options.values()):
             self.declare_floats(mask_name(window), [1, 1, "R", "N"])
 
@@ -203,8 +229,9 @@ class GraphWriter:
 
     def linear(self, name: str, parts: Sequence[nn.Linear], value: str) -> str:
         """One product with the weights of several layers that read the same value, side by side."""
-        matrix = torch.cat([part.weight for part in parts]).T
-        product = self.op("MatMul", value, self.weight(f"{name}.weight", matrix))
+        if f"{name}.weight" not in self.weights:
+            self.weight(f"{name}.weight", torch.cat([part.weight for part in parts]).T)
+        product = self.op("MatMul", value, f"{name}.weight")
         if parts[0].bias is None:
             return product
         bias = torch.cat([part.bias for part in parts])
@@ -213,7 +240,8 @@ class GraphWriter:
     def norm(self, module: nn.Module, value: str, update: str | None) -> tuple[str, str]:
         """Root-mean-square norm of ``value + update``; returns it and the sum."""
         weight: Tensor = module.weight  # type: ignore[assignment]
-        name, eps = self.weight(f"norm{len(self.nodes)}.weight", weight), float(epsilon(module))
+        name = self.norms.setdefault(id(module), f"norm{len(self.norms)}.weight")
+        name, eps = self.weight(name, weight), float(epsilon(module))
         if update is None:
             out = self.op("SimplifiedLayerNormalization", value, name, axis=-1, epsilon=eps)
             return out, value
@@ -252,20 +280,22 @@ class GraphWriter:
             query = self.head_norm(attention.q_norm, query, heads, size)
             key = self.head_norm(attention.k_norm, key, groups, size)
         shape = [1, groups, "C", size]
-        past = [
-            self.declare(self.inputs, f"past_{name}_{index}", _FLOAT, shape)
-            for name in ("keys", "values")
-        ]
+        past = [f"past_{name}_{index}" for name in ("keys", "values")]
+        if past[0] not in {known.name for known in self.inputs}:
+            for name in past:
+                self.declare(self.inputs, name, _FLOAT, shape)
+        own = self.suffix
         new = [
-            self.declare(self.outputs, f"{name}_{index}", _FLOAT, shape)
+            self.declare(self.outputs, f"{name}_{index}{own}", _FLOAT, shape)
             for name in ("keys", "values")
         ]
-        cos, sin = self.rotary_tables()
-        mask = mask_name(options.window)
+        slots = [f"last_slot{own}", f"num_slots{own}"]
+        places = [*self.rotary_tables(), f"positions{own}"]
+        masks = [mask_name(options.window)] if self.masked else []
         return self.ops(
             "GroupQueryAttention",
-            [query, key, values, *past, "last_slot", "num_slots", cos, sin, "positions", mask],
-            [f"attended_{index}", *new],
+            [query, key, values, *past, *slots, *places, *masks],
+            [f"attended_{index}{own}", *new],
             _MICROSOFT,
             num_heads=heads,
             kv_num_heads=groups,
@@ -296,6 +326,7 @@ class GraphWriter:
     def rotary_tables(self) -> tuple[str, str]:
         """Cosines and sines of all positions, [positions, D / 2] each."""
         if "cosines" not in self.weights:
+            assert self.rotary is not None, "attention needs rotary embeddings"
             places = torch.arange(self.config.max_position_embeddings)[None]
             with torch.inference_mode():
                 tables = self.rotary(torch.zeros(1), places)

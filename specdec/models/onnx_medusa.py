@@ -70,14 +70,9 @@ class OnnxMedusa:
         return torch.from_numpy(found)
 
 
-def _writer(target: PreTrainedModel) -> GraphWriter:
-    config, rotary = target.config.get_text_config(), target.base_model.rotary_emb
-    return GraphWriter(config, rotary, {})  # type: ignore[arg-type]
-
-
 def _head_graph(target: PreTrainedModel, head: HeadWeights) -> Graph:
     """From ``hidden`` [R, E] to the head's logits [R, V], or to what the target's head reads."""
-    writer = _writer(target)
+    writer = GraphWriter(target.config.get_text_config())
     size = target.config.get_text_config().hidden_size
     value, _ = writer.norm(head.norm, writer.declare_floats("hidden", ["R", size]), None)
     if head.block is not None:
@@ -93,7 +88,7 @@ def _head_graph(target: PreTrainedModel, head: HeadWeights) -> Graph:
 
 def _output_graph(target: PreTrainedModel) -> Graph:
     """The target's output head."""
-    writer = _writer(target)
+    writer = GraphWriter(target.config.get_text_config())
     size = target.config.get_text_config().hidden_size
     output = target.get_output_embeddings()
     assert isinstance(output, nn.Linear)

@@ -18,9 +18,12 @@ from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.errors import UserError
 from specdec.models.captured import RunnerOutput
+from specdec.models.onnx_chains import MAX_BYTES, OnnxChains, WholeChain, num_bytes
+from specdec.models.onnx_choices import Choice
 from specdec.models.onnx_graph import build_graph
 from specdec.models.onnx_session import Array, CacheSession, Memory, problem, refuse_wrong
-from specdec.types import HiddenName, IntArray
+from specdec.models.onnx_tops import OnnxTops
+from specdec.types import FloatArray, HiddenName, IntArray
 
 Run = Callable[[Sequence[Rows], Tensor | None, IntArray | None, bool], RunnerOutput]
 """A way to run a pass, with the arguments of ``OnnxPasses.run``."""
@@ -34,6 +37,9 @@ class OnnxPasses:
 
     Attributes:
         runs_chains: whether it has ``chain``: of whole models without sliding windows.
+        runs_whole_chains: whether it has ``whole_chain``: of those that are small enough for some
+            copies of their weights.
+        gives_tops: whether it has ``top``: of slices with the output head.
     """
 
     def __init__(
@@ -80,6 +86,10 @@ class OnnxPasses:
         windows = {option.window for option in options.values()}
         self._session = CacheSession(graph, windows)
         self.runs_chains = is_first and is_last and windows == {None}
+        self.runs_whole_chains = self.runs_chains and 4 * num_bytes(model) <= MAX_BYTES
+        self._chains = OnnxChains(model, options) if self.runs_whole_chains else None
+        self.gives_tops = is_last
+        self._tops: OnnxTops | None = None  # made at the first use
 
     def run(
         self,
@@ -137,6 +147,41 @@ class OnnxPasses:
                 rows.tokens[i + 1] = token
         return logits
 
+    def whole_chain(
+        self,
+        rows: Rows,
+        num_first: int,
+        choice: Choice,
+        draws: FloatArray,
+        timed: Callable[[float, int], None],
+    ) -> WholeChain:
+        """Drafts a chain; see ``OnnxChains.run``."""
+        assert self._chains is not None, "runs_whole_chains is true"
+        return self._chains.run(rows, num_first, choice, draws, timed)
+
+    def top(
+        self,
+        rows: Rows,
+        logits_rows: IntArray | None,
+        k: int,
+        temperature: float,
+        timed: Callable[[float], None],
+    ) -> tuple[IntArray, FloatArray]:
+        """Runs a pass of a model's first slice; returns its most probable tokens.
+
+        Args:
+            rows: of one request.
+            logits_rows: int64[A], A >= 1; None: every row.
+            k, temperature: as of ``OnnxTops.run``, whose results are returned.
+            timed: called with the seconds of the pass, without those of the search.
+        """
+        start = perf_counter()
+        memory = self._pass(rows, None, logits_rows)
+        timed(perf_counter() - start)
+        if self._tops is None:
+            self._tops = OnnxTops()
+        return self._tops.run(memory, k, temperature)
+
     def _runner_output(self, logits: Tensor | None, states: Sequence[Tensor]) -> RunnerOutput:
         captured = {name: states[i] for name, i in self._captured}
         return RunnerOutput(hidden=states[0], logits=logits, captured=captured)
@@ -187,6 +232,12 @@ class OnnxPasses:
         Returns:
             The logits [A, V], without entries where the slice is not the last; the states [R, E].
         """
+        found = self._pass(rows, hidden, logits_rows).results()
+        logits = found.pop() if self._is_last else torch.empty(0)
+        return logits, found
+
+    def _pass(self, rows: Rows, hidden: Tensor | None, logits_rows: IntArray | None) -> Memory:
+        """One session call, arguments as of ``_run_one``; returns the memory of its results."""
         num_logits = None if logits_rows is None else len(logits_rows)
         memory = self._session.memory((len(rows), num_logits))
         if memory is None:
@@ -199,9 +250,7 @@ class OnnxPasses:
         if self._is_last and logits_rows is not None:
             into["logits_rows"][:] = logits_rows
         self._session.run(rows, memory)
-        found = memory.results()
-        logits = found.pop() if self._is_last else torch.empty(0)
-        return logits, found
+        return memory
 
     def _new_memory(self, num_rows: int, num_logits: int | None) -> Memory:
         """Memory for the inputs and outputs of passes of R rows and A logits rows (None: all)."""

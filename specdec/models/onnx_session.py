@@ -6,8 +6,8 @@ Shape letters: R rows of one request, n slots in use after the pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 from weakref import finalize
@@ -76,7 +76,9 @@ class CacheSession:
         """
         self._session = new_session(graph)
         self._windows = [(mask_name(window), window) for window in dict.fromkeys(windows)]
-        self._bindings: dict[int, _Bound] = {}  # id of a live cache -> its binding
+        self._last_slot, self._num_slots = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        slots = {"last_slot": self._last_slot, "num_slots": self._num_slots}
+        self._bindings = Bindings(self._session, inputs=slots)
         self._memories: dict[Key, Memory] = {}
         self._flat: dict[str, Array] = {}  # name -> memory of ``shared_array``
         self._zeros = np.zeros(1, np.float32)
@@ -116,16 +118,16 @@ class CacheSession:
     def run(self, rows: Rows, memory: Memory) -> None:
         """Runs one pass over at least one row, from and to the arrays of ``memory``."""
         num_rows, end = len(rows), rows.end
-        bound, done = self._with_memory(rows, memory)
-        memory.positions[0] = rows.positions
-        bound.last_slot[0], bound.num_slots[0] = end - 1, end
+        binding, done = self._with_memory(rows, memory)
+        memory.inputs["positions"][0] = rows.positions
+        self._last_slot[0], self._num_slots[0] = end - 1, end
         for name, window in self._windows:
             mask = host_mask(rows, window)
             # Without a mask every row sees what the causal order allows.
             dense = self._no_mask(num_rows * end) if mask is None else mask
             # Without a copy; the binding keeps the array.
-            bound.binding.bind_cpu_input(name, dense.reshape(1, 1, num_rows, end))
-        self._session.run_with_iobinding(bound.binding)
+            binding.bind_cpu_input(name, dense.reshape(1, 1, num_rows, end))
+        self._session.run_with_iobinding(binding)
         done()
 
     def repeated(self, rows: Rows, memory: Memory) -> Callable[[int], None]:
@@ -139,16 +141,17 @@ class CacheSession:
             row number -> None: runs its pass from and to the arrays of ``memory``. Each number
             must be called once, in order.
         """
-        bound, done = self._with_memory(rows, memory)
-        binding, run = bound.binding, self._session.run_with_iobinding
+        binding, done = self._with_memory(rows, memory)
+        run, places = self._session.run_with_iobinding, memory.inputs["positions"]
+        last_slot, num_slots = self._last_slot, self._num_slots
         ((mask, _),) = self._windows
         positions, start, last = rows.positions, rows.start, len(rows) - 1
         zeros = self._no_mask(rows.end)
 
         def run_row(number: int) -> None:
             end = start + number + 1
-            memory.positions[0, 0] = positions[number]
-            bound.last_slot[0], bound.num_slots[0] = end - 1, end
+            places[0, 0] = positions[number]
+            last_slot[0], num_slots[0] = end - 1, end
             binding.bind_cpu_input(mask, zeros[:end].reshape(1, 1, 1, end))
             run(binding)
             if number == last:
@@ -156,50 +159,79 @@ class CacheSession:
 
         return run_row
 
-    def _with_memory(self, rows: Rows, memory: Memory) -> tuple[_Bound, Callable[[], None]]:
+    def _with_memory(self, rows: Rows, memory: Memory) -> tuple[Any, Callable[[], None]]:
         """The binding of the rows' request to ``memory``, and what to call after the passes."""
         keys_values, done = rows.cache.buffers(rows)
-        bound = self._bound(rows.cache, keys_values)
-        if bound.memory is not memory:
-            memory.bind(bound.binding)
-            bound.memory = memory
-        return bound, done
+        return self._bindings.of(rows.cache, keys_values, memory), done
 
     def _no_mask(self, size: int) -> Array:
         if len(self._zeros) < size:
             self._zeros = np.zeros(2 * size, np.float32)
         return self._zeros[:size]
 
-    def _bound(self, cache: TreeCache, keys_values: Tensor) -> _Bound:
-        """The binding of a request, with its keys and values; a new one where they have moved."""
-        known = self._bindings.get(id(cache))
-        if known is not None and known.keys_values is keys_values:
-            return known
-        if known is None:
+
+class Bindings:
+    """Bindings of a session's inputs and outputs, one per live cache."""
+
+    def __init__(
+        self,
+        session: Any,
+        suffixes: Sequence[str] = ("",),
+        inputs: Mapping[str, Array] | None = None,
+    ) -> None:
+        """Starts without any.
+
+        Args:
+            session: whose inputs ``past_keys_0`` and so on are caches, as are its outputs.
+            suffixes: of the names of those outputs, one per pass of the session's graph.
+            inputs: name -> array that all bindings read. Default: none.
+        """
+        self._session, self._suffixes = session, suffixes
+        self._inputs = [(name, _value(array)) for name, array in (inputs or {}).items()]
+        self._bound: dict[int, _Bound] = {}  # id of a live cache -> its binding
+
+    def of(self, cache: TreeCache, keys_values: Tensor, memory: Memory) -> Any:
+        """The binding of a request, from and to its keys and values and the arrays of ``memory``.
+
+        Args:
+            cache: of the request.
+            keys_values: as of ``TreeCache.buffers``.
+            memory: every other input and output.
+        """
+        bound = self._bound.get(id(cache))
+        if bound is None:
             # Cheaper for every pass than a weak mapping, which makes a reference per look-up.
-            finalize(cache, self._bindings.pop, id(cache), None).atexit = False
+            finalize(cache, self._bound.pop, id(cache), None).atexit = False
+        if bound is None or bound.keys_values is not keys_values:  # new, or moved
+            bound = self._bound[id(cache)] = self._new(keys_values)
+        if bound.memory is not memory:
+            memory.bind(bound.binding)
+            bound.memory = memory
+        return bound.binding
+
+    def _new(self, keys_values: Tensor) -> _Bound:
         binding = self._session.io_binding()
+        for name, value in self._inputs:
+            binding.bind_ortvalue_input(name, value)
         for i, tensor in enumerate(keys_values.numpy()):
             name, value = f"{('keys', 'values')[i % 2]}_{i // 2}", _value(tensor)
             binding.bind_ortvalue_input(f"past_{name}", value)
-            binding.bind_ortvalue_output(name, value)
-        bound = _Bound(keys_values=keys_values, binding=binding)
-        binding.bind_cpu_input("last_slot", bound.last_slot)
-        binding.bind_cpu_input("num_slots", bound.num_slots)
-        self._bindings[id(cache)] = bound
-        return bound
+            for suffix in self._suffixes:
+                binding.bind_ortvalue_output(f"{name}{suffix}", value)
+        return _Bound(keys_values=keys_values, binding=binding)
 
 
 class Memory:
     """Arrays of a session's inputs and outputs for passes of some sizes, and how to bind them.
 
     Attributes:
-        inputs, outputs: name -> array; written before, and copied after every pass.
-        positions: int64[1, R], the input that every graph has.
+        inputs, outputs: name -> array; written before, and read after every pass.
+        tops: number of tokens -> what ``onnx_tops`` has bound to the logits.
     """
 
     def __init__(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
-        self.inputs, self.outputs, self.positions = inputs, outputs, inputs["positions"]
+        self.inputs, self.outputs = inputs, outputs
+        self.tops: dict[int, Any] = {}
         self._inputs = [(name, _value(array)) for name, array in inputs.items()]
         self._outputs = [(name, _value(array)) for name, array in outputs.items()]
 
@@ -223,14 +255,11 @@ class _Bound:
         keys_values: the tensor that is bound.
         binding: of the session's inputs and outputs.
         memory: the other inputs and outputs that are bound; None before the first pass.
-        last_slot, num_slots: int32[1], bound inputs that every pass sets.
     """
 
     keys_values: Tensor
     binding: Any
     memory: Memory | None = None
-    last_slot: Array = field(default_factory=lambda: np.zeros(1, np.int32))
-    num_slots: Array = field(default_factory=lambda: np.zeros(1, np.int32))
 
 
 def _value(array: Array) -> Any:
@@ -240,8 +269,14 @@ def _value(array: Array) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
-def new_session(graph: Graph) -> Any:
-    """A session on the CPU, with as many threads as torch uses now."""
+def new_session(graph: Graph, *, prepack: bool = True) -> Any:
+    """A session on the CPU, with as many threads as torch uses now.
+
+    Args:
+        graph: its model and weights.
+        prepack: whether every node copies its weights to a layout in which several rows take less
+            time; else nodes with the same weights share them.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -250,6 +285,8 @@ def new_session(graph: Graph) -> Any:
     # Waiting threads would take a core from the other processes and threads of a run.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
+    if not prepack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in graph.weights.values()]
     options.add_external_initializers(list(graph.weights), values)
     return onnxruntime.InferenceSession(graph.model, options, providers=["CPUExecutionProvider"])

@@ -36,18 +36,19 @@ from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.exact_modules import use_exact_modules
 from specdec.models.exact_passes import ExactPasses, Slice
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, pack_weights, prepare
+from specdec.models.family_check import NUM_TOKENS, compare_with_transformers
 from specdec.models.inspection import CERTIFIED
+from specdec.models.onnx_chains import WholeChain
+from specdec.models.onnx_choices import Choice
 from specdec.models.onnx_passes import OnnxPasses
 from specdec.models.probe import Probe
 from specdec.models.row_counts import Setting, eager_operators
 from specdec.models.slicing import check_slice, layers_name, slice_model
 from specdec.tensor_parallel.collective import Collective
-from specdec.types import HiddenName, IntArray
+from specdec.types import FloatArray, HiddenName, IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
 """``logits_rows`` of a pass without logits, such as prefill."""
-
-_SAMPLE = 8  # tokens on which an untested family is compared with transformers
 
 
 class ModelRunner:
@@ -60,7 +61,7 @@ class ModelRunner:
         spec: shape and type of its caches.
         static: its captured passes; None if ``execution.graphs`` is off.
         onnx: its passes in ONNX Runtime; None with ``execution.backend`` eager.
-        runs_chains: whether it has ``chain``.
+        runs_chains, runs_whole_chains, gives_tops: has ``chain``, ``whole_chain``, ``top``.
         exact: its exact passes; None unless ``execution.exact``.
         vocab_size, hidden_size, max_positions: of the model.
         dtype, device: of its weights.
@@ -136,9 +137,14 @@ class ModelRunner:
         self.onnx = self._onnx_passes() if execution.backend == "onnx" else None
         self.exact = self._exact_passes(config, group) if execution.exact else None
         self.runs_chains = self.onnx is not None and self.onnx.runs_chains
+        self.runs_whole_chains = self.onnx is not None and self.onnx.runs_whole_chains
+        self.gives_tops = self.onnx is not None and self.onnx.gives_tops and self.is_first
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
-            self._compare_with(model)
+            meter, self._meter = self._meter, Meter()
+            cache = self.new_cache(NUM_TOKENS)
+            compare_with_transformers(model, cache, lambda rows: self.forward([rows]).logits)
+            self._meter = meter
 
     def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
         """Returns an empty cache for one request.
@@ -202,6 +208,38 @@ class ModelRunner:
         """
         assert self.onnx is not None, "runs_chains is true"
         return self.onnx.chain(rows, choose, partial(self._meter.add, self.name))
+
+    def whole_chain(
+        self, rows: Rows, num_first: int, choice: Choice, draws: FloatArray
+    ) -> WholeChain:
+        """Runs a pass over the first rows, then one per row, over the token that was chosen.
+
+        Args:
+            rows: each of which sees all slots before its own; the tokens of the first rows are
+                known, those of the others are written here.
+            num_first: number of first rows, from 1 to ``onnx_chains.MAX_FIRST_ROWS``.
+            choice, draws: see ``OnnxChains.run``.
+        """
+        assert self.onnx is not None, "runs_whole_chains is true"
+        timed = partial(self._meter.add, self.name)
+        return self.onnx.whole_chain(rows, num_first, choice, draws, timed)
+
+    def top(
+        self, rows: Rows, logits_rows: IntArray | None, k: int, temperature: float
+    ) -> tuple[IntArray, FloatArray]:
+        """Runs a pass of one request; returns the most probable tokens instead of the logits.
+
+        Args:
+            rows, logits_rows: as of ``forward``; at least one row with logits.
+            k: tokens per row, reduced to at most V.
+            temperature: of the log-probabilities, above 0.
+
+        Returns:
+            As ``SamplingTransform.top``: int64 and float64[A, k].
+        """
+        assert self.onnx is not None, "gives_tops is true"
+        timed = partial(self._meter.add, self.name)
+        return self.onnx.top(rows, logits_rows, k, temperature, timed)
 
     def _run_plain(
         self,
@@ -362,31 +400,3 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
-
-    def _compare_with(self, model: PreTrainedModel) -> None:
-        """Compares an untested family's logits on a few tokens with transformers' own forward."""
-        tokens = np.arange(_SAMPLE) % self.vocab_size
-        half = _SAMPLE // 2
-        cache = self.new_cache(_SAMPLE)
-        meter, self._meter = self._meter, Meter()
-        prefix = self.forward([cache.rows(prefix_tokens=tokens[:half])]).logits
-        nodes = np.arange(_SAMPLE - half)
-        rows = cache.rows(
-            node_ids=nodes,
-            node_tokens=tokens[half:],
-            parent_ids=nodes - 1,
-            node_positions=half + nodes,
-        )
-        chain = self.forward([rows]).logits
-        self._meter = meter
-        assert prefix is not None and chain is not None  # noqa: PT018 - for mypy
-        with torch.inference_mode():
-            expected = model(torch.from_numpy(tokens).to(self.device)[None]).logits[0]
-        error = (torch.cat([prefix, chain]) - expected).abs().max().item()
-        bound = max(torch.finfo(self.dtype).eps, 1e-7) ** 0.5 * expected.abs().max().item()
-        if not error <= bound:
-            raise UserError(
-                f"model type {model.config.model_type!r} cannot be used: its logits under tree "
-                f"attention differ by {error:.2g} from transformers' own; use one of "
-                f"{', '.join(sorted(CERTIFIED))}"
-            )

@@ -1,25 +1,27 @@
 """A draft model with its own KV cache as a token source.
 
-Shape letters: W nodes, K candidates, V vocabulary, C computed nodes.
+Shape letters: W nodes, K candidates, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
-from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.kv_cache import Rows
 from specdec.clocks import CONTROLLER, Work
 from specdec.metrics.counters import SourceCounters
+from specdec.models.onnx_chains import MAX_FIRST_ROWS
+from specdec.models.onnx_choices import Choice
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.parts.fields import Count, Positive, validated
 from specdec.sampling.candidates import counts_of, top_candidates
 from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.sources.draft_work import Draft, PassWork
 from specdec.sources.draw_guesser import DrawGuesser, target_draws
 from specdec.sources.growing_chain import GrowingChain, TokenChoice
 from specdec.sources.near_draw import NearDraw
@@ -32,42 +34,6 @@ if TYPE_CHECKING:
 _SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
 _NO_TOKENS = np.zeros(0, np.int64)
 _NO_DRAWS = np.zeros(0)
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The draft's state for one request.
-
-    Attributes:
-        cache: keys and values of committed tokens and of nodes.
-        transform: the request's sampling transform.
-        logits: node id -> [V], for nodes computed as ancestors and not expanded yet.
-    """
-
-    cache: TreeCache
-    transform: SamplingTransform
-    logits: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Work:
-    """The part of one ``expand`` that concerns one request.
-
-    Attributes:
-        request: the request.
-        draft: the draft's state for it.
-        slots: int64[W], the nodes to expand, in the caller's order.
-        prefix: committed tokens that are missing in the cache.
-        compute: int64[C], slots to compute, in topological order.
-        in_order: whether ``compute`` equals ``slots``.
-    """
-
-    request: RequestState
-    draft: _Draft
-    slots: IntArray
-    prefix: IntArray
-    compute: IntArray
-    in_order: bool
 
 
 class DraftModelSource:
@@ -124,13 +90,15 @@ class DraftModelSource:
         self.gives_probs = sample
         self._runner = runner
         self._runs_chains = getattr(runner, "runs_chains", False)
+        self._whole_chains = getattr(runner, "runs_whole_chains", False)
+        self._gives_tops = getattr(runner, "gives_tops", False)
         self._work = Work(model)
         self._prefill_chunk = prefill_chunk
         self._guesser = DrawGuesser() if guess_draw and guess_spread is None else None
         self._near: NearDraw | None = None
         if guess_draw and guess_spread is not None:
             self._near = NearDraw(spread=guess_spread)
-        self._drafts: dict[int, _Draft] = {}
+        self._drafts: dict[int, Draft] = {}
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
 
     def open(self, request: RequestState) -> None:
@@ -138,7 +106,7 @@ class DraftModelSource:
         params = request.sampling
         transform = self._transforms.setdefault(params, SamplingTransform(params))
         capacity = request.num_prompt + request.stop.max_new_tokens + _SPARE_NODES
-        self._drafts[request.id] = _Draft(self._runner.new_cache(capacity), transform)
+        self._drafts[request.id] = Draft(self._runner.new_cache(capacity), transform)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """Candidates of each node; one forward unless the cache must catch up first.
@@ -154,8 +122,30 @@ class DraftModelSource:
             if not nodes.items:
                 return Candidates.empty(len(reachable))
             return self.expand(state, nodes, k).spread(reachable)
+        if len(works) == 1 and self._needs_tops_only(works[0]):
+            return self._tops(state, works[0], k)
         logits = self._compute(state, works)
         return self._candidates(state, nodes, works, logits, k)
+
+    def _needs_tops_only(self, work: PassWork) -> bool:
+        """Whether no more than the most probable tokens of the rows of a pass is needed."""
+        params = work.draft.transform.params
+        chosen = self.gives_probs or params.needs_history
+        guessed = self.needs.target_draws and not params.greedy
+        known = not len(work.compute) or not work.in_order  # with logits of other nodes
+        return self._gives_tops and not (chosen or guessed or known)
+
+    def _tops(self, state: DecodeState, work: PassWork, k: int) -> Candidates:
+        """The most probable tokens, without copies of the logits."""
+        self._catch_up(state, [work])
+        rows, num_prefix = work.rows(), len(work.prefix)
+        self.counters.catch_up_rows += num_prefix
+        chosen = np.arange(num_prefix, len(rows)) if num_prefix else None
+        temperature = work.draft.transform.params.temperature or 1.0
+        tokens, logprobs = self._runner.top(rows, chosen, k, temperature)
+        self._count(state, len(rows))
+        counts = np.full(len(tokens), tokens.shape[1])
+        return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
 
     def chains(self, state: DecodeState, tips: Nodes, lengths: Sequence[int]) -> list[Chain] | None:
         """The same passes as by ``expand``, with no tree in between; see ``TokenSource``."""
@@ -176,12 +166,16 @@ class DraftModelSource:
         ]
         growing = [chain for chain, work in zip(chains, works, strict=True) if len(work.slots)]
         choice = TokenChoice(transform, near=near, sample=self.gives_probs)
+        graph_choice = choice.in_graph(self._runner.vocab_size) if self._whole_chains else None
         passes: list[torch.Tensor] = []
         while growing:
+            single = growing[0] if len(growing) == 1 else None
+            if single and graph_choice and self._whole_chain(state, single, graph_choice):
+                break
             if not passes:
                 logits = self._compute(state, [work for work in works if len(work.slots)])
-            elif len(growing) == 1 and self._runs_chains and growing[0].sees_all:
-                passes.append(self._single_chain(state, growing[0], choice))
+            elif single and self._runs_chains and single.sees_all:
+                passes.append(self._single_chain(state, single, choice))
                 break
             else:
                 logits = self._packed(state, [chain.rows() for chain in growing])
@@ -189,6 +183,27 @@ class DraftModelSource:
             passes.append(logits)
             growing = [chain for chain in growing if chain.missing(most) > 0]
         return choice.finish(chains, passes)
+
+    def _whole_chain(self, state: DecodeState, chain: GrowingChain, choice: Choice) -> bool:
+        """Lets a chain grow to its end in one call, if its rows allow that."""
+        prefix = _NO_TOKENS if chain.tokens else chain.prefix
+        if prefix is None or not chain.sees_all:
+            return False
+        num_first = len(prefix) + 1
+        if num_first > min(MAX_FIRST_ROWS, self._prefill_chunk):
+            return False
+        rows = chain.rows(chain.missing(self._runner.max_positions), prefix)
+        draws = chain.draws[len(chain.tokens) :]
+        found = self._runner.whole_chain(rows, num_first, choice, draws)
+        chain.tokens += found.tokens.tolist()
+        chain.logprobs += found.logprobs.tolist()
+        if found.probs is not None:
+            chain.probs += found.probs
+        self.counters.catch_up_rows += num_first - 1
+        self._count(state, num_first)
+        for _ in range(len(found.tokens) - 1):
+            self._count(state, 1)
+        return True
 
     def _single_chain(
         self, state: DecodeState, chain: GrowingChain, choice: TokenChoice
@@ -204,12 +219,12 @@ class DraftModelSource:
         return self._runner.chain(rows, choose)
 
     def _chain(
-        self, state: DecodeState, work: _Work, tip: IntArray, length: int, near: bool
+        self, state: DecodeState, work: PassWork, tip: IntArray, length: int, near: bool
     ) -> GrowingChain:
         """A chain without tokens below ``tip``, int64[1]; ``near``: of the target's draws."""
-        request = work.request
-        tree = request.tree
-        position = int(tree.positions[tree.slots(tip)[0]])
+        request, tree = work.request, work.request.tree
+        table = tree.rows_of(tree.slots(tip))
+        _, token, parent, position = (column.item() for column in table)
         draws = _NO_DRAWS
         if near or self.gives_probs:
             places = np.arange(position + 1, position + 1 + length)
@@ -218,10 +233,13 @@ class DraftModelSource:
         return GrowingChain(
             cache=work.draft.cache,
             tip=int(tip[0]),
+            tip_token=token,
+            tip_parent=parent,
             first_id=tree.next_id,
             position=position,
             length=length,
             draws=draws,
+            prefix=work.prefix if work.in_order and len(work.compute) == 1 else None,
         )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
@@ -245,8 +263,8 @@ class DraftModelSource:
 
     # ------------------------------------------------------------------ rows to compute
 
-    def _plan(self, request: RequestState, ids: IntArray) -> _Work:
-        """The rows to compute for ``ids``, int64[W]; see ``_Work``."""
+    def _plan(self, request: RequestState, ids: IntArray) -> PassWork:
+        """The rows to compute for ``ids``, int64[W]; see ``PassWork``."""
         draft = self._drafts[request.id]
         tree, cache = request.tree, draft.cache
         slots = tree.live_slots(ids)
@@ -269,7 +287,7 @@ class DraftModelSource:
         prefix = _NO_TOKENS
         if len(slots) and cache.cached_len < request.prefix_len:
             prefix = request.tokens[cache.cached_len : request.prefix_len]
-        return _Work(request, draft, slots, prefix, compute, in_order)
+        return PassWork(request, draft, slots, prefix, compute, in_order)
 
     def _reachable(self, request: RequestState, ids: IntArray) -> BoolArray:
         """bool[W]: whether the model has the nodes' positions."""
@@ -278,26 +296,14 @@ class DraftModelSource:
 
     # ------------------------------------------------------------------ the model
 
-    def _compute(self, state: DecodeState, works: Sequence[_Work]) -> torch.Tensor:
+    def _compute(self, state: DecodeState, works: Sequence[PassWork]) -> torch.Tensor:
         """[W, V]: logits of all nodes to expand, in packed order."""
         self._catch_up(state, works)
         rows, indices, offset = [], [], 0
         for work in works:
             if not len(work.compute):
                 continue
-            tree = work.request.tree
-            node_ids, tokens, parent_ids, positions = tree.rows_of(work.compute)
-            rows.append(
-                work.draft.cache.rows(
-                    prefix_tokens=work.prefix,
-                    node_ids=node_ids,
-                    node_tokens=tokens,
-                    # A root has no parent entry: an id that is not in the cache means the
-                    # prefix's end.
-                    parent_ids=parent_ids,
-                    node_positions=positions,
-                )
-            )
+            rows.append(work.rows())
             first = offset + len(work.prefix)
             offset = first + len(work.compute)
             indices.append(np.arange(first, offset))
@@ -313,7 +319,7 @@ class DraftModelSource:
             return logits
         return self._gathered(works, logits)
 
-    def _catch_up(self, state: DecodeState, works: Sequence[_Work]) -> None:
+    def _catch_up(self, state: DecodeState, works: Sequence[PassWork]) -> None:
         """Computes missing committed tokens while they and the nodes exceed one chunk."""
         chunk = self._prefill_chunk
         while True:
@@ -343,7 +349,7 @@ class DraftModelSource:
         self.counters.by_level[self._runner.name] += 1
         state.clock.charge(CONTROLLER, self._work, num_rows)
 
-    def _gathered(self, works: Sequence[_Work], logits: torch.Tensor | None) -> torch.Tensor:
+    def _gathered(self, works: Sequence[PassWork], logits: torch.Tensor | None) -> torch.Tensor:
         """[W, V] in the caller's order; the logits of ancestors are stored."""
         rows: list[torch.Tensor] = []
         offset = 0
@@ -360,7 +366,12 @@ class DraftModelSource:
     # ------------------------------------------------------------------ from logits to candidates
 
     def _candidates(
-        self, state: DecodeState, nodes: Nodes, works: Sequence[_Work], logits: torch.Tensor, k: int
+        self,
+        state: DecodeState,
+        nodes: Nodes,
+        works: Sequence[PassWork],
+        logits: torch.Tensor,
+        k: int,
     ) -> Candidates:
 
         def propose(

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
 from specdec.device import Probs
+from specdec.models.onnx_choices import MAX_KEPT, Best, Choice, Drawn
 from specdec.sampling.candidates import drawn_firsts
 from specdec.sampling.transform import SamplingTransform
 from specdec.sources.near_draw import NearDraw
-from specdec.types import Chain, FloatArray
+from specdec.types import Chain, FloatArray, IntArray
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,11 +28,14 @@ class GrowingChain:
     Attributes:
         cache: of the draft, for the request.
         tip: id of the node below which it grows.
+        tip_token, tip_parent: the tip's token and the id of its parent.
         first_id: id of its first node.
         position: of the tip.
         length: tokens to draft.
         draws: float64[length], by which its tokens are chosen: the target's, or the draft's own;
             empty where none are.
+        prefix: committed tokens that the cache lacks when it starts; None where it lacks other
+            nodes than the tip, or has the tip.
         tokens: drafted so far.
         logprobs: theirs, where they are known with the token.
         logits_rows: rows of their logits among those of all passes.
@@ -40,10 +44,13 @@ class GrowingChain:
 
     cache: TreeCache
     tip: int
+    tip_token: int
+    tip_parent: int
     first_id: int
     position: int
     length: int
     draws: FloatArray
+    prefix: IntArray | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     logits_rows: list[int] = field(default_factory=list)
@@ -60,6 +67,8 @@ class GrowingChain:
         It does if the tree region is one path, that to the token's parent.
         """
         depth = self.position + len(self.tokens) - self.cache.cached_len
+        if not self.tokens and self.prefix is not None:
+            depth -= len(self.prefix)  # they enter the cache before the tip
         return self.cache.num_nodes == depth
 
     def chain(self) -> Chain:
@@ -67,15 +76,18 @@ class GrowingChain:
         tokens, logprobs = np.array(self.tokens, np.int64), np.array(self.logprobs)
         return Chain(tokens=tokens, logprobs=logprobs, probs=self.probs or None)
 
-    def rows(self, num: int = 1) -> Rows:
-        """The row of the last token, and rows for ``num`` - 1 tokens that follow it."""
+    def rows(self, num: int = 1, prefix: IntArray = EMPTY) -> Rows:
+        """Rows for ``prefix``, the last token (at first the tip), and ``num`` - 1 that follow."""
         steps, known = np.arange(num), len(self.tokens)
         ids = steps + (self.first_id + known - 1)
         parents, tokens = ids - 1, np.zeros(num, np.int64)
-        tokens[0] = self.tokens[-1]
-        if known == 1:
-            parents[0] = self.tip
+        tokens[0] = self.tokens[-1] if known else self.tip_token
+        if not known:
+            ids[0], parents[0] = self.tip, self.tip_parent
+        if known < 2:
+            parents[1 - known : 2 - known] = self.tip  # the first token's, if it has a row
         return self.cache.rows(
+            prefix_tokens=prefix,
             node_ids=ids,
             node_tokens=tokens,
             parent_ids=parents,
@@ -102,6 +114,17 @@ class TokenChoice:
         """
         self._transform, self._near, self._sample = transform, near, sample
         self._num_rows = 0
+
+    def in_graph(self, vocab_size: int) -> Choice | None:
+        """The same choice in the draft's graph; None where it has to be made here."""
+        params = self._transform.params
+        if self._near is not None:
+            return None
+        if not self._sample:
+            return Best(params.temperature or 1.0)
+        if params.greedy or not 0 < params.top_k < min(vocab_size, MAX_KEPT + 1):
+            return None  # the distributions would have entries for the whole vocabulary
+        return Drawn(params.temperature, params.top_k, params.top_p)
 
     def append(self, chains: Sequence[GrowingChain], logits: Tensor) -> None:
         """Appends a token to every chain, by logits [len(chains), V] of the latest pass."""
@@ -130,5 +153,6 @@ class TokenChoice:
             # All at once: the passes take about as long as a call for each.
             scores = self._transform.top(torch.cat(list(passes)), 1)[1][:, 0]
             for chain in chains:
-                chain.logprobs = scores[chain.logits_rows].tolist()
+                # Those of tokens without logits here are known; they come after.
+                chain.logprobs[:0] = scores[chain.logits_rows].tolist()
         return [chain.chain() for chain in chains]
