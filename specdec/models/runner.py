@@ -238,8 +238,7 @@ class ModelRunner:
             As ``SamplingTransform.top``: int64 and float64[A, k].
         """
         assert self.onnx is not None, "gives_tops is true"
-        timed = partial(self._meter.add, self.name)
-        return self.onnx.top(rows, logits_rows, k, temperature, timed)
+        return self.onnx.top(rows, logits_rows, k, temperature, partial(self._meter.add, self.name))
 
     def _run_plain(
         self,
@@ -348,9 +347,8 @@ class ModelRunner:
     def _inputs(self, tokens: Tensor, positions: Tensor, cache: StepCache) -> dict[str, Any]:
         """Arguments of transformers' forward; a later slice gets placeholders as embeddings."""
         plain = self._call in (None, self._model)
-        model_cache = cache if plain else OpaqueCache(cache)
-        inputs: dict[str, Any] = {cache_argument(self._model): model_cache}
-        inputs["position_ids"] = positions[None]
+        inputs: dict[str, Any] = {"position_ids": positions[None]}
+        inputs[cache_argument(self._model)] = cache if plain else OpaqueCache(cache)
         if self.is_first:
             inputs["input_ids"] = tokens[None]
         else:
