@@ -6,12 +6,16 @@ Each stage takes ``--sleep-ms`` by a paced clock and computes nothing; a row per
 rank to rank. The remaining time of a step is orchestration on the critical path: the policy's
 selection, messages, waking up processes, verification, commits. Prints its mean and median per
 step, and the CPU time of all ranks per step, which depends less on other load of the machine.
+``--phases`` also prints what rank 0 does in a step, one after another, which takes some CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
-from time import perf_counter, process_time
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import numpy as np
@@ -30,6 +34,16 @@ from specdec.verifiers import MatchVerifier
 
 MODEL = {"kind": "synthetic"}
 
+_PHASES = {
+    ("end of submit", "start of collect"): "drafting",
+    ("start of collect", "end of collect"): "waiting for the answers",
+    ("end of collect", "start of commit"): "verification, commits of tree, policy and draft",
+    ("start of commit", "end of commit"): "END messages (executor.commit)",
+    ("end of commit", "start of submit"): "selection of the next batch",
+    ("start of submit", "end of submit"): "BEGIN message (executor.submit)",
+}
+"""Moments at which a phase of the loop begins and ends on rank 0 -> its name."""
+
 
 def main() -> None:
     """Runs the benchmark."""
@@ -38,6 +52,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--sleep-ms", type=float, default=20.0)
+    parser.add_argument("--phases", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = build(args.stages, args.width, args.sleep_ms)
@@ -45,11 +60,14 @@ def main() -> None:
         decode(parts, 16)  # a warm-up
         executor = parts.executor
         assert isinstance(executor, DistributedExecutor)
+        phases = Phases(executor) if args.phases else None
         before = cpu_s(executor)
         num_steps, steps_ms = decode(parts, args.tokens)
         used = [(a - b) / num_steps * 1e3 for a, b in zip(cpu_s(executor), before, strict=True)]
         late = sum(r["clock"]["overruns"] for r in executor.reports())
         report(steps_ms, used, late, args)
+        if phases is not None:
+            phases.report()
     finally:
         parts.executor.shutdown()
 
@@ -71,6 +89,36 @@ def build(stages: int, width: int, sleep_ms: float) -> Parts:
         verifier=MatchVerifier(),
         stages=stages,
     )
+
+
+class Phases:
+    """Wall and CPU time of rank 0 between the calls of its executor."""
+
+    def __init__(self, executor: DistributedExecutor) -> None:
+        """Replaces the executor's methods by ones that note when they begin and end."""
+        self._moments: list[tuple[str, float, float]] = []
+        for name in ("submit", "collect", "commit"):
+            setattr(executor, name, self._noted(name, getattr(executor, name)))
+
+    def _noted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._moments.append((f"start of {name}", perf_counter(), thread_time()))
+            result = method(*args, **kwargs)
+            self._moments.append((f"end of {name}", perf_counter(), thread_time()))
+            return result
+
+        return noted
+
+    def report(self) -> None:
+        """Prints the median times of each phase."""
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in _PHASES.values()}
+        for (first, wall, cpu), (second, wall_after, cpu_after) in pairwise(self._moments):
+            name = _PHASES.get((first, second))
+            if name is not None:
+                taken[name].append((wall_after - wall, cpu_after - cpu))
+        for name, times in taken.items():
+            wall, cpu = (median(column) * 1e3 for column in zip(*times, strict=True))
+            print(f"rank 0, {name}: {wall:.2f} ms, of CPU time {cpu:.2f}")
 
 
 def cpu_s(executor: DistributedExecutor) -> list[float]:
