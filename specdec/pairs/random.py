@@ -101,19 +101,19 @@ class RandomPair(HuggingFacePair):
     @cached_property
     def target(self) -> PreTrainedModel:
         """The target model."""
-        return quantize(self._made("target"), self._quantization)
+        return quantize(self._new_model("target"), self._quantization)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         """The target's first layers: often right, often not."""
-        return quantize(self._made("draft"), self._quantization)
+        return quantize(self._new_model("draft"), self._quantization)
 
     @cached_property
     def middle(self) -> PreTrainedModel:
         """The target's first layers, another number of them."""
         if "middle" not in self.names:
             return super().middle
-        return quantize(self._made("middle"), self._quantization)
+        return quantize(self._new_model("middle"), self._quantization)
 
     @cached_property
     def translated(self) -> PreTrainedModel:
@@ -143,10 +143,10 @@ class RandomPair(HuggingFacePair):
         if self._quantization == Quantization.NONE:
             return self.model(name)
         if name == TRANSLATED:
-            return with_vocabulary(self._made("draft"), self._other[1])
-        return self._made(name)
+            return with_vocabulary(self._new_model("draft"), self._other[1])
+        return self._new_model(name)
 
-    def _made(self, name: str) -> PreTrainedModel:
+    def _new_model(self, name: str) -> PreTrainedModel:
         """A new model with plain weights; those but the target have the target's."""
         model = self._make(self._layers[name])
         if name != "target":
