@@ -121,9 +121,8 @@ def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
     for key, tensor in head.tensors.items():
         part, _, path = key.partition(".")
         if (tensor.device, tensor.dtype) != (like.device, like.dtype):
-            tensor = tensor.to(
-                like.device, like.dtype
-            )  # which int8 weights cannot do in inference mode
+            # int8 weights cannot do this in inference mode.
+            tensor = tensor.to(like.device, like.dtype)
         module = own.get_output_embeddings() if part == "output" else parts[part]
         _put(module, path, tensor, f"{head.kind}-{head.layer}: {key}")
     return own

@@ -121,7 +121,8 @@ def build_graph(
         chosen = writer.op("Gather", normed, rows, axis=1)
         writer.output("logits", writer.linear("output", [output], chosen), ["one", "A", "V"])
     for state in states:
-        writer.output(f"state_{len(writer.hidden_names)}", found[state], ["one", "R", "E"])
+        writer.hidden_names.append(f"state_{len(writer.hidden_names)}")
+        writer.output(writer.hidden_names[-1], found[state], ["one", "R", "E"])
     return writer.finish()
 
 
@@ -135,7 +136,7 @@ class GraphWriter:
         options: layer of the graph -> scaling and window of its attention. Default: none.
         weights, nodes, inputs, outputs, constants: collected so far.
         norms: id of a norm's module -> name of its weight.
-        hidden_names: outputs of float32 besides the logits, in order.
+        hidden_names: outputs that are hidden states, in order.
         suffix: of the names of a pass's own inputs and outputs, in a graph of several passes.
         masked: whether masks say what rows see; else they see all earlier slots.
     """
@@ -180,20 +181,19 @@ class GraphWriter:
 
     def output(self, name: str, value: str, shape: Sequence[int | str]) -> None:
         """Makes a value an output of the graph, under the given name."""
-        self.ops("Identity", [value], [name])
-        self.declare(self.outputs, name, _FLOAT, shape)
-        if name != "logits":
-            self.hidden_names.append(name)
+        self._output(name, value, _FLOAT, shape)
 
     def output_indices(self, name: str, value: str, shape: Sequence[int | str]) -> None:
-        """The same for a value of int64, which is no hidden state."""
-        self.ops("Identity", [value], [name])
-        self.declare(self.outputs, name, _INT64, shape)
+        """The same for a value of int64."""
+        self._output(name, value, _INT64, shape)
 
     def output_doubles(self, name: str, value: str, shape: Sequence[int | str]) -> None:
         """The same for a value of float64."""
+        self._output(name, value, _DOUBLE, shape)
+
+    def _output(self, name: str, value: str, kind: int, shape: Sequence[int | str]) -> None:
         self.ops("Identity", [value], [name])
-        self.declare(self.outputs, name, _DOUBLE, shape)
+        self.declare(self.outputs, name, kind, shape)
 
     def to_double(self, value: str) -> str:
         """The value in float64."""

@@ -18,8 +18,7 @@ from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.errors import UserError
 from specdec.models.captured import RunnerOutput
-from specdec.models.onnx_chains import MAX_BYTES, OnnxChains, WholeChain, num_bytes
-from specdec.models.onnx_choices import Choice
+from specdec.models.onnx_chains import MAX_BYTES, OnnxChains, num_bytes
 from specdec.models.onnx_graph import build_graph
 from specdec.models.onnx_session import Array, CacheSession, Memory, problem, refuse_wrong
 from specdec.models.onnx_tops import OnnxTops
@@ -37,8 +36,8 @@ class OnnxPasses:
 
     Attributes:
         runs_chains: whether it has ``chain``: of whole models without sliding windows.
-        runs_whole_chains: whether it has ``whole_chain``: of those that are small enough for some
-            copies of their weights.
+        whole_chains: drafts chains of those that are small enough for some copies of their weights;
+            None for others.
         gives_tops: whether it has ``top``: of slices with the output head.
     """
 
@@ -86,8 +85,8 @@ class OnnxPasses:
         windows = {option.window for option in options.values()}
         self._session = CacheSession(graph, windows)
         self.runs_chains = is_first and is_last and windows == {None}
-        self.runs_whole_chains = self.runs_chains and 4 * num_bytes(model) <= MAX_BYTES
-        self._chains = OnnxChains(model, options) if self.runs_whole_chains else None
+        small = self.runs_chains and 4 * num_bytes(model) <= MAX_BYTES
+        self.whole_chains = OnnxChains(model, options) if small else None
         self.gives_tops = is_last
         self._tops: OnnxTops | None = None  # made at the first use
 
@@ -146,18 +145,6 @@ class OnnxPasses:
             if i + 1 < len(rows):
                 rows.tokens[i + 1] = token
         return logits
-
-    def whole_chain(
-        self,
-        rows: Rows,
-        num_first: int,
-        choice: Choice,
-        draws: FloatArray,
-        timed: Callable[[float, int], None],
-    ) -> WholeChain:
-        """Drafts a chain; see ``OnnxChains.run``."""
-        assert self._chains is not None, "runs_whole_chains is true"
-        return self._chains.run(rows, num_first, choice, draws, timed)
 
     def top(
         self,

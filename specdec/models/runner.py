@@ -137,7 +137,7 @@ class ModelRunner:
         self.onnx = self._onnx_passes() if execution.backend == "onnx" else None
         self.exact = self._exact_passes(config, group) if execution.exact else None
         self.runs_chains = self.onnx is not None and self.onnx.runs_chains
-        self.runs_whole_chains = self.onnx is not None and self.onnx.runs_whole_chains
+        self.runs_whole_chains = self.onnx is not None and self.onnx.whole_chains is not None
         self.gives_tops = self.onnx is not None and self.onnx.gives_tops and self.is_first
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
@@ -220,9 +220,9 @@ class ModelRunner:
             num_first: number of first rows, from 1 to ``onnx_chains.MAX_FIRST_ROWS``.
             choice, draws: see ``OnnxChains.run``.
         """
-        assert self.onnx is not None, "runs_whole_chains is true"
+        assert self.onnx is not None and self.onnx.whole_chains is not None  # noqa: PT018 - for mypy
         timed = partial(self._meter.add, self.name)
-        return self.onnx.whole_chain(rows, num_first, choice, draws, timed)
+        return self.onnx.whole_chains.run(rows, num_first, choice, draws, timed)
 
     def top(
         self, rows: Rows, logits_rows: IntArray | None, k: int, temperature: float

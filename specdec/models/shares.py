@@ -97,8 +97,8 @@ def share_of(
     tensor = (full if cut is None else cut.of(full, dtype)).to(device, dtype)
     if form is None:
         return nn.Parameter(tensor, requires_grad=False)
-    cuts_rows = cut is not None and cut.dim == 1 and not form.group_size
-    bounds = _row_bounds(full).to(device, dtype) if cuts_rows else None
+    shares_scales = cut is not None and cut.dim == 1 and not form.group_size  # with other ranks
+    bounds = _row_bounds(full).to(device, dtype) if shares_scales else None
     return quantized(tensor, form, bounds)
 
 

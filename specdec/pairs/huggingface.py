@@ -386,7 +386,7 @@ class HuggingFacePair:
         """Runner of a whole model, or of this rank's share in a tensor-parallel ``group``.
 
         Raises:
-            UserError: no such model, or one that cannot be sharded.
+            UserError: there is no such model, or tensor parallelism does not support its family.
         """
         if group is None:
             return self._runner(name, meter, lambda: self.model(name))

@@ -44,9 +44,8 @@ def planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
         UserError: for a family without a plan, or with an unsupported style.
     """
     config = model.config.get_text_config()
-    embeddings = {
-        name for name, m in model.base_model.named_modules() if m is model.get_input_embeddings()
-    }
+    embedding = model.get_input_embeddings()
+    embeddings = {name for name, m in model.base_model.named_modules() if m is embedding}
     given = getattr(config, "base_model_tp_plan", None) or {}
     layers = {path: style for path, style in given.items() if path not in embeddings}
     plan: Mapping[str, str] = layers or _OWN.get(config.model_type, {})

@@ -57,7 +57,7 @@ def model_of(size: str, **given: Any) -> PreTrainedModel:
 
 
 def plain(parameter: Tensor) -> Tensor:
-    """The values that a weight stands for."""
+    """The weight as a plain tensor: dequantised if it is quantised."""
     return parameter.dequantize() if hasattr(parameter, "__tensor_flatten__") else parameter
 
 
@@ -162,7 +162,7 @@ def test_a_group_computes_the_quantised_model(size: str, kind: str, degree: int)
 def test_shares_with_their_own_scales_are_noticed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted fault: every share is quantised as if it were a matrix of its own."""
+    """Planted fault: scales are computed from the share's own weights, not the whole matrix's."""
 
     def own_scales(weight: Tensor, form: WeightFormat, _: Tensor | None = None) -> nn.Parameter:
         return quantized(weight, WeightFormat(form.kind, scale_inputs(weight.shape[1], form.kind)))
@@ -270,14 +270,18 @@ def test_other_plans(family: str) -> None:
             assert (logits - expected).abs().max() < TOLERANCE * max(1, expected.abs().max())
 
 
+FULL = torch.tensor([[1.0, -4.0], [2.0, 3.0], [0.0, 0.0]])
+
+
 def test_bounds_are_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read in blocks of rows; a share whose largest weight lies on another rank."""
+    """Read in blocks of rows."""
     monkeypatch.setattr(shares, "_BLOCK", 2)
-    full = torch.tensor([[1.0, -4.0], [2.0, 3.0], [0.0, 0.0]])
-    assert shares._row_bounds(full).tolist() == [[-4.0, 1.0], [2.0, 3.0], [0.0, 0.0]]
-    if find_spec("torchao") is None:
-        return
-    form = WeightFormat(Quantization.INT8, 0)
+    assert shares._row_bounds(FULL).tolist() == [[-4.0, 1.0], [2.0, 3.0], [0.0, 0.0]]
+
+
+@needs_torchao
+def test_a_share_has_the_scale_of_a_larger_weight_on_another_rank() -> None:
+    full, form = FULL, WeightFormat(Quantization.INT8, 0)
     share = shares.share_of(full, Cut(1, (Piece(0, 1, 2),)), form, full.dtype, full.device)
     assert share.shape == (3, 3)
     assert torch.allclose(share.dequantize()[:, 0], full[:, 0], atol=4 / 127 / 2)

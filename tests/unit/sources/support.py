@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.interfaces import TokenSource
+from specdec.models.execution import Execution
 from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
@@ -42,6 +43,13 @@ def tiny_model(
 
 def make_runner(model: LlamaForCausalLM, name: str = "draft") -> ModelRunner:
     return ModelRunner(model=model, name=name, meter=Meter())
+
+
+def make_onnx_runner(*, max_positions: int = 256) -> ModelRunner:
+    """A draft in ONNX Runtime, which needs float32 and heads of a multiple of 16."""
+    model = tiny_model(max_positions=max_positions, hidden_size=32).float()
+    onnx = Execution(backend="onnx")
+    return ModelRunner(model=model, name="draft", meter=Meter(), execution=onnx)
 
 
 def make_state(seed: int = 0) -> DecodeState:

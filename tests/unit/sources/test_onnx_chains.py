@@ -31,6 +31,7 @@ from .support import (
     VOCAB,
     commit,
     expand,
+    make_onnx_runner,
     make_request,
     make_state,
     open_request,
@@ -48,9 +49,7 @@ NAMES = ("ids", "tokens", "parents", "positions", "logprobs", "scores", "expande
 
 
 def _runner(*, chains: bool) -> ModelRunner:
-    model = tiny_model(max_positions=LIMIT, hidden_size=32).float()  # heads of 16
-    onnx = Execution(backend="onnx")
-    runner = ModelRunner(model=model, name="draft", meter=Meter(), execution=onnx)
+    runner = make_onnx_runner(max_positions=LIMIT)
     assert runner.runs_chains
     assert runner.runs_whole_chains
     runner.runs_chains = runner.runs_whole_chains = chains
@@ -265,7 +264,7 @@ def test_a_chain_of_numbers_that_are_not_finite_is_an_error() -> None:
 def test_rare_lengths_get_no_session_of_their_own() -> None:
     """The last chains of requests have many; making a session takes longer than many passes."""
     runner = _runner(chains=True)
-    chains = runner.onnx._chains
+    chains = runner.onnx.whole_chains
 
     def lengths() -> list[int]:
         return sorted(length for _, length in chains._sessions)
@@ -292,7 +291,7 @@ def test_weights_of_sessions_are_limited(monkeypatch) -> None:
         assert chain.tokens.tolist() == other.tokens.tolist()
     prompt = runner.new_cache(8).rows(prefix_tokens=np.array([1, 2]))
     runner.whole_chain(prompt, 2, Best(1.0), NO_DRAWS)
-    assert [*runner.onnx._chains._sessions] == [(Drawn, 2), (Drawn, 4), (Best, 1)]
+    assert [*runner.onnx.whole_chains._sessions] == [(Drawn, 2), (Drawn, 4), (Best, 1)]
     monkeypatch.setattr("specdec.models.onnx_passes.MAX_BYTES", 3 * num)
     with pytest.raises(AssertionError):  # too few copies: passes are repeated
         _runner(chains=True)
@@ -303,7 +302,7 @@ def test_calls_of_one_length_share_a_session() -> None:
     for temperature in (1.0, 1.0, 2.0):
         rows = runner.new_cache(8).rows(prefix_tokens=np.array([1, 2]))
         runner.whole_chain(rows, 2, Best(temperature), NO_DRAWS)
-    chains = runner.onnx._chains
+    chains = runner.onnx.whole_chains
     assert [*chains._sessions] == [(Best, 1)]
     del rows
     gc.collect()

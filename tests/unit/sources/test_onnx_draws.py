@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 
 from specdec.certify.laws import FALSE_ALARM, chi_square
-from specdec.clocks.meter import Meter
 from specdec.models import onnx_choices
-from specdec.models.execution import Execution
-from specdec.models.runner import ModelRunner
 from specdec.policies import Chain
 from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform
@@ -24,7 +21,15 @@ from specdec.sources import DraftModelSource
 from specdec.types import Answers, Output
 from specdec.verifiers import RejectionVerifier
 
-from .support import VOCAB, make_request, make_runner, make_state, open_request, tiny_model
+from .support import (
+    VOCAB,
+    make_onnx_runner,
+    make_request,
+    make_runner,
+    make_state,
+    open_request,
+    tiny_model,
+)
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 
@@ -35,8 +40,7 @@ SAMPLING = SamplingParams(temperature=1.2, top_k=12, top_p=0.95)
 
 def _p_values() -> tuple[float, float]:
     """Of the draft's first tokens under its own law, and of the emitted ones under the target's."""
-    onnx, float32 = Execution(backend="onnx"), tiny_model(hidden_size=32).float()
-    runner = ModelRunner(model=float32, name="draft", meter=Meter(), execution=onnx)
+    runner = make_onnx_runner()
     logits = runner.forward([runner.new_cache(8).rows(prefix_tokens=PROMPT)]).logits[-1:]
     transform = SamplingTransform(SAMPLING)
     draft_law = np.asarray(transform.probs(logits))[0]
@@ -59,7 +63,7 @@ def _p_values() -> tuple[float, float]:
         emitted[verdict.next_token] += 1  # an accepted child has no answer and becomes the root
         source.close(i)
         del state.requests[i]
-    assert [*runner.onnx._chains._sessions] == [(onnx_choices.Drawn, 1)]
+    assert [*runner.onnx.whole_chains._sessions] == [(onnx_choices.Drawn, 1)]
     assert runner._meter.calls["draft"] == NUM_REQUESTS + 1
     return chi_square(drafted, draft_law), chi_square(emitted, target_probs[0])
 

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.clocks.meter import Meter
 from specdec.device import on_host
-from specdec.models.execution import Execution
 from specdec.models.runner import ModelRunner
 from specdec.policies import BestFirst, Static
 from specdec.sampling.transform import SamplingParams, SamplingTransform
@@ -24,11 +22,11 @@ from .support import (
     VOCAB,
     commit,
     expand,
+    make_onnx_runner,
     make_request,
     make_state,
     open_request,
     random_path,
-    tiny_model,
 )
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
@@ -41,9 +39,7 @@ ROUNDING_OF_LARGE = 3e-5  # the same over 70,001 tokens, where the transform sum
 
 
 def _runner(*, tops: bool = True) -> ModelRunner:
-    model = tiny_model(hidden_size=32, max_positions=64).float()  # heads of 16
-    onnx = Execution(backend="onnx")
-    runner = ModelRunner(model=model, name="draft", meter=Meter(), execution=onnx)
+    runner = make_onnx_runner(max_positions=64)
     assert runner.gives_tops
     runner.gives_tops = tops
     return runner
