@@ -27,7 +27,7 @@ from specdec.device import DeviceProbs, Probs, on_host, to_device, to_host
 from specdec.distributed.messages import Kind, OpenedRequest, Reader, pack_message
 from specdec.distributed.replies import KeptValues, Reply
 from specdec.sampling.transform import SamplingParams, SamplingTransform
-from specdec.types import Answers, Batch, Commit, FloatArray, IntArray, TreeRows
+from specdec.types import Answers, Batch, Commit, FloatArray, IntArray, NodeMap, TreeRows
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
@@ -123,7 +123,7 @@ class KeptRows:
         self._copy = copy
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
         self._of: dict[int, SamplingTransform] = {}
-        self._rows: dict[int, dict[int, torch.Tensor]] = {}
+        self._rows: NodeMap[torch.Tensor] = NodeMap()
 
     def open(self, opened: OpenedRequest) -> None:
         """Starts a request."""
@@ -131,7 +131,7 @@ class KeptRows:
         if params.needs_history:
             return
         self._of[opened.id] = self._transforms.setdefault(params, SamplingTransform(params))
-        self._rows[opened.id] = {}
+        self._rows.open(opened.id)
 
     def keep(
         self, batch: Batch, answers: Sequence[Answers], logits: torch.Tensor
@@ -154,7 +154,7 @@ class KeptRows:
             start = part.stop
             if answer.request in self._of and answer.probs is not None and _is_whole(answer.probs):
                 rows = logits[part].clone() if self._copy else logits[part]
-                self._rows[answer.request].update(zip(tree.node_ids.tolist(), rows, strict=True))
+                self._rows.update(answer.request, tree.node_ids, rows)
                 values[part] = _after_parents(tree, answer.probs)
                 answer = replace(answer, probs=None)
             left.append(answer)
@@ -174,16 +174,12 @@ class KeptRows:
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Drops the rows of pruned and retired nodes."""
-        for commit in commits:
-            rows = self._rows.get(commit.request, {})
-            ids = np.array(list(rows), np.int64)
-            for node_id in ids[~commit.keeps(ids)].tolist():
-                del rows[node_id]
+        self._rows.commit(commits)
 
     def close(self, request_id: int) -> None:
         """Drops the request."""
         self._of.pop(request_id, None)
-        self._rows.pop(request_id, None)
+        self._rows.close(request_id)
 
 
 def _is_whole(probs: Probs) -> bool:

@@ -32,7 +32,7 @@ from specdec.executors.stage import Stage, StageOutput
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count
 from specdec.state import batch_of
-from specdec.types import Batch, BoolArray, Commit, IntArray, Needs, Nodes
+from specdec.types import Batch, BoolArray, Commit, IntArray, Needs, NodeMap, Nodes
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
@@ -55,24 +55,12 @@ class Segment:
     stages: int
 
 
-class _Computed:
-    """Results of a segment for live nodes: request -> node id -> row."""
+class _Results:
+    """Results of a segment for live nodes: hidden states [E] and exit logits [V]."""
 
     def __init__(self) -> None:
-        self.hidden: dict[int, dict[int, torch.Tensor]] = {}
-        self.logits: dict[int, dict[int, torch.Tensor]] = {}
-
-    def open(self, request_id: int) -> None:
-        self.hidden[request_id], self.logits[request_id] = {}, {}
-
-    def prune(self, request_id: int, kept: set[int]) -> None:
-        for results in (self.hidden, self.logits):
-            rows = results[request_id]
-            results[request_id] = {i: row for i, row in rows.items() if i in kept}
-
-    def close(self, request_id: int) -> None:
-        self.hidden.pop(request_id, None)
-        self.logits.pop(request_id, None)
+        self.hidden: NodeMap[torch.Tensor] = NodeMap()
+        self.logits: NodeMap[torch.Tensor] = NodeMap()
 
 
 class ExitFront:
@@ -95,7 +83,7 @@ class ExitFront:
             clock: charged per pass.
         """
         self._segments = tuple(segments)
-        self._computed = [_Computed() for _ in self._segments]
+        self._results = [_Results() for _ in self._segments]
         self._clock = clock
         self.layers = tuple(segment.layer for segment in self._segments)
         self.counters = SourceCounters()
@@ -136,9 +124,10 @@ class ExitFront:
 
     def open(self, request_id: int, max_len: int) -> None:
         """Allocates the caches of a request of at most ``max_len`` tokens."""
-        for segment, computed in zip(self._segments, self._computed, strict=True):
+        for segment, results in zip(self._segments, self._results, strict=True):
             segment.stage.open(request_id, max_len)
-            computed.open(request_id)
+            results.hidden.open(request_id)
+            results.logits.open(request_id)
 
     def logits(
         self, state: DecodeState, nodes: Nodes, at: int = 0
@@ -162,8 +151,7 @@ class ExitFront:
                 self._compute(number, batch, {}, wants_exits=number == at)
                 self.counters.passes += 1
                 self.counters.rows += batch.num_nodes
-        logits = self._computed[at].logits
-        rows = [logits[request_id].get(i) for request_id, ids in nodes.items for i in ids.tolist()]
+        rows = self._results[at].logits.get(nodes)
         available = np.array([row is not None for row in rows], np.bool_)
         return available, [row for row in rows if row is not None]
 
@@ -186,18 +174,17 @@ class ExitFront:
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Applies commits to the caches, and drops the results of pruned nodes."""
-        for segment in self._segments:
+        for segment, results in zip(self._segments, self._results, strict=True):
             segment.stage.commit(commits)
-        for commit in commits:
-            kept = set(commit.kept_ids.tolist())
-            for computed in self._computed:
-                computed.prune(commit.request, kept)
+            results.hidden.commit(commits)
+            results.logits.commit(commits)
 
     def close(self, request_id: int) -> None:
         """Frees the request's caches."""
-        for segment, computed in zip(self._segments, self._computed, strict=True):
+        for segment, results in zip(self._segments, self._results, strict=True):
             segment.stage.close(request_id)
-            computed.close(request_id)
+            results.hidden.close(request_id)
+            results.logits.close(request_id)
 
     def _missing(self, number: int, request: RequestState, slots: IntArray) -> IntArray:
         """int64, sorted: those of ``slots`` and their ancestors that have not passed a segment."""
@@ -221,7 +208,7 @@ class ExitFront:
         Returns:
             Request -> hidden states of its prompt rows after this segment.
         """
-        clock, segment, computed = self._clock, self._segments[number], self._computed[number]
+        clock, segment, results = self._clock, self._segments[number], self._results[number]
         before = self._packed(number - 1, batch, prompts) if number else None
         clock.start(CONTROLLER)
         out = segment.stage.run(batch, before, wants_exits=wants_exits)
@@ -233,17 +220,14 @@ class ExitFront:
             start = 0
             for rows in batch.trees:
                 stop = start + len(rows.node_ids)
-                by_id = zip(rows.node_ids.tolist(), logits[start:stop], strict=True)
-                computed.logits[rows.request].update(by_id)
+                results.logits.update(rows.request, rows.node_ids, logits[start:stop])
                 start = stop
         passed, start = {}, 0
         for item in row_items(batch):
             middle, stop = start + len(item.prefill_tokens), start + item.num_rows
             passed[item.request] = out.hidden[start:middle]
             if item.tree is not None:
-                ids = item.tree.node_ids.tolist()
-                by_id = zip(ids, out.hidden[middle:stop], strict=True)
-                computed.hidden[item.request].update(by_id)
+                results.hidden.update(item.request, item.tree.node_ids, out.hidden[middle:stop])
             start = stop
         return passed
 
@@ -256,7 +240,7 @@ class ExitFront:
             if item.prefill is not None:
                 parts.append(prompts[item.request])
             if item.tree is not None:
-                hidden = self._computed[number].hidden[item.request]
+                hidden = self._results[number].hidden[item.request]
                 parts.append(torch.stack([hidden.pop(i) for i in item.tree.node_ids.tolist()]))
         return torch.cat(parts)
 

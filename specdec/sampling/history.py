@@ -8,40 +8,11 @@ Shape letters: A nodes, T history length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from specdec.sampling.transform import SamplingParams
-from specdec.types import NO_NODE, Commit, IntArray, TreeRows
-
-
-@dataclass(slots=True)
-class _RequestHistory:
-    """State of one request.
-
-    Attributes:
-        tokens: int64[T], the committed tokens, the root last.
-        root_id: node id of the root; None before the first commit.
-        last_step: step of the last commit.
-        nodes: node id -> (token, parent id).
-    """
-
-    tokens: IntArray
-    root_id: int | None = None
-    last_step: int = -1
-    nodes: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    def path(self, node_id: int) -> list[int]:
-        """Tokens of the path from the root (excluded) to the node."""
-        path: list[int] = []
-        while node_id != self.root_id:
-            token, parent = self.nodes[node_id]
-            if parent == NO_NODE:
-                break
-            path.insert(0, token)
-            node_id = parent
-        return path
+from specdec.types import Commit, IntArray, NodeMap, TreeRows
 
 
 class HistoryTracker:
@@ -52,12 +23,14 @@ class HistoryTracker:
     """
 
     def __init__(self) -> None:
-        self._requests: dict[int, _RequestHistory] = {}
+        self._committed: dict[int, IntArray] = {}  # request -> int64[T], the root last
+        self._nodes: NodeMap[tuple[int, int]] = NodeMap()  # (token, parent id)
 
     def open(self, request_id: int, prompt: IntArray, params: SamplingParams) -> None:
         """Adds a request with its prompt, int64[T >= 1], whose last token is the first root."""
         if params.needs_history:
-            self._requests[request_id] = _RequestHistory(np.array(prompt, np.int64))
+            self._committed[request_id] = np.array(prompt, np.int64)
+            self._nodes.open(request_id)
 
     def observe(self, rows: TreeRows) -> list[IntArray] | None:
         """Records nodes that reached this rank; parents before or together with their children.
@@ -65,28 +38,24 @@ class HistoryTracker:
         Returns:
             The nodes' histories; None for a request without processors.
         """
-        request = self._requests.get(rows.request)
-        if request is None:
+        if rows.request not in self._nodes:
             return None
         links = zip(rows.tokens.tolist(), rows.parent_ids.tolist(), strict=True)
-        request.nodes.update(zip(rows.node_ids.tolist(), links, strict=True))
+        self._nodes.update(rows.request, rows.node_ids, links)
         return self.histories(rows.request, rows.node_ids)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Moves retired nodes into the histories; a second commit of a step changes nothing."""
+        self._nodes.commit(commits)
         for commit in commits:
-            request = self._requests.get(commit.request)
-            if request is None or commit.step <= request.last_step:
-                continue
-            request.last_step = commit.step
-            request.tokens = np.append(request.tokens, commit.new_tokens)
-            request.root_id = commit.root_id
-            nodes = request.nodes
-            request.nodes = {i: nodes[i] for i in commit.kept_ids.tolist() if i in nodes}
+            if (tokens := self._committed.get(commit.request)) is not None:
+                up_to_old_root = tokens[: commit.prefix_len - len(commit.retired_ids) + 1]
+                self._committed[commit.request] = np.append(up_to_old_root, commit.new_tokens)
 
     def close(self, request_id: int) -> None:
         """Removes a request."""
-        self._requests.pop(request_id, None)
+        self._committed.pop(request_id, None)
+        self._nodes.close(request_id)
 
     def histories(self, request_id: int, node_ids: IntArray) -> list[IntArray]:
         """Returns the sequence up to and including each node.
@@ -101,6 +70,12 @@ class HistoryTracker:
         Raises:
             KeyError: for an unknown node.
         """
-        request = self._requests[request_id]
-        paths = [np.array(request.path(node_id), np.int64) for node_id in node_ids.tolist()]
-        return [np.concatenate([request.tokens, path]) for path in paths]
+        return [self._history(request_id, node_id) for node_id in node_ids.tolist()]
+
+    def _history(self, request_id: int, node_id: int) -> IntArray:
+        nodes, path = self._nodes[request_id], list[int]()
+        token, parent = nodes[node_id]
+        while parent in nodes:  # the root's parent was retired
+            path.append(token)
+            token, parent = nodes[parent]
+        return np.append(self._committed[request_id], np.array(path[::-1], np.int64))

@@ -11,6 +11,7 @@ from specdec.types.arrays import NO_NODE, BoolArray, FloatArray, IntArray
 from specdec.types.decisions import Commit, CommitKind, Verdict
 from specdec.types.events import Event, EventKind, Ticket
 from specdec.types.needs import HiddenName, Lossless, Needs
+from specdec.types.node_map import NodeMap
 from specdec.types.nodes import Candidates, Chain, Nodes
 from specdec.types.plans import ExecutorPlan, Placement
 from specdec.types.results import NO_TOKEN, Answers, EarlyHidden, Exits, Output, PromptHidden
@@ -36,6 +37,7 @@ __all__ = [
     "IntArray",
     "Lossless",
     "Needs",
+    "NodeMap",
     "Nodes",
     "Output",
     "Placement",
