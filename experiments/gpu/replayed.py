@@ -21,7 +21,6 @@ from specdec.models.execution import Execution
 from specdec.models.quantize import num_bytes
 from specdec.models.runner import ModelRunner
 from specdec.pairs.replay import ReplayModels
-from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource, SyntheticSource
 from specdec.types import Answers, Batch, Candidates, Commit, HiddenName, Nodes, Output
@@ -72,8 +71,7 @@ class ReplayedShapes:
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples the target's logits, then answers from the record."""
-        static = StaticDraws(graphs=self._execution.graphs)
-        real = ModelAnswerer(draws=draws, needs_probs=needs_probs, static=static)
+        real = ModelAnswerer(draws=draws, needs_probs=needs_probs)
         replayed = self.record.answerer(draws=draws, needs_probs=needs_probs)
         return _Answerer(real, replayed, self)
 

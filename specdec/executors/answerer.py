@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from specdec.device import Probs
-from specdec.sampling.captured import StaticDraws
 from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.on_device import Weighted
@@ -57,18 +56,14 @@ class Answerer(Protocol):
 class ModelAnswerer:
     """Samples from the target's logits with each request's own transform and keyed draws."""
 
-    def __init__(
-        self, *, draws: KeyedDraws, needs_probs: bool, static: StaticDraws | None = None
-    ) -> None:
+    def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:
         """Creates the answerer of all requests.
 
         Args:
             draws: the run's keyed draws.
             needs_probs: whether answers include distributions (``Needs.target_probs``).
-            static: draws over static buffers; None: draws without them.
         """
         self._draws = draws
-        self._static = static
         self._needs_probs = needs_probs
         self._follows = False
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
@@ -87,7 +82,7 @@ class ModelAnswerer:
         """Starts a request."""
         params = request.sampling
         if params not in self._transforms:
-            self._transforms[params] = SamplingTransform(params, static=self._static)
+            self._transforms[params] = SamplingTransform(params)
         self._of[request.id] = self._transforms[params]
         self._paths.open(request.id, request.tokens, request.sampling)
 

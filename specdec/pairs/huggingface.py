@@ -17,7 +17,6 @@ from specdec.errors import UserError
 from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
 from specdec.executors.stage import ModelStage
-from specdec.kernels.graphs import Graphs
 from specdec.models.eagle import EagleHead
 from specdec.models.eagle_untrained import untrained_head
 from specdec.models.execution import PLAIN, Execution
@@ -42,7 +41,6 @@ from specdec.pairs.options import (
     special_options,
 )
 from specdec.parts.fields import Count
-from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.pair import A
 from specdec.tensor_parallel import Collective
@@ -378,9 +376,7 @@ class HuggingFacePair:
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Samples from the target's logits."""
-        graphs = self._execution.graphs
-        static = None if graphs == Graphs.OFF else StaticDraws(graphs=graphs)
-        return ModelAnswerer(draws=draws, needs_probs=needs_probs, static=static)
+        return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
     def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
         """Runner of a whole model, or of this rank's share in a tensor-parallel ``group``.

@@ -21,7 +21,6 @@ from torch import Tensor
 from specdec.device import Probs, to_host
 from specdec.parts.fields import Limit, PositiveShare, expects, validated
 from specdec.sampling import host, large_rows, on_device
-from specdec.sampling.captured import StaticDraws
 from specdec.sampling.filters import check_finite
 from specdec.sampling.host import Distribution
 from specdec.sampling.on_device import Weighted, on_accelerator
@@ -97,15 +96,8 @@ class SamplingTransform:
         params: the parameters to apply.
     """
 
-    def __init__(self, params: SamplingParams, *, static: StaticDraws | None = None) -> None:
-        """Creates the transform.
-
-        Args:
-            params: the parameters to apply.
-            static: draws over static buffers; None: draws without them.
-        """
+    def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self._static = static
         self._filters: dict[str, Any] = {
             "temperature": params.temperature,
             "top_k": params.top_k,
@@ -128,8 +120,6 @@ class SamplingTransform:
         if not len(logits):
             return np.zeros(0, np.int64)
         logits, module = self._processed(logits, histories)
-        if self._static is not None and self._static.serves(logits):
-            return self._static.sample(logits, uniforms, **self._filters)
         tokens: IntArray = module.sample(logits, uniforms, **self._filters)
         return tokens
 

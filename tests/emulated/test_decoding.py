@@ -91,9 +91,9 @@ def test_a_step_is_one_wait_and_a_few_small_copies(sampling: str) -> None:
         sent = 1 if sampling == "greedy" else 2  # the draws' keyed uniforms
         assert len(device.to_device) == sent * NUM_TOKENS
         assert device.waits["synchronize"] == NUM_TOKENS
-        # A pass and a draw are a replay each; around them buffers are filled and results taken.
-        # (Views count, which are no launches; a draw by itself takes 90.)
-        assert device.launches <= 20 * NUM_TOKENS
+        # A pass is a replay; around it buffers are filled and results taken. (Views count, which
+        # are no launches.) A draw takes 90 launches.
+        assert device.launches <= (20 if sampling == "greedy" else 220) * NUM_TOKENS
 
 
 def _clear(device: Device) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from specdec.clocks.meter import Meter
 from specdec.config.job import run_job_of
@@ -18,7 +17,6 @@ from specdec.models.runner import ModelRunner
 from specdec.runs import jobs, measurements
 from specdec.runs.jobs import run_job
 from specdec.runs.runners import PartsRunner
-from specdec.sampling.captured import StaticDraws
 from tests.emulated.device import emulated
 from tests.trees import grown
 
@@ -135,21 +133,3 @@ def _one_more(cache):
         parent_ids=np.array([-1]),
         node_positions=np.array([150]),
     )
-
-
-def test_draws_of_fewer_rows_are_captured_before_a_run() -> None:
-    kind = {"temperature": 0.6, "top_k": 5, "top_p": 0.9}
-    with emulated() as device, torch.inference_mode():
-        draws = StaticDraws(graphs="cuda")
-        logits = torch.randn(4, 40, dtype=torch.float64, device="cuda")
-        draws.sample(logits, np.full(4, 0.5), **kind)
-        assert len(device.graphs) == 1
-        with graphs.timed_run():
-            assert len(device.graphs) == 3  # of 1, 2 and 4 rows
-            for num in (1, 2, 3):
-                draws.sample(logits[:num], np.full(num, 0.5), **kind)
-            assert len(device.graphs) == 3
-            draws.sample(torch.cat([logits, logits]), np.full(8, 0.5), **kind)
-            assert len(device.graphs) == 3
-        draws.sample(torch.cat([logits, logits]), np.full(8, 0.5), **kind)
-        assert len(device.graphs) == 4

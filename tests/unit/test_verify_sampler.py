@@ -13,7 +13,6 @@ from specdec.certify import Check, certify
 from specdec.certify.draws import draw_problems
 from specdec.config.job import run_job_of
 from specdec.sampling import host, keyed_draws, transform
-from specdec.sampling.captured import StaticDraws
 from specdec.sampling.keyed_draws import KeyedDraws
 
 pytestmark = pytest.mark.slow
@@ -25,9 +24,8 @@ def outcome(*overrides: str) -> Check:
     return check
 
 
-@pytest.mark.parametrize("graphs", ["off", "replay"])
-def test_the_sampler_passes(graphs: str) -> None:
-    assert outcome(f"model.graphs={graphs}").passed
+def test_the_sampler_passes() -> None:
+    assert outcome().passed
 
 
 def _low_half_of_the_seed(honest: Any) -> Any:
@@ -59,25 +57,12 @@ def _shared_scores(_honest: Any) -> Any:
     return apply_processors
 
 
-def _one_top_p(honest: Any) -> Any:
-    """Draws captured for one top-p serve all others."""
-    first: dict[tuple[Any, ...], float] = {}
-
-    def sample(self: Any, logits: Any, uniforms: Any, **filters: Any) -> Any:
-        key = (logits.shape[1], filters["temperature"], filters["top_k"])
-        filters["top_p"] = first.setdefault(key, filters["top_p"])
-        return honest(self, logits, uniforms, **filters)
-
-    return sample
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "message"),
     [
         (keyed_draws, "keyed_uniforms", _low_half_of_the_seed, "t=1, 61 logits, 4 tokens"),
         (host, "inverse_cdf", _short_rows, "1000 logits"),
         (transform, "apply_processors", _shared_scores, "greedy, two processors"),
-        (StaticDraws, "sample", _one_top_p, "t=1.3 top_p=0.8"),
     ],
 )
 def test_faults_are_found(
@@ -88,7 +73,7 @@ def test_faults_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    check = outcome("model.graphs=replay" if owner is StaticDraws else "model.graphs=off")
+    check = outcome()
     assert check.passed is False
     assert message in check.detail
 
