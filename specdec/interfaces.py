@@ -63,11 +63,6 @@ class TokenSource(Protocol):
     pass_bytes (bytes of the draft model): bytes of weights that one pass of the source reads.
     speedup_law(policy, latency) -> SpeedupLaw | None (none): the theoretical speed-up over plain
         decoding, reported as ``speedup_law``.
-    chains(state, tips, lengths) -> list[Chain] | None (none): per request what L calls of
-        ``expand`` with one candidate would propose, each below the one before, from one unexpanded
-        leaf per request on; fewer than its length where the source has no more. None: this is to be
-        done by ``expand``. The caller appends them to the trees at once
-        (``TokenTree.append_chain``).
     """
 
     needs: Needs

@@ -176,28 +176,11 @@ class Watch:
                 self._observe_passes(level, proposes=number == 0)
         _replace(parts.executor, "submit", observed_submit)
         self.records_expansions = _replace(parts.source, "expand", observed_expand)
-        self._observe_chains(parts.source)
 
     @property
     def drafts(self) -> list[Shadow]:
         """The caches of draft models that can be inspected between steps."""
         return [s for s in self.shadows if s.runner.name != "target" and not self.in_thread]
-
-    def _observe_chains(self, source: Any) -> None:
-        """Observes the nodes that a source expands to draft whole chains."""
-        chains = getattr(source, "chains", None)
-        if chains is None:
-            return
-
-        def observed_chains(state: DecodeState, tips: Nodes, lengths: Sequence[int]) -> Any:
-            found = chains(state, tips, lengths)
-            for (request_id, _), chain in zip(tips.items, found or (), strict=False):
-                first = state.requests[request_id].tree.next_id
-                ids = range(first, first + len(chain.tokens) - 1)
-                self.expanded |= {(request_id, node_id) for node_id in ids}
-            return found
-
-        _replace(source, "chains", observed_chains)
 
     def _observe_passes(self, source: Any, *, proposes: bool) -> None:
         """Observes the passes of an asynchronous source.

@@ -33,7 +33,7 @@ _HEAD_SIZES = 16  # ONNX Runtime's rotary embeddings take multiples of it
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # tables of all positions exist
 _OPSET, _IR_VERSION = 18, 10
 _MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
-_FLOAT, _INT64, _INT32, _DOUBLE = 1, 7, 6, 11  # of onnx.TensorProto
+_FLOAT, _INT64, _INT32 = 1, 7, 6  # of onnx.TensorProto
 
 
 def mask_name(window: int | None) -> str:
@@ -137,8 +137,6 @@ class GraphWriter:
         weights, nodes, inputs, outputs, constants: collected so far.
         norms: id of a norm's module -> name of its weight.
         hidden_names: outputs that are hidden states, in order.
-        suffix: of the names of a pass's own inputs and outputs, in a graph of several passes.
-        masked: whether masks say what rows see; else they see all earlier slots.
     """
 
     config: PreTrainedConfig
@@ -150,8 +148,6 @@ class GraphWriter:
     outputs: list[Any] = field(default_factory=list)
     constants: list[Any] = field(default_factory=list)
     hidden_names: list[str] = field(default_factory=list)
-    suffix: str = ""
-    masked: bool = True
     norms: dict[int, str] = field(default_factory=dict)
 
     def op(self, kind: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
@@ -181,43 +177,22 @@ class GraphWriter:
 
     def output(self, name: str, value: str, shape: Sequence[int | str]) -> None:
         """Makes a value an output of the graph, under the given name."""
-        self._output(name, value, _FLOAT, shape)
-
-    def output_indices(self, name: str, value: str, shape: Sequence[int | str]) -> None:
-        """The same for a value of int64."""
-        self._output(name, value, _INT64, shape)
-
-    def output_doubles(self, name: str, value: str, shape: Sequence[int | str]) -> None:
-        """The same for a value of float64."""
-        self._output(name, value, _DOUBLE, shape)
-
-    def _output(self, name: str, value: str, kind: int, shape: Sequence[int | str]) -> None:
         self.ops("Identity", [value], [name])
-        self.declare(self.outputs, name, kind, shape)
-
-    def to_double(self, value: str) -> str:
-        """The value in float64."""
-        return self.op("Cast", value, to=_DOUBLE)
+        self.declare(self.outputs, name, _FLOAT, shape)
 
     def declare_floats(self, name: str, shape: Sequence[int | str]) -> str:
         """Declares an input of float32."""
         return self.declare(self.inputs, name, _FLOAT, shape)
 
-    def declare_doubles(self, name: str, shape: Sequence[int | str]) -> str:
-        """Declares an input of float64."""
-        return self.declare(self.inputs, name, _DOUBLE, shape)
-
     def declare_indices(self, name: str, shape: Sequence[int | str]) -> str:
         """Declares an input of int64."""
         return self.declare(self.inputs, name, _INT64, shape)
 
-    def declare_rows(self, rows: int | str = "R") -> None:
-        """Declares the inputs of every pass but the caches of layers; ``rows``: their number."""
-        self.declare_indices(f"positions{self.suffix}", [1, rows])
-        self.declare(self.inputs, f"last_slot{self.suffix}", _INT32, [1])
-        self.declare(self.inputs, f"num_slots{self.suffix}", _INT32, [1])
-        if not self.masked:
-            return
+    def declare_rows(self) -> None:
+        """Declares the inputs of every pass but the caches of layers."""
+        self.declare_indices("positions", [1, "R"])
+        self.declare(self.inputs, "last_slot", _INT32, [1])
+        self.declare(self.inputs, "num_slots", _INT32, [1])
         for window in dict.fromkeys(option.window for option in self.options.values()):
             self.declare_floats(mask_name(window), [1, 1, "R", "N"])
 
@@ -280,22 +255,14 @@ class GraphWriter:
             query = self.head_norm(attention.q_norm, query, heads, size)
             key = self.head_norm(attention.k_norm, key, groups, size)
         shape = [1, groups, "C", size]
-        past = [f"past_{name}_{index}" for name in ("keys", "values")]
-        if past[0] not in {known.name for known in self.inputs}:
-            for name in past:
-                self.declare(self.inputs, name, _FLOAT, shape)
-        own = self.suffix
-        new = [
-            self.declare(self.outputs, f"{name}_{index}{own}", _FLOAT, shape)
-            for name in ("keys", "values")
-        ]
-        slots = [f"last_slot{own}", f"num_slots{own}"]
-        places = [*self.rotary_tables(), f"positions{own}"]
-        masks = [mask_name(options.window)] if self.masked else []
+        names = [f"{name}_{index}" for name in ("keys", "values")]
+        past = [self.declare(self.inputs, f"past_{name}", _FLOAT, shape) for name in names]
+        new = [self.declare(self.outputs, name, _FLOAT, shape) for name in names]
+        places = ["last_slot", "num_slots", *self.rotary_tables(), "positions"]
         return self.ops(
             "GroupQueryAttention",
-            [query, key, values, *past, *slots, *places, *masks],
-            [f"attended_{index}{own}", *new],
+            [query, key, values, *past, *places, mask_name(options.window)],
+            [f"attended_{index}", *new],
             _MICROSOFT,
             num_heads=heads,
             kv_num_heads=groups,

@@ -6,7 +6,6 @@ Shape letters: R rows of one request, A rows whose logits are computed, E hidden
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -18,11 +17,9 @@ from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.errors import UserError
 from specdec.models.captured import RunnerOutput
-from specdec.models.onnx_chains import MAX_BYTES, OnnxChains, num_bytes
 from specdec.models.onnx_graph import build_graph
 from specdec.models.onnx_session import Array, CacheSession, Memory, problem, refuse_wrong
-from specdec.models.onnx_tops import OnnxTops
-from specdec.types import FloatArray, HiddenName, IntArray
+from specdec.types import HiddenName, IntArray
 
 Run = Callable[[Sequence[Rows], Tensor | None, IntArray | None, bool], RunnerOutput]
 """A way to run a pass, with the arguments of ``OnnxPasses.run``."""
@@ -32,14 +29,7 @@ _WITHOUT_LOGITS: IntArray = np.zeros(1, np.int64)  # one row: graphs with none a
 
 
 class OnnxPasses:
-    """Runs every pass of one slice in an ONNX Runtime session, one request after another.
-
-    Attributes:
-        runs_chains: whether it has ``chain``: of whole models without sliding windows.
-        whole_chains: drafts chains of those that are small enough for some copies of their weights;
-            None for others.
-        gives_tops: whether it has ``top``: of slices with the output head.
-    """
+    """Runs every pass of one slice in an ONNX Runtime session, one request after another."""
 
     def __init__(
         self,
@@ -82,13 +72,7 @@ class OnnxPasses:
         self._captured = [(name, states.index(name)) for name in capture]
         self._outputs = graph.hidden_names
         self._spec, self._is_first, self._is_last = spec, is_first, is_last
-        windows = {option.window for option in options.values()}
-        self._session = CacheSession(graph, windows)
-        self.runs_chains = is_first and is_last and windows == {None}
-        small = self.runs_chains and 4 * num_bytes(model) <= MAX_BYTES
-        self.whole_chains = OnnxChains(model, options) if small else None
-        self.gives_tops = is_last
-        self._tops: OnnxTops | None = None  # made at the first use
+        self._session = CacheSession(graph, {option.window for option in options.values()})
 
     def run(
         self,
@@ -120,54 +104,6 @@ class OnnxPasses:
             parts.append(states)
             start = stop
         return self._runner_output(logits, [torch.cat(state) for state in zip(*parts, strict=True)])
-
-    def chain(
-        self, rows: Rows, choose: Callable[[Tensor], int], timed: Callable[[float], None]
-    ) -> Tensor:
-        """Runs one pass per row; see ``ModelRunner.chain``.
-
-        Args:
-            rows, choose: see there.
-            timed: called with the seconds of every pass.
-        """
-        memory = self._session.memory((1, None)) or self._new_memory(1, None)
-        tokens, (found,) = memory.inputs["tokens"], memory.outputs["logits"]
-        logits = torch.empty(len(rows), self._vocab_size)
-        values = logits.numpy()
-        run = self._session.repeated(rows, memory)
-        for i in range(len(rows)):
-            start = perf_counter()
-            tokens[0, 0] = rows.tokens[i]
-            run(i)
-            values[i] = found[0]
-            timed(perf_counter() - start)
-            token = choose(logits[i : i + 1])
-            if i + 1 < len(rows):
-                rows.tokens[i + 1] = token
-        return logits
-
-    def top(
-        self,
-        rows: Rows,
-        logits_rows: IntArray | None,
-        k: int,
-        temperature: float,
-        timed: Callable[[float], None],
-    ) -> tuple[IntArray, FloatArray]:
-        """Runs a pass of a model's first slice; returns its most probable tokens.
-
-        Args:
-            rows: of one request.
-            logits_rows: int64[A], A >= 1; None: every row.
-            k, temperature: as of ``OnnxTops.run``, whose results are returned.
-            timed: called with the seconds of the pass, without those of the search.
-        """
-        start = perf_counter()
-        memory = self._pass(rows, None, logits_rows)
-        timed(perf_counter() - start)
-        if self._tops is None:
-            self._tops = OnnxTops()
-        return self._tops.run(memory, k, temperature)
 
     def _runner_output(self, logits: Tensor | None, states: Sequence[Tensor]) -> RunnerOutput:
         captured = {name: states[i] for name, i in self._captured}

@@ -6,7 +6,7 @@ Shape letters: R rows of one request, n slots in use after the pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeAlias
@@ -78,7 +78,7 @@ class CacheSession:
         self._windows = [(mask_name(window), window) for window in dict.fromkeys(windows)]
         self._last_slot, self._num_slots = np.zeros(1, np.int32), np.zeros(1, np.int32)
         slots = {"last_slot": self._last_slot, "num_slots": self._num_slots}
-        self._bindings = Bindings(self._session, inputs=slots)
+        self._bindings = Bindings(self._session, slots)
         self._memories: dict[Key, Memory] = {}
         self._flat: dict[str, Array] = {}  # name -> memory of ``shared_array``
         self._zeros = np.zeros(1, np.float32)
@@ -118,7 +118,8 @@ class CacheSession:
     def run(self, rows: Rows, memory: Memory) -> None:
         """Runs one pass over at least one row, from and to the arrays of ``memory``."""
         num_rows, end = len(rows), rows.end
-        binding, done = self._with_memory(rows, memory)
+        keys_values, done = rows.cache.buffers(rows)
+        binding = self._bindings.of(rows.cache, keys_values, memory)
         memory.inputs["positions"][0] = rows.positions
         self._last_slot[0], self._num_slots[0] = end - 1, end
         for name, window in self._windows:
@@ -130,40 +131,6 @@ class CacheSession:
         self._session.run_with_iobinding(binding)
         done()
 
-    def repeated(self, rows: Rows, memory: Memory) -> Callable[[int], None]:
-        """Prepares one pass per row of ``rows``, which sees all slots before its own.
-
-        Args:
-            rows: tree nodes, without a sliding window.
-            memory: of one row.
-
-        Returns:
-            row number -> None: runs its pass from and to the arrays of ``memory``. Each number
-            must be called once, in order.
-        """
-        binding, done = self._with_memory(rows, memory)
-        run, places = self._session.run_with_iobinding, memory.inputs["positions"]
-        last_slot, num_slots = self._last_slot, self._num_slots
-        ((mask, _),) = self._windows
-        positions, start, last = rows.positions, rows.start, len(rows) - 1
-        zeros = self._no_mask(rows.end)
-
-        def run_row(number: int) -> None:
-            end = start + number + 1
-            places[0, 0] = positions[number]
-            last_slot[0], num_slots[0] = end - 1, end
-            binding.bind_cpu_input(mask, zeros[:end].reshape(1, 1, 1, end))
-            run(binding)
-            if number == last:
-                done()
-
-        return run_row
-
-    def _with_memory(self, rows: Rows, memory: Memory) -> tuple[Any, Callable[[], None]]:
-        """The binding of the rows' request to ``memory``, and what to call after the passes."""
-        keys_values, done = rows.cache.buffers(rows)
-        return self._bindings.of(rows.cache, keys_values, memory), done
-
     def _no_mask(self, size: int) -> Array:
         if len(self._zeros) < size:
             self._zeros = np.zeros(2 * size, np.float32)
@@ -173,21 +140,15 @@ class CacheSession:
 class Bindings:
     """Bindings of a session's inputs and outputs, one per live cache."""
 
-    def __init__(
-        self,
-        session: Any,
-        suffixes: Sequence[str] = ("",),
-        inputs: Mapping[str, Array] | None = None,
-    ) -> None:
+    def __init__(self, session: Any, inputs: Mapping[str, Array]) -> None:
         """Starts without any.
 
         Args:
             session: whose inputs ``past_keys_0`` and so on are caches, as are its outputs.
-            suffixes: of the names of those outputs, one per pass of the session's graph.
-            inputs: name -> array that all bindings read. Default: none.
+            inputs: name -> array that all bindings read.
         """
-        self._session, self._suffixes = session, suffixes
-        self._inputs = [(name, _value(array)) for name, array in (inputs or {}).items()]
+        self._session = session
+        self._inputs = [(name, _value(array)) for name, array in inputs.items()]
         self._bound: dict[int, _Bound] = {}  # id of a live cache -> its binding
 
     def of(self, cache: TreeCache, keys_values: Tensor, memory: Memory) -> Any:
@@ -216,8 +177,7 @@ class Bindings:
         for i, tensor in enumerate(keys_values.numpy()):
             name, value = f"{('keys', 'values')[i % 2]}_{i // 2}", _value(tensor)
             binding.bind_ortvalue_input(f"past_{name}", value)
-            for suffix in self._suffixes:
-                binding.bind_ortvalue_output(f"{name}{suffix}", value)
+            binding.bind_ortvalue_output(name, value)
         return _Bound(keys_values=keys_values, binding=binding)
 
 
@@ -226,12 +186,10 @@ class Memory:
 
     Attributes:
         inputs, outputs: name -> array; written before, and read after every pass.
-        tops: number of tokens -> what ``onnx_tops`` has bound to the logits.
     """
 
     def __init__(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
         self.inputs, self.outputs = inputs, outputs
-        self.tops: dict[int, Any] = {}
         self._inputs = [(name, _value(array)) for name, array in inputs.items()]
         self._outputs = [(name, _value(array)) for name, array in outputs.items()]
 
@@ -269,14 +227,8 @@ def _value(array: Array) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
-def new_session(graph: Graph, *, prepack: bool = True) -> Any:
-    """A session on the CPU, with as many threads as torch uses now.
-
-    Args:
-        graph: its model and weights.
-        prepack: whether every node copies its weights to a layout in which several rows take less
-            time; else nodes with the same weights share them.
-    """
+def new_session(graph: Graph) -> Any:
+    """A session on the CPU, with as many threads as torch uses now."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -285,8 +237,6 @@ def new_session(graph: Graph, *, prepack: bool = True) -> Any:
     # Waiting threads would take a core from the other processes and threads of a run.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
-    if not prepack:
-        options.add_session_config_entry("session.disable_prepacking", "1")
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in graph.weights.values()]
     options.add_external_initializers(list(graph.weights), values)
     return onnxruntime.InferenceSession(graph.model, options, providers=["CPUExecutionProvider"])

@@ -6,7 +6,7 @@ H query heads, G key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
@@ -38,14 +38,12 @@ from specdec.models.exact_passes import ExactPasses, Slice
 from specdec.models.execution import PLAIN, Execution, OpaqueCache, pack_weights, prepare
 from specdec.models.family_check import NUM_TOKENS, compare_with_transformers
 from specdec.models.inspection import CERTIFIED
-from specdec.models.onnx_chains import WholeChain
-from specdec.models.onnx_choices import Choice
 from specdec.models.onnx_passes import OnnxPasses
 from specdec.models.probe import Probe
 from specdec.models.row_counts import Setting, eager_operators
 from specdec.models.slicing import check_slice, layers_name, slice_model
 from specdec.tensor_parallel.collective import Collective
-from specdec.types import FloatArray, HiddenName, IntArray
+from specdec.types import HiddenName, IntArray
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
 """``logits_rows`` of a pass without logits, such as prefill."""
@@ -61,7 +59,6 @@ class ModelRunner:
         spec: shape and type of its caches.
         static: its captured passes; None if ``execution.graphs`` is off.
         onnx: its passes in ONNX Runtime; None with ``execution.backend`` eager.
-        runs_chains, runs_whole_chains, gives_tops: has ``chain``, ``whole_chain``, ``top``.
         exact: its exact passes; None unless ``execution.exact``.
         vocab_size, hidden_size, max_positions: of the model.
         dtype, device: of its weights.
@@ -136,9 +133,6 @@ class ModelRunner:
         self.static = self._static_passes(execution)
         self.onnx = self._onnx_passes() if execution.backend == "onnx" else None
         self.exact = self._exact_passes(config, group) if execution.exact else None
-        self.runs_chains = self.onnx is not None and self.onnx.runs_chains
-        self.runs_whole_chains = self.onnx is not None and self.onnx.whole_chains is not None
-        self.gives_tops = self.onnx is not None and self.onnx.gives_tops and self.is_first
         whole = self.is_first and self.is_last and not any(p.is_meta for p in model.parameters())
         if whole and config.model_type not in CERTIFIED:
             meter, self._meter = self._meter, Meter()
@@ -194,51 +188,6 @@ class ModelRunner:
                 torch.cuda.current_stream(self.device).synchronize()
             self._meter.add(self.name, perf_counter() - start)
         return output
-
-    def chain(self, rows: Rows, choose: Callable[[Tensor], int]) -> Tensor:
-        """Runs one pass per row, each over the token chosen by the logits of the pass before.
-
-        Args:
-            rows: R tree nodes, each of which sees all slots before its own; the token of the first
-                one is known, the others are written here.
-            choose: called after every pass with its logits [1, V]; returns the next token.
-
-        Returns:
-            [R, V]: the logits of all passes.
-        """
-        assert self.onnx is not None, "runs_chains is true"
-        return self.onnx.chain(rows, choose, partial(self._meter.add, self.name))
-
-    def whole_chain(
-        self, rows: Rows, num_first: int, choice: Choice, draws: FloatArray
-    ) -> WholeChain:
-        """Runs a pass over the first rows, then one per row, over the token that was chosen.
-
-        Args:
-            rows: each of which sees all slots before its own; the tokens of the first rows are
-                known, those of the others are written here.
-            num_first: number of first rows, from 1 to ``onnx_chains.MAX_FIRST_ROWS``.
-            choice, draws: see ``OnnxChains.run``.
-        """
-        assert self.onnx is not None and self.onnx.whole_chains is not None  # noqa: PT018 - for mypy
-        timed = partial(self._meter.add, self.name)
-        return self.onnx.whole_chains.run(rows, num_first, choice, draws, timed)
-
-    def top(
-        self, rows: Rows, logits_rows: IntArray | None, k: int, temperature: float
-    ) -> tuple[IntArray, FloatArray]:
-        """Runs a pass of one request; returns the most probable tokens instead of the logits.
-
-        Args:
-            rows, logits_rows: as of ``forward``; at least one row with logits.
-            k: tokens per row, reduced to at most V.
-            temperature: of the log-probabilities, above 0.
-
-        Returns:
-            As ``SamplingTransform.top``: int64 and float64[A, k].
-        """
-        assert self.onnx is not None, "gives_tops is true"
-        return self.onnx.top(rows, logits_rows, k, temperature, partial(self._meter.add, self.name))
 
     def _run_plain(
         self,

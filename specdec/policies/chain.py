@@ -11,7 +11,6 @@ from specdec.parts.fields import DraftCount, validated
 from specdec.policies.tree_growth import (
     NO_SLOTS,
     Stateless,
-    as_nodes,
     expand,
     last_position,
     ready_requests,
@@ -75,8 +74,6 @@ def grow_chains(
         path = first_path(request.tree)
         room = last_position(request) - request.prefix_len
         growing.append((request, min(gamma, room) + 1 - len(path), np.array(path[-1:])))
-    if children == 1 and _drafted_at_once(state, source, growing):
-        return
     while growing := [entry for entry in growing if entry[1] > 0]:
         tips = [(r, tail[~r.tree.expanded[tail]]) for r, _, tail in growing]
         expand(state, source, tips, children)
@@ -86,32 +83,6 @@ def grow_chains(
             if len(tail):
                 longer.append((request, num_missing - 1, tail))
         growing = longer
-
-
-def _drafted_at_once(
-    state: DecodeState,
-    source: TokenSource,
-    growing: Sequence[tuple[RequestState, int, IntArray]],
-) -> bool:
-    """Appends whole chains where the source drafts them so (``TokenSource.chains``).
-
-    A call per token leaves the same trees, but its selections and tree updates take longer than the
-    passes of a draft model of 0.1 ms.
-    """
-    draft = getattr(source, "chains", None)
-    entries = [entry for entry in growing if entry[1] > 0]
-    if draft is None or not entries:
-        return False
-    if any(request.tree.expanded[tail[0]] for request, _, tail in entries):
-        return False
-    with state.drafting():
-        tips = as_nodes((request, tail) for request, _, tail in entries)
-        chains = draft(state, tips, [num_missing for _, num_missing, _ in entries])
-    if chains is None:
-        return False
-    for (request, _, tail), chain in zip(entries, chains, strict=True):
-        request.tree.append_chain(int(tail[0]), chain)
-    return True
 
 
 def first_path(tree: TokenTree) -> list[int]:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from specdec.device import DeviceProbs, Probs, SupportProbs
+from specdec.device import DeviceProbs, Probs
 from specdec.sampling import host, on_device
-from specdec.sampling.host import Distribution
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingTransform
 from specdec.types import Candidates, FloatArray, IntArray
@@ -24,25 +23,6 @@ def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
     module: Any = on_device if isinstance(probs, DeviceProbs) else host
     tokens, logprobs, counts = module.sample_candidates(probs, k, uniforms)
     return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, probs=probs)
-
-
-def drawn_firsts(transform: SamplingTransform, logits: Tensor, uniforms: FloatArray) -> Candidates:
-    """Samples one candidate per row of logits[W, V] by ``uniforms``, float64[W].
-
-    As ``drawn`` from the proposed distribution, but on its support where that is on the host.
-    """
-    law = transform.proposal(logits)
-    probs = law.on_support() if isinstance(law, Distribution) else law.probs()
-    if not isinstance(probs, SupportProbs):
-        return drawn(probs, 1, uniforms[:, None])
-    rows = np.arange(len(uniforms))
-    columns = host.inverse_cdf(probs.values, uniforms)
-    return Candidates(
-        tokens=probs.ids[rows, columns][:, None],
-        logprobs=np.log(probs.values[rows, columns])[:, None],
-        counts=np.ones(len(rows), np.int64),
-        probs=probs,
-    )
 
 
 def sibling_draws(draws: KeyedDraws, request_id: int, positions: IntArray, k: int) -> FloatArray:

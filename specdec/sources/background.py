@@ -55,7 +55,6 @@ class Background:
     """
 
     wakeup: threading.Event | None = None
-    chains = None  # the source's own would run here, not on its device
 
     def __init__(self, *, source: TokenSource, free_rank: int) -> None:
         """Wraps a source.

@@ -14,26 +14,21 @@ import torch
 from specdec.attention.kv_cache import Rows
 from specdec.clocks import CONTROLLER, Work
 from specdec.metrics.counters import SourceCounters
-from specdec.models.onnx_chains import MAX_FIRST_ROWS
-from specdec.models.onnx_choices import Choice
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.parts.fields import Count, Positive, validated
 from specdec.sampling.candidates import counts_of, top_candidates
-from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.draft_work import Draft, PassWork
 from specdec.sources.draw_guesser import DrawGuesser, target_draws
-from specdec.sources.growing_chain import GrowingChain, TokenChoice
 from specdec.sources.near_draw import NearDraw
 from specdec.sources.sampled import Histories, by_transform, sampled_candidates
-from specdec.types import BoolArray, Candidates, Chain, Commit, IntArray, Needs, Nodes, Output
+from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 _SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
 _NO_TOKENS = np.zeros(0, np.int64)
-_NO_DRAWS = np.zeros(0)
 
 
 class DraftModelSource:
@@ -89,9 +84,6 @@ class DraftModelSource:
         self.vocab_size: int | None = runner.vocab_size
         self.gives_probs = sample
         self._runner = runner
-        self._runs_chains = getattr(runner, "runs_chains", False)
-        self._whole_chains = getattr(runner, "runs_whole_chains", False)
-        self._gives_tops = getattr(runner, "gives_tops", False)
         self._work = Work(model)
         self._prefill_chunk = prefill_chunk
         self._guesser = DrawGuesser() if guess_draw and guess_spread is None else None
@@ -122,125 +114,8 @@ class DraftModelSource:
             if not nodes.items:
                 return Candidates.empty(len(reachable))
             return self.expand(state, nodes, k).spread(reachable)
-        if len(works) == 1 and self._needs_tops_only(works[0]):
-            return self._tops(state, works[0], k)
         logits = self._compute(state, works)
         return self._candidates(state, nodes, works, logits, k)
-
-    def _needs_tops_only(self, work: PassWork) -> bool:
-        """Whether no more than the most probable tokens of the rows of a pass is needed."""
-        params = work.draft.transform.params
-        chosen = self.gives_probs or params.needs_history
-        guessed = self.needs.target_draws and not params.greedy
-        known = not len(work.compute) or not work.in_order  # with logits of other nodes
-        return self._gives_tops and not (chosen or guessed or known)
-
-    def _tops(self, state: DecodeState, work: PassWork, k: int) -> Candidates:
-        """The most probable tokens, without copies of the logits."""
-        self._catch_up(state, [work])
-        rows, num_prefix = work.rows(), len(work.prefix)
-        self.counters.catch_up_rows += num_prefix
-        chosen = np.arange(num_prefix, len(rows)) if num_prefix else None
-        temperature = work.draft.transform.params.temperature or 1.0
-        tokens, logprobs = self._runner.top(rows, chosen, k, temperature)
-        self._count(state, len(rows))
-        counts = np.full(len(tokens), tokens.shape[1])
-        return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
-
-    def chains(self, state: DecodeState, tips: Nodes, lengths: Sequence[int]) -> list[Chain] | None:
-        """The same passes as by ``expand``, with no tree in between; see ``TokenSource``."""
-        requests = [state.requests[request_id] for request_id, _ in tips.items]
-        drafts = [self._drafts[request.id] for request in requests]
-        transform = drafts[0].transform
-        if self._guesser is not None or transform.params.needs_history:
-            return None
-        if any(draft.transform is not transform for draft in drafts):
-            return None
-        near, most = None if transform.params.greedy else self._near, self._runner.max_positions
-        works = [
-            self._plan(request, ids) for request, (_, ids) in zip(requests, tips.items, strict=True)
-        ]
-        chains = [
-            self._chain(state, work, tip, length, near is not None)
-            for work, (_, tip), length in zip(works, tips.items, lengths, strict=True)
-        ]
-        growing = [chain for chain, work in zip(chains, works, strict=True) if len(work.slots)]
-        choice = TokenChoice(transform, near=near, sample=self.gives_probs)
-        graph_choice = choice.in_graph(self._runner.vocab_size) if self._whole_chains else None
-        passes: list[torch.Tensor] = []
-        while growing:
-            single = growing[0] if len(growing) == 1 else None
-            if single and graph_choice and self._whole_chain(state, single, graph_choice):
-                break
-            if not passes:
-                logits = self._compute(state, [work for work in works if len(work.slots)])
-            elif single and self._runs_chains and single.sees_all:
-                passes.append(self._single_chain(state, single, choice))
-                break
-            else:
-                logits = self._packed(state, [chain.rows() for chain in growing])
-            choice.append(growing, logits)
-            passes.append(logits)
-            growing = [chain for chain in growing if chain.missing(most) > 0]
-        return choice.finish(chains, passes)
-
-    def _whole_chain(self, state: DecodeState, chain: GrowingChain, choice: Choice) -> bool:
-        """Lets a chain grow to its end in one call, if its rows allow that."""
-        prefix = _NO_TOKENS if chain.tokens else chain.prefix
-        if prefix is None or not chain.sees_all:
-            return False
-        num_first = len(prefix) + 1
-        if num_first > min(MAX_FIRST_ROWS, self._prefill_chunk):
-            return False
-        rows = chain.rows(chain.missing(self._runner.max_positions), prefix)
-        draws = chain.draws[len(chain.tokens) :]
-        found = self._runner.whole_chain(rows, num_first, choice, draws)
-        chain.tokens += found.tokens.tolist()
-        chain.logprobs += found.logprobs.tolist()
-        if found.probs is not None:
-            chain.probs += found.probs
-        self.counters.catch_up_rows += num_first - 1
-        self._count(state, num_first)
-        for _ in range(len(found.tokens) - 1):
-            self._count(state, 1)
-        return True
-
-    def _single_chain(
-        self, state: DecodeState, chain: GrowingChain, choice: TokenChoice
-    ) -> torch.Tensor:
-        """Lets a chain grow to its end; returns the logits of its passes."""
-
-        def choose(logits: torch.Tensor) -> int:
-            self._count(state, 1)
-            choice.append([chain], logits)
-            return chain.tokens[-1]
-
-        rows = chain.rows(chain.missing(self._runner.max_positions))
-        return self._runner.chain(rows, choose)
-
-    def _chain(
-        self, state: DecodeState, work: PassWork, tip: IntArray, length: int, near: bool
-    ) -> GrowingChain:
-        """A chain without tokens below ``tip``, int64[1]; ``near``: of the target's draws."""
-        request, tree = work.request, work.request.tree
-        table = tree.rows_of(tree.slots(tip))
-        _, token, parent, position = (column.item() for column in table)
-        draws = _NO_DRAWS
-        if near or self.gives_probs:
-            places = np.arange(position + 1, position + 1 + length)
-            purpose = Purpose.TARGET if near else Purpose.DRAFT
-            draws = state.draws.uniform(request.id, places, purpose)
-        return GrowingChain(
-            cache=work.draft.cache,
-            tip=int(tip[0]),
-            tip_token=token,
-            tip_parent=parent,
-            first_id=tree.next_id,
-            position=position,
-            length=length,
-            draws=draws,
-            prefix=work.prefix if work.in_order and len(work.compute) == 1 else None,
-        )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Moves accepted entries into the prefix and drops pruned nodes."""

@@ -29,7 +29,6 @@ from specdec.types import (
     Answers,
     BoolArray,
     Candidates,
-    Chain,
     FloatArray,
     HiddenName,
     IntArray,
@@ -85,47 +84,6 @@ class TokenTree(NodeTable):
         self._cand_logprobs[new] = -np.inf
         self._next_id += num
         return slots
-
-    def append_chain(self, slot: int, chain: Chain) -> None:
-        """Adds W nodes, each the child of the one before, the first of ``slot``, which is a leaf.
-
-        Every node but the last counts as expanded, with no candidate left: the tree is the same as
-        after ``set_candidates`` with one candidate and ``take``, once per node.
-
-        Args:
-            slot: an unexpanded node.
-            chain: of W tokens.
-        """
-        tokens, logprobs = chain.tokens, chain.logprobs
-        num = len(tokens)
-        if not num:
-            return
-        start = self._size
-        self._claim(num)
-        self._widen(1)
-        ints, floats = self._ints, self._floats
-        new = slice(start, start + num)
-        steps = np.arange(num)
-        ints[0, new] = steps + self._next_id
-        ints[1, new] = tokens
-        ints[2, new] = steps + (start - 1)
-        ints[2, start] = slot
-        ints[3, new] = steps + (ints[3, slot] + 1)
-        ints[4:7, new] = _FRESH
-        ints[7, new] = steps + (self._next_id - 1)
-        ints[7, start] = ints[0, slot]
-        floats[0, new] = logprobs
-        floats[1, new] = np.concatenate([floats[1, slot, None], logprobs]).cumsum()[1:]
-        self._flags[:, new] = False
-        self._flags[0, start : start + num - 1] = True
-        self._flags[0, slot] = True
-        self._cand_logprobs[new] = -np.inf
-        self._cand_logprobs[slot] = -np.inf
-        if chain.probs is not None:
-            self._cand_tokens[slot, 0] = tokens[0]
-            self._cand_tokens[start : start + num - 1, 0] = tokens[1:]
-            self.draft_probs.update(zip(ints[7, new].tolist(), chain.probs, strict=True))
-        self._next_id += num
 
     def set_candidates(self, slots: IntArray, candidates: Candidates, rows: slice) -> None:
         """Stores the candidates of W nodes and marks the nodes as expanded.

@@ -12,7 +12,7 @@ from specdec.types.decisions import Commit, CommitKind, Verdict
 from specdec.types.events import Event, EventKind, Ticket
 from specdec.types.needs import HiddenName, Lossless, Needs
 from specdec.types.node_map import NodeMap
-from specdec.types.nodes import Candidates, Chain, Nodes
+from specdec.types.nodes import Candidates, Nodes
 from specdec.types.plans import ExecutorPlan, Placement
 from specdec.types.results import NO_TOKEN, Answers, EarlyHidden, Exits, Output, PromptHidden
 from specdec.types.rows import Batch, PrefillChunk, TreeRows
@@ -24,7 +24,6 @@ __all__ = [
     "Batch",
     "BoolArray",
     "Candidates",
-    "Chain",
     "Commit",
     "CommitKind",
     "EarlyHidden",

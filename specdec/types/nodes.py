@@ -114,18 +114,3 @@ class Candidates:
             origins = np.zeros(full.tokens.shape, np.int64)
             origins[mask] = self.origins
         return replace(full, probs=probs, origins=origins)
-
-
-@record(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """Proposed tokens, each the first candidate after the one before.
-
-    Attributes:
-        tokens: int64[L].
-        logprobs: float64[L], log draft probability given the tokens before (<= 0).
-        probs: per token the distribution that it was sampled from, float64[V]; None if it was not.
-    """
-
-    tokens: IntArray
-    logprobs: FloatArray
-    probs: Sequence[Probs] | None = None

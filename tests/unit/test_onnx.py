@@ -18,7 +18,6 @@ from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models import onnx_graph, onnx_session
 from specdec.models.execution import Execution
-from specdec.models.onnx_choices import Best
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs import RandomPair
@@ -131,53 +130,6 @@ def test_paged_caches():
         return runner.new_cache(4, pool)
 
     assert max(_errors(model, (0, 2, 4), make_cache=paged)) < TOLERANCE
-
-
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("case", [case for case in CASES if "window" not in case])
-def test_whole_chains(case, paged):
-    """Several passes in one graph, the first over several rows, as single eager passes."""
-    family, options = CASES[case]
-    model = random_model(family, **SIZES, options=options)
-    prompt, num = np.arange(3, 15), 5
-    places = np.arange(num - 1)
-    (eager,) = _runners(model, (0, LAYERS), "eager")
-    (onnx,) = _runners(model, (0, LAYERS), "onnx")
-    pool = BlockPool(spec=onnx.spec, num_blocks=20, block_tokens=4) if paged else None
-    caches = eager.new_cache(4), onnx.new_cache(4, pool)
-    tokens, logprobs = [], []
-    logits = eager.forward([caches[0].rows(prefix_tokens=prompt)]).logits[-1:]
-    onnx.forward([caches[1].rows(prefix_tokens=prompt[:-3])])
-    for i in range(num):
-        tokens.append(int(logits.argmax()))
-        logprobs.append(float(torch.log_softmax(logits / 0.5, dim=1).max()))
-        rows = caches[0].rows(
-            node_ids=np.array([i]),
-            node_tokens=np.array(tokens[-1:]),
-            parent_ids=np.array([i - 1]),
-            node_positions=np.array([len(prompt) + i]),
-        )
-        logits = eager.forward([rows]).logits
-    rows = caches[1].rows(
-        prefix_tokens=prompt[-3:],
-        node_ids=places,
-        node_tokens=np.zeros(num - 1, np.int64),
-        parent_ids=places - 1,
-        node_positions=places + len(prompt),
-    )
-    chain = onnx.whole_chain(rows, 3, Best(0.5), np.zeros(0))
-    assert chain.tokens.tolist() == tokens
-    np.testing.assert_allclose(chain.logprobs, logprobs, atol=TOLERANCE)
-    end = len(prompt) + num - 1
-    found, expected = (cache.storage[..., :end, :] for cache in reversed(caches))
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if "window" in case])
-def test_models_with_windows_have_no_whole_chains(case):
-    family, options = CASES[case]
-    (runner,) = _runners(random_model(family, **SIZES, options=options), (0, LAYERS), "onnx")
-    assert not runner.runs_chains
 
 
 def test_logits_of_some_rows():

@@ -45,10 +45,10 @@ def make_runner(model: LlamaForCausalLM, name: str = "draft") -> ModelRunner:
     return ModelRunner(model=model, name=name, meter=Meter())
 
 
-def make_onnx_runner(*, max_positions: int = 256) -> ModelRunner:
+def make_onnx_runner(*, max_positions: int = 256, backend: str = "onnx") -> ModelRunner:
     """A draft in ONNX Runtime, which needs float32 and heads of a multiple of 16."""
     model = tiny_model(max_positions=max_positions, hidden_size=32).float()
-    onnx = Execution(backend="onnx")
+    onnx = Execution(backend=backend)
     return ModelRunner(model=model, name="draft", meter=Meter(), execution=onnx)
 
 
