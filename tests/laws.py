@@ -11,7 +11,7 @@ from specdec.certify.laws import TARGET_TABLE, chi_square, pair_counts, pair_law
 from specdec.certify.subject import decode_cases
 from specdec.compose.workbench import Parts, Workbench
 from specdec.pairs import build_pair
-from specdec.pairs.synthetic import SyntheticModels
+from specdec.pairs.recorded import SyntheticModels
 from specdec.sampling.transform import SamplingParams
 from specdec.state import RequestState, StopRules
 from specdec.testing import Case

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from specdec.clocks.meter import Meter
-from specdec.errors import UserError
-from specdec.executors.answerer import Answerer, ModelAnswerer
-from specdec.executors.exits import ExitStage
 from specdec.executors.stage import StageOutput
-from specdec.models.runner import ModelRunner
-from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.pairs import ModelPair
 from specdec.types import NO_NODE, Batch, Commit, HiddenName
 
 Width = Annotated[int, Field(ge=1)]  # an alias of the author's own
 
 
-class RecurrentPair:
+class RecurrentPair(ModelPair):
     """An untrained GRU as the target, and no draft model: sources that need none propose."""
 
-    is_synthetic = False  # True: hidden sequences without logits
+    option = "recurrent"  # its name in messages
     num_layers = 1  # one pipeline stage at most
     dtype = "float64"  # of the weights
-    head_cost = 0.0  # of the output head, in layers
-    max_positions: int | None = None  # None: no limit
-    eos_ids: frozenset[int] = frozenset()
-    tokenizer = None  # None: prompts are random tokens, and data= is not read
 
     def __init__(self, *, width: Width, vocabulary: Width, seed: int) -> None:
         """Takes the keys of its YAML.
@@ -45,39 +37,14 @@ class RecurrentPair:
             torch.manual_seed(seed)
             self._embedding = torch.nn.Embedding(vocabulary, width, dtype=torch.float64)
             self._cell = torch.nn.GRUCell(width, width, dtype=torch.float64)
-
-    @property
-    def weight_bytes(self) -> dict[str, int]:
-        """Name of each model -> bytes of its weights."""
         tensors = [*self._embedding.parameters(), *self._cell.parameters()]
-        return {"target": sum(t.numel() * t.element_size() for t in tensors)}
+        self.weight_bytes = {"target": sum(t.numel() * t.element_size() for t in tensors)}
 
     def stage(
         self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> RecurrentStage:
         """The layers ``first`` to ``last`` of the target: here all of it."""
         return RecurrentStage(self._embedding, self._cell, meter)
-
-    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Draws the target's tokens from the logits of the last stage."""
-        return ModelAnswerer(draws=draws, needs_probs=needs_probs)
-
-    def runner(self, name: str, meter: Meter) -> ModelRunner:
-        """Refused: there is no model besides the target."""
-        raise UserError(f"model=recurrent has no {name} model; use source=prompt_lookup")
-
-    def artefact(self, kind: type, **options: Any) -> Any:
-        """Refused: there are no heads and no n-grams (``kind``) beside the target."""
-        raise UserError(f"model=recurrent has no {kind.__name__}; use source=prompt_lookup")
-
-    @property
-    def exit_layer(self) -> int:
-        """Refused: a target of one layer has no early exit."""
-        raise UserError("model=recurrent has no early exit; use source=prompt_lookup")
-
-    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """Refused, as ``exit_layer``."""
-        raise AssertionError(self.exit_layer)
 
 
 class RecurrentStage:

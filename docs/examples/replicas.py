@@ -18,7 +18,7 @@ from specdec.clocks.meter import Meter
 from specdec.device import select_rows
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import layers_of, paged
-from specdec.executors.models import Blocks, PlannedModels, TargetModels
+from specdec.executors.models import Blocks, ModelPair
 from specdec.executors.stage import Stage
 from specdec.metrics.counters import ExecutorCounters
 from specdec.parts.fields import Count
@@ -62,7 +62,7 @@ class Replicas:
     @classmethod
     def plan(
         cls,
-        models: PlannedModels,
+        models: ModelPair,
         *,
         replicas: Count = 2,
         delay_ms: Annotated[float, Field(ge=0)] = 0.0,
@@ -91,7 +91,7 @@ class Replicas:
         plan: ReplicasPlan,
         needs: Needs,
         *,
-        pair: TargetModels,
+        pair: ModelPair,
         clock: Clock,
         meter: Meter,
         draws: KeyedDraws,

@@ -20,6 +20,7 @@ from specdec.executors.stage import ModelStage, Stage
 from specdec.models.execution import Execution
 from specdec.models.quantize import num_bytes
 from specdec.models.runner import ModelRunner
+from specdec.pairs import ModelPair
 from specdec.pairs.replay import ReplayModels
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource, SyntheticSource
@@ -32,12 +33,8 @@ REPLAY = "replay"
 """Name under which the replacement is metered."""
 
 
-class ReplayedShapes:
-    """A pair (see ``specdec.pairs.ModelPair``) of two models and a record."""
-
-    is_synthetic = False
-    tokenizer = None
-    head_cost = 0.0
+class ReplayedShapes(ModelPair):
+    """A pair of two models and a record."""
 
     def __init__(
         self,
@@ -55,7 +52,7 @@ class ReplayedShapes:
         self.vocab_size = int(target.config.vocab_size)
         assert record.vocab_size <= self.vocab_size, "the record's tokens do not fit"
         self.num_layers = int(target.config.num_hidden_layers)
-        self.max_positions: int | None = int(target.config.max_position_embeddings)
+        self.max_positions = int(target.config.max_position_embeddings)
         self.eos_ids = record.eos_ids
         self.weight_bytes = {"target": num_bytes(target), "draft": num_bytes(draft)}
         self._attention, self._execution = attention, execution

@@ -23,7 +23,7 @@ from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Workbench
 from specdec.data.files import data_folder, read_text
 from specdec.errors import UserError
-from specdec.pairs.synthetic import HiddenModels
+from specdec.pairs import RecordedPair
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import Background, ModelChain, SyntheticSource
 from specdec.sources.hashing import hash_u64, hash_uniform
@@ -156,7 +156,7 @@ def predicted_ms(runs: Sequence[Run], *, longest: int, least: int) -> list[float
     for number, run in enumerate(runs):
         clock = SimulatedClock(LatencyProfile(name="synchronous run", costs=costs))
         source = Background(source=SyntheticSource(pair=hidden), free_rank=2)
-        parts = Workbench(HiddenModels(pair=hidden), clock=clock).parts(
+        parts = Workbench(RecordedPair(hidden), clock=clock).parts(
             source=ModelChain(sources=[source]),
             policy=FreeChain(ahead=64, least=least),
             verifier=MatchVerifier(),

@@ -139,7 +139,7 @@ def _run(subject: Subject, kind: str, seen: Observation) -> None:
     cases = parity_cases(samplings, per_sampling=2, vocab_size=VOCAB_SIZE, num_tokens=_NUM_TOKENS)
     watch = seen.watch
     section = {key: value for key, value in subject.model(kind).items() if key != "kind"}
-    pair = ObservedPair(watch, **section)
+    pair = ObservedPair.of(watch, **section)
     outputs: dict[int, Decoded] = {}
     with subject.composed(kind, pair=pair) as parts:
         state = parts.new_state()

@@ -22,6 +22,7 @@ from specdec.compose.workbench import Parts
 from specdec.executors.stage import ModelStage
 from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
+from specdec.pairs.options import with_flat_options
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
 from specdec.types import NO_NODE, Candidates, Commit, HiddenName, IntArray, Nodes, Ticket
@@ -261,10 +262,14 @@ def _replace(part: object, name: str, function: Callable[..., Any]) -> bool:
 class ObservedPair(RandomPair):
     """A random pair whose models are observed."""
 
-    def __init__(self, watch: Watch, **keys: Any) -> None:
-        """Takes the arguments of ``RandomPair``."""
-        super().__init__(**keys)
-        self._watch = watch
+    _watch: Watch
+
+    @classmethod
+    def of(cls, watch: Watch, **keys: Any) -> ObservedPair:
+        """The pair of a section ``model``, without its kind."""
+        pair: ObservedPair = with_flat_options(cls)(**keys)
+        pair._watch = watch
+        return pair
 
     def stage(
         self,

@@ -113,11 +113,10 @@ def build_parts(
         ),
         "free_rank": lambda: next(free_ranks),
     }
-    fitted = getattr(pair, "fitted_source", None)
-    source_node = cfg["source"] if fitted is None else fitted(cfg["source"], cfg["policy"])
+    source = pair.fitted_source(cfg["source"], cfg["policy"])
     try:
         parts = bench.parts(
-            source=build_part(source_node, runtime, "source", TokenSource),
+            source=build_part(source, runtime, "source", TokenSource),
             policy=policy,
             verifier=judge,
             executor=executor,
@@ -155,7 +154,7 @@ def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | Non
         )
     model = dict(cfg["model"])
     if "dtype" in model:  # auto is decided once, not by each rank
-        model["dtype"] = getattr(pair, "dtype", model["dtype"])
+        model["dtype"] = pair.dtype or model["dtype"]
     return Ranks(
         model=model,
         clock=cfg["clock"],

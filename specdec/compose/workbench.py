@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ from specdec.executors.layout import FrontPlan, PipelinePlan
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models.runner import ModelRunner
-from specdec.pairs import HuggingFacePair, ModelPair, PartsOnly
+from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.parts.build import require
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.serving.rules import MakeScheduler, ServingRules
@@ -202,9 +202,7 @@ class Workbench:
         Where processes run the target, it loads target layers for sources alone, without the rest
         of the target.
         """
-        if self.ranks is None or not hasattr(self.pair, "lone_part"):
-            return self.pair
-        return cast("ModelPair", PartsOnly(cast("HuggingFacePair", self.pair)))
+        return self.pair if self.ranks is None else self.pair.without_target()
 
     def exit_front(self, plan: FrontPlan, layers: Sequence[int]) -> ExitFront:
         """The layers before the last exit with the exit heads, shared by source and executor.

@@ -64,7 +64,7 @@ from specdec.errors import UserError
 from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
 from specdec.kernels.graphs import begin_timed_run, end_timed_run
-from specdec.pairs import ModelPair, PretrainedPair, build_pair
+from specdec.pairs import ModelPair, build_pair
 from specdec.tensor_parallel import Collective
 from specdec.types import IntArray
 
@@ -328,11 +328,8 @@ class Worker:
             self._on_gpu = True
         key = json.dumps(model, sort_keys=True)
         if key not in self._pairs:
-            self._pairs[key] = build_pair(model)
-        pair = self._pairs[key]
-        if isinstance(pair, PretrainedPair):
-            pair.parts_only = True
-        return pair
+            self._pairs[key] = build_pair(model).without_target()
+        return self._pairs[key]
 
     def report(self, session: int) -> dict[str, object]:
         """The session's report, bytes sent, CPU seconds and most memory, as plain values."""

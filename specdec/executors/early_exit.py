@@ -26,7 +26,7 @@ from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitStage, paged
 from specdec.executors.layout import FrontPlan
 from specdec.executors.local import LocalExecutor
-from specdec.executors.models import Blocks, PlannedModels, TargetModels
+from specdec.executors.models import Blocks, ModelPair
 from specdec.executors.row_packing import row_items
 from specdec.executors.stage import Stage, StageOutput
 from specdec.metrics.counters import SourceCounters
@@ -93,7 +93,7 @@ class ExitFront:
         plan: FrontPlan,
         layers: Sequence[int],
         *,
-        pair: TargetModels,
+        pair: ModelPair,
         clock: Clock,
         meter: Meter,
     ) -> ExitFront:
@@ -272,7 +272,7 @@ class EarlyExitExecutor(LocalExecutor):
     """Verifies the front's drafts with the layers after the last exit; latency 1."""
 
     @classmethod
-    def plan(cls, models: PlannedModels, *, stages: Count | None = None) -> FrontPlan:
+    def plan(cls, models: ModelPair, *, stages: Count | None = None) -> FrontPlan:
         """All layers on the controller's device, priced as stages.
 
         Args:
@@ -289,7 +289,7 @@ class EarlyExitExecutor(LocalExecutor):
         plan: Any,
         needs: Needs,
         *,
-        pair: TargetModels,
+        pair: ModelPair,
         clock: Clock,
         meter: Meter,
         draws: KeyedDraws,

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from specdec.clocks import CONTROLLER
 from specdec.errors import UserError
-from specdec.executors.models import PlannedModels
+from specdec.executors.models import ModelPair
 from specdec.executors.stage import split_layers
 from specdec.parts.fields import Count, validated
 from specdec.types import ExecutorPlan, Placement
@@ -123,9 +123,7 @@ class PipelinePlan(ExecutorPlan):
     group_number: int = 0
 
     @staticmethod
-    def of(
-        models: PlannedModels, layout: StageLayout, *, distributed: bool = False
-    ) -> PipelinePlan:
+    def of(models: ModelPair, layout: StageLayout, *, distributed: bool = False) -> PipelinePlan:
         """The plan of a layout.
 
         Raises:
@@ -163,7 +161,7 @@ class PipelinePlan(ExecutorPlan):
             distributed=distributed,
         )
 
-    def bounds(self, models: PlannedModels, exit_layer: int | None) -> list[tuple[int, int]]:
+    def bounds(self, models: ModelPair, exit_layer: int | None) -> list[tuple[int, int]]:
         """(first, last) layers of each device; see ``layer_bounds``."""
         return layer_bounds(models, self.layout, exit_layer)
 
@@ -176,7 +174,7 @@ class FrontPlan(PipelinePlan):
     """
 
     @staticmethod
-    def of_stages(models: PlannedModels, stages: int) -> FrontPlan:
+    def of_stages(models: ModelPair, stages: int) -> FrontPlan:
         """The plan with ``stages`` priced stages."""
         layout = StageLayout(stages=stages)
         layer_bounds(models, layout)  # refuses more stages than layers
@@ -185,7 +183,7 @@ class FrontPlan(PipelinePlan):
 
 
 def layer_bounds(
-    models: PlannedModels, layout: StageLayout, exit_layer: int | None = None
+    models: ModelPair, layout: StageLayout, exit_layer: int | None = None
 ) -> list[tuple[int, int]]:
     """(first, last) layers of each device.
 

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import paged
-from specdec.executors.models import (
-    Blocks,
-    PlannedModels,
-    TargetModels,
-    deliverable,
-)
+from specdec.executors.models import Blocks, ModelPair, deliverable
 from specdec.executors.row_packing import with_early, with_hidden
 from specdec.executors.stage import Stage
 from specdec.metrics.counters import ExecutorCounters
@@ -65,9 +60,9 @@ class LocalExecutor:
         self.counters = ExecutorCounters()
 
     @classmethod
-    def plan(cls, models: PlannedModels) -> ExecutorPlan:
+    def plan(cls, models: ModelPair) -> ExecutorPlan:
         """All models on the controller's device, which has the target's matrices once."""
-        shared = getattr(models, "shared_bytes", {})
+        shared = models.shared_bytes
         placements = {
             name: Placement(ranks=(CONTROLLER,), weight_bytes=(size - shared.get(name, 0),))
             for name, size in models.weight_bytes.items()
@@ -80,7 +75,7 @@ class LocalExecutor:
         plan: ExecutorPlan,  # noqa: ARG003 - it has nothing to read from it
         needs: Needs,
         *,
-        pair: TargetModels,
+        pair: ModelPair,
         clock: Clock,
         meter: Meter,
         draws: KeyedDraws,

@@ -21,13 +21,7 @@ from specdec.errors import UserError
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader, ExitStage, paged
 from specdec.executors.layout import PipelineOptions, PipelinePlan
-from specdec.executors.models import (
-    Blocks,
-    OverRanks,
-    PlannedModels,
-    TargetModels,
-    deliverable,
-)
+from specdec.executors.models import Blocks, ModelPair, OverRanks, deliverable
 from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
 from specdec.executors.stage import Stage
 from specdec.executors.step_charges import StepCharges
@@ -101,7 +95,7 @@ class PipelineExecutor:
         options.layout(default_stages=1)
 
     @classmethod
-    def plan(cls, models: PlannedModels, **options: Any) -> PipelinePlan:
+    def plan(cls, models: ModelPair, **options: Any) -> PipelinePlan:
         """Layers, devices and sizes; keys are those of ``PipelineOptions``."""
         keys = PipelineOptions(**options)
         stages = keys.stages or -(-models.num_layers // models.exit_layer)
@@ -115,7 +109,7 @@ class PipelineExecutor:
         plan: PipelinePlan,
         needs: Needs,
         *,
-        pair: TargetModels,
+        pair: ModelPair,
         clock: Clock,
         meter: Meter,
         draws: KeyedDraws,

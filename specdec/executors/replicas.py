@@ -18,7 +18,7 @@ from specdec.clocks.build import check_in_process
 from specdec.errors import RankFailure, UserError
 from specdec.executors.layout import PipelinePlan, StageLayout
 from specdec.executors.local import LocalExecutor
-from specdec.executors.models import Blocks, OverRanks, PlannedModels, TargetModels
+from specdec.executors.models import Blocks, ModelPair, OverRanks
 from specdec.executors.target_copy import TargetCopy
 from specdec.metrics.counters import ExecutorCounters
 from specdec.parts.fields import Count
@@ -74,7 +74,7 @@ class ReplicasExecutor:
     @classmethod
     def plan(
         cls,
-        models: PlannedModels,
+        models: ModelPair,
         *,
         replicas: Count = 2,
         transport: Literal["in_process", "distributed"] = "in_process",
@@ -111,7 +111,7 @@ class ReplicasExecutor:
         plan: ReplicasPlan,
         needs: Needs,
         *,
-        pair: TargetModels,
+        pair: ModelPair,
         clock: Clock,
         meter: Meter,
         draws: KeyedDraws,

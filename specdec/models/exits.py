@@ -42,8 +42,8 @@ class HeadWeights:
     def from_pair(cls, pair: Any, *, layer: int) -> HeadWeights:
         """The head after ``layer`` layers: trained if the pair has a folder, else untrained."""
         if pair.heads_folder is None:
-            return untrained_head(pair.part(layer, pair.num_layers), pair.exit_head, layer)
-        return read_head(pair.heads_folder, pair.exit_head, layer)
+            return untrained_head(pair.part(layer, pair.num_layers), pair.options.exit_head, layer)
+        return read_head(pair.heads_folder, pair.options.exit_head, layer)
 
     @property
     def num_parameters(self) -> int:

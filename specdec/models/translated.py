@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from specdec.clocks.meter import Meter
-from specdec.errors import UserError
 from specdec.models.runner import ModelRunner
 from specdec.models.vocabulary import Translation
 
@@ -44,11 +43,6 @@ class TranslatedDraft:
         Raises:
             UserError: the pair has none, or the vocabularies have nothing in common.
         """
-        if not hasattr(pair, "vocabulary"):
-            raise UserError(
-                f"{type(pair).__name__} has no draft with another tokenizer; use model=hf or"
-                " model=tiny with model.translated=PATH, or choose another source"
-            )
         translation = Translation(pair.vocabulary("target"), pair.vocabulary(MODEL))
         runner = pair.runner(MODEL, meter)
         size = sum(p.nbytes for p in pair.model(MODEL).parameters())

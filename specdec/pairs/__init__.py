@@ -6,28 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import UserError
+from specdec.executors.models import ModelPair
 from specdec.pairs.huggingface import HuggingFacePair
-from specdec.pairs.interface import ModelPair
 from specdec.pairs.loaded import LoadedPair
-from specdec.pairs.parts_only import PartsOnly
+from specdec.pairs.options import Dtype, ModelOptions, with_flat_options
 from specdec.pairs.pretrained import PretrainedPair
 from specdec.pairs.random import RandomPair
 from specdec.pairs.record import Record, read_record, read_traces, write_record
+from specdec.pairs.recorded import RecordedPair, build_synthetic
 from specdec.pairs.recorder import check_recordable, record_request, record_run
 from specdec.pairs.replay import ReplayModels, build_replay
-from specdec.pairs.synthetic import HiddenModels, build_synthetic
 from specdec.pairs.table import TablePair
 from specdec.parts.build import build_part
 
 __all__ = [
-    "HiddenModels",
     "HuggingFacePair",
     "LoadedPair",
+    "ModelOptions",
     "ModelPair",
-    "PartsOnly",
     "PretrainedPair",
     "RandomPair",
     "Record",
+    "RecordedPair",
     "ReplayModels",
     "TablePair",
     "build_pair",
@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 
+build_pretrained = with_flat_options(PretrainedPair)
+build_random = with_flat_options(RandomPair, dtype=Dtype)
+
+
 def build_pair(cfg: Mapping[str, Any]) -> ModelPair:
     """The pair that ``model=`` describes: a built-in kind, or the class in ``_target_``.
 
@@ -50,8 +54,8 @@ def build_pair(cfg: Mapping[str, Any]) -> ModelPair:
     if "_target_" in cfg:
         return build_part(keys, {}, "model", ModelPair)  # type: ignore[no-any-return]
     builders: dict[str, Any] = {
-        "pretrained": PretrainedPair,
-        "random": RandomPair,
+        "pretrained": build_pretrained,
+        "random": build_random,
         "synthetic": build_synthetic,
         "replay": build_replay,
         "table": TablePair,

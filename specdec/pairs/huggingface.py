@@ -1,5 +1,8 @@
 """Pairs of Hugging Face models: everything but where the weights come from."""
 
+# Attributes of ModelPair are computed on first use, which mypy takes for a narrower override.
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +13,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
+from specdec.executors.models import A, ModelPair
 from specdec.executors.stage import ModelStage
 from specdec.models.eagle import EagleHead
 from specdec.models.eagle_untrained import untrained_head
-from specdec.models.execution import PLAIN, Execution
+from specdec.models.execution import Execution
 from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
 from specdec.models.onnx_session import problem as onnx_problem
@@ -27,118 +30,39 @@ from specdec.models.quantize import num_bytes
 from specdec.models.runner import ModelRunner
 from specdec.models.shares import sharded
 from specdec.models.slicing import final_norm
-from specdec.pairs.options import (
-    AttentionName,
-    BackendName,
-    Device,
-    Dtype,
-    ExitHeadName,
-    GraphsName,
-    KernelsName,
-    QuantizationName,
-    onnx_or_eager,
-    refuse_inexact,
-    special_options,
-)
-from specdec.parts.fields import Count
-from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sources.pair import A
+from specdec.models.vocabulary import Vocabulary
+from specdec.pairs.options import ModelOptions
 from specdec.tensor_parallel import Collective
 from specdec.types import HiddenName, IntArray
 
 
-class HuggingFacePair:
-    """Two Hugging Face models, loaded on first use.
+class HuggingFacePair(ModelPair):
+    """Models of transformers, loaded on first use.
 
-    Subclasses provide ``target``, ``draft``, the tokenizer and the token samples.
+    Subclasses provide ``target`` and what they have of the rest: ``draft``, ``middle``, the
+    tokenizer, token samples, EAGLE heads.
 
     Attributes:
-        dtype: of the weights.
-        device: the torch device of both models.
-        attention: a value of ``specdec.attention.backends.Attention``.
-        exit_head: kind of the exit heads.
-        heads_folder: trained exit and Medusa heads; None for untrained ones.
+        options: of all models; ``dtype`` and ``device`` are what its auto means here.
+        heads_folder: folder of trained exit and Medusa heads; None for untrained ones.
     """
 
-    is_synthetic = False
+    dtype: str
     heads_folder: Path | None = None
 
-    def __init__(
-        self,
-        *,
-        dtype: Dtype,
-        device: Device,
-        attention: AttentionName,
-        graphs: GraphsName,
-        kernels: KernelsName,
-        compile: bool,
-        quantization: QuantizationName,
-        backend: BackendName,
-        exit_layer: Count | None,
-        exit_head: ExitHeadName,
-        exact: bool,
-    ) -> None:
-        """Stores how to load and run the models.
-
-        Args:
-            dtype: float64, float32, bfloat16 or float16.
-            device: a torch device, or auto (the GPU if there is one).
-            attention: a value of ``specdec.attention.backends.Attention``, or auto (dense).
-            graphs, kernels, compile: see ``specdec.models.execution.Execution``.
-            quantization: a value of ``Quantization``, for both models.
-            backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can
-                run each of them with the other options.
-            exit_layer: number of layers before the early exit; None for no exit.
-            exit_head: norm or transformer.
-            exact: whether a target row's bits must not depend on the pass (docs/exact.md).
-
-        Raises:
-            UserError: ``exact`` with passes that are not proved row by row.
-        """
-        how = {"attention": attention, "graphs": graphs, "kernels": kernels, "compile": compile}
-        self._special = special_options(**how, quantization=quantization, exact=exact)
-        if exact:
-            refuse_inexact(self._special, backend)
-        self._exact = exact
-        self.exit_head = exit_head
-        self._exit_layer = exit_layer
-        self.dtype: str = dtype
-        self._execution = Execution(graphs=graphs, kernels=kernels, compile=compile)
-        self._quantization, self._backend = quantization, backend
-        has_gpu = torch.cuda.is_available()
-        self.device = ("cuda" if has_gpu else "cpu") if device == "auto" else device
-        self.attention = "dense" if attention == "auto" else attention
-
-    @cached_property
-    def backend(self) -> str:
-        """What runs the passes of all models: eager or onnx.
-
-        Raises:
-            UserError: ``model.backend=onnx`` cannot run here, or with the other options.
-        """
-        return self.backend_of()
-
-    def backend_of(self, *heads: PreTrainedConfig) -> str:
-        """The same for draft heads of these configurations beside the models."""
-        if self._backend == "eager":
-            return "eager"
-        where = getattr(torch, self.dtype), torch.device(self.device)
-        reasons = [onnx_problem(config, *where) for config in (*self.configs, *heads)]
-        return onnx_or_eager(self._backend, reasons, self._special)
-
-    @cached_property
-    def configs(self) -> Sequence[PreTrainedConfig]:
-        """Configurations of all models; by default the loaded models' own."""
-        return [self.model(name).config.get_text_config() for name in self.names]
+    def __init__(self, options: ModelOptions) -> None:
+        self.options = options
+        self.dtype = "float32" if options.dtype == "auto" else options.dtype
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = here if options.device == "auto" else options.device
+        self.attention = "dense" if options.attention == "auto" else options.attention
 
     @property
     def target(self) -> PreTrainedModel:
-        """The target model."""
         raise NotImplementedError
 
     @property
     def draft(self) -> PreTrainedModel:
-        """The draft model."""
         raise NotImplementedError
 
     @property
@@ -158,6 +82,36 @@ class HuggingFacePair:
         """Names of the models that there are."""
         return ("target", "draft")
 
+    def model(self, name: str) -> PreTrainedModel:
+        model: PreTrainedModel = getattr(self, name)
+        return model
+
+    def plain_model(self, name: str) -> PreTrainedModel:
+        """The model of that name before quantisation; pairs that quantise make it again."""
+        return self.model(name)
+
+    @cached_property
+    def backend(self) -> str:
+        """What runs the passes of all models: eager or onnx.
+
+        Raises:
+            UserError: ``model.backend=onnx`` cannot run here, or with the other options.
+        """
+        return self.backend_of()
+
+    def backend_of(self, *heads: PreTrainedConfig) -> str:
+        """The same for draft heads of these configurations beside the models."""
+        if self.options.backend == "eager":
+            return "eager"
+        where = getattr(torch, self.dtype), torch.device(self.device)
+        return self.options.onnx_or_eager(
+            [onnx_problem(config, *where) for config in (*self.configs, *heads)]
+        )
+
+    @cached_property
+    def configs(self) -> Sequence[PreTrainedConfig]:
+        return [self.model(name).config.get_text_config() for name in self.names]
+
     @cached_property
     def info(self) -> ModelInfo:
         """Sizes of the target; by default from its config."""
@@ -173,17 +127,23 @@ class HuggingFacePair:
             tensors={},
         )
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Size of the target's vocabulary."""
         return self.info.vocab_size
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
-        """Number of layers of the target."""
         return self.info.num_layers
 
-    @property
+    @cached_property
+    def max_positions(self) -> int | None:
+        return self.info.max_positions or None
+
+    @cached_property
+    def weight_bytes(self) -> Mapping[str, int]:
+        return {name: num_bytes(self.model(name)) for name in self.names}
+
+    @cached_property
     def head_cost(self) -> float:
         """Weights of the output head over those of a layer; a pass reads each once."""
         info = self.info
@@ -192,34 +152,17 @@ class HuggingFacePair:
         layers = total - (1 if info.tied else 2) * matrix  # without head and embeddings
         return matrix * info.num_layers / max(1, layers)
 
-    @property
-    def max_positions(self) -> int | None:
-        """Positions of the target; a draft with fewer proposes nothing beyond them."""
-        return self.info.max_positions or None
+    def part(self, first: int, last: int) -> PreTrainedModel:
+        """A model with at least layers ``first`` .. ``last`` of the target, norm and output."""
+        return self.target
 
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """End-of-sequence tokens; by default none."""
-        return frozenset()
+    def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
+        """One rank's tensor-parallel share of target layers ``first`` .. ``last``."""
+        return self.model_share("target", group)
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The target's tokenizer; None if it has none."""
-        return None
-
-    @cached_property
-    def weight_bytes(self) -> Mapping[str, int]:
-        """Name of each model -> bytes of its weights in memory."""
-        return {name: num_bytes(self.model(name)) for name in self.names}
-
-    def model(self, name: str) -> PreTrainedModel:
-        """The model of that name: target, draft or middle."""
-        model: PreTrainedModel = getattr(self, name)
-        return model
-
-    def plain_model(self, name: str) -> PreTrainedModel:
-        """The model of that name before quantisation; pairs that quantise make it again."""
-        return self.model(name)
+    def model_share(self, name: str, group: Collective) -> PreTrainedModel:
+        """One rank's tensor-parallel share of a whole model."""
+        return sharded(self.plain_model(name), group, self.options.quantization)
 
     def stage(
         self,
@@ -231,24 +174,33 @@ class HuggingFacePair:
     ) -> ModelStage:
         """Target layers ``first`` .. ``last``, or this rank's share of them.
 
-        With ``exact`` the bits of a row do not depend on the pass.
-
         Args:
             first, last, meter, capture: see ``ModelPair.stage``.
             group: tensor-parallel ranks that share the layers; all of them must run the same
                 batches in the same order.
         """
-        runner = self._runner(
-            "target",
-            meter,
-            lambda: self.part(first, last) if group is None else self.share(first, last, group),
-            group,
-            exact=self._exact,
-            first_layer=first,
-            last_layer=last,
-            capture=capture,
+        return ModelStage(
+            runner=self._runner(
+                "target",
+                meter,
+                lambda: self.part(first, last) if group is None else self.share(first, last, group),
+                group,
+                exact=self.options.exact,
+                first_layer=first,
+                last_layer=last,
+                capture=capture,
+            )
         )
-        return ModelStage(runner=runner)
+
+    def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
+        """Runner of a whole model, or of this rank's share in a tensor-parallel ``group``.
+
+        Raises:
+            UserError: there is no such model, or tensor parallelism does not support its family.
+        """
+        if group is None:
+            return self._runner(name, meter, lambda: self.model(name))
+        return self._runner(name, meter, lambda: self.model_share(name, group), group)
 
     def _runner(
         self,
@@ -261,10 +213,16 @@ class HuggingFacePair:
         **layers: Any,
     ) -> ModelRunner:
         """Runner of the loaded model, or of this rank's share of it in a ``group``."""
-        execution = replace(self._execution if group is None else PLAIN, exact=exact)
+        options, execution = self.options, Execution(exact=exact)
         if group is None:
-            execution = replace(execution, backend=self.backend)
-        elif self._backend == "onnx":
+            execution = Execution(
+                graphs=options.graphs,
+                kernels=options.kernels,
+                compile=options.compile,
+                backend=self.backend,
+                exact=exact,
+            )
+        elif options.backend == "onnx":
             raise UserError(
                 "model.backend=onnx cannot run shares of a tensor-parallel group: use"
                 " model.backend=eager, or executor.target_degree and draft_degree of 1 (null)"
@@ -282,12 +240,7 @@ class HuggingFacePair:
 
     @property
     def exit_layer(self) -> int:
-        """Number of layers before the early exit.
-
-        Raises:
-            UserError: none is configured, or it is not inside the target.
-        """
-        layer = self._exit_layer
+        layer = self.options.exit_layer
         if layer is None:
             raise UserError("source=early_exit needs an exit: give model.exit_layer=LAYERS")
         if not 1 <= layer < self.num_layers:
@@ -325,8 +278,7 @@ class HuggingFacePair:
         """The head of the exit after ``layer`` layers, built from ``template``'s modules."""
         weights = HeadWeights.from_pair(self, layer=layer)
         if "output.weight" not in weights.tensors:  # the target's, which a rank may not have
-            last = self.part(self.num_layers - 1, self.num_layers)
-            output = last.get_output_embeddings().weight
+            output = self._last_layer().get_output_embeddings().weight
             weights = replace(weights, tensors={**weights.tensors, "output.weight": output})
         model = head_model(template, weights)
         if weights.kind == "norm":
@@ -336,8 +288,10 @@ class HuggingFacePair:
         runner = self._runner("exit", meter, lambda: model, first_layer=first, last_layer=first + 1)
         return TransformerHead(stage=ModelStage(runner=runner))
 
+    def _last_layer(self) -> PreTrainedModel:
+        return self.part(self.num_layers - 1, self.num_layers)
+
     def artefact(self, kind: type[A], **options: Any) -> A:
-        """The artefact, loaded by its class; see ``ModelPair.artefact``."""
         return cast(Any, kind).from_pair(self, **options)  # type: ignore[no-any-return]
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
@@ -346,7 +300,7 @@ class HuggingFacePair:
         Args:
             version: of an untrained head, see ``EagleConfig``.
         """
-        last = self.part(self.num_layers - 1, self.num_layers)
+        last = self._last_layer()
         embedding, output = self.input_embedding(), last.get_output_embeddings()
         return untrained_head(version, last.config, embedding=embedding, output=output)
 
@@ -358,32 +312,13 @@ class HuggingFacePair:
         """int64[T]: token samples for n-gram counts, documents separated by token 0."""
         raise NotImplementedError
 
-    def part(self, first: int, last: int) -> PreTrainedModel:
-        """A model with at least layers ``first`` .. ``last`` of the target, norm and output."""
-        return self.target
-
-    def lone_part(self, first: int, last: int) -> PreTrainedModel:
-        """As ``part``, for a process that uses nothing else of the target."""
-        return self.part(first, last)
-
-    def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
-        """One rank's tensor-parallel share of target layers ``first`` .. ``last``."""
-        return sharded(self.plain_model("target"), group, self._quantization)
-
-    def model_share(self, name: str, group: Collective) -> PreTrainedModel:
-        """One rank's tensor-parallel share of the draft or of the middle model."""
-        return sharded(self.plain_model(name), group, self._quantization)
-
-    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Samples from the target's logits."""
-        return ModelAnswerer(draws=draws, needs_probs=needs_probs)
-
-    def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        """Runner of a whole model, or of this rank's share in a tensor-parallel ``group``.
+    def vocabulary(self, name: str) -> Vocabulary:
+        """Tokens of the target, or of the draft with another tokenizer.
 
         Raises:
-            UserError: there is no such model, or tensor parallelism does not support its family.
+            UserError: there is no such draft, or a folder has no tokenizer that can be read.
         """
-        if group is None:
-            return self._runner(name, meter, lambda: self.model(name))
-        return self._runner(name, meter, lambda: self.model_share(name, group), group)
+        raise UserError(
+            f"{type(self).__name__} has no draft with another tokenizer; use model=hf or model=tiny"
+            " with model.translated=PATH, or choose another source"
+        )

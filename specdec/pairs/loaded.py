@@ -14,6 +14,7 @@ from specdec.models.bundled import family_path
 from specdec.models.eagle import EagleHead
 from specdec.models.eagle_loading import HeadFiles, load_head
 from specdec.pairs.huggingface import HuggingFacePair
+from specdec.pairs.options import ModelOptions
 from specdec.types import IntArray
 
 
@@ -55,25 +56,14 @@ class LoadedPair(HuggingFacePair):
             _check_model(name, model)
         if draft is not None:
             _check_draft(target, draft)
-        super().__init__(
-            dtype=str(target.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-            device=str(target.device),
-            attention="auto",
-            graphs="off",
-            kernels="torch",
-            compile=False,
-            quantization="none",
-            backend="eager",
-            exit_layer=None,
-            exit_head="transformer",
-            exact=exact,
-        )
-        self._models, self._tokenizer = models, tokenizer
-        self._eos_ids, self._eagle = frozenset(eos_ids), eagle_head
+        super().__init__(ModelOptions(exact=exact))
+        self.dtype = str(target.dtype).removeprefix("torch.")
+        self.device = str(target.device)
+        self._models, self._eagle = models, eagle_head
+        self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
 
     @property
     def target(self) -> PreTrainedModel:
-        """The target model."""
         return self._models["target"]
 
     @property
@@ -92,7 +82,6 @@ class LoadedPair(HuggingFacePair):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the models that there are."""
         return tuple(self._models)
 
     @property
@@ -106,16 +95,6 @@ class LoadedPair(HuggingFacePair):
             "this strategy drafts with exit or Medusa heads, which models in memory do not have:"
             " choose another one, or use model.exit_heads=FOLDER on the command line"
         )
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """End-of-sequence tokens."""
-        return self._eos_ids
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer of both models."""
-        return self._tokenizer
 
     @cached_property
     def _eagle_files(self) -> HeadFiles:

@@ -1,30 +1,24 @@
-"""Options of Hugging Face pairs: their types, and which ones change how a pass is computed."""
+"""Options of models with weights: how they are loaded and how their passes are computed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from specdec.errors import UserError
-from specdec.parts.fields import expects
+from specdec.parts.fields import Count, expects, validated
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 OwnDtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
-"""``Dtype``, or auto: the checkpoint's own on CUDA devices, float32 on others."""
-
 Device = Annotated[
     str,
     Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$"),
     expects("it must be auto, cpu, mps, cuda or cuda:NUMBER"),
 ]
-AttentionName = Literal["auto", "dense", "two_level", "triton", "flash", "flex"]
-GraphsName = Literal["off", "auto", "cuda", "replay"]
-KernelsName = Literal["torch", "triton", "packed"]
-QuantizationName = Literal["none", "int8", "int4"]
-BackendName = Literal["eager", "onnx", "auto"]
-ExitHeadName = Literal["norm", "transformer"]
 
 _PLAIN = {
     "attention": ("auto", "dense"),
@@ -32,54 +26,104 @@ _PLAIN = {
     "kernels": ("torch",),
     "compile": (False,),
     "quantization": ("none",),
-    "exact": (False,),
 }
 """Option -> values with which a pass is PyTorch's own, with dense attention."""
 
 
-def special_options(**options: Any) -> list[str]:
-    """``NAME=VALUE`` of the options with which a pass is computed in another way."""
-    return [
-        f"{name}={str(value).lower()}"
-        for name, value in options.items()
-        if value not in _PLAIN[name]
-    ]
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Options of all models of a pair; keys of ``conf/model/hf.yaml`` and ``random.yaml``.
 
-
-def refuse_inexact(special: Sequence[str], backend: str) -> None:
-    """Refuses what cannot be used with ``model.exact=true``.
-
-    Args:
-        special: see ``special_options``.
-        backend: value of ``model.backend``.
+    Attributes:
+        dtype: of the weights; auto: the checkpoint's own on CUDA devices, float32 on others.
+        device: a torch device; auto: the GPU if there is one.
+        attention: a value of ``specdec.attention.backends.Attention``, or auto (dense).
+        graphs, kernels, compile: see ``specdec.models.execution.Execution``.
+        quantization: a value of ``specdec.models.quantize.Quantization``.
+        backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can run
+            each of them with the other options.
+        exit_layer: number of layers before the early exit; None for no exit.
+        exit_head: kind of the exit heads.
+        exact: whether a target row's bits must not depend on the pass (docs/exact.md).
 
     Raises:
-        UserError: with the first such option.
+        UserError: ``exact`` with passes that are not proved row by row.
     """
-    chosen = [option for option in special if option != "exact=true"]
-    chosen += ["backend=onnx"] if backend == "onnx" else []
-    for option in chosen:
-        name = option.partition("=")[0]
-        plain = "eager" if name == "backend" else str(_PLAIN[name][0]).lower()
-        raise UserError(
-            f"model.{option} is not proved to give a row the same bits in every pass, which"
-            f" model.exact=true needs: use model.{name}={plain}, or model.exact=false"
+
+    dtype: OwnDtype = "auto"
+    device: Device = "auto"
+    attention: Literal["auto", "dense", "two_level", "triton", "flash", "flex"] = "auto"
+    graphs: Literal["off", "auto", "cuda", "replay"] = "off"
+    kernels: Literal["torch", "triton", "packed"] = "torch"
+    compile: bool = False
+    quantization: Literal["none", "int8", "int4"] = "none"
+    backend: Literal["eager", "onnx", "auto"] = "eager"
+    exit_layer: Count | None = None
+    exit_head: Literal["norm", "transformer"] = "transformer"
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        special = self.special()
+        special += [("backend", "onnx", "eager")] if self.backend == "onnx" else []
+        for name, value, plain in special if self.exact else ():
+            raise UserError(
+                f"model.{name}={value} is not proved to give a row the same bits in every pass,"
+                f" which model.exact=true needs: use model.{name}={plain}, or model.exact=false"
+            )
+
+    def special(self) -> list[tuple[str, str, str]]:
+        """(name, value, plain value) of the options by which a pass is computed in another way."""
+        return [
+            (name, _yaml(value), _yaml(plain[0]))
+            for name, plain in _PLAIN.items()
+            if (value := getattr(self, name)) not in plain
+        ]
+
+    def onnx_or_eager(self, reasons: Sequence[str | None]) -> str:
+        """What runs the passes: "onnx" or "eager".
+
+        Args:
+            reasons: why ONNX Runtime cannot run a model; None for one that it can run.
+
+        Raises:
+            UserError: ``backend`` is onnx, and ONNX Runtime cannot be used.
+        """
+        options = [f"{name}={value}" for name, value, _ in self.special()]
+        options += ["exact=true"] if self.exact else []
+        found = [*reasons, *(f"it has no model.{option}" for option in options)]
+        reason = next(filter(None, found), None)
+        if reason is not None and self.backend == "onnx":
+            raise UserError(f"model.backend=onnx cannot be used: {reason}; use model.backend=eager")
+        return "onnx" if reason is None else "eager"
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower()
+
+
+def with_flat_options(cls: type[Any], **narrower: Any) -> Callable[..., Any]:
+    """A constructor of a pair with the fields of ``ModelOptions`` beside the class's own keys.
+
+    Configurations state them flat, in one section. A field that is left out has the value of the
+    class's default for ``options``.
+
+    Args:
+        cls: has the parameter ``options``.
+        narrower: field -> type that accepts fewer values than ``ModelOptions``.
+    """
+    own = dict(inspect.signature(cls, eval_str=True).parameters)
+    default: ModelOptions = own.pop("options").default
+    fields = {
+        name: field.replace(
+            default=getattr(default, name), annotation=narrower.get(name, field.annotation)
         )
+        for name, field in inspect.signature(ModelOptions, eval_str=True).parameters.items()
+    }
 
+    def make(**keys: Any) -> Any:
+        chosen = {name: keys.pop(name) for name in fields.keys() & keys.keys()}
+        return cls(**keys, options=replace(default, **chosen))
 
-def onnx_or_eager(wanted: str, reasons: Sequence[str | None], special: Sequence[str]) -> str:
-    """Whether ``model.backend=onnx``, or auto, runs in ONNX Runtime ("onnx") or not ("eager").
-
-    Args:
-        wanted: onnx or auto.
-        reasons: why a model cannot run there; None for one that can.
-        special: see ``special_options``.
-
-    Raises:
-        UserError: "onnx" cannot be used.
-    """
-    found = [*reasons, *(f"it has no model.{option}" for option in special)]
-    reason = next(filter(None, found), None)
-    if reason is not None and wanted == "onnx":
-        raise UserError(f"model.backend=onnx cannot be used: {reason}; use model.backend=eager")
-    return "onnx" if reason is None else "eager"
+    make.__signature__ = inspect.Signature([*own.values(), *fields.values()])  # type: ignore[attr-defined]
+    return make

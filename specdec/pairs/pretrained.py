@@ -1,11 +1,15 @@
 """Pairs from local folders, from the hub, or from the bundled family."""
 
+# Attributes of ModelPair are computed on first use, which mypy takes for a narrower override.
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -31,17 +35,8 @@ from specdec.models.slicing import layers_name
 from specdec.models.translated import MODEL as TRANSLATED
 from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
-from specdec.pairs.options import (
-    AttentionName,
-    BackendName,
-    Device,
-    ExitHeadName,
-    GraphsName,
-    KernelsName,
-    OwnDtype,
-    QuantizationName,
-)
-from specdec.parts.fields import Count, Text, validated
+from specdec.pairs.options import ModelOptions
+from specdec.parts.fields import Text, validated
 from specdec.tensor_parallel import Collective
 from specdec.types import IntArray
 
@@ -54,12 +49,7 @@ class PretrainedPair(HuggingFacePair):
         pair = PretrainedPair(target="path/to/target", draft="path/to/draft")
 
     The defaults are those of ``model=hf``.
-
-    Attributes:
-        parts_only: load only the requested layers of the target (set in ranks of a pipeline).
     """
-
-    parts_only = False
 
     @validated
     def __init__(
@@ -70,19 +60,9 @@ class PretrainedPair(HuggingFacePair):
         middle: Text | None = None,
         translated: Text | None = None,
         ngram: Text | None = None,
-        dtype: OwnDtype = "auto",
-        device: Device = "auto",
-        attention: AttentionName = "auto",
-        graphs: GraphsName = "off",
-        kernels: KernelsName = "torch",
-        compile: bool = False,
-        quantization: QuantizationName = "none",
-        backend: BackendName = "eager",
-        exit_layer: Count | None = None,
-        exit_head: ExitHeadName = "transformer",
         exit_heads: Text | None = None,
         eagle_head: Text | None = None,
-        exact: bool = False,
+        options: ModelOptions = ModelOptions(),  # noqa: B008 - it is frozen
     ) -> None:
         """Checks paths and vocabularies; loads nothing yet.
 
@@ -91,48 +71,31 @@ class PretrainedPair(HuggingFacePair):
             draft, middle: likewise; None if no strategy needs them.
             translated: likewise, a draft with a tokenizer of its own.
             ngram: safetensors file of token samples for n-gram counts.
-            dtype: as there, or auto: the target's own on CUDA devices, float32 on others.
-            device, ..., backend, exit_layer, exit_head, exact: see ``HuggingFacePair``.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
             eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
+            options: of all models.
 
         Raises:
             UserError: a path without a usable model, or vocabularies that differ.
         """
-        super().__init__(
-            dtype="float32" if dtype == "auto" else dtype,
-            device=device,
-            attention=attention,
-            graphs=graphs,
-            kernels=kernels,
-            compile=compile,
-            quantization=quantization,
-            backend=backend,
-            exit_layer=exit_layer,
-            exit_head=exit_head,
-            exact=exact,
-        )
+        super().__init__(options)
         self.heads_folder = None if exit_heads is None else _heads_folder(exit_heads)
         self._eagle = None if eagle_head is None else Path(family_path(eagle_head))
-        self.info = inspect_model(family_path(target))
-        paths = {"draft": draft, "middle": middle, TRANSLATED: translated}
+        paths = {"target": target, "draft": draft, "middle": middle, TRANSLATED: translated}
         self._infos = {n: inspect_model(family_path(path)) for n, path in paths.items() if path}
-        self.dtype = self._resolved(dtype)
+        self.info = self._infos["target"]
+        if options.dtype == "auto" and self.device.startswith("cuda"):
+            self.dtype = own_dtype(self.info)
         self._ngram = None if ngram is None else _samples_file(ngram)
+        self._weights = Weights()  # parameters in use, which stages share
+        self._runs_target = True
         for name, info in self._infos.items():
-            if name != TRANSLATED:
+            if name not in ("target", TRANSLATED):
                 check_vocabularies(self.info, info, name)
 
-    def _resolved(self, dtype: OwnDtype) -> str:
-        """``model.dtype``, where auto is the target's own on a CUDA device."""
-        if dtype != "auto":
-            return dtype
-        return own_dtype(self.info) if self.device.startswith("cuda") else "float32"
-
-    @cached_property
-    def _weights(self) -> Weights:
-        """Parameters that stages have loaded and use."""
-        return Weights()
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._infos)
 
     def folder(self, name: str) -> Path:
         """The folder of a model.
@@ -140,43 +103,42 @@ class PretrainedPair(HuggingFacePair):
         Raises:
             UserError: there is no such model.
         """
-        infos = {"target": self.info, **self._infos}
-        if name not in infos:
+        if name not in self._infos:
             raise UserError(f"this strategy needs model.{name}=PATH")
-        return infos[name].path
+        return self._infos[name].path
 
     @cached_property
     def configs(self) -> Sequence[PreTrainedConfig]:
         """Configurations of all models, without their weights."""
-        infos = (self.info, *self._infos.values())
-        return [AutoConfig.from_pretrained(info.path).get_text_config() for info in infos]
+        folders = [info.path for info in self._infos.values()]
+        return [AutoConfig.from_pretrained(folder).get_text_config() for folder in folders]
 
     @cached_property
     def target(self) -> PreTrainedModel:
-        """The target model."""
-        loaded = load_model(self.info, dtype=self.dtype, device=self.device)
-        return quantize(loaded, self._quantization)
+        return self._whole("target")
 
     @cached_property
     def draft(self) -> PreTrainedModel:
-        """The draft model."""
         if "draft" not in self._infos:
             raise UserError(
                 "this strategy needs a draft model; give model.draft=PATH (same tokenizer as the"
                 " target) or a source without one, e.g. source=prompt_lookup"
             )
-        return self._loaded("draft")
+        return self._whole("draft")
 
     @cached_property
     def middle(self) -> PreTrainedModel:
-        """The middle model."""
-        return self._loaded("middle") if "middle" in self._infos else super().middle
+        return self._whole("middle") if "middle" in self._infos else super().middle
 
     @cached_property
     def translated(self) -> PreTrainedModel:
         """The draft model with another tokenizer."""
         self._translated_info()  # refuses where there is none
-        return self._loaded(TRANSLATED)
+        return self._whole(TRANSLATED)
+
+    def _whole(self, name: str) -> PreTrainedModel:
+        loaded = load_model(self._infos[name], dtype=self.dtype, device=self.device)
+        return quantize(loaded, self.options.quantization)
 
     def _translated_info(self) -> ModelInfo:
         if TRANSLATED not in self._infos:
@@ -188,11 +150,6 @@ class PretrainedPair(HuggingFacePair):
         return self._infos[TRANSLATED]
 
     def vocabulary(self, name: str) -> Vocabulary:
-        """Tokens of the target or of the translated draft.
-
-        Raises:
-            UserError: there is no such model, or its folder has no tokenizer that can be read.
-        """
         info = self.info if name == "target" else self._translated_info()
         ends = end_tokens(info)
         return Vocabulary(
@@ -202,29 +159,29 @@ class PretrainedPair(HuggingFacePair):
             name=f"model.{name}={info.path.name}",
         )
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the models that are configured."""
-        return ("target", *self._infos)
-
-    def _loaded(self, name: str) -> PreTrainedModel:
-        loaded = load_model(self._infos[name], dtype=self.dtype, device=self.device)
-        return quantize(loaded, self._quantization)
+    def without_target(self) -> Self:
+        view = copy(self)
+        view._runs_target = False
+        return view
 
     def part(self, first: int, last: int) -> PreTrainedModel:
-        """The whole target, or the requested layers alone if ``parts_only`` is set."""
-        if self.parts_only and last - first < self.num_layers:
-            return self.lone_part(first, last)
-        return self.target
+        if self._runs_target or last - first == self.num_layers:
+            return self.target
+        return self._layers(self.info, first, last)
 
-    def lone_part(self, first: int, last: int) -> PreTrainedModel:
-        """Target layers ``first`` .. ``last`` alone."""
-        return self._stage(self.info, first, last)
+    def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
+        return self._layers(self.info, first, last, group)
 
-    def _stage(
+    def model_share(self, name: str, group: Collective) -> PreTrainedModel:
+        info = self._infos.get(name)
+        if info is None:
+            return super().model_share(name, group)  # raises: there is no such model
+        return self._layers(info, 0, info.num_layers, group)
+
+    def _layers(
         self, info: ModelInfo, first: int, last: int, group: Collective | None = None
     ) -> PreTrainedModel:
-        """Layers, or shares of them; stages of other strategies share their weights."""
+        """Layers of a model, or this rank's shares of them; nothing else is read."""
         return load_stage(
             info,
             first,
@@ -232,29 +189,16 @@ class PretrainedPair(HuggingFacePair):
             dtype=self.dtype,
             device=self.device,
             group=group,
-            quantization=self._quantization,
+            quantization=self.options.quantization,
             loaded_before=self._weights,
         )
 
-    def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
-        """One rank's tensor-parallel share of target layers; nothing else is read."""
-        return self._stage(self.info, first, last, group)
-
-    def model_share(self, name: str, group: Collective) -> PreTrainedModel:
-        """One rank's tensor-parallel share of a model; nothing else is read."""
-        info = {"target": self.info, **self._infos}.get(name)
-        if info is None:
-            return super().model_share(name, group)  # raises: there is no such model
-        return self._stage(info, 0, info.num_layers, group)
-
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """End-of-sequence tokens, without loading the model."""
         return end_tokens(self.info)
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The target's tokenizer."""
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.info.path)
 
     @cached_property
@@ -263,8 +207,7 @@ class PretrainedPair(HuggingFacePair):
 
         Quantised layers have the share of their plain bytes that a layer in the middle has.
         """
-        infos = {"target": self.info, **self._infos}
-        sizes = {name: self._bytes(info) for name, info in infos.items()}
+        sizes = {name: self._bytes(info) for name, info in self._infos.items()}
         if (head := self._eagle_files) is not None:
             num = head.num_weights + head.num_shared(self.info.vocab_size)
             sizes["eagle"] = num * torch_dtype(self.dtype).itemsize
@@ -272,19 +215,18 @@ class PretrainedPair(HuggingFacePair):
 
     def _bytes(self, info: ModelInfo) -> int:
         plain = weight_bytes(info, self.dtype)
-        if self._quantization == Quantization.NONE:
+        if self.options.quantization == Quantization.NONE:
             return plain
         number = info.num_layers // 2
         part = load_stage(info, number, number + 1, dtype=self.dtype, device=self.device)
         layers = part.get_submodule(layers_name(part))
         in_layers, in_one = num_bytes(layers), num_bytes(layers.get_submodule(str(number)))
-        quantize(part, self._quantization)
+        quantize(part, self.options.quantization)
         share = num_bytes(layers.get_submodule(str(number))) / in_one
         return plain - in_layers + round(in_layers * share)
 
-    @property
+    @cached_property
     def shared_bytes(self) -> Mapping[str, int]:
-        """Name of a model -> bytes of it that are the target's own matrices."""
         if (head := self._eagle_files) is None:
             return {}
         shared = head.num_shared(self.info.vocab_size)
@@ -296,14 +238,6 @@ class PretrainedPair(HuggingFacePair):
         return None if self._eagle in (None, _UNTRAINED) else HeadFiles(self._eagle)
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
-        """The head of ``eagle_head``.
-
-        Args:
-            version: of an untrained one.
-
-        Raises:
-            UserError: none is configured, or it does not fit the target.
-        """
         if self._eagle is None:
             raise UserError(
                 "this strategy drafts with an EAGLE head; give model.eagle_head=FOLDER (config.json"
@@ -311,7 +245,7 @@ class PretrainedPair(HuggingFacePair):
             )
         if (files := self._eagle_files) is None:
             return super().eagle_head(version)
-        last = self.part(self.num_layers - 1, self.num_layers)
+        last = self._last_layer()
         config = files.head_config(last.config)
         embedding, output = self.input_embedding(), last.get_output_embeddings()
         return load_head(files, config, embedding=embedding, output=output)

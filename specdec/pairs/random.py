@@ -24,18 +24,11 @@ from specdec.models.random import random_model, window_options
 from specdec.models.translated import MODEL as TRANSLATED
 from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
-from specdec.pairs.options import (
-    AttentionName,
-    BackendName,
-    Device,
-    Dtype,
-    ExitHeadName,
-    GraphsName,
-    KernelsName,
-    QuantizationName,
-)
+from specdec.pairs.options import ModelOptions
 from specdec.parts.fields import Count, Index, Text, validated
 from specdec.types import IntArray
+
+_OPTIONS = ModelOptions(dtype="float64", device="cpu", exit_head="norm")
 
 
 class RandomPair(HuggingFacePair):
@@ -57,17 +50,7 @@ class RandomPair(HuggingFacePair):
         seed: Index = 0,
         logit_scale: float = 1.0,
         logit_step: float = 0.0,
-        dtype: Dtype = "float64",
-        device: Device = "cpu",
-        attention: AttentionName = "auto",
-        graphs: GraphsName = "off",
-        kernels: KernelsName = "torch",
-        compile: bool = False,
-        quantization: QuantizationName = "none",
-        backend: BackendName = "eager",
-        exit_layer: Count | None = None,
-        exit_head: ExitHeadName = "norm",
-        exact: bool = False,
+        options: ModelOptions = _OPTIONS,
     ) -> None:
         """Describes the models; they are created on first use.
 
@@ -79,16 +62,12 @@ class RandomPair(HuggingFacePair):
             seed: of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
             logit_step: logits are rounded to its multiples, which makes ties frequent; 0: not.
-            dtype, device, attention, graphs, kernels, compile, quantization, backend,
-                exit_layer, exit_head, exact: see ``HuggingFacePair``. Exit heads are untrained.
+            options: of all models; exit heads are untrained, and dtype=auto is float32.
 
         Raises:
             UserError: a draft deeper than the target, uneven heads, a window for a family without.
         """
-        how: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention}
-        how |= {"graphs": graphs, "kernels": kernels, "compile": compile, "backend": backend}
-        how |= {"quantization": quantization, "exit_layer": exit_layer, "exit_head": exit_head}
-        super().__init__(**how, exact=exact)
+        super().__init__(options)
         self._layers = _layers(num_layers, draft_layers, middle_layers)
         sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
         at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device, **sizes}
@@ -100,20 +79,18 @@ class RandomPair(HuggingFacePair):
 
     @cached_property
     def target(self) -> PreTrainedModel:
-        """The target model."""
-        return quantize(self._new_model("target"), self._quantization)
+        return quantize(self._new_model("target"), self.options.quantization)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         """The target's first layers: often right, often not."""
-        return quantize(self._new_model("draft"), self._quantization)
+        return quantize(self._new_model("draft"), self.options.quantization)
 
     @cached_property
     def middle(self) -> PreTrainedModel:
-        """The target's first layers, another number of them."""
         if "middle" not in self.names:
             return super().middle
-        return quantize(self._new_model("middle"), self._quantization)
+        return quantize(self._new_model("middle"), self.options.quantization)
 
     @cached_property
     def translated(self) -> PreTrainedModel:
@@ -135,12 +112,11 @@ class RandomPair(HuggingFacePair):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the models that are configured."""
         return tuple(self._layers)
 
     def plain_model(self, name: str) -> PreTrainedModel:
         """The model of that name before quantisation, which is not kept."""
-        if self._quantization == Quantization.NONE:
+        if self.options.quantization == Quantization.NONE:
             return self.model(name)
         if name == TRANSLATED:
             return with_vocabulary(self._new_model("draft"), self._other[1])

@@ -19,7 +19,7 @@ from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import IntArray, Lossless
 
 if TYPE_CHECKING:
-    from specdec.pairs.interface import ModelPair
+    from specdec.executors.models import ModelPair
 
 _CHUNK = 512  # rows per pass: their logits are V numbers each
 

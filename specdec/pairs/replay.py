@@ -20,7 +20,7 @@ import numpy as np
 from specdec.errors import UserError
 from specdec.models.bundled import record_path
 from specdec.pairs.record import Record, RecordedRequest, read_record, read_traces
-from specdec.pairs.synthetic import DRAFT_MODEL, SYNTHETIC, HiddenModels
+from specdec.pairs.recorded import DRAFT_MODEL, SYNTHETIC, RecordedPair
 from specdec.parts.fields import Count, Index, Text, validated
 from specdec.sources.hashing import hash_streams, hash_u64
 from specdec.types import FloatArray, IntArray
@@ -34,7 +34,7 @@ _TOKEN, _POSITION, _NODE, _NODE_POSITION = range(4)  # streams of the keyed hash
 _NO_SOURCE = "specdec.sources.NullSource"
 
 
-class RecordedPair:
+class RecordedSequences:
     """Made-up target sequences of recorded lengths, each ending in ``END``, and a recorded draft.
 
     A ``HiddenPair`` whose classes are the recorded positions.
@@ -127,10 +127,10 @@ class RecordedPair:
         return self._first[request.id] + entry
 
 
-class ReplayModels(HiddenModels):
+class ReplayModels(RecordedPair):
     """Plays a record: hidden sequences of recorded lengths and the recorded draft."""
 
-    hidden: RecordedPair
+    hidden: RecordedSequences
     option = "replay"
     eos_ids = frozenset({END})
 
@@ -204,7 +204,7 @@ def build_replay(
     else:
         recorded = read_record(record_path(record))
     return ReplayModels(
-        pair=RecordedPair(record=recorded, seed=seed),
+        RecordedSequences(record=recorded, seed=seed),
         num_layers=num_layers,
         weight_bytes=recorded.weight_bytes,
         about=recorded.about,

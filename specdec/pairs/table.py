@@ -8,7 +8,7 @@ Shape letters: V vocabulary, S rows of a table (token t has row t modulo S), R r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -19,8 +19,8 @@ from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitStage, TransformerHead
+from specdec.executors.models import A, ModelPair
 from specdec.executors.stage import ModelStage
 from specdec.models.eagle_runner import EagleRunner, HeadOutput
 from specdec.models.exits import HeadWeights
@@ -29,9 +29,7 @@ from specdec.models.other_vocabulary import fast_tokenizer, other_tokenizer, sim
 from specdec.models.runner import ModelRunner, RunnerOutput
 from specdec.models.translated import TranslatedDraft
 from specdec.models.vocabulary import Translation, Vocabulary
-from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.katz import KatzModel
-from specdec.sources.pair import A
 from specdec.types import HiddenName, IntArray
 
 _NUM_LAYERS = 64  # the largest number of stages
@@ -39,22 +37,19 @@ _NUM_SAMPLES = 64
 _SAMPLE_LENGTH = 16
 
 
-class TablePair:
+class TablePair(ModelPair):
     """Target and draft as tables of logits given the last token; the draft is also the exit.
 
     Deeper exits interpolate towards the target: at twice ``exit_layer`` the logits are halfway. The
     first exit is shallow enough that strategies with several exits use all of them.
     """
 
-    is_synthetic = False
+    option = "table"
     dtype = "float64"
     num_layers = _NUM_LAYERS
     exit_layer = _NUM_LAYERS // 8
-    max_positions: int | None = 1 << 20
-    head_cost = 0.0
-    eos_ids: frozenset[int] = frozenset()
-    tokenizer = None
-    weight_bytes: Mapping[str, int] = MappingProxyType({"target": 0, "draft": 0})
+    max_positions = 1 << 20
+    weight_bytes = MappingProxyType({"target": 0, "draft": 0})
 
     def __init__(
         self, *, target: Sequence[Sequence[float]], draft: Sequence[Sequence[float]]
@@ -77,11 +72,7 @@ class TablePair:
                 f" {tuple(self.draft_table.shape)} must be tables of one size, with at most as many"
                 " rows as columns"
             )
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.target_table.shape[1]
+        self.vocab_size = shape[1]
 
     def stage(
         self, first: int, last: int, meter: Meter, capture: Sequence[HiddenName] = ()
@@ -119,16 +110,11 @@ class TablePair:
             return cast("A", _translated(self.draft_table))
         if issubclass(kind, KatzModel):
             return cast("A", kind.from_pair(self, **options))
-        raise UserError(f"model.kind=table has no {kind.__name__}; use model=tiny or model=random")
-
-    def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Samples from the target's table."""
-        return ModelAnswerer(draws=draws, needs_probs=needs_probs)
+        return super().artefact(kind, **options)
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:
-        """The draft's table as a model."""
         if name != "draft":
-            raise UserError(f"model.kind=table has no {name} model; use model=tiny or model=random")
+            return super().runner(name, meter)
         return cast("ModelRunner", TableRunner(self.draft_table, "draft"))
 
     def token_samples(self) -> IntArray:

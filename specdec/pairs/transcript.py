@@ -22,13 +22,13 @@ from specdec.clocks.meter import Meter
 from specdec.data.edits import chosen_turns, edits_provenance
 from specdec.data.files import read_records, text_field
 from specdec.errors import UserError
+from specdec.executors.models import A
 from specdec.models.bundled import family_path
 from specdec.models.loading import load_model, load_tokenizer, weight_bytes
 from specdec.models.runner import ModelRunner
 from specdec.pairs.options import Device, Dtype
-from specdec.pairs.synthetic import HiddenModels
+from specdec.pairs.recorded import RecordedPair
 from specdec.parts.fields import Count, Text, validated
-from specdec.sources.pair import A
 from specdec.types import IntArray
 
 EDITS = "edits"
@@ -80,7 +80,7 @@ class GivenTexts:
         return self._prompts
 
 
-class TranscriptModels(HiddenModels):
+class TranscriptModels(RecordedPair):
     """A target that writes given texts, and a draft model if one is named."""
 
     hidden: GivenTexts  # type: ignore[assignment]  # without a draft's ranks
@@ -143,7 +143,7 @@ class TranscriptModels(HiddenModels):
                 " another tokenizer; give them as text, or the draft that belongs to them"
             )
         given = GivenTexts(tokenized, vocab_size=size, end=int(end))
-        super().__init__(pair=given, num_layers=num_layers, weight_bytes=(0, weights))  # type: ignore[arg-type]
+        super().__init__(given, num_layers=num_layers, weight_bytes=(0, weights))  # type: ignore[arg-type]
         self._facts = facts | ({"draft": draft_name or draft} if draft else {})
         self.eos_ids = frozenset({int(end)})
 

@@ -15,7 +15,7 @@ from specdec.fitting.tails import Tail, class_decays
 from specdec.models.bundled import record_path
 from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import Record, read_record, read_traces
-from specdec.pairs.replay import RecordedPair, ReplayModels
+from specdec.pairs.replay import RecordedSequences, ReplayModels
 from specdec.planning.options import PlanOptions
 from specdec.sources.hashing import hash_uniform
 from specdec.types import FloatArray
@@ -187,7 +187,7 @@ class OfRecord:
     def pair(self) -> ModelPair:
         """See ``Acceptance``."""
         return ReplayModels(
-            pair=RecordedPair(record=self.record),
+            RecordedSequences(record=self.record),
             num_layers=self.num_layers,
             weight_bytes=self.record.weight_bytes,
             about=self.record.about,

@@ -169,8 +169,7 @@ def _family(name: str, config: Mapping[str, Any], sources: Sequence[tuple[type, 
 
 def _fitted(pair: ModelPair, config: Mapping[str, Any]) -> Any:
     """The source node with the pair's own draft."""
-    fitted = getattr(pair, "fitted_source", None)
-    return config["source"] if fitted is None else fitted(config["source"], config["policy"])
+    return pair.fitted_source(config["source"], config["policy"])
 
 
 def _sources(node: Any) -> Iterator[tuple[type, bool]]:

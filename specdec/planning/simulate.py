@@ -138,9 +138,9 @@ class Simulator:
         self._pair, self._path, self._of, self._models = pair, path, of, models
         self._known: dict[str, Unit] = {}
         self.simulated_tokens = 0
-        recorded = getattr(pair, "prompts", None)
+        recorded = pair.prompts()
         if recorded is not None:
-            self._prompts = [TokenPrompt(*prompt) for prompt in recorded()[:prompts]]
+            self._prompts = [TokenPrompt(*prompt) for prompt in recorded[:prompts]]
         else:
             rng = np.random.default_rng(0)
             drawn = rng.integers(1, pair.vocab_size, (prompts, _PROMPT_TOKENS), np.int64)

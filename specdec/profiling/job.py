@@ -230,8 +230,8 @@ def _note(work: Workload) -> str:
     cfg, options, pair = work.cfg, work.options, work.pair
     return (
         f"measured medians of {options.repeats} repeats; model {cfg['model']['kind']},"
-        f" {getattr(pair, 'dtype', None)}, {pair.num_layers} layers in {cfg['executor']['stages']}"
+        f" {pair.dtype}, {pair.num_layers} layers in {cfg['executor']['stages']}"
         f" stages, the longest one; {options.context} tokens of context;"
         f" {torch.get_num_threads()} threads;"
-        f" device {getattr(pair, 'device', 'cpu')}; transfers over gloo on loopback"
+        f" device {pair.device}; transfers over gloo on loopback"
     )

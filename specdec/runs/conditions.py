@@ -33,8 +33,8 @@ def conditions_of(
         "seed": cfg["seed"],
         "batch_size": cfg["batch_size"],
         "model": model["kind"],
-        "dtype": getattr(pair, "dtype", None) if "dtype" in model else None,
-        "backend": getattr(pair, "backend", None),
+        "dtype": pair.dtype if "dtype" in model else None,
+        "backend": pair.backend,
         "threads": torch.get_num_threads(),
         "repeats": repeats,
     }
@@ -43,9 +43,7 @@ def conditions_of(
     if "profile" in clock and "_target_" not in clock:
         conditions["clock_profile"] = clock["profile"]
         conditions["clock_scale"] = clock["scale"]
-    if hasattr(pair, "conditions"):
-        conditions |= pair.conditions()
-    return conditions
+    return conditions | pair.conditions()
 
 
 def further_figures(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
@@ -53,18 +51,19 @@ def further_figures(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
 
     ``caveat`` is why the row's times are not comparable; it is absent if they are.
     """
-    about, text = getattr(pair, "about", None), cfg.get("clock", {}).get("caveat")
-    recorded = {"loop_share": about.get("loop_share")} if about else {}
+    text = cfg.get("clock", {}).get("caveat")
+    recorded = {"loop_share": pair.about.get("loop_share")} if pair.about else {}
     return recorded | ({"caveat": text} if text else {})
 
 
 def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:
     """Notes that data and sampling of a replay are its own, not the configuration's."""
-    if not hasattr(pair, "conditions"):
+    conditions = pair.conditions()
+    if not conditions:
         return
-    about = {k: v for k, v in pair.conditions().items() if isinstance(v, str) and k != "replay"}
+    about = {k: v for k, v in conditions.items() if isinstance(v, str) and k != "replay"}
     shown = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
-    note(f"model={getattr(pair, 'option', 'replay')} plays what was recorded: {shown}")
+    note(f"model={pair.option} plays what was recorded: {shown}")
 
 
 def note_levels_on_one_stage(runners: Sequence[Runner], note: Callable[[str], None]) -> None:
@@ -86,7 +85,7 @@ def note_unused_options(
     """Notes options for faster passes that have no effect, with the rows concerned."""
     rows: dict[str, list[str]] = {}
     for cfg in cfgs:
-        for limit in limits(cfg, getattr(pair, "device", "cpu")):
+        for limit in limits(cfg, pair.device):
             rows.setdefault(limit, []).append(cfg["strategy"]["name"])
     for limit, names in rows.items():
         note(f"{', '.join(names)}: {limit}")

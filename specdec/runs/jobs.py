@@ -219,7 +219,7 @@ class _Decoding:
 
     def _measurements(self, writer: RequestWriter) -> Measurements:
         sources = {prompt.id: prompt.source for prompt in self._prompts}
-        on_gpu = not str(getattr(self.pair, "device", "cpu")).startswith("cpu")
+        on_gpu = not str(self.pair.device).startswith("cpu")
         return Measurements(
             writer,
             new_meter=partial(meter_of, waits=on_gpu or not self._at_once),
@@ -317,9 +317,9 @@ def prepare(
     """
     pair = pair or build_pair(cfg["model"])
     data = cfg["data"]
-    recorded = getattr(pair, "prompts", None)
+    recorded = pair.prompts()
     if recorded is not None:
-        return pair, [TokenPrompt(*prompt) for prompt in recorded()[: data["limit"]]], 0
+        return pair, [TokenPrompt(*prompt) for prompt in recorded[: data["limit"]]], 0
     tokenizer, positions = pair.tokenizer, pair.max_positions
     least = 1 if tokenizer is not None else _SYNTHETIC_PROMPT_TOKENS
     room = None if positions is None else positions - int(cfg["max_new_tokens"])

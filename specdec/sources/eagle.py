@@ -36,7 +36,7 @@ from specdec.types import Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
-    from specdec.sources.pair import SourcePair
+    from specdec.executors.models import ModelPair
     from specdec.state import DecodeState, RequestState
 
 _VERSIONS: dict[str, Literal[1, 3]] = {"eagle": 1, "eagle3": 3}
@@ -77,7 +77,7 @@ class EagleSource:
     def __init__(
         self,
         *,
-        pair: SourcePair,
+        pair: ModelPair,
         meter: Meter,
         untrained: Literal["eagle", "eagle3"] = "eagle3",
         early: bool = False,

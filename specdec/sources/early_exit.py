@@ -23,8 +23,8 @@ from specdec.types import Candidates, Commit, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.executors.early_exit import ExitFront
+    from specdec.executors.models import ModelPair
     from specdec.interfaces import TreePolicy
-    from specdec.sources.pair import SourcePair
     from specdec.state import DecodeState, RequestState
 
 
@@ -44,7 +44,7 @@ class EarlyExitSource:
     def __init__(
         self,
         *,
-        pair: SourcePair,
+        pair: ModelPair,
         exit_front: Callable[[Sequence[int]], ExitFront] | None = None,
         candidates: Count = 16,
         sample: bool = False,
@@ -102,7 +102,7 @@ class EarlyExitSource:
         self._book.close(request_id)
 
 
-def exit_pass_bytes(pair: SourcePair, *, with_layers: bool) -> int:
+def exit_pass_bytes(pair: ModelPair, *, with_layers: bool) -> int:
     """Bytes of weights that a pass of the first exit head reads.
 
     Args:
@@ -110,7 +110,7 @@ def exit_pass_bytes(pair: SourcePair, *, with_layers: bool) -> int:
         with_layers: include the layers before the exit.
     """
     head = pair.artefact(HeadWeights, layer=pair.exit_layer)
-    size = getattr(torch, pair.dtype).itemsize
+    size = getattr(torch, str(pair.dtype)).itemsize
     layers = pair.weight_bytes["target"] * pair.num_layers / (pair.num_layers + pair.head_cost)
     before = round(layers * pair.exit_layer / pair.num_layers) if with_layers else 0
     return head.num_parameters * size + before

@@ -17,7 +17,7 @@ from specdec.sources.sampled import sampled_candidates
 from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.sources.pair import SourcePair
+    from specdec.executors.models import ModelPair
     from specdec.state import DecodeState, RequestState
 
 _MEMORY = 1 << 16  # answers cached per request; the cache is cleared when it is full
@@ -43,7 +43,7 @@ class NGramSource:
         self,
         *,
         katz: KatzModel | None = None,
-        pair: SourcePair | None = None,
+        pair: ModelPair | None = None,
         sample: bool = False,
     ) -> None:
         """Takes a model, or counts one from a pair's token samples.

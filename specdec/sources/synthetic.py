@@ -28,7 +28,7 @@ from specdec.sources.hit_law import MAX_RANK, HiddenPair
 from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.sources.pair import SourcePair
+    from specdec.executors.models import ModelPair
     from specdec.state import DecodeState, RequestState
 
 _TABLE = 512  # positions tabulated at a time
@@ -107,7 +107,7 @@ class SyntheticSource:
     def __init__(
         self,
         *,
-        pair: HiddenPair | SourcePair,
+        pair: HiddenPair | ModelPair,
         model: Literal["draft", "middle"] = "draft",
         prefill_chunk: Count = 512,
     ) -> None:

@@ -30,7 +30,7 @@ from specdec.types import Candidates, Commit, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
-    from specdec.sources.pair import SourcePair
+    from specdec.executors.models import ModelPair
     from specdec.state import DecodeState, RequestState
 
 _SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
@@ -95,7 +95,7 @@ class TranslatedSource:
     def __init__(
         self,
         *,
-        pair: SourcePair,
+        pair: ModelPair,
         meter: Meter,
         sample: bool = False,
         prefill_chunk: Count = 512,

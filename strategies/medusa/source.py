@@ -34,7 +34,7 @@ from specdec.types import Candidates, Commit, HiddenName, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
-    from specdec.sources.pair import SourcePair
+    from specdec.executors.models import ModelPair
     from specdec.state import DecodeState, RequestState
     from specdec.types import IntArray
 
@@ -69,7 +69,7 @@ class MedusaSource:
     def __init__(
         self,
         *,
-        pair: SourcePair,
+        pair: ModelPair,
         clock: Clock,
         meter: Meter,
         heads: Count = 4,

@@ -21,7 +21,7 @@ from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, Nodes,
 
 if TYPE_CHECKING:
     from specdec.executors.early_exit import ExitFront
-    from specdec.sources.pair import SourcePair
+    from specdec.executors.models import ModelPair
     from specdec.state import DecodeState, RequestState
 
 
@@ -51,7 +51,7 @@ class MultiExitSource:
     def __init__(
         self,
         *,
-        pair: SourcePair,
+        pair: ModelPair,
         exit_front: Callable[[Sequence[int]], ExitFront] | None = None,
         further_exits: Sequence[Count] | None = None,
         candidates: Count = 16,
@@ -194,7 +194,7 @@ class MultiExitSource:
         self._tops[commit.request] = {i: top for i, top in tops.items() if i in kept}
 
 
-def _exit_layers(pair: SourcePair, further: Sequence[int] | None) -> tuple[int, ...]:
+def _exit_layers(pair: ModelPair, further: Sequence[int] | None) -> tuple[int, ...]:
     """Number of layers before each exit, the pair's own first.
 
     Raises:

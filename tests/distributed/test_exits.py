@@ -161,7 +161,7 @@ def test_a_rank_loads_its_layers_and_the_head(
     for parts_only in (False, True):
         heads = str(tmp_path / "heads") if trained else None
         pair = pretrained(tmp_path, exit_layer=2, exit_head=kind, exit_heads=heads)
-        pair.parts_only = parts_only
+        pair = pair.without_target() if parts_only else pair
         stage = pair.exit_stage(1, 3, Meter(), (2,))
         stage.open(1, 8)
         batch = Batch(step=0, prefills=(PrefillChunk(request=1, start=0, tokens=np.arange(5)),))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import astuple, dataclass, fields, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from specdec.config.hydra import compose_config
 from specdec.config.options import options
 from specdec.pairs import RandomPair, build_pair
+from specdec.pairs.options import with_flat_options
 from specdec.parts.build import build_part
 from specdec.runs.runners import PartsRunner, TokenPrompt, sampling_params
 from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
@@ -190,9 +191,9 @@ def pair() -> RandomPair:
 class _Composing(RandomPair):
     """Models of strategies that are composed and decode nothing: each slice is prepared once."""
 
-    def __init__(self, **keys: Any) -> None:
-        super().__init__(**keys)
-        self._made: dict[tuple[Any, ...], Any] = {}
+    @cached_property
+    def _made(self) -> dict[tuple[Any, ...], Any]:
+        return {}
 
     def stage(self, first, last, meter, group=None, capture=()):  # type: ignore[no-untyped-def]
         make = partial(super().stage, first, last, meter, group, capture)
@@ -210,7 +211,8 @@ class _Composing(RandomPair):
 @cache
 def composing_pair() -> RandomPair:
     """The models of ``base`` for ``runner`` without ``decode``."""
-    return _Composing(**{k: v for k, v in base()["model"].items() if k != "kind"})
+    keys = {k: v for k, v in base()["model"].items() if k != "kind"}
+    return with_flat_options(_Composing)(**keys)
 
 
 def serving_of(cell: Cell) -> str:

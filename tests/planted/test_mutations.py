@@ -12,6 +12,7 @@ import torch
 
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair, build_pair
+from specdec.pairs.options import with_flat_options
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 from tests.planted.bugs import BUGS, SOUND, planted
@@ -56,7 +57,7 @@ def config(overrides: tuple[str, ...]) -> dict[str, Any]:
 @cache
 def pair(tied: bool) -> RandomPair:
     keys = {k: v for k, v in config(SMALL)["model"].items() if k != "kind"}
-    return TiedPair(**keys) if tied else build_pair(config(SMALL)["model"])
+    return with_flat_options(TiedPair)(**keys) if tied else build_pair(config(SMALL)["model"])
 
 
 def outputs(name: str, overrides: tuple[str, ...]) -> dict[int, tuple[int, ...]]:

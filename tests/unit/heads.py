@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from specdec.compose.workbench import Parts
+from specdec.executors.models import A
 from specdec.models.medusa import MedusaHeads
+from specdec.pairs import ModelOptions
 from specdec.policies import FixedWidth
 from specdec.sampling.transform import SamplingParams
-from specdec.sources.pair import A
 from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, RandomPair, decode_steps
 
@@ -38,7 +39,8 @@ class Pair(RandomPair):
 
     def __init__(self) -> None:
         sizes = {"hidden_size": WIDTH, "num_heads": 2, "vocab_size": VOCAB, "max_positions": 64}
-        super().__init__(num_layers=LAYERS, seed=3, logit_scale=3.0, exit_layer=2, **sizes)
+        options = ModelOptions(dtype="float64", device="cpu", exit_layer=2, exit_head="norm")
+        super().__init__(num_layers=LAYERS, seed=3, logit_scale=3.0, options=options, **sizes)
 
     def artefact(self, kind: type[A], **options: Any) -> A:
         if not issubclass(kind, MedusaHeads):

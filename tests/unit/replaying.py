@@ -12,7 +12,7 @@ import numpy as np
 from specdec.config.hydra import compose_config
 from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import ModelPair, RandomPair, Record, ReplayModels, record_run
-from specdec.pairs.replay import RecordedPair
+from specdec.pairs.replay import RecordedSequences
 from specdec.runs.runners import PartsRunner, TokenPrompt, sampling_params
 from specdec.state import StopRules
 
@@ -73,7 +73,7 @@ def recorded(sampling: str) -> Record:
 
 
 def replayed(record: Record, **keys: Any) -> ReplayModels:
-    return ReplayModels(pair=RecordedPair(record=record, **keys), num_layers=8)
+    return ReplayModels(RecordedSequences(record=record, **keys), num_layers=8)
 
 
 def shifted(record: Record) -> Record:

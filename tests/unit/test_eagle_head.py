@@ -21,7 +21,7 @@ from specdec.models.eagle import EagleHead, default_layers
 from specdec.models.eagle_loading import HeadFiles, load_head, save_head
 from specdec.models.eagle_runner import EagleRunner, rewritten
 from specdec.models.eagle_untrained import untrained_config
-from specdec.pairs import PretrainedPair, RandomPair
+from specdec.pairs import RandomPair, build_pretrained
 from tests import eagle, toys
 
 T = 9  # tokens of a sequence
@@ -302,7 +302,7 @@ def test_the_memory_of_a_rank_that_drafts_is_counted(tmp_path: Path) -> None:
     own = sum(p.numel() for p in head.parameters())
     embedding = head.config.vocab_size * head.config.hidden_size
     plain, pair = (
-        PretrainedPair(target="bundled:target", dtype="bfloat16", eagle_head=folder)
+        build_pretrained(target="bundled:target", dtype="bfloat16", eagle_head=folder)
         for folder in (None, str(tmp_path))
     )
     assert pair.weight_bytes["eagle"] == 2 * (own + embedding)
@@ -315,11 +315,11 @@ def test_the_memory_of_a_rank_that_drafts_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_strategy_without_a_head_says_what_to_give(tmp_path: Path) -> None:
-    pair = PretrainedPair(target="bundled:target")
+    pair = build_pretrained(target="bundled:target")
     with pytest.raises(UserError, match=r"model\.eagle_head=FOLDER"):
         pair.artefact(EagleRunner, version=3, meter=Meter())
     save_head(eagle.random_head(eagle.config("eagle3")), tmp_path)
-    wrong = PretrainedPair(target="bundled:target", eagle_head=str(tmp_path))
+    wrong = build_pretrained(target="bundled:target", eagle_head=str(tmp_path))
     with pytest.raises(UserError, match="states of size 16, but"):
         wrong.artefact(EagleRunner, version=3, meter=Meter())
 

@@ -30,6 +30,7 @@ from specdec.models.exits import (
 )
 from specdec.models.random import random_model
 from specdec.models.slicing import final_norm
+from specdec.pairs import build_random
 from specdec.policies import Chain, FixedWidth
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import EarlyExitSource
@@ -61,7 +62,7 @@ SIZES = {"hidden_size": 16, "num_heads": 2, "vocab_size": 24, "max_positions": 6
 
 
 def pair(num_layers: int = 4, exit_layer: int = 3, exit_head: str = "norm") -> RandomPair:
-    return RandomPair(num_layers=num_layers, exit_layer=exit_layer, exit_head=exit_head, **SIZES)
+    return build_random(num_layers=num_layers, exit_layer=exit_layer, exit_head=exit_head, **SIZES)
 
 
 def cases(num: int = 3, tokens: int = 14) -> list[Case]:
@@ -156,7 +157,7 @@ class TestOncePerLayer:
         """Drafted rows are not computed again, and every submitted row passes the rest."""
         watch = Watch()
         keys = {"num_layers": 4, "exit_layer": 2, **SIZES}
-        models = ObservedPair(watch, **keys)
+        models = ObservedPair.of(watch, **keys)
         parts = eesd.build(Workbench(models, seed=1), gamma=3)
         state = parts.new_state()
         watch.parts(parts, state)

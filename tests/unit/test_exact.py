@@ -22,7 +22,7 @@ from specdec.models.random import random_model
 from specdec.models.row_counts import EAGER, Operator, Setting, proved_counts
 from specdec.models.runner import ModelRunner
 from specdec.models.shares import sharded
-from specdec.pairs import RandomPair
+from specdec.pairs import build_random
 from specdec.tensor_parallel import collective
 from tests.shares import run_group
 
@@ -359,7 +359,7 @@ def test_sums_in_another_order_differ():
 )
 def test_what_is_not_proved_is_refused(key, value, needed):
     with pytest.raises(UserError, match=f"use model.{key}={needed}, or model.exact=false"):
-        RandomPair(exact=True, **{key: value})
+        build_random(exact=True, **{key: value})
 
 
 def test_frequencies_that_follow_the_pass_are_refused():

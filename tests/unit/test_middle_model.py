@@ -12,7 +12,7 @@ from specdec.compose.build import plan_executor
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
-from specdec.pairs import RandomPair
+from specdec.pairs import RandomPair, build_random
 from specdec.policies import BestFirst, Chain, RootOnly
 from specdec.sources.draft_model import DraftModelSource
 from specdec.sources.null import NullSource
@@ -29,7 +29,7 @@ PRICED = {
 
 
 def pair(middle_layers: int | None = 4) -> RandomPair:
-    return RandomPair(
+    return build_random(
         num_layers=6,
         draft_layers=2,
         middle_layers=middle_layers,

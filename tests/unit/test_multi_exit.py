@@ -150,7 +150,7 @@ class TestCost:
     def test_every_row_passes_every_layer_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         went_on = chosen_by(monkeypatch, by_token)
         watch = Watch()
-        models = ObservedPair(watch, **{"num_layers": 6, "exit_layer": 2, **SIZES})
+        models = ObservedPair.of(watch, **{"num_layers": 6, "exit_layer": 2, **SIZES})
         parts = multi_exit.build(Workbench(models, seed=1), gamma=3)
         state = parts.new_state()
         watch.parts(parts, state)

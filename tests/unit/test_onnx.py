@@ -20,7 +20,7 @@ from specdec.models import onnx_graph, onnx_session
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
-from specdec.pairs import RandomPair
+from specdec.pairs import build_random
 from specdec.tensor_parallel import Collective
 from specdec.types import NO_NODE, HiddenName
 
@@ -200,19 +200,19 @@ def test_unsupported_models_are_refused(family, options, reason):
 def test_options_without_onnx(given, reason):
     """``onnx`` names what it cannot do; ``auto`` is eager then, and onnx otherwise."""
     with pytest.raises(UserError, match=reason):
-        _ = RandomPair(**{**PAIR, "backend": "onnx", **given}).backend
-    assert RandomPair(**{**PAIR, "backend": "auto", **given}).backend == "eager"
-    assert RandomPair(**PAIR, backend="auto").backend == "onnx"
+        _ = build_random(**{**PAIR, "backend": "onnx", **given}).backend
+    assert build_random(**{**PAIR, "backend": "auto", **given}).backend == "eager"
+    assert build_random(**PAIR, backend="auto").backend == "onnx"
 
 
 def test_missing_packages(monkeypatch):
     monkeypatch.setattr(onnx_session, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"onnx and onnxruntime cannot be imported: pip install"):
-        _ = RandomPair(**PAIR, backend="onnx").backend
-    assert RandomPair(**PAIR, backend="auto").backend == "eager"
+        _ = build_random(**PAIR, backend="onnx").backend
+    assert build_random(**PAIR, backend="auto").backend == "eager"
 
 
 def test_shares_are_refused():
-    pair = RandomPair(**PAIR, backend="onnx")
+    pair = build_random(**PAIR, backend="onnx")
     with pytest.raises(UserError, match="cannot run shares of a tensor-parallel group"):
         pair.runner("draft", Meter(), Collective(rank=0, size=2))

@@ -16,14 +16,14 @@ from specdec.errors import UserError
 from specdec.models import onnx_eagle, onnx_graph, onnx_session
 from specdec.models.eagle import EagleConfig
 from specdec.models.eagle_runner import EagleRunner, rewritten
-from specdec.pairs import RandomPair
+from specdec.pairs import build_random
 from tests import eagle
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 
 TOLERANCE = 1e-4
 PREFIX, NODES = 6, 9
-PAIR = RandomPair(dtype="float32", hidden_size=64, num_layers=4, vocab_size=48, backend="onnx")
+PAIR = build_random(dtype="float32", hidden_size=64, num_layers=4, vocab_size=48, backend="onnx")
 
 
 def _head(variant: str, **changes: object):
@@ -169,7 +169,7 @@ def test_unsupported_heads(changes, reason):
     head = _head("eagle3", **changes)
     with pytest.raises(UserError, match=f"this EAGLE head: .*{reason}.*model.backend=eager"):
         _runners(head)
-    auto = RandomPair(dtype="float32", hidden_size=64, backend="auto")
+    auto = build_random(dtype="float32", hidden_size=64, backend="auto")
     assert auto.backend == "onnx"
     assert auto.backend_of(head.config.llama()) == "eager"
     assert auto.backend_of(_head("eagle3").config.llama()) == "onnx"

@@ -15,7 +15,7 @@ from specdec.errors import UserError
 from specdec.models import onnx_graph, onnx_medusa
 from specdec.models.medusa import MedusaHeads
 from specdec.models.random import random_model
-from specdec.pairs import RandomPair
+from specdec.pairs import build_random
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 
@@ -107,7 +107,7 @@ def test_an_unsupported_family_is_refused():
 def test_outputs_are_those_of_plain_decoding(sampling):
     """Untrained heads: their proposals are poor, and every output is the target's own."""
     sizes = {**SIZES, "num_layers": 4, "vocab_size": 48}
-    pair = RandomPair(backend="onnx", **sizes)
+    pair = build_random(backend="onnx", **sizes)
     words = [f"sampling={sampling}", "max_new_tokens=16"]
     outputs = []
     for name in ("ar", "medusa"):

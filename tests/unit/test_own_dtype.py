@@ -11,7 +11,7 @@ from specdec.errors import UserError
 from specdec.models.inspection import inspect_model
 from specdec.models.loading import own_dtype
 from specdec.models.random import random_model
-from specdec.pairs import PretrainedPair
+from specdec.pairs import build_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +32,13 @@ def folder(tmp_path_factory):
     ],
 )
 def test_the_type_depends_on_the_device(folder, device, given, expected):
-    assert PretrainedPair(target=str(folder), device=device, dtype=given).dtype == expected
+    assert build_pretrained(target=str(folder), device=device, dtype=given).dtype == expected
 
 
 def test_a_run_on_a_gpu_by_default(folder, monkeypatch):
     """``device=auto``, which is the default, finds the GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    pair = PretrainedPair(target=str(folder))
+    pair = build_pretrained(target=str(folder))
     assert (pair.device, pair.dtype) == ("cuda", "bfloat16")
     size = sum(p.numel() for p in random_model("llama").parameters())
     assert pair.weight_bytes["target"] == 2 * size

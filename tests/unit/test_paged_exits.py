@@ -12,7 +12,7 @@ from specdec.attention.kv_storage import BlockPool
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.executors import EarlyExitExecutor, PipelineExecutor
-from specdec.pairs import RandomPair
+from specdec.pairs import build_random
 from specdec.policies import Chain, FixedWidth, RootOnly
 from specdec.sampling.transform import SamplingParams
 from specdec.serving import ServingRules
@@ -29,7 +29,7 @@ RULES = ServingRules(kv_tokens=80, block_tokens=4)  # for two or three requests 
 def _bench() -> Workbench:
     sizes = {"hidden_size": 16, "num_heads": 2, "vocab_size": 24, "max_positions": 64, "seed": 3}
     return Workbench(
-        RandomPair(num_layers=3, exit_layer=1, exit_head="transformer", **sizes), seed=5
+        build_random(num_layers=3, exit_layer=1, exit_head="transformer", **sizes), seed=5
     )
 
 

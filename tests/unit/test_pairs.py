@@ -11,7 +11,7 @@ import torch
 from specdec.compose.workbench import Workbench
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
-from specdec.pairs import HiddenModels, PretrainedPair, build_pair
+from specdec.pairs import PretrainedPair, RecordedPair, build_pair, build_pretrained
 from specdec.sampling.transform import SamplingParams
 from specdec.sources.katz import KatzModel
 from specdec.state import StopRules
@@ -39,7 +39,7 @@ def test_two_paths_make_a_pair(tmp_path: Path) -> None:
 def test_the_defaults_are_those_of_the_configuration() -> None:
     """``model=hf`` states each default again, for its comment."""
     model = compose_config(["model=hf", "model.target=somewhere"]).values["model"]
-    parameters = inspect.signature(PretrainedPair).parameters
+    parameters = inspect.signature(build_pretrained).parameters
     assert set(model) - {"kind"} == set(parameters)
     for name, parameter in parameters.items():
         if name != "target":
@@ -48,6 +48,6 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
 
 def test_pairs_without_models_refuse_artefacts() -> None:
     pair = build_pair({"kind": "synthetic"})
-    assert isinstance(pair, HiddenModels)
+    assert isinstance(pair, RecordedPair)
     with pytest.raises(UserError, match="KatzModel needs a model or text"):
         pair.artefact(KatzModel)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.clocks import Work
-from specdec.pairs import RandomPair
+from specdec.pairs import build_random
 from specdec.profiling.limits import Machine, PassWork, measure_machine, passes_of, roofline_png
 from specdec.profiling.passes import Sample
 
@@ -17,7 +17,7 @@ MACHINE = Machine(copy_bytes=1, bytes_per_s=1e9, flops_per_s=2e9)
 
 
 def _passes(stages: int, context: int, rows: tuple[int, ...]) -> dict[tuple[str, int], PassWork]:
-    pair = RandomPair(**SIZES)
+    pair = build_random(**SIZES)
     samples = {
         kind: [Sample(num, (2.0, 4.0, 3.0)) for num in rows]
         for kind in (Work.STAGE, Work.HEAD, Work.DRAFT, Work.PRUNE)
@@ -29,7 +29,7 @@ def _passes(stages: int, context: int, rows: tuple[int, ...]) -> dict[tuple[str,
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_counts_are_those_by_hand(stages: int) -> None:
     """Of the longest slice of layers; of the output head alone; of the whole draft."""
-    pair = RandomPair(**SIZES)
+    pair = build_random(**SIZES)
     config = pair.target.config
     layers = -(-pair.num_layers // stages)
     size = config.head_dim

@@ -13,7 +13,7 @@ from specdec.errors import UserError
 from specdec.models.exits import head_model, untrained_head
 from specdec.models.quantize import num_bytes, quantize
 from specdec.models.random import random_model
-from specdec.pairs import RandomPair
+from specdec.pairs import build_random
 from specdec.policies import Chain, RootOnly
 from specdec.profiling.limits import work_of
 from specdec.sampling.transform import SamplingParams
@@ -53,7 +53,7 @@ def test_layers_are_quantised_and_nothing_else(kind, steps):
 @needs_torchao
 def test_a_quantised_pair_decodes_losslessly():
     """Speculative decoding of a quantised target equals its plain decoding."""
-    pair = RandomPair(
+    pair = build_random(
         num_layers=2, hidden_size=64, dtype="float32", quantization="int8", graphs="replay"
     )
     outputs = []
@@ -74,7 +74,7 @@ def test_a_quantised_pair_decodes_losslessly():
         outputs.append(list(request.output))
     assert outputs[0] == outputs[1]
     assert pair.weight_bytes["target"] < num_bytes(
-        RandomPair(num_layers=2, hidden_size=64, dtype="float32").target
+        build_random(num_layers=2, hidden_size=64, dtype="float32").target
     )
 
 

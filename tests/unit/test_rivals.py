@@ -18,7 +18,7 @@ from specdec.cli.main import main
 from specdec.errors import UserError
 from specdec.metrics.rates import summarise
 from specdec.models.bundled import family_path
-from specdec.pairs import PretrainedPair
+from specdec.pairs import build_pretrained
 from specdec.rivals import RivalProcess, process
 from specdec.rivals.environments import RUNTIMES, converted, python_of
 from specdec.runs import rival
@@ -72,7 +72,7 @@ def _baseline(options=None, method="ort_draft", dtype="float32", **stop):
     return runtime_baseline(
         name=method,
         method=method,
-        pair=PretrainedPair(target="bundled:target", draft="bundled:draft", dtype=dtype),
+        pair=build_pretrained(target="bundled:target", draft="bundled:draft", dtype=dtype),
         stop=StopRules(**{"max_new_tokens": 6, **stop}),
         sampling=SamplingParams(),
         options=RivalOptions(**(options or {})),

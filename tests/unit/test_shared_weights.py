@@ -47,8 +47,7 @@ def parts_of(pair: PretrainedPair, kind: str):
 
 @pytest.mark.parametrize("kind", ["stage", "share", "draft"])
 def test_five_rows_take_the_memory_of_one(folder, kind):
-    pair = pretrained(folder, draft=str(folder))
-    pair.parts_only = True
+    pair = pretrained(folder, draft=str(folder)).without_target()
     rows = [parts_of(pair, kind) for _ in range(ROWS)]
     assert memory(rows) <= 1.1 * memory(rows[:1])
     alone = [parts_of(pretrained(folder, draft=str(folder)), kind) for _ in range(2)]
@@ -58,8 +57,7 @@ def test_five_rows_take_the_memory_of_one(folder, kind):
 @pytest.mark.parametrize("kind", ["stage", "share", "draft"])
 def test_quantised_layers_are_quantised_once(folder, kind):
     pytest.importorskip("torchao")
-    pair = pretrained(folder, draft=str(folder), quantization="int8")
-    pair.parts_only = True
+    pair = pretrained(folder, draft=str(folder), quantization="int8").without_target()
     rows = [parts_of(pair, kind) for _ in range(ROWS)]
     assert memory(rows) == memory(rows[:1])
     plain = parts_of(pretrained(folder, draft=str(folder)), kind)
@@ -68,9 +66,8 @@ def test_quantised_layers_are_quantised_once(folder, kind):
 
 def test_overlapping_stages_share_their_common_layers(folder):
     """Of strategies with different numbers of stages; shares of other ranks are different."""
-    pair = pretrained(folder)
-    pair.parts_only = True
-    wide, narrow = (pair.lone_part(first, LAYERS) for first in (1, 2))
+    pair = pretrained(folder).without_target()
+    wide, narrow = (pair.part(first, LAYERS) for first in (1, 2))
     assert memory([wide, narrow]) == memory([wide])
     assert torch.equal(wide.lm_head.weight, narrow.lm_head.weight)
     shares = [pair.share(0, LAYERS, Collective(rank=rank, size=2)) for rank in range(2)]
@@ -79,8 +76,7 @@ def test_overlapping_stages_share_their_common_layers(folder):
 
 
 def test_weights_are_freed_with_their_last_user(folder):
-    pair = pretrained(folder)
-    pair.parts_only = True
+    pair = pretrained(folder).without_target()
     stages = [pair.stage(1, 3, Meter()) for _ in range(2)]
     assert len(pair._weights)
     stages.pop()

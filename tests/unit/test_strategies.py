@@ -16,7 +16,7 @@ from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
-from specdec.pairs import PretrainedPair, RandomPair
+from specdec.pairs import RandomPair, build_pretrained, build_random
 from specdec.verifiers import RejectionVerifier
 from strategies import (
     amusd,
@@ -49,7 +49,7 @@ MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__in
 
 @pytest.fixture(scope="module")
 def pair() -> RandomPair:
-    return RandomPair(num_layers=14, middle_layers=7, hidden_size=8, num_heads=2, exit_layer=2)
+    return build_random(num_layers=14, middle_layers=7, hidden_size=8, num_heads=2, exit_layer=2)
 
 
 def changed(build: Callable[..., Parts], **keys: Any) -> tuple[Callable[..., Parts], dict]:
@@ -120,7 +120,7 @@ def test_the_example_runs(name: str) -> None:
     module = importlib.import_module(f"strategies.{name}")
     example = [line for line in inspect.getdoc(module).splitlines() if line.startswith("    ")]
     assert example, f"strategies/{name}.py shows no example"
-    models = PretrainedPair(
+    models = build_pretrained(
         target="bundled:target",
         draft="bundled:draft",
         middle="bundled:draft",

@@ -36,7 +36,7 @@ class Read(PretrainedPair):
     """The bundled target with its head under one reading."""
 
     def __init__(self) -> None:
-        super().__init__(target="bundled:target", eagle_head="bundled:eagle3", device="cpu")
+        super().__init__(target="bundled:target", eagle_head="bundled:eagle3")
         self.files, self.frozen = HeadFiles(family_path("bundled:eagle3")), FrozenModel(self.target)
         self.known = {one.name: one for one in readings(self.files, self.frozen)}
         self.reading: Reading = self.known[AS_ON_DISK]

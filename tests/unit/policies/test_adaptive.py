@@ -7,7 +7,7 @@ import pytest
 
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Workbench
-from specdec.pairs.synthetic import HiddenModels
+from specdec.pairs import RecordedPair
 from specdec.policies import Adaptive, Arm, BestFirst, Chain, RootOnly
 from specdec.policies.adaptive import _Mean
 from specdec.sampling.transform import SamplingParams
@@ -46,7 +46,7 @@ def arms() -> list[Arm]:
 def seconds(policy, law, *, num_requests=2, batch=1, mixed=True) -> tuple[float, list[list[int]]]:
     """Simulated seconds of the requests, and their outputs."""
     hidden = SyntheticPair(vocab_size=512, **law)
-    bench = Workbench(HiddenModels(pair=hidden), clock=SimulatedClock(DEAR))
+    bench = Workbench(RecordedPair(hidden), clock=SimulatedClock(DEAR))
     draft = SyntheticSource(pair=hidden)
     source = MixtureSource(sources=[NullSource(), draft]) if mixed else draft
     parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec.api import Decoder
-from specdec.pairs import RandomPair
+from specdec.pairs import build_random
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.near_draw import FAR_SHARE, NearDraw
 
@@ -84,7 +84,7 @@ def test_a_large_spread_takes_the_most_probable_tokens() -> None:
 
 def _decoded(strategy: str, *words: str) -> tuple[list[list[int]], float]:
     """Outputs of three prompts, and tokens per target pass."""
-    pair = RandomPair(
+    pair = build_random(
         dtype="float64",
         hidden_size=32,
         num_layers=4,

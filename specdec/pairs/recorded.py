@@ -1,8 +1,4 @@
-"""Pairs without models: made-up target tokens and a draft of known quality.
-
-``build_synthetic`` draws the draft's quality from a law (``model=synthetic``); ``ReplayModels``
-(``specdec.pairs.replay``) takes it from a record.
-"""
+"""Pairs whose target tokens are given: by a law (``model=synthetic``), a record or a text."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ import torch
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.answerer import AnsweredRequest, Answerer
-from specdec.executors.exits import ExitStage
+from specdec.executors.models import ModelPair
 from specdec.executors.stage import NullStage, Stage
-from specdec.models.runner import ModelRunner
 from specdec.parts.fields import Count, Index, Share, Text
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.hit_law import (
@@ -30,59 +25,50 @@ from specdec.sources.hit_law import (
     SyntheticPair,
     VocabSize,
 )
-from specdec.sources.pair import A
 from specdec.types import Answers, Batch, Commit, HiddenName, IntArray
 
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
 SYNTHETIC = "specdec.sources.SyntheticSource"
 
 _TABLE = 512  # positions tabulated at a time
-_REAL = "use model=tiny, model=hf or model=random"
 
 
-class HiddenModels:
-    """A pair whose target is a hidden token sequence per request.
+class RecordedPair(ModelPair):
+    """A pair whose target is a token sequence per request that is given instead of computed.
+
+    The draft is a law or a record of its ranks of the target's tokens, which ``SyntheticSource``
+    plays; a source with another draft cannot be played.
 
     Attributes:
-        hidden: the sequences and the draft's law.
-        hidden_middle: the same sequences with the law of a middle model; None without one.
-        option: the value of ``model=`` in messages.
+        hidden: the sequences and the draft's ranks.
+        hidden_middle: the same sequences with the ranks of a middle model; None without one.
     """
 
     is_synthetic = True
-    hidden_middle: HiddenPair | None = None
     option = "synthetic"
     dtype = "float32"
-    tokenizer = None
-    eos_ids: frozenset[int] = frozenset()
-    max_positions = None
-    head_cost = 0.0
+    hidden_middle: HiddenPair | None = None
 
     def __init__(
         self,
+        hidden: HiddenPair,
         *,
-        pair: HiddenPair,
         num_layers: int = 80,
         weight_bytes: tuple[int, int] = (0, 0),
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Wraps hidden sequences.
+        """Takes the sequences.
 
         Args:
-            pair: the sequences and the draft's law.
+            hidden: the sequences and the draft's ranks.
             num_layers: of the target; the largest possible number of stages.
             weight_bytes: of target and draft.
-            about: origin of a record: models, data, sampling; None for none.
+            about: origin of the values.
         """
-        self.about = dict(about or {})
-        self.hidden = pair
+        self.hidden, self.vocab_size = hidden, hidden.vocab_size
         self.num_layers = num_layers
         self.weight_bytes = dict(zip(("target", "draft"), weight_bytes, strict=True))
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the made-up vocabulary."""
-        return self.hidden.vocab_size
+        self.about = dict(about or {})
 
     def stage(
         self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
@@ -91,7 +77,7 @@ class HiddenModels:
         return NullStage()
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Answers with the hidden sequences.
+        """Answers with the given tokens.
 
         Raises:
             UserError: ``needs_probs``; there are no distributions.
@@ -103,36 +89,7 @@ class HiddenModels:
             )
         return SyntheticAnswerer(self.hidden)
 
-    @property
-    def exit_layer(self) -> int:
-        """Raises ``UserError``: there are no hidden states."""
-        raise UserError(
-            f"source=early_exit reads the target's hidden states, which model={self.option} does"
-            f" not have; {_REAL}"
-        )
-
-    def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """Raises ``UserError``, as ``exit_layer``."""
-        raise AssertionError(self.exit_layer)
-
-    def artefact(self, kind: type[A], **options: Any) -> A:
-        """Raises ``UserError``: there are no weights and no text."""
-        raise UserError(
-            f"{kind.__name__} needs a model or text, which model={self.option} does not have;"
-            f" {_REAL}, or source=draft_model"
-        )
-
-    def runner(self, name: str, meter: Meter) -> ModelRunner:
-        """Raises ``UserError``: ``fitted_source`` replaces the draft model."""
-        raise UserError(f"model={self.option} has no {name} model; choose source=synthetic")
-
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
-        """The source node with the pair's own draft in place of draft models.
-
-        Args:
-            source: configuration node of the source.
-            policy: configuration node of the policy.
-        """
         if isinstance(source, list):
             return [self.fitted_source(item, policy) for item in source]
         if not isinstance(source, Mapping):
@@ -142,22 +99,18 @@ class HiddenModels:
         return {key: self.fitted_source(value, policy) for key, value in source.items()}
 
 
-class SyntheticModels(HiddenModels):
-    """Plays a law of hits."""
+class SyntheticModels(RecordedPair):
+    """Plays a law of hits.
 
-    def __init__(self, *, covers: Literal["chain", "tree"], **keys: Any) -> None:
-        """Takes what a hit means (``build_synthetic``) and the keys of ``HiddenModels``."""
-        super().__init__(**keys)
-        self._covers = covers
+    Attributes:
+        covers: what a hit is: the token of a chain, or some node of a measured tree.
+    """
+
+    covers: Literal["chain", "tree"] = "chain"
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
-        """See ``HiddenModels``.
-
-        Raises:
-            UserError: a policy other than chains for a law whose hits are those of a tree.
-        """
         kind = str(policy.get("_target_"))
-        if self._covers == "tree" and not kind.endswith((".Chain", ".RootOnly")):
+        if self.covers == "tree" and not kind.endswith((".Chain", ".RootOnly")):
             raise UserError(
                 f"the law of model=synthetic has model.covers=tree: it says how often a whole tree"
                 f" of its draft had the right token, so {kind} cannot grow another from it; use"
@@ -184,7 +137,7 @@ def build_synthetic(
     origin: Text = "assumed",
     requests: Index = 0,
     seed: Index = 0,
-) -> HiddenModels:
+) -> SyntheticModels:
     """The models of ``SyntheticPair``, which has the other keys.
 
     Args:
@@ -209,16 +162,16 @@ def build_synthetic(
         seed=seed,
     )
     about = {"law": origin, "draft": draft_name, "requests": requests or None}
-    models = SyntheticModels(covers=covers, pair=law(top1=top1), num_layers=num_layers, about=about)
+    models = SyntheticModels(law(top1=top1), num_layers=num_layers, about=about)
+    models.covers = covers
     models.hidden_middle = law(top1=middle_top1) if middle_top1 else None
     return models
 
 
 class SyntheticAnswerer:
-    """Answers from hidden sequences instead of a model."""
+    """Answers from given sequences instead of a model."""
 
     def __init__(self, hidden: HiddenPair) -> None:
-        """Takes the sequences."""
         self._hidden = hidden
         self._tokens: dict[int, IntArray] = {}  # request id -> hidden tokens by position
 
