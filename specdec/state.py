@@ -162,12 +162,7 @@ class RequestState:
     @property
     def awaiting(self) -> bool:
         """Whether submitted nodes of the tree have no answer of the target yet."""
-        tree = self.tree
-        if not tree.root_submitted:  # it is submitted first
-            return False
-        if not tree.root_answered:
-            return True
-        return bool(((tree.submitted_at >= 0) & ~tree.answered).any())
+        return bool(((self.tree.submitted_at >= 0) & ~self.tree.answered).any())
 
     @property
     def held_tokens(self) -> int:
@@ -283,7 +278,7 @@ class DecodeState:
         for early in output.early:
             if (request := self.requests.get(early.request)) is not None:
                 request.tree.set_hidden(early.node_ids, early.hidden)
-        return [request for request in self.requests.values() if request.tree.root_answered]
+        return [request for request in self.requests.values() if request.tree.answered[0]]
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
         """Emits tokens, moves the roots, updates counters and ends the step.

@@ -76,7 +76,7 @@ def last_position(request: RequestState) -> int:
 
 def as_nodes(selected: Iterable[tuple[RequestState, IntArray]]) -> Nodes:
     """``Nodes`` of (request, int64[W_r] slots) pairs; pairs without slots are dropped."""
-    return Nodes(tuple([(r.id, r.tree.ids_of(slots)) for r, slots in selected if len(slots)]))
+    return Nodes(tuple([(r.id, r.tree.ids[slots]) for r, slots in selected if len(slots)]))
 
 
 def unsubmitted(requests: Iterable[RequestState]) -> Nodes:
@@ -225,7 +225,7 @@ def best_leaves(
     scores, closed = tree.scores, tree.expanded
     parents = scores
     limit = last_position(request)
-    if tree.may_reach(limit - 1) and int(tree.positions.max()) + 1 >= limit:
+    if int(tree.positions.max()) + 1 >= limit:
         room = limit - tree.positions  # levels that fit below each node
         closed = closed | (room < 1)
         parents = np.where(room > 1, scores, -np.inf)

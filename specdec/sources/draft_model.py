@@ -144,7 +144,7 @@ class DraftModelSource:
         tree, cache = request.tree, draft.cache
         slots = tree.live_slots(ids)
         most = self._runner.max_positions
-        if tree.may_reach(most) and int(tree.positions.max()) >= most:
+        if int(tree.positions.max()) >= most:
             ids = ids[self._reachable(request, ids)]
             slots = tree.slots(ids)
         entered = cache.has(ids)
@@ -156,9 +156,7 @@ class DraftModelSource:
             any_entered = False
         new = slots[~entered] if any_entered else slots
         compute = tree.with_missing_ancestors(new, cache.has)
-        in_order = compute is slots or (
-            len(compute) == len(slots) and bool((compute == slots).all())
-        )
+        in_order = np.array_equal(compute, slots)
         prefix = _NO_TOKENS
         if len(slots) and cache.cached_len < request.prefix_len:
             prefix = request.tokens[cache.cached_len : request.prefix_len]

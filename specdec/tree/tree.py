@@ -12,18 +12,22 @@ stored with their parent, so taking one later costs no draft forward.
 *Answers* of the target stay with their nodes too, whenever they arrive, until a verifier's walk
 from the root reaches them or the node is pruned.
 
-Shape letters: N nodes, W selected nodes, K candidates per node, C children, D depth.
+Shape letters: N nodes, W selected nodes, K candidates per node, C children, D depth, V vocabulary,
+E hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from specdec.device import Probs
 from specdec.sampling.top_stable import top_stable
-from specdec.tree.storage import NOWHERE, NodeTable, StateRow
 from specdec.types import (
     NO_NODE,
     Answers,
@@ -34,17 +38,138 @@ from specdec.types import (
     IntArray,
 )
 
-_FRESH = np.array([[-1], [0], [-1]])  # submission step, origin and answer of a new node
+_CAPACITY = 64  # nodes that a new tree has room for
+_NODE = np.dtype(
+    [
+        ("id", np.int64),
+        ("token", np.int64),
+        ("parent", np.int64),
+        ("position", np.int64),
+        ("submitted_at", np.int64),
+        ("origin", np.int64),
+        ("answer", np.int64),
+        ("logprob", np.float64),
+        ("score", np.float64),
+        ("expanded", np.bool_),
+        ("answered", np.bool_),
+    ],
+    align=True,
+)
+_CANDIDATE = np.dtype([("token", np.int64), ("logprob", np.float64), ("origin", np.int64)])
+_NO_CANDIDATE = np.array((0, -np.inf, 0), _CANDIDATE)
+
+Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 
-class TokenTree(NodeTable):
+class _Column(Generic[Array]):
+    """A view of one field of all nodes."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def __get__(self, tree: TokenTree, owner: type[TokenTree]) -> Array:
+        column: Any = tree._nodes[self._field][: tree._size]
+        return column  # type: ignore[no-any-return]
+
+
+class TokenTree:
     """Proposed continuations of a root, the last committed token (slot 0).
 
-    The array properties are views, valid until the next call that changes the tree. Scores are
-    cumulative: ``score = score(parent) + logprob``, with 0 at the current root.
+    The columns are views, valid until the next call that changes the tree.
+
+    Attributes:
+        ids: int64[N], increasing.
+        tokens: int64[N].
+        parents: int64[N], parent slots, ``parents[i] < i``; ``NO_NODE`` at the root.
+        positions: int64[N], absolute positions.
+        submitted_at: int64[N], step of submission to the target; -1 if not submitted.
+        origins: int64[N], index of the source that proposed the node (``Candidates.origins``).
+        answers: int64[N], the target's own next token after each node; -1 where not ``answered``.
+        logprobs: float64[N], log draft probability given the parent.
+        scores: float64[N], sum of ``logprobs`` along the path from the current root, which has 0.
+        expanded: bool[N], whether the source has proposed candidates for the node.
+        answered: bool[N], whether the target has answered the node.
+        draft_probs: node id -> float64[V], the distribution that the node's candidates were sampled
+            from; only for sources that sample.
+        target_probs: node id -> float64[V], the target's distribution after the node; only if a
+            part needs it (``Needs.target_probs``).
+        hidden: node id -> name -> [E], the target's hidden states of the node; only if a part needs
+            them (``Needs.hidden``). Early ones are there before the node's answer.
+        next_id: id of the next new node.
     """
 
+    ids = _Column[IntArray]("id")
+    tokens = _Column[IntArray]("token")
+    parents = _Column[IntArray]("parent")
+    positions = _Column[IntArray]("position")
+    submitted_at = _Column[IntArray]("submitted_at")
+    origins = _Column[IntArray]("origin")
+    answers = _Column[IntArray]("answer")
+    logprobs = _Column[FloatArray]("logprob")
+    scores = _Column[FloatArray]("score")
+    expanded = _Column[BoolArray]("expanded")
+    answered = _Column[BoolArray]("answered")
+
+    def __init__(self, *, token: int, position: int, root_id: int = 0) -> None:
+        """Creates a tree with only a root.
+
+        Args:
+            token: token of the root.
+            position: its absolute position, which is the number of committed tokens before it.
+            root_id: its id; later nodes get larger ones. Default: 0.
+        """
+        self._nodes = np.zeros(_CAPACITY, _NODE)
+        self._candidates = np.full((_CAPACITY, 0), _NO_CANDIDATE)
+        self._size = 0
+        self.draft_probs: dict[int, Probs] = {}
+        self.target_probs: dict[int, Probs] = {}
+        self.hidden: dict[int, Mapping[HiddenName, torch.Tensor]] = {}
+        self.next_id = root_id
+        self.reset(token=token, position=position)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def root_id(self) -> int:
+        """Id of the root."""
+        return int(self._nodes["id"][0])
+
+    @property
+    def depths(self) -> IntArray:
+        """int64[N], below the root."""
+        return self.positions - self.positions[0]
+
+    @property
+    def candidate_tokens(self) -> IntArray:
+        """int64[N, K]; a view."""
+        tokens: IntArray = self._candidates["token"][: self._size]
+        return tokens
+
+    @property
+    def candidate_logprobs(self) -> FloatArray:
+        """float64[N, K], -inf where there is no candidate or it became a node; a view."""
+        logprobs: FloatArray = self._candidates["logprob"][: self._size]
+        return logprobs
+
+    def copy(self) -> Self:
+        """An independent copy; rows of probabilities and hidden states are shared."""
+        tree = copy(self)
+        tree._nodes, tree._candidates = self._nodes.copy(), self._candidates.copy()
+        tree.draft_probs, tree.target_probs = dict(self.draft_probs), dict(self.target_probs)
+        tree.hidden = dict(self.hidden)
+        return tree
+
     # ------------------------------------------------------------------ growth
+
+    def reset(self, *, token: int, position: int) -> int:
+        """Discards all nodes and creates a new root; returns its id."""
+        self._size = 0
+        for rows in (self.draft_probs, self.target_probs, self.hidden):
+            rows.clear()
+        new = self._claim(1)
+        new["token"], new["position"] = token, position
+        return self.root_id
 
     def append(
         self,
@@ -64,26 +189,14 @@ class TokenTree(NodeTable):
         Returns:
             int64[W], slots of the new nodes.
         """
-        num = len(tokens)
-        start = self._size
-        self._claim(num)
-        slots = np.arange(start, start + num)
-        new = slice(start, start + num)
-        ints, floats = self._ints, self._floats
-        ints[0, new] = slots + (self._next_id - start)
-        ints[1, new] = tokens
-        ints[2, new] = parents
-        ints[3, new] = ints[3].take(parents) + 1
-        ints[4:7, new] = _FRESH
+        above = self._nodes[parents]
+        new = self._claim(len(tokens))
+        new["token"], new["parent"], new["logprob"] = tokens, parents, logprobs
+        new["position"] = above["position"] + 1
+        new["score"] = above["score"] + logprobs
         if origins is not None:
-            ints[5, new] = origins
-        ints[7, new] = ints[0].take(parents)
-        floats[0, new] = logprobs
-        floats[1, new] = floats[1].take(parents) + logprobs
-        self._flags[:, new] = False
-        self._cand_logprobs[new] = -np.inf
-        self._next_id += num
-        return slots
+            new["origin"] = origins
+        return np.arange(self._size - len(tokens), self._size)
 
     def set_candidates(self, slots: IntArray, candidates: Candidates, rows: slice) -> None:
         """Stores the candidates of W nodes and marks the nodes as expanded.
@@ -94,56 +207,55 @@ class TokenTree(NodeTable):
             rows: their W rows for these nodes. A row of count 0 leaves its node unexpanded, since
                 the source may have a proposal later.
         """
-        tokens, logprobs = candidates.tokens[rows], candidates.logprobs[rows]
-        counts = candidates.counts[rows]
+        tokens, counts = candidates.tokens[rows], candidates.counts[rows]
         num = tokens.shape[1]
-        self._widen(num)
-        if min(counts.tolist(), default=num) < num:
-            logprobs = np.where(np.arange(num) < counts[:, None], logprobs, -np.inf)
-        if num == self._cand_tokens.shape[1]:
-            self._cand_tokens[slots] = tokens
-            self._cand_logprobs[slots] = logprobs
-        else:
-            self._cand_tokens[slots, :num] = tokens
-            self._cand_logprobs[slots, :num] = logprobs
-            self._cand_logprobs[slots, num:] = -np.inf
-        if self._mixed or candidates.origins is not None:
-            self._mixed = True
-            self._cand_origins[slots, :num] = (
-                0 if candidates.origins is None else candidates.origins[rows]
-            )
-        self._flags[0, slots] = counts > 0
+        if (extra := num - self._candidates.shape[1]) > 0:
+            columns = np.full((len(self._nodes), extra), _NO_CANDIDATE)
+            self._candidates = np.concatenate([self._candidates, columns], axis=1)
+        new = np.full((len(slots), self._candidates.shape[1]), _NO_CANDIDATE)
+        new["token"][:, :num] = tokens
+        is_valid = np.arange(num) < counts[:, None]
+        new["logprob"][:, :num] = np.where(is_valid, candidates.logprobs[rows], -np.inf)
+        if candidates.origins is not None:
+            new["origin"][:, :num] = candidates.origins[rows]
+        self._candidates[slots] = new
+        self.expanded[slots] = counts > 0
         if candidates.probs is not None:
-            probs = candidates.probs[rows]
-            for node_id, row in zip(self._ints[0, slots].tolist(), probs, strict=True):
-                self.draft_probs[node_id] = row
+            ids = self.ids[slots].tolist()
+            self.draft_probs.update(zip(ids, candidates.probs[rows], strict=True))
 
     def drop_known_children(self, slots: IntArray) -> None:
         """Marks candidates as taken if a child of the node already has their token.
 
         A node may have children before it is expanded; siblings must differ.
         """
-        if len(slots) == 1 and slots[0] == self._size - 1:  # the last node has no children
-            return
-        if int(self.parents.max()) < int(slots.min()):
-            return
-        is_parent = np.zeros(self._size, np.bool_)
-        is_parent[self.parents[1:]] = True
-        for slot in slots[is_parent.take(slots)].tolist():
-            known = np.isin(self.candidate_tokens[slot], self.tokens[self.children(slot)])
-            self.candidate_logprobs[slot, known] = -np.inf
+        children = _pairs(self.parents, self.tokens)
+        known = np.isin(_pairs(slots[:, None], self.candidate_tokens[slots]), children)
+        self.candidate_logprobs[slots] = np.where(known, -np.inf, self.candidate_logprobs[slots])
+
+    def take(self, slots: IntArray, columns: IntArray) -> IntArray:
+        """Turns candidates into nodes.
+
+        Args:
+            slots: int64[W], parents.
+            columns: int64[W], candidate column of each parent; not taken before.
+
+        Returns:
+            int64[W], slots of the new nodes, in the given order.
+        """
+        taken = self._candidates[slots, columns]
+        self.candidate_logprobs[slots, columns] = -np.inf
+        return self.append(slots, taken["token"], taken["logprob"], taken["origin"])
 
     def set_answers(self, answers: Answers) -> None:
         """Stores the target's answers with their nodes; those of pruned nodes are dropped."""
-        slots, tokens = self.slots(answers.node_ids), answers.tokens
+        slots = self.slots(answers.node_ids)
+        live = slots >= 0
+        self.answers[slots[live]] = answers.tokens[live]
+        self.answered[slots[live]] = True
         if answers.probs is not None:
-            rows = zip(answers.node_ids.tolist(), answers.probs, slots.tolist(), strict=True)
-            self.target_probs.update((node_id, row) for node_id, row, slot in rows if slot >= 0)
-        if slots is not self._located[1]:  # some have been pruned
-            live = slots >= 0
-            slots, tokens = slots[live], tokens[live]
-        self._ints[6, slots] = tokens
-        self._flags[1, slots] = True
+            rows = zip(answers.node_ids.tolist(), answers.probs, live.tolist(), strict=True)
+            self.target_probs.update((node_id, row) for node_id, row, alive in rows if alive)
         if answers.hidden:
             self.set_hidden(answers.node_ids, answers.hidden)
 
@@ -158,13 +270,30 @@ class TokenTree(NodeTable):
             zip(ids.tolist(), self.slots(ids).tolist(), strict=True)
         ):
             if slot >= 0:
-                states, earlier = StateRow(hidden, row), self.hidden.get(node_id)
-                self.hidden[node_id] = states if earlier is None else {**earlier, **states}
+                states = {name: rows[row] for name, rows in hidden.items()}
+                self.hidden[node_id] = {**self.hidden.get(node_id, {}), **states}
+
+    # ------------------------------------------------------------------ queries
+
+    def slots(self, ids: IntArray) -> IntArray:
+        """int64[W], slots of ``ids``; ``NO_NODE`` for an id that is not in the tree."""
+        at = self.ids.searchsorted(ids)
+        return np.where(self.ids.take(at, mode="clip") == ids, at, NO_NODE)
+
+    def live_slots(self, ids: IntArray) -> IntArray:
+        """int64[W], slots of nodes that are all in the tree."""
+        slots = self.slots(ids)
+        assert (slots >= 0).all(), f"nodes {ids} are not in the tree"
+        return slots
+
+    def rows_of(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Ids, tokens, parent ids (``NO_NODE`` for the root) and positions of ``slots``[W]."""
+        rows = self._nodes[slots]
+        parent_ids = np.where(rows["parent"] >= 0, self.ids[rows["parent"]], NO_NODE)
+        return rows["id"], rows["token"], parent_ids, rows["position"]
 
     def hidden_rows(self, ids: IntArray) -> dict[HiddenName, torch.Tensor]:
         """Name -> [W, E], copies of the states that all nodes ``ids``, int64[W], have."""
-        if not self.hidden:
-            return {}
         rows = [self.hidden.get(node_id, {}) for node_id in ids.tolist()]
         return {
             name: torch.stack([row[name] for row in rows])
@@ -172,65 +301,8 @@ class TokenTree(NodeTable):
             if all(name in row for row in rows)
         }
 
-    def take(self, slots: IntArray, columns: IntArray) -> IntArray:
-        """Turns candidates into nodes.
-
-        Args:
-            slots: int64[W], parents.
-            columns: int64[W], candidate column of each parent; not taken before.
-
-        Returns:
-            int64[W], slots of the new nodes, in the given order.
-        """
-        flat = slots * self._cand_tokens.shape[1] + columns
-        untaken = self._cand_logprobs.reshape(-1)  # views: the tables are contiguous
-        logprobs = untaken.take(flat)
-        untaken[flat] = -np.inf
-        tokens = self._cand_tokens.reshape(-1).take(flat)
-        origins = self._cand_origins.reshape(-1).take(flat) if self._mixed else None
-        return self.append(slots, tokens, logprobs, origins)
-
-    # ------------------------------------------------------------------ queries
-
-    def slots(self, ids: IntArray) -> IntArray:
-        """int64[W], slots of ``ids``; ``NO_NODE`` for an id that is not in the tree."""
-        last_ids, last_slots = self._located
-        if ids is last_ids and last_slots is not None:
-            return last_slots
-        live = self._ints[0, : self._size]
-        at = live.searchsorted(ids)
-        known = live.take(at, mode="clip") == ids
-        if np.count_nonzero(known) < len(known):
-            return np.where(known, at, NO_NODE)
-        self._located = ids, at
-        return at
-
-    def live_slots(self, ids: IntArray) -> IntArray:
-        """int64[W], slots of nodes that are all in the tree."""
-        slots = self.slots(ids)
-        assert slots is self._located[1], f"nodes {ids} are not in the tree"
-        return slots
-
-    def ids_of(self, slots: IntArray) -> IntArray:
-        """int64[W], ids of ``slots``; a copy, which ``slots`` finds again at once.
-
-        The parts of a step pass the same array of ids on, each to look up the same slots.
-        """
-        ids = self._ints[0].take(slots)
-        self._located = ids, slots
-        return ids
-
-    def rows_of(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Ids, tokens, parent ids (``NO_NODE`` for the root) and positions of ``slots``[W]."""
-        table = self._ints.take(slots, axis=1)
-        ids = table[0]
-        self._located = ids, slots
-        return ids, table[1], table[7], table[3]
-
     def child(self, slot: int, token: int) -> int:
         """Slot of the child of ``slot`` with ``token``, or ``NO_NODE``."""
-        if self._size == 1:
-            return NO_NODE
         matches = (self.parents == slot) & (self.tokens == token)
         first = int(matches.argmax())
         return first if matches[first] else NO_NODE
@@ -242,15 +314,13 @@ class TokenTree(NodeTable):
     def path(self, slot: int) -> IntArray:
         """int64[D + 1], slots from the root down to ``slot``, both included."""
         path = [slot]
-        parents = self._ints[2]
+        parents = self.parents
         while (slot := int(parents[slot])) != NO_NODE:
             path.append(slot)
         return np.array(path[::-1])
 
     def subtree(self, slot: int) -> BoolArray:
         """bool[N]: ``slot`` and its descendants."""
-        if slot == 0:
-            return np.ones(self._size, np.bool_)
         inside = np.zeros(self._size, np.bool_)
         inside[slot] = True
         jump = np.maximum(self.parents, 0)  # the ancestor 2^i levels up; the root is outside
@@ -267,16 +337,11 @@ class TokenTree(NodeTable):
                 all slots it is the tree mask of SpecPipe 3.2.1.
         """
         mask = np.zeros((len(rows), self._size), np.bool_)
-        if not len(rows):
-            return mask
-        flat = mask.reshape(-1)
-        line = np.arange(0, flat.size, self._size)
         above = np.maximum(self.parents, 0)  # short paths stay at the root, which all rows see
-        current = rows
-        for _ in range(int(self._ints[3].take(rows).max() - self._ints[3, 0])):
-            flat[line + current] = True
+        line, current = np.arange(len(rows)), rows
+        for _ in range(1 + int(self.depths[rows].max(initial=0))):
+            mask[line, current] = True
             current = above.take(current)
-        flat[line] = True
         return mask
 
     def with_missing_ancestors(
@@ -285,24 +350,15 @@ class TokenTree(NodeTable):
         """int64[M], sorted: ``slots`` and all their ancestors that a cache does not have.
 
         Args:
-            slots: int64[W]; returned unchanged if sorted and no ancestor is missing.
+            slots: int64[W].
             has: node ids int64[n] -> bool[n], whether the cache has them.
         """
-        rows = level = slots
-        if len(slots) == 1 and not slots[0]:
-            return slots  # the root
+        rows = level = np.unique(slots)
         while len(level):
-            above = self.parents.take(level)
-            if (above < 0).any():
-                above = above[above != NO_NODE]
-            present = has(self.ids.take(above))
-            if present.all():
-                break
-            above = above[~present]
-            level = np.setdiff1d(above, rows)
-            rows = np.concatenate([level, rows])
-        if len(rows) > 1 and (rows[1:] < rows[:-1]).any():
-            rows = np.unique(rows)
+            above = self.parents[level]
+            above = above[above != NO_NODE]
+            level = np.setdiff1d(above[~has(self.ids[above])], rows)
+            rows = np.union1d(level, rows)
         return rows
 
     def best_candidates(self, num: int) -> tuple[IntArray, IntArray, FloatArray]:
@@ -314,12 +370,9 @@ class TokenTree(NodeTable):
         """
         flat = (self.candidate_logprobs + self.scores[:, None]).ravel()
         best = top_stable(flat, num)
-        scores = flat.take(best)
-        if len(scores) and scores[-1] == -np.inf:
-            valid = scores > -np.inf
-            best, scores = best[valid], scores[valid]
-        slots, columns = np.divmod(best, max(self._cand_tokens.shape[1], 1))
-        return slots, columns, scores
+        best = best[flat[best] > -np.inf]
+        slots, columns = np.divmod(best, max(self._candidates.shape[1], 1))
+        return slots, columns, flat[best]
 
     # ------------------------------------------------------------------ rerooting
 
@@ -328,26 +381,40 @@ class TokenTree(NodeTable):
 
         Scores become relative to the new root; ids, candidates and submission steps do not change.
         """
-        if slot == 0:
-            return
         keep = self.subtree(slot).nonzero()[0]
-        num = len(keep)
         renumber = np.full(self._size, NO_NODE, np.int64)
-        renumber[keep] = np.arange(num)
-        base = self._floats[1, slot]
-        for table in (self._ints, self._floats, self._flags):
-            table[:, :num] = table.take(keep, axis=1)
-        self._cand_tokens[:num] = self._cand_tokens.take(keep, axis=0)
-        self._cand_logprobs[:num] = self._cand_logprobs.take(keep, axis=0)
-        if self._mixed:
-            self._cand_origins[:num] = self._cand_origins.take(keep, axis=0)
-        self._ints[2, :num] = renumber.take(self._ints[2, :num])  # the root's parent is gone
-        self._ints[7, 0] = NO_NODE
-        self._floats[1, :num] -= base
-        self._size = num
-        self._located = NOWHERE
-        if self.draft_probs or self.target_probs or self.hidden:
-            live = set(self.ids.tolist())
-            self.draft_probs = {i: p for i, p in self.draft_probs.items() if i in live}
-            self.target_probs = {i: p for i, p in self.target_probs.items() if i in live}
-            self.hidden = {i: h for i, h in self.hidden.items() if i in live}
+        renumber[keep] = np.arange(len(keep))
+        base = float(self.scores[slot])
+        self._size = len(keep)
+        self._nodes[: self._size] = self._nodes[keep]
+        self._candidates[: self._size] = self._candidates[keep]
+        self.parents[:] = renumber.take(self.parents)
+        self.parents[0] = NO_NODE
+        self.scores[:] -= base
+        live = set(self.ids.tolist())
+        self.draft_probs = {i: p for i, p in self.draft_probs.items() if i in live}
+        self.target_probs = {i: p for i, p in self.target_probs.items() if i in live}
+        self.hidden = {i: h for i, h in self.hidden.items() if i in live}
+
+    def _claim(self, num: int) -> npt.NDArray[Any]:
+        """Adds ``num`` nodes that nothing has happened to, without tokens and parents; a view."""
+        need, capacity = self._size + num, len(self._nodes)
+        if need > capacity:
+            extra = max(need, 2 * capacity) - capacity
+            columns = np.full((extra, self._candidates.shape[1]), _NO_CANDIDATE)
+            self._nodes = np.concatenate([self._nodes, np.zeros(extra, _NODE)])
+            self._candidates = np.concatenate([self._candidates, columns])
+        new = self._nodes[self._size : need]
+        new[:] = np.zeros((), _NODE)
+        new["id"] = np.arange(self.next_id, self.next_id + num)
+        for field in ("parent", "submitted_at", "answer"):
+            new[field] = -1
+        self._candidates[self._size : need] = _NO_CANDIDATE
+        self._size = need
+        self.next_id += num
+        return new
+
+
+def _pairs(slots: IntArray, tokens: IntArray) -> IntArray:
+    """A number per (slot, token), equal for equal pairs only."""
+    return (slots << 32) + tokens

@@ -48,7 +48,7 @@ def _verdict(request: RequestState) -> Verdict:
     num_rejected = int(np.count_nonzero(parents == slot)) - (child != NO_NODE)
     return Verdict(
         request=request.id,
-        accepted_ids=tree.ids_of(np.array(path, np.int64)),
+        accepted_ids=tree.ids[np.array(path, np.int64)],
         next_token=int(answers[slot]),
         num_verified=len(path) + num_rejected,
     )

@@ -60,7 +60,7 @@ def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
         slot = child
     return Verdict(
         request=request.id,
-        accepted_ids=tree.ids_of(np.array(path, np.int64)),
+        accepted_ids=tree.ids[np.array(path, np.int64)],
         next_token=choice.token,
         num_verified=len(path) + choice.num_rejected,
     )

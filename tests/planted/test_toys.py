@@ -102,7 +102,7 @@ def answer_of_a_pruned_node(work: Planted) -> None:
             if gone.any():
                 work.fired += 1
                 at = self.ids.searchsorted(answers.node_ids[gone]).clip(max=len(self) - 1)
-                self._ints[6, at], self._flags[1, at] = answers.tokens[gone], True
+                self.answers[at], self.answered[at] = answers.tokens[gone], True
 
         return set_answers
 
@@ -117,7 +117,7 @@ def answer_taken_as_the_roots(work: Planted) -> None:
             original(self, answers)
             if not self.answered[0] and (self.slots(answers.node_ids) > 0).any():
                 work.fired += 1
-                self._ints[6, 0], self._flags[1, 0] = answers.tokens[0], True
+                self.answers[0], self.answered[0] = answers.tokens[0], True
 
         return set_answers
 

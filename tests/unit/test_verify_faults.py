@@ -97,7 +97,7 @@ def test_a_difference_says_who_proposed_the_token(monkeypatch: pytest.MonkeyPatc
             children = tree.children(0)
             if len(children) and not len(request.output):
                 taken.append((int(tree.tokens[children[0]]), int(tree.answers[0])))
-                tree._ints[6, 0] = tree.tokens[children[0]]
+                tree.answers[0] = tree.tokens[children[0]]
         return honest(self, state, requests)
 
     monkeypatch.setattr(MatchVerifier, "verify", gullible)
