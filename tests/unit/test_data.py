@@ -141,31 +141,6 @@ def test_jsonl_field_goes_deeper_with_dots(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"name": "humanevl"}, ["'humanevl'", "humaneval"]),
-        ({"name": "humaneval"}, ["SPECDEC_DATA", "humaneval/HumanEval.jsonl"]),
-        ({"name": "gsm8k", "data_dir": "nowhere"}, ["'nowhere'", "gsm8k/test.jsonl"]),
-        ({"name": "xsum", "data_dir": "FOLDER"}, ["xsum/test.jsonl", "stdlib"]),
-        ({"name": "jsonl"}, ["data.path"]),
-        ({"name": "text", "path": "missing.txt"}, ["'missing.txt'"]),
-        ({"name": "stdlib", "path": "x"}, ["data.path", "jsonl"]),
-        ({"name": "stdlib", "field": "x"}, ["data.field", "jsonl"]),
-    ],
-)
-def test_bad_requests_name_value_and_remedy(
-    arguments: dict[str, str], words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SPECDEC_DATA", raising=False)
-    given = {k: str(folder) if v == "FOLDER" else v for k, v in arguments.items()}
-    for function in (load_prompts, check_data):
-        with pytest.raises(UserError) as caught:
-            function(Request(**given))
-        assert all(word in str(caught.value) for word in words), caught.value
-        assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("line", "words"),
     [
         ('{"prompt": "a"', ["line 1", "JSON"]),
@@ -184,16 +159,6 @@ def test_bad_lines_are_named(line: str, words: list[str], tmp_path: Path) -> Non
     assert all(word in str(caught.value) for word in words), caught.value
     with pytest.raises(UserError):
         load_prompts(name="jsonl", path=path)
-
-
-def test_binary_file_and_truncated_gzip_are_refused(tmp_path: Path) -> None:
-    broken = tmp_path / "p.jsonl.gz"
-    broken.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 99)[:-20])
-    with pytest.raises(UserError, match="cannot be read"):
-        load_prompts(name="jsonl", path=broken)
-    broken.write_bytes(b"\xff\xfe\x00binary\n")
-    with pytest.raises(UserError, match="cannot be read"):
-        check_data(Request(name="text", path=broken))
 
 
 def test_limit_below_one_and_prompt_without_tokens_are_refused(tmp_path: Path) -> None:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from specdec.clocks import ClockKind
 from specdec.metrics import RunTotals, comparison_row
 from specdec.metrics.contention import CpuTimes, disturbed_figures, slow_repeats
 from specdec.metrics.paired import paired_figures
-from specdec.report import RequestWriter, print_table, read_requests
-from specdec.report.tables import notes_of
+from specdec.report import RequestWriter, read_requests
 from specdec.runs.cpu_times import CpuMeter, CpuReading, read_cpu
-from specdec.runs.measurements import MAX_ATTEMPTS, Measurements, meter_of
+from specdec.runs.measurements import Measurements
 from specdec.runs.runners import TokenPrompt
 from tests.unit.test_metrics import make_result, timed_run
 
@@ -99,14 +94,6 @@ class TestMeter:
         assert times.others_s == pytest.approx(1.25)
         assert (times.stolen_s, times.preemptions, times.threads, times.cpus) == (0.5, 2, 3, 4)
 
-    def test_a_system_that_says_nothing(self) -> None:
-        readings = iter([reading(1.0), reading(2.0)])
-        meter = CpuMeter(read=lambda _: next(readings), cpus=1)
-        meter.start()
-        times = meter.stop()
-        assert times == CpuTimes(wall_s=1.0, cpu_s=1.0)
-        assert times.disturbance == ""
-
     def test_reads_what_linux_shows(self, tmp_path: Path) -> None:
         task = tmp_path / "77" / "task"
         for thread, text in ((77, "3000000000 500000000 9\n"), (78, "broken")):
@@ -119,22 +106,6 @@ class TestMeter:
         assert read.stolen_s == pytest.approx(0.3)
         nothing = read_cpu([77], tmp_path / "none")
         assert (nothing.threads, nothing.busy_s, nothing.stolen_s) == ({}, None, None)
-
-    def test_the_clock_decides_whether_to_measure(self) -> None:
-        def runner(kind: ClockKind, **executor: Any) -> Any:
-            clock = SimpleNamespace(kind=kind)
-            return SimpleNamespace(
-                parts=SimpleNamespace(clock=clock, executor=SimpleNamespace(**executor))
-            )
-
-        for kind in (ClockKind.SIMULATED, ClockKind.PACED):
-            assert meter_of(runner(kind), waits=False) is None
-        local = meter_of(runner(ClockKind.MEASURED), waits=False)
-        launched = meter_of(runner(ClockKind.MEASURED, pids=None), waits=False)
-        for meter, waits in ((local, False), (launched, True)):
-            assert meter is not None
-            meter.start()
-            assert meter.stop().waits is waits
 
 
 class FakeMeter:
@@ -195,13 +166,6 @@ def measured(
 
 
 class TestRepeating:
-    def test_a_quiet_run_repeats_nothing(self, tmp_path: Path) -> None:
-        store, runner, told = measured(tmp_path / "r.jsonl", [], repeats=2)
-        assert runner.given == [*range(8)] * 2
-        assert told == ["ar"] * 16
-        assert store.figures("ar") == {"disturbed": 0, "disturbed_because": None}
-        assert not any(record.disturbed for record in read_requests(tmp_path / "r.jsonl"))
-
     def test_a_passing_disturbance_is_measured_again(self, tmp_path: Path) -> None:
         path = tmp_path / "r.jsonl"
         script = [QUIET, TWO_LOOPS, QUIET, TWO_LOOPS, *[QUIET] * 4, TWO_LOOPS]
@@ -224,13 +188,6 @@ class TestRepeating:
         assert figures["disturbed_because"].startswith("1.10 threads")
         assert store.disturbed_ids("ar") == [{*range(8)}] * 2
         assert all(record.disturbed for record in read_requests(path))
-
-    def test_no_prompt_is_measured_more_often_than_allowed(self, tmp_path: Path) -> None:
-        """Prompt 0 stays slow, and others that are mended keep the repeating alive."""
-        slow = replace(TWO_LOOPS, wall_s=9.0)
-        script = [slow, *[TWO_LOOPS] * 3, *[QUIET] * 4, slow, QUIET, QUIET, QUIET]
-        _, runner, _ = measured(tmp_path / "r.jsonl", [*script, slow, slow, slow])
-        assert runner.given.count(0) <= MAX_ATTEMPTS
 
     def test_the_better_attempt_is_kept(self, tmp_path: Path) -> None:
         worse, better = replace(TWO_LOOPS, wall_s=2.0), replace(TWO_LOOPS, wall_s=1.5)
@@ -258,29 +215,6 @@ class TestRepeating:
         assert told == []
         assert store.figures("ar")["disturbed"] == 4
 
-    def test_traced_runs_are_not_repeated(self, tmp_path: Path) -> None:
-        runner: Any = FakeRunner("ar")
-        runner.trace = object()
-        with RequestWriter(tmp_path / "r.jsonl") as writer:
-            fake: Any = FakeMeter(iter([TWO_LOOPS] * 9))
-            store = Measurements(writer, new_meter=lambda _: fake, on_finish=lambda _: None)
-            store.resume("ar")
-            store.measure(runner, 0, PROMPTS)  # requests that share steps are marked one by one
-            store.measure_again([runner], PROMPTS)
-        assert runner.given == [*range(8)]
-        assert store.figures("ar")["disturbed"] == 8
-
-    def test_clocks_that_are_not_measured_have_no_marks(self, tmp_path: Path) -> None:
-        path = tmp_path / "r.jsonl"
-        runner: Any = FakeRunner("ar")
-        with RequestWriter(path) as writer:
-            store = Measurements(writer, new_meter=lambda _: None, on_finish=lambda _: None)
-            store.resume("ar")
-            store.measure(runner, 0, PROMPTS)
-            store.mark()
-        assert store.figures("ar") == {}
-        assert "disturbed" not in path.read_text()
-
 
 class TestReporting:
     def test_medians_of_paired_ratios(self) -> None:
@@ -303,15 +237,3 @@ class TestReporting:
         assert paired_figures(mine, ar) == dict(zip(names, (1.25, None), strict=True))
         assert paired_figures(mine, ar, [set(), {0}])[names[0]] == pytest.approx(2.0)
         assert paired_figures(mine, ar, [{0}, {0}])[names[0]] == pytest.approx(1.25)
-
-    def test_one_line_says_it(self) -> None:
-        quiet = {"strategy": "ar", "num_prompts": 4, "repeats": 3, **disturbed_figures([""])}
-        assert notes_of([quiet]) == []
-        row = {**quiet, "strategy": "best_first", **disturbed_figures(["a host took it", ""])}
-        (note,) = notes_of([quiet, row])
-        assert note.startswith("DISTURBED")
-        assert "best_first 1 of 12 (a host took it)" in note
-        assert "ar " not in note
-        stream = StringIO()
-        print_table([quiet, row], {}, Console(file=stream, width=200))
-        assert note in stream.getvalue()

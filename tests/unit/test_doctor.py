@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from specdec.cli import doctor
 from specdec.cli.main import main
-from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle_loading import HeadFiles, save_head
 from specdec.models.eagle_readings import accepted, load_reading, readings
 from specdec.models.frozen import FrozenModel
@@ -22,7 +20,6 @@ from specdec.models.loading import load_model
 from specdec.train.eagle import Eagle3Spec, head_config, new_head
 from specdec.train.eagle_loss import TrainingTimeTest
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
-from tests import eagle
 from tests.training import SIZES
 
 pytestmark = pytest.mark.slow
@@ -172,91 +169,3 @@ def test_accepted_tokens_are_those_of_drafting_one_by_one(
     assert counts.mean == pytest.approx(
         sum(k * n for k, n in enumerate(counts.lengths)) / counts.drafts
     )
-
-
-@pytest.mark.parametrize("variant", eagle.VARIANTS)
-def test_every_variant_has_readings_that_load(variant: str, tmp_path: Path) -> None:
-    """Each differs from the folder's own in its logits, and version 1 in what it is fed."""
-    target = frozen_target()
-    wanted = replace(eagle.config(variant), rope={"rope_type": "default", "rope_theta": 500.0})
-    embedding = target.model.get_input_embeddings().weight
-    output = target.model.get_output_embeddings()
-    head = eagle.random_head(wanted, embedding=embedding, output=output).float()
-    save_head(head, tmp_path)
-    files = HeadFiles(tmp_path)
-    own, *others = readings(files, target)
-    assert {"the target's rope"} <= {reading.name for reading in others}
-    first = outputs_of(load_reading(files, own, target), own.config)
-    for reading in others:
-        if reading.name == "fed back after the norm" or not reading.normed:
-            continue
-        other = outputs_of(load_reading(files, reading, target), reading.config)
-        if reading.config.layers == own.config.layers:
-            assert not torch.equal(first, other), reading.name
-
-
-def frozen_target() -> FrozenModel:
-    shape = ModelShape(
-        num_layers=6,
-        hidden=16,
-        feed_forward=24,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        vocab_size=48,
-    )
-    return FrozenModel(LanguageModel(shape, generator=torch.Generator().manual_seed(0)))
-
-
-def outputs_of(head: EagleHead, config: EagleConfig) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    features = torch.randn(1, 7, config.feature_size, generator=generator)
-    tokens = torch.randint(48, (1, 7), generator=generator)
-    with torch.no_grad():
-        outputs = head(tokens, head.states(features), torch.arange(7)[None])
-        return torch.cat([head.logits(outputs), head.fed_back(outputs)], -1)
-
-
-def test_the_bundled_target_continues_prompts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An untrained head of the bundled target: a whole run, with figures on the screen."""
-    from specdec.models.bundled import family_path
-
-    target = load_hf(Path(family_path("bundled:target")))
-    save_head(new_head(target, head_config(target, Eagle3Spec()), None, 0), tmp_path)
-    words = ["doctor", str(tmp_path), "--prompts", "1", "--new-tokens", "12"]
-    assert main([*words, "--json", "-"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert report["drafts"] > 0
-    assert report["readings"][0]["reading"] == "as on disk"
-    assert not report["fits"]
-    assert main(words) == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "trained for another target, or not at all" in shown
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--prompts", "0"], "0 is not a whole number of at least 1"),
-        (["--target"], "expected one argument"),
-        (["--targt", "x"], "unrecognized arguments: --targt"),
-        (["nowhere"], "is not a folder"),
-        (["--data", "humaneval_y"], "humaneval_y"),
-    ],
-)
-def test_bad_input_is_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = load_hf(Path(doctor_target()))
-    save_head(new_head(target, head_config(target, Eagle3Spec()), None, 0), tmp_path)
-    head = [] if "nowhere" in words else [str(tmp_path)]
-    assert main(["doctor", *head, *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def doctor_target() -> str:
-    from specdec.models.bundled import family_path
-
-    return family_path("bundled:target")

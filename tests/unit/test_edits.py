@@ -118,40 +118,6 @@ def test_suffix_decoding_copies_what_prompt_lookup_cannot():
     assert lengths["suffix"] > 1.3 * lengths["prompt_lookup"]
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["source=draft_model"], "no draft model"),
-        (["source=random", "verifier=rejection"], "no target distributions"),
-        (["source=medusa", "policy=medusa"], "source=suffix"),
-    ],
-)
-def test_what_needs_a_model_is_refused(texts, words, complaint):
-    with pytest.raises(UserError, match=complaint):
-        run([f"model.texts={texts[0]}", *words])
-
-
-@pytest.mark.parametrize(
-    ("keys", "complaint"),
-    [
-        ({"texts": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"texts": "FILE", "subset": "resume"}, "only used by model.texts=edits"),
-        ({"subset": "other"}, "choose one of rewrite, resume"),
-        ({"tokenizer": "bundled:none"}, "does not ship"),
-        ({"texts": "EMPTY"}, "has no lines"),
-        ({"texts": "OTHER"}, "prompt and completion"),
-    ],
-)
-def test_unusable_texts_are_refused(texts, tmp_path, keys, complaint):
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "other.jsonl").write_text('{"question": "a"}\n')
-    named = {"FILE": texts[0], "EMPTY": tmp_path / "empty.jsonl", "OTHER": tmp_path / "other.jsonl"}
-    keys = {key: str(named.get(value, value)) for key, value in keys.items()}
-    with pytest.raises(UserError, match=complaint) as caught:
-        TranscriptModels(**keys)
-    assert "\n" not in str(caught.value)
-
-
 def test_positions_beyond_the_text_repeat_the_end(texts):
     pair = TranscriptModels(texts=str(texts[0]))
     (request, prompt), _ = pair.prompts()

@@ -156,19 +156,6 @@ def test_tokens_and_times(serve, tokenizer, form, eos):
     assert (body["max_tokens"], body["temperature"], body["stream"]) == (7, 0.0, True)
 
 
-def test_requests_carry_what_is_configured(serve, tokenizer, monkeypatch):
-    server, prompt, _ = serve()
-    monkeypatch.setenv("MY_KEY", "secret")
-    draws = {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "seed": 5}
-    _generate(server, prompt, tokenizer, draws, api_key_env="MY_KEY", extra={"n": 1})
-    _generate(server, prompt, tokenizer, {**draws, "top_k": 4})
-    (_, key, first), (_, _, second) = server.bodies
-    assert key == "Bearer secret"
-    assert {"top_p": 0.9, "seed": 5, "n": 1, "temperature": 0.6}.items() <= first.items()
-    assert "top_k" not in first
-    assert second["top_k"] == 4
-
-
 @pytest.mark.parametrize(
     "options", [{"metrics": True}, {"timings": {"draft_n": 12, "draft_n_accepted": 4}}]
 )

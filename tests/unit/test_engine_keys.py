@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -66,16 +65,3 @@ def test_fit_reads_each_request_as_it_was_counted(folder: Path) -> None:
         lengths, numbers = np.unique(found.accepted + 1, return_counts=True)
         assert dict(zip(lengths.tolist(), numbers.tolist(), strict=True)) == counters.path_lengths
     assert sum(int(r.accepted.sum()) for r in log.requests) > 0
-
-
-@pytest.mark.slow
-def test_fit_reads_the_summary_as_the_sum_of_the_requests(folder: Path) -> None:
-    (whole,) = read_log(folder / "summary.json").requests
-    singles = read_log(folder / "requests.jsonl").requests
-    counts = np.bincount(np.concatenate([r.accepted for r in singles]))
-    assert np.repeat(whole.accepted, whole.counts.astype(int)).size == counts.sum()
-    assert whole.counts.tolist() == counts.tolist()
-    summary = json.loads((folder / "summary.json").read_text())
-    keys = summary["speculative_decoding"]
-    assert keys["num_accepted_draft_tokens"] == summary["accepted_tokens"]
-    assert keys["num_spec_steps"] == summary["answers"]

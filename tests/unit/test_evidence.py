@@ -12,8 +12,7 @@ from specdec.certify.evidence import log_evidence, log_sum
 from specdec.certify.oracle import reference_probs
 from specdec.certify.wide_laws import partitions, wide_evidence, wide_pair, wide_tables
 from specdec.errors import UserError
-from specdec.models.random import WINDOWED, window_options
-from specdec.pairs import RandomPair, TablePair
+from specdec.pairs import TablePair
 from specdec.sampling.transform import SamplingParams
 
 SAMPLING = SamplingParams(temperature=1.0)
@@ -95,20 +94,3 @@ def test_tables_with_fewer_rows_than_tokens() -> None:
     assert samples.max() < 70
     with pytest.raises(UserError, match="at most as many rows as columns"):
         TablePair(target=[[0.0]] * 2, draft=[[0.0]] * 2)
-
-
-@pytest.mark.parametrize("family", sorted(WINDOWED))
-def test_a_random_model_with_a_window(family: str) -> None:
-    """Its layers have the window; other families refuse it."""
-    import torch
-
-    tokens = torch.arange(3, 23)[None]
-    logits = []
-    for window in (4, 16, None):
-        pair = RandomPair(family=family, num_layers=3, draft_layers=2, sliding_window=window)
-        logits.append(pair.target(tokens).logits[0, -1])
-    assert (logits[0] - logits[1]).abs().max() > 1e-3
-    assert (logits[1] - logits[2]).abs().max() > 1e-3
-    assert window_options(family, 4, 3)["sliding_window"] == 4
-    with pytest.raises(UserError, match="no sliding window"):
-        RandomPair(family="gpt2", sliding_window=4)

@@ -16,11 +16,9 @@ from specdec.fitting import (
     AcceptanceLog,
     FittedLaw,
     HitLaw,
-    RankVector,
     ReadOptions,
     RequestLog,
     fit_logs,
-    fit_tail,
     read_log,
 )
 from specdec.fitting.em import Size, fit_law
@@ -146,16 +144,6 @@ def test_ranks_at_depths_follow_the_log_odds() -> None:
         assert (ranks == MAX_RANK).mean() == pytest.approx((1 - rate) * 0.1, abs=0.01)
 
 
-def test_a_tail_is_recovered() -> None:
-    shares = np.arange(2, 65.0) ** -1.8
-    shares *= 0.4 * 0.95 / shares.sum()
-    inside, beyond = shares[:31], shares[31:].sum() + 0.4 * 0.05
-    vector = RankVector(name="", shares=np.array([0.6, *inside]), miss=beyond)
-    tail = fit_tail(vector)
-    assert tail.decay == pytest.approx(1.8, abs=0.02)
-    assert tail.miss == pytest.approx(0.05, abs=0.01)
-
-
 VLLM = {"metrics": {"speculative_decoding": {
     "mean_acceptance_length": 1.2325, "draft_acceptance_rate": 0.0775,
     "acceptance_histogram": [39, 1, 0, 3], "num_spec_steps": 43,
@@ -246,43 +234,6 @@ def test_the_adaptive_schedule_is_recognised() -> None:
     against = of_passes("r", np.array([7, 0, 7]))
     samples, _ = samples_of(AcceptanceLog(path="", form="", requests=(against,)))
     assert samples[0].drafted.tolist() == [7, 7, 7]
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "told"),
-    [
-        ("hello world", [], "no acceptance in a format that is known: vLLM"),
-        ('{"a": [1.5, "x"]}', [], "no acceptance"),
-        ("", [], "no acceptance"),
-        ('{"accept_lengths": ["a"]}', [], "must be a list of whole numbers"),
-        ("[0, 2, 3]", ["lengths=emitted"], "no length can be 0"),
-        ("[1, 2]", [], "too few"),
-        ('{"timings": {"draft_n": 9, "draft_n_accepted": 3}}', [], "give draft_tokens=K"),
-        ('{"acceptance_histogram": [0, 0]}', [], "list of counts"),
-        ('{"speculation_steps": 9, "acceptance_rate_by_position": [0.2, 0.9]}', [], "must fall"),
-        ("[0.5, 0.9]", [], "sum to 1"),
-        ("[1, 2]", ["lengths=x"], "lengths=x cannot be used"),
-        ("[1, 2]", ["lenghts=auto"], "did you mean lengths"),
-        ("r1,r2\n0.5,0.4\n0.6,0.3\n", [], "rank vectors"),
-        ("\x00\x01\x02", [], "no acceptance"),
-        ('{"accepted_by_pos": "{0: 1", "drafts": 3}', [], "cannot be read"),
-        (
-            "draft acceptance = 0.5.1 (1 accepted / 2 generated), mean acceptance length = 1.2.3",
-            [],
-            "cannot be read",
-        ),
-        ("[" * 100000, [], "no acceptance"),
-    ],
-)
-def test_bad_input_is_one_line(
-    text: str, words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "log"
-    path.write_text(text)
-    assert main(["fit", str(path), *words]) == 2
-    error = capsys.readouterr().err
-    assert told in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.slow

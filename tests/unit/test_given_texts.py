@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from specdec.config.job import run_job_of
-from specdec.errors import UserError
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner
 
@@ -71,21 +70,3 @@ def test_trees_are_those_of_the_target_that_wrote_the_text(
         other = ("model=transcript", f"model.texts={path}", "model.draft=bundled:target")
         _, better, _ = decode(*other, sampling, *strategy)
         assert [asdict(r.counters) for r in better] != [asdict(r.counters) for r in real]
-
-
-def test_refused_texts_and_drafts(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    words = ("model=transcript", f"model.texts={path}", "model.draft=bundled:draft")
-    for line, said in (
-        ({"prompt_token_ids": [1], "output_token_ids": [10**6]}, "another tokenizer"),
-        ({"prompt_token_ids": [1], "output_token_ids": [-1]}, "not a list of token ids"),
-        ({"prompt_token_ids": [1]}, "prompt_token_ids and output_token_ids"),
-    ):
-        path.write_text(json.dumps(line), encoding="utf-8")
-        with pytest.raises(UserError, match=said):
-            decode(*words, "strategy=specinfer")
-    path.write_text(json.dumps({"prompt": "a", "completion": "b"}), encoding="utf-8")
-    with pytest.raises(UserError, match=r"model\.draft"):
-        decode(*words[:2], "strategy=specinfer")
-    with pytest.raises(UserError, match="has the time of"):
-        decode(*words, "strategy=specinfer", "model.draft_name=x", "clock.profile=pipedec_14")

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 
-from experiments.gpu import measure
 from experiments.gpu.measure import SMOKE_NOTE, TABLES, main
 from experiments.gpu.passes import NODE_COUNTS
 from experiments.gpu.requirements import verdicts
@@ -43,24 +42,6 @@ def test_smoke_run(tmp_path):
     assert lengths["best_first"] > 1.2  # random weights alone would accept nothing
     assert all(set(columns) <= set(found[name][0]) for name, columns in TABLES.items())
     assert all("does not count" in row["verdict"] for row in found["bars"])
-
-
-@pytest.mark.slow
-def test_what_was_measured_stays_when_a_later_part_fails(tmp_path, monkeypatch):
-    """And the files are written after every part: one that ends the process costs its own rows."""
-    written = []
-
-    def passes(bench, shape, *, context, bandwidth):
-        if context == 24:  # the stress rows, which come last
-            written.append(json.loads((tmp_path / "gpu.json").read_text())["passes"])
-            raise KeyboardInterrupt
-        return [{"shape": shape.name, "context": context, "nodes": 1, "bandwidth_share": 0.5}]
-
-    monkeypatch.setattr(measure, "pass_rows", passes)
-    with pytest.raises(KeyboardInterrupt):
-        main(["--smoke", "--out", str(tmp_path)])
-    assert [row["bandwidth_share"] for row in written[0]] == [0.5]
-    assert "| smoke-target | 16 | 1 |" in (tmp_path / "gpu.md").read_text()
 
 
 def test_verdicts():
@@ -109,9 +90,3 @@ def test_bytes_of_a_pass_are_the_models():
         assert shape.weight_bytes(4) == num_bytes(model) - embedding
     assert 14.9e9 < LLAMA3_8B.weight_bytes(2) < 15.1e9
     assert LLAMA3_8B.cache_bytes(1000, 2) == 2 * 32 * 8 * 128 * 1000 * 2
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_only_smoke_runs(capsys):
-    assert main([]) == 2
-    assert "only --smoke runs here" in capsys.readouterr().err

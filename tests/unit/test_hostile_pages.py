@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from specdec.cli.main import main
-from specdec.report import page as report_page
 from specdec.trace.page import tree_page
 from tests.browser import browser, opened
 from tests.unit.test_results import comparison  # noqa: F401 - a fixture
@@ -149,21 +148,6 @@ class TestReport:
         assert Elements(hostile).found == Elements(plain).found
         assert len(Elements(hostile).scripts) == 1
 
-    @pytest.mark.slow
-    def test_trees_that_are_too_many_for_the_page(
-        self,
-        comparison: Path,  # noqa: F811
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """The page names their folder instead."""
-        monkeypatch.setattr(report_page, "_MAX_TREES_BYTES", 10)
-        page = Elements(report_of(write_run(tmp_path / NAME, comparison, HOSTILE, NAME)))
-        plain = Elements(report_of(write_run(tmp_path / "p", comparison, ["x"] * 9, "name")))
-        assert page.frames == []
-        assert page.found == plain.found
-        assert f"specdec trace {tmp_path / NAME}" in page.text
-
 
 class TestTrees:
     def test_tokens_stay_in_the_data_of_the_script(self) -> None:
@@ -183,13 +167,6 @@ def page_of_trees() -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(browser() is None, reason="no browser: set SPECDEC_BROWSER to a Chromium")
 class TestInABrowser:
-    def test_the_browser_would_show_it(self, tmp_path: Path) -> None:
-        """Control: without escapes every kind of injection but the link's runs."""
-        for number in (0, 1, 2, 3):
-            page = tmp_path / f"{number}.html"
-            page.write_text(f"<title>t</title><pre>{HOSTILE[number]}</pre>", encoding="utf-8")
-            assert "<title>INJECTED</title>" in opened(page)
-
     def test_no_page_runs_what_it_shows(self, pages: tuple[str, str], tmp_path: Path) -> None:
         for number, text in enumerate((pages[1], page_of_trees())):
             page = tmp_path / f"page{number}.html"
@@ -197,11 +174,3 @@ class TestInABrowser:
             shown = opened(page)
             assert "INJECTED</title>" not in shown
             assert "</html>" in shown
-
-    def test_the_trees_are_drawn(self, tmp_path: Path) -> None:
-        """The script ran to its end: every node has its circle, every token its text."""
-        page = tmp_path / "trees.html"
-        page.write_text(page_of_trees(), encoding="utf-8")
-        shown = Elements(opened(page))
-        assert sum(n for (tag, *_), n in shown.found.items() if tag == "circle") == len(HOSTILE)
-        assert HOSTILE[1] in shown.text

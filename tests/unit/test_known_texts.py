@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ import torch
 
 from experiments.drafters import known_texts
 from experiments.drafters.measure import Runs, Target, parsed, parser
-from specdec.executors import row_packing
-from specdec.sources.eagle_passes import HeadPass
 from tests.sampled import sampled
 
 PROFILE = "clock.profile=uniform_30ms"
@@ -53,67 +50,6 @@ def test_counts_are_those_of_the_real_target(cell: str, runs: Runs) -> None:
     known, real = ([(r.output, r.counters) for r in one.results] for one in found)
     assert known == real
     assert sum(len(output) for output, _ in known) >= 8
-
-
-@pytest.mark.slow
-def test_early_states_that_gain_no_step_change_nothing(runs: Runs) -> None:
-    """Up to four stages the highest stream of the bundled head is in the last one."""
-    cell = ("strategy=specpipe", "executor.stages=4", "source=eagle", "policy.width=8", PROFILE)
-    found = [runs.counted(*cell, f"source.early={early}") for early in ("true", "false")]
-    early, late = ([r.counters for r in one.results] for one in found)
-    assert early == late
-
-
-@pytest.mark.slow
-def test_a_head_computes_from_states_what_has_arrived(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few rows with the answers of eight stages; all of them if states leave the first stage."""
-    right, counts = HeadPass._append, {"true": 0, "all": 0}
-
-    def counting(self: Any, rows: Any, *, nodes: Any = None, wants: Any = None) -> None:
-        if nodes is not None:
-            counts["true"] += int(nodes[2].sum())
-            counts["all"] += len(nodes[2])
-        right(self, rows, nodes=nodes, wants=wants)
-
-    monkeypatch.setattr(HeadPass, "_append", counting)
-    cell = ("strategy=specpipe", "executor.stages=8", "source=eagle", "policy.width=8", PROFILE)
-    small_runs(tmp_path).counted(*cell)
-    assert 0 < counts["true"] < 0.1 * counts["all"]
-    counts.update({"true": 0, "all": 0})
-    small_runs(tmp_path).counted(*cell, "source.early=true", target="at once")
-    assert counts["true"] == counts["all"] > 100
-
-
-@pytest.mark.slow
-def test_wrong_states_cost_hits(runs: Runs) -> None:
-    cell = ("strategy=specpipe", "executor.stages=4", "source=eagle", "source.early=true")
-    right, wrong = (
-        runs.measured("later hit rate", *cell, "policy.width=8", PROFILE, target=target)
-        for target in ("at once", "spoiled")
-    )
-    assert right is not None
-    assert wrong is not None
-    assert right.value > wrong.value + 0.2
-
-
-@pytest.mark.slow
-def test_states_of_another_row_would_be_seen(
-    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A control of the comparison: rows are exchanged on their way."""
-    right = row_packing._by_item
-
-    def exchanged(batch, captured):  # type: ignore[no-untyped-def]
-        return right(batch, {name: rows.roll(1, 0) for name, rows in captured.items()})
-
-    _, *overrides = CELLS["levels"]
-    overrides += ["policy.width=8", PROFILE]
-    real = [r.counters for r in runs.counted(*overrides, target="real").results]
-    monkeypatch.setattr(row_packing, "_by_item", exchanged)
-    wrong = small_runs(tmp_path).counted(*overrides).results
-    assert [r.counters for r in wrong] != real
 
 
 def test_states_of_nodes_beside_the_text_are_those_of_a_fresh_pass() -> None:

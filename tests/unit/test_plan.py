@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import specdec
-from specdec.errors import UserError
 from specdec.fitting import HitLaw
 from specdec.metrics.speedup import expected_accepted
 from specdec.planning.acceptance import OfLaw, OfRecord, chain_table
@@ -20,9 +18,7 @@ from specdec.planning.layouts import Layout, layouts
 from specdec.planning.machines import DoesNotFit, machine_of
 from specdec.planning.options import PlanOptions, split_words
 from specdec.planning.search import Times, effective, interval
-from specdec.planning.sensitivity import Change, sentences_of_changes
 
-LAW = "model=law_pipespec_1b_70b"
 MACHINE = """\
 devices: 4
 memory_gb_s: 900
@@ -47,66 +43,6 @@ def options(**keys: Any) -> PlanOptions:
 
 
 # Inputs
-
-
-def test_own_keys_are_split_from_the_configuration() -> None:
-    words = ["batch=1,4,16", "context=512,8k", "devices=8", "link_ms=0.2", "data=stdlib"]
-    chosen, rest = split_words(words)
-    assert (chosen.batch, chosen.context) == ((1, 4, 16), (512, 8192))
-    assert (chosen.devices, chosen.link_ms, rest) == (8, 0.2, ["data=stdlib"])
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], "needs the times of a machine"),
-        (["profile=uniform_30ms"], "how many stages"),
-        (["batch=0"], "batch"),
-        (["devices=none_at_all"], "devices"),
-        (["objective=speed"], "objective"),
-        (["profile=nowhere"], "neither a profile nor"),
-        (["strategies=[specpype]", "profile=specpipe_8x3090"], "specpipe"),
-        (["strategy=ar"], "a plan chooses the strategy"),
-        (["clock=simulated"], "profile="),
-        (["policy.gamma=3"], "a plan chooses the sizes"),
-        (["profile=measured"], "a law or record has none"),
-        (["check=true", "profile=specpipe_8x3090"], "check=DIR"),
-        (["check=nowhere", "profile=specpipe_8x3090"], "no summary.json"),
-        (["check=nowhere", "batch=4", "profile=specpipe_8x3090"], "one request at a time"),
-        (["acceptance=nowhere.jsonl"], "nowhere.jsonl"),
-        (["model.nothing=3"], "nothing"),
-        (["profile=specpipe_8x3090", "link_gb_s=10"], "described machine"),
-        (["profile=swiftspec_table1"], "llama-3.2-1b"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(words: list[str], told: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        specdec.plan([LAW, *words], budget_s=1.0, output_dir=tmp_path)
-    assert told in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (MACHINE.replace("tflops", "teraflops"), "teraflops"),
-        (MACHINE.replace("tflops: 180\n", ""), "without tflops"),
-        (MACHINE.replace("180", "-1"), "tflops"),
-        (MACHINE + "boxes: 3\n", "equal boxes"),
-    ],
-)
-def test_bad_descriptions_are_refused(text: str, told: str, tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError, match=told):
-        machine_of(options(profile=str(path)))
-
-
-def test_a_machine_without_room_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "small.yaml"
-    path.write_text(MACHINE.replace("memory_gb: 48", "memory_gb: 4"))
-    with pytest.raises(UserError, match="plain decoding does not fit"):
-        specdec.plan([LAW], profile=str(path), strategies=["speculative"])
 
 
 # Machines
@@ -214,17 +150,6 @@ def test_the_chain_table_crosses_over_to_plain_decoding(machine_file: Path) -> N
     costs = machine.costs(one.layout, 1, 512)
     seconds = 1e-3 * round_ms(costs, one.layout, 1, one.draft_tokens)
     assert one.tokens_per_s == pytest.approx(table[one.draft_tokens] / seconds)
-
-
-def test_changes_name_the_nearest_value() -> None:
-    def change(value: float, name: str) -> Change:
-        return Change(what="acceptance", value=value, told=name, name=name, seconds=1.0)
-
-    found = [change(0.3, "b"), change(0.5, "b"), change(0.6, "a"), change(0.9, "a")]
-    (told,) = sentences_of_changes(found, "a", 0.7)
-    assert told == "hit rate: b is first at 0.50 (not at 0.60) (tried 0.30 to 0.90)"
-    (told,) = sentences_of_changes(found[2:], "a", 0.7)
-    assert "a stays first from 0.60 to 0.90" in told
 
 
 def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from specdec.config.job import run_job_of
-from specdec.pairs import HuggingFacePair, build_pair
 from specdec.planning.acceptance import OfLaw
 from specdec.planning.candidates import (
     PLAIN,
@@ -23,7 +21,7 @@ from specdec.planning.candidates import (
 from specdec.planning.chains import ChainCell
 from specdec.planning.controller import PROBES, fitted
 from specdec.planning.layouts import Layout
-from specdec.planning.measuring import Measured, memory_here, typical
+from specdec.planning.measuring import Measured, typical
 from specdec.planning.options import PlanOptions
 from specdec.planning.search import Search
 from specdec.planning.simulate import Simulator, Unit
@@ -45,26 +43,6 @@ def measured(*batches: int) -> Measured:
         for b in batches
     ]
     return Measured.of(entries, stages=1, devices=1)
-
-
-def test_the_nearest_measured_batch_counts() -> None:
-    machine = measured(1, 4, 16)
-    found = [machine.costs(Layout(), batch, 1)["stage"]["ms"][0] for batch in (1, 3, 4, 12, 64)]
-    assert found == [1.0, 4.0, 4.0, 16.0, 16.0]
-
-
-def test_the_controllers_times_are_recovered_from_runs() -> None:
-    """Exactly from exact times; within 5 % of each run from times that scatter by 1 %."""
-    rng = np.random.default_rng(0)
-    counts = rng.uniform(0.05, 1.0, (len(PROBES), 4))
-    true = np.array([0.3, 0.02, 0.25, 0.0])
-    whole = 1.0 + counts @ true
-    np.testing.assert_allclose(fitted(counts, counts @ true, whole), true, atol=1e-9)
-    noisy = whole * (1.0 + 0.01 * rng.standard_normal(len(whole)))
-    found = fitted(counts, noisy - 1.0, noisy)
-    assert (found >= 0.0).all()
-    np.testing.assert_allclose(1.0 + counts @ found, whole, rtol=0.05)
-    assert (fitted(counts, -counts @ true, whole) == 0.0).all(), "never less than the passes"
 
 
 def test_the_controllers_time_is_a_nonnegative_least_squares_fit() -> None:
@@ -144,46 +122,6 @@ def test_trials_replace_planned_times_by_those_of_runs(search: Search, tmp_path:
     assert [c.key for c in again] == [c.key for c in after]
 
 
-@pytest.mark.parametrize(("drift", "told"), [(1.08, False), (1.25, True)])
-def test_a_plan_says_that_the_machine_changed_its_speed(
-    search: Search, tmp_path: Path, drift: float, told: bool
-) -> None:
-    """A planted machine that is slower in the second half of the runs; resumed plans say it too."""
-    acceptance = OfLaw.of(LAW)
-    found, _ = families(acceptance.words, [], [PLAIN, "speculative"], acceptance.pair())
-    made = [f.candidate(search.machine, Layout(), batch=1, context=1) for f in found]
-
-    class Drifting(SlowMachine):
-        def decode(self, configs: Any, **given: Any) -> Any:
-            return [
-                [scaled(unit, drift if at >= 2 else 1.0) for at, unit in enumerate(units)]
-                for units in super().decode(configs, **given)
-            ]
-
-    models: Any = Drifting(search.simulator, 1.0)
-    models.made = {candidate.name: candidate for candidate in made}
-    for _ in range(2):
-        search.notes.clear()
-        calibrated(made, search=search, models=models, path=tmp_path / TRIALS_FILE)
-        speed = 1.0 / search.times(made[0], 4).mean
-        wanted = f"plain decoding ran at {speed / drift:.4g} to {speed:.4g} tokens/s per request"
-        assert any(wanted in note for note in search.notes) == told
-        assert len(search.notes) == 1 + told
-
-
-def test_presets_that_copy_text_are_decoded_with_models() -> None:
-    """With a given profile only those without passes of their own, whose time it does not have."""
-    names = ["prompt_lookup", "suffix", "eagle3", "eesd"]
-    words = ["model=tiny", "data=stdlib"]
-    found, reasons = decoded_families(words, [], names, measured=False)
-    assert [family.name for family in found] == ["prompt_lookup", "suffix"]
-    assert all(family.decoded for family in found)
-    assert all("passes of its own" in why for why in reasons.values())
-    found, reasons = decoded_families(words, [], names, measured=True)
-    assert [family.name for family in found] == names
-    assert not reasons
-
-
 def test_flags_name_the_method_of_the_drafter(search: Search) -> None:
     acceptance = OfLaw.of(LAW)
     found, _ = families(acceptance.words, [], ["speculative"], acceptance.pair())
@@ -225,22 +163,6 @@ def test_scaled_costs_scale_all_times(search: Search) -> None:
             assert unit.clock_s == pytest.approx(expected.clock_s, abs=1e-8)
 
 
-def test_memory_is_that_of_the_models_here() -> None:
-    pair = build_pair(run_job_of(["model=tiny"]).config["model"])
-    assert isinstance(pair, HuggingFacePair)
-    held = memory_here(pair, devices=2)
-    assert held is not None
-    for name in ("target", "draft"):
-        weights = {p.data_ptr(): p.numel() * 4 for p in pair.model(name).parameters()}
-        assert held[f"{name}_gb"] == pytest.approx(sum(weights.values()) / 1e9)
-    config = pair.target.config
-    per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
-    assert held["kv_kb"] == pytest.approx(per_token / 1e3)
-    alone = memory_here(pair, devices=1)
-    assert alone is not None
-    assert alone["limit_gb"] == pytest.approx(2 * held["limit_gb"], abs=0.2)
-
-
 def test_memory_of_a_layout_is_that_of_its_fullest_device() -> None:
     memory = {"target_gb": 8.0, "draft_gb": 1.0, "kv_kb": 100.0, "limit_gb": 16.0}
     entry = {"batch": 1, "costs": COSTS, "note": "", "memory": memory}
@@ -250,44 +172,6 @@ def test_memory_of_a_layout_is_that_of_its_fullest_device() -> None:
     staged = Layout(stages=4, own_draft=True)
     assert machine.memory_gb(staged, 4, 5000) == pytest.approx(10.0 / 4)
     assert measured(1).memory_gb(Layout(), 1, 1) is None, "measured before memory was stated"
-
-
-class SlowDecoding:
-    """A simulator in which everything that models decode takes some seconds of ``now``."""
-
-    def __init__(self, simulator: Simulator, seconds: float) -> None:
-        self.simulator, self.seconds, self.now = simulator, seconds, 0.0
-        self.known: set[tuple[str, int, int]] = set()
-        self.lengths: set[Any] = set()
-        self.num_prompts = simulator.num_prompts
-
-    def units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
-        asked = (candidate.key, count, length)
-        self.lengths.add(candidate.sizes.get("gamma"))
-        if candidate.decoded and asked not in self.known:
-            self.now += self.seconds
-        self.known.add(asked)
-        return self.simulator.units(replace(candidate, decoded=False), count, length)
-
-
-def test_decoding_by_models_leaves_time_for_the_sizes_of_others(
-    search: Search, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """60 s of search, in which models that decode for 30 s at a time have no part."""
-    slow = SlowDecoding(search.simulator, 30.0)
-    monkeypatch.setattr("specdec.planning.search.monotonic", lambda: slow.now)
-    search.simulator = slow  # type: ignore[assignment]
-    names = [PLAIN, "speculative", "best_first", "fixed_width", "specinfer", "swiftspec_base"]
-    acceptance = OfLaw.of(LAW)
-    found, _ = families(acceptance.words, [], names, acceptance.pair())
-    made = [replace(family, decoded=family.name not in names[:2]) for family in found]
-    finalists = search.run(made)
-    assert {2, 8} <= slow.lengths, "no sizes were tried"
-    looked = {name for name in names[2:] if name not in search.left_out}
-    assert len(looked) == 3, "looks end after half of 120 s"
-    assert search.left_out["swiftspec_base"] == "the budget was spent before it was tried"
-    assert looked <= {c.name for c in finalists}, "three stay in each round"
-    assert slow.now == 3 * 30.0 * 3, "a look and two rounds, none of them twice"
 
 
 def test_repeated_runs_count_by_mean_or_median() -> None:

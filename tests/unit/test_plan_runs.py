@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import specdec
-from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.planning import Plan, check_run, units_of_run
 from specdec.runs.jobs import run_job
@@ -35,13 +34,6 @@ class _Silent:
     def advance(self, count: int = 1, detail: str = "") -> None: ...
 
     def note(self, text: str) -> None: ...
-
-
-@pytest.fixture
-def machine_file(tmp_path: Path) -> Path:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(MACHINE)
-    return path
 
 
 SMALL = {"strategies": ["speculative"], "prompts": 4}
@@ -128,13 +120,6 @@ def test_a_wrong_law_is_named(planned: Any, tmp_path: Path) -> None:
     assert "acceptance disagrees with the law" in verdict.warnings[0]
 
 
-def test_the_same_seed_gives_the_same_plan(planned: Any, machine_file: Path) -> None:
-    plan, folder = planned
-    again = specdec.plan([LAW], profile=str(folder / "cluster.yaml"), **SMALL)
-    assert again.choices == plan.choices
-    assert again.decides == plan.decides
-
-
 def test_an_interrupted_plan_continues(planned: Any, tmp_path: Path) -> None:
     """With half of the evaluations on disk and a cut line, the answer is the same."""
     plan, folder = planned
@@ -145,14 +130,6 @@ def test_an_interrupted_plan_continues(planned: Any, tmp_path: Path) -> None:
     again = specdec.plan([LAW], output_dir=tmp_path, **words)
     assert again.choices == plan.choices
     assert 0 < again.simulated_tokens < plan.simulated_tokens
-
-
-def test_a_spent_budget_is_told(machine_file: Path) -> None:
-    plan = specdec.plan(
-        [LAW], profile=str(machine_file), strategies=["speculative", "specpipe"], budget_s=0.3
-    )
-    assert not plan.complete
-    assert any("budget" in note for note in plan.notes)
 
 
 def test_models_are_recorded_and_measured(tmp_path: Path) -> None:
@@ -166,21 +143,3 @@ def test_models_are_recorded_and_measured(tmp_path: Path) -> None:
     profile = (tmp_path / "profile" / "planned.yaml").read_text()
     assert "of the controller" in profile
     assert (tmp_path / "record" / "record.npz").is_file()
-
-
-def test_the_command(machine_file: Path, tmp_path: Path, capsys: Any) -> None:
-    folder = tmp_path / "out"
-    words = ["plan", LAW, f"profile={machine_file}", "strategies=[speculative]", "prompts=4"]
-    assert main([*words, f"output_dir={folder}"]) == 0
-    first = capsys.readouterr().out
-    assert "tokens/s (95 %)" in first
-    assert f"--config-dir {folder} strategy=planned" in first
-    run_planned(folder, tmp_path / "run", "clock.profile=planned")
-    capsys.readouterr()
-    assert main([*words, f"output_dir={folder}", f"check={tmp_path / 'run'}"]) == 0
-    second = capsys.readouterr().out
-    assert "complete already" in second
-    assert "check: ms per token" in second
-    assert "WARNING" not in second
-    assert main([*words[:-1], "prompts=5", f"output_dir={folder}"]) == 2
-    assert main(["plan", "--help"]) == 0

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from specdec.cli.main import BAD_INPUT, main
-from specdec.cli.profile import profile_config
+from specdec.cli.main import main
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock, Work
 from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of
 from specdec.config.profiles import load_profile
 from specdec.errors import UserError
 from specdec.executors.step_charges import StepCharges as StepClock
-from specdec.metrics import Meter
 from specdec.pairs import RandomPair
 from specdec.profiling.equations import (
     StepTimes,
@@ -28,7 +25,7 @@ from specdec.profiling.equations import (
     plain_latency,
 )
 from specdec.profiling.job import profile_of, profile_yaml
-from specdec.profiling.passes import Sample, _Bench, measure_model
+from specdec.profiling.passes import Sample, measure_model
 from specdec.profiling.proposal import clock_node
 from specdec.profiling.transfer import measure_transfer
 from specdec.report.tables import notes_of
@@ -167,39 +164,6 @@ def test_a_pipeline_in_one_process_is_told(words: list[str], told: bool) -> None
     assert ("take turns" in clock.get("caveat", "")) == told
 
 
-def test_a_bench_measures_on_a_cache_that_stays_as_it_was() -> None:
-    pair = RandomPair(num_layers=4, hidden_size=32)
-    runner = pair.runner("draft", Meter())
-    for requests in (1, 3):
-        bench = _Bench(runner, context=9, max_tokens=6, requests=requests)
-        before = [cache.storage[:, :, :, :9].clone() for cache in bench._caches]
-        assert len(before) == requests
-        for work in (bench.layers, bench.head, bench.proposals, bench.prune):
-            for num in (1, 2, 6):
-                work(num)
-                for cache, kept in zip(bench._caches, before, strict=True):
-                    assert cache.cached_len == 9
-                    assert cache.num_nodes == 0
-                    assert torch.equal(cache.storage[:, :, :, :9], kept)
-
-
-def test_rows_are_shared_out_among_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request has a row where there are enough, and none has two more than another."""
-    runner = RandomPair(num_layers=2, hidden_size=32).runner("draft", Meter())
-    bench = _Bench(runner, context=3, max_tokens=6, requests=3)
-    passes: list[list[int]] = []
-    forward = runner.forward
-
-    def noted(rows: Any, **keys: Any) -> Any:
-        passes.append([len(part) for part in rows])
-        return forward(rows, **keys)
-
-    monkeypatch.setattr(runner, "forward", noted)
-    for num in (1, 2, 3, 5):
-        bench.layers(num)
-    assert passes == [[1], [1, 1], [1, 1, 1], [2, 2, 1]]
-
-
 def test_everything_is_measured_for_every_number_of_tokens() -> None:
     seen: list[str] = []
     samples = measure_model(
@@ -263,35 +227,6 @@ def test_equal_steps_without_refills_are_exactly_eq_2() -> None:
         clock.charge(rank, Work.TRANSFER, 1)
         clock.barrier([rank])
     assert clock.now() * 1e3 == pytest.approx(eq2_tbt(31.0, stages, hit=0.0))
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("profiling.tokens=[8,1]", "increasing"),
-        ("profiling.tokens=[]", "increasing"),
-        ("profiling.name=a/b", "letters"),
-        ("profiling.repeats=0", "at least 1"),
-        ("profiling.use=nowhere", "neither a profile nor"),
-        ("clock=simulated", "leave out executor="),
-        ("executor=local", "leave out executor="),
-        ("~profiling.groups", "profiling lacks groups"),
-        ("+profiling.grups=[1]", "groups"),
-    ],
-)
-def test_what_cannot_be_profiled_is_said(override: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        profile_config(["model=random", override])
-
-
-def test_there_is_nothing_to_measure_without_models(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    words = ["profile", "model=synthetic", f"output_dir={tmp_path / 'p'}"]
-    assert main(words) == BAD_INPUT
-    assert "nothing to measure" in capsys.readouterr().err
-    words = ["profile", "model=synthetic", "profiling.use=uniform_30ms", "executor.stages=4"]
-    words += ["profiling.groups=[3]", f"output_dir={tmp_path / 'q'}"]
-    assert main(words) == BAD_INPUT
-    assert "does not divide" in capsys.readouterr().err
 
 
 def test_samples_say_how_far_they_scatter() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import torch
 
 from specdec.clocks import Work
 from specdec.pairs import build_random
-from specdec.profiling.limits import Machine, PassWork, measure_machine, passes_of, roofline_png
+from specdec.profiling.limits import Machine, PassWork, passes_of
 from specdec.profiling.passes import Sample
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "vocab_size": 61, "dtype": "float32"}
@@ -62,17 +59,3 @@ def test_the_longer_time_bounds() -> None:
     assert computing.share(MACHINE) == pytest.approx(0.75)
     unmeasured = PassWork(kind="head", rows=1, num_bytes=1, flops=1, ms=0.0)
     assert unmeasured.share(MACHINE) is None
-
-
-def test_a_picture_and_plain_values() -> None:
-    works = [*_passes(1, 8, (1, 4, 16)).values()]
-    works.append(PassWork(kind="head", rows=32, num_bytes=9, flops=9, ms=0.0))  # noise: no time
-    assert roofline_png(MACHINE, works).startswith(b"\x89PNG")
-    json.dumps([work.to_json(MACHINE) for work in works])
-
-
-def test_the_machine_is_measured() -> None:
-    found = measure_machine(num_bytes=5_000_000, dtype=torch.float32, device=torch.device("cpu"))
-    assert found.copy_bytes == 5_000_000
-    assert found.bytes_per_s > 0
-    assert found.flops_per_s > 0

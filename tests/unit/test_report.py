@@ -11,18 +11,15 @@ import pytest
 from rich.console import Console
 
 from specdec.files import plain, write_json
-from specdec.metrics import Run, RunTotals, comparison_row, summarise
+from specdec.metrics import Run, RunTotals, comparison_row
 from specdec.report import (
     RequestWriter,
     best_row,
-    config_hash,
     finished,
-    markdown_table,
     print_table,
     provenance,
     read_requests,
     write_comparison,
-    write_run,
 )
 from specdec.report.provenance import redact
 from specdec.report.tables import notes_of
@@ -134,15 +131,6 @@ def test_few_prompts_are_noted_with_their_intervals() -> None:
     assert notes_of([{**row, "num_prompts": 1, "speedup_wall_interval": None}]) == []
 
 
-def test_markdown_has_the_same_cells_and_all_conditions() -> None:
-    rows, _ = make_rows()
-    text = markdown_table(rows, {"clock": "measured", "seed": 3, "anything": {"a": 1}})
-    assert "| speculative | yes |" in text
-    assert "| ar | reference |" in text
-    assert "- seed: 3" in text
-    assert "- anything: a=1" in text
-
-
 def test_comparison_folder_holds_json_markdown_and_a_picture(tmp_path: Path) -> None:
     rows, runs = make_rows()
     paths = write_comparison(tmp_path, rows, {"clock": "measured"}, runs)
@@ -151,28 +139,6 @@ def test_comparison_folder_holds_json_markdown_and_a_picture(tmp_path: Path) -> 
     assert [row["strategy"] for row in stored["rows"]] == list(runs)
     assert stored["rows"][1]["speedup_wall"] == rows[1]["speedup_wall"]
     assert paths[1].read_bytes().startswith(b"\x89PNG")
-
-
-def test_run_folder_holds_summary_and_a_picture(tmp_path: Path) -> None:
-    run = timed_run(0.1, chunk=2)
-    summary = summarise(run.results, run.totals)
-    paths = write_run(tmp_path, summary, run.results, {"strategy": "x"})
-    assert paths[0].read_bytes().startswith(b"\x89PNG")
-    assert json.loads(paths[1].read_text(encoding="utf-8"))["new_tokens"] == 40, "written last"
-    write_run(tmp_path, summarise([], RunTotals()), [], {})  # a run without results has empty plots
-
-
-def test_provenance_names_versions_hardware_and_configuration() -> None:
-    found = provenance(
-        command=["specdec", "run"], config={"b": 1, "a": 2}, extra={"data": "stdlib"}
-    )
-    assert found["command"] == ["specdec", "run"]
-    assert found["config_sha256"] == config_hash({"a": 2, "b": 1})
-    assert found["config_sha256"] != config_hash({"a": 2, "b": 2})
-    assert {"python", "torch", "transformers", "numpy"} <= found["versions"].keys()
-    assert found["hardware"]["cores"] >= 1
-    assert found["data"] == "stdlib"
-    json.dumps(plain(found))
 
 
 def test_provenance_leaks_neither_secrets_nor_folders() -> None:

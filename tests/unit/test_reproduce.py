@@ -18,7 +18,7 @@ from experiments.ppsd.laws import (
     eq5_acceptance,
     eq6_speedup,
 )
-from experiments.reproduce import command, results
+from experiments.reproduce import results
 from experiments.reproduce.arithmetic import evaluate
 from experiments.reproduce.drafts import known_drafts
 from experiments.reproduce.findings import (
@@ -32,9 +32,9 @@ from experiments.reproduce.findings import (
     to_json,
     verdict,
 )
-from experiments.reproduce.items import all_items, choose
+from experiments.reproduce.items import all_items
 from experiments.reproduce.lab import Lab
-from experiments.reproduce.rendering import claim_rows, csv_text, markdown
+from experiments.reproduce.rendering import markdown
 from experiments.reproduce.sentences import contradictions
 from experiments.reproduce.stated import COUNTED, KINDS, Claim, Window, read_paper
 from specdec.errors import UserError
@@ -186,15 +186,6 @@ def test_sentences_on_the_papers_follow_their_claims_verdicts() -> None:
     assert planted >= 5
 
 
-def test_the_printed_table_has_at_most_twenty_lines() -> None:
-    for name in ("ppsd/table1", "specpipe/fig11", "specpipe/tables3_4"):
-        read = results.read_item(ITEMS[name])
-        assert read is not None
-        lines = command.summary_lines(ITEMS[name], read[0], Path("out"))
-        assert len(lines) <= 20
-        assert "results" in lines[-1]
-
-
 def test_every_item_says_what_it_can() -> None:
     """A builder that can be imported, or a reason; claims that its config names exist."""
     assert len(ITEMS) >= 50
@@ -210,26 +201,6 @@ def test_every_item_says_what_it_can() -> None:
         assert item.size["quick"] <= item.size["full"], name
 
 
-def test_every_row_of_the_papers_has_an_item() -> None:
-    """Figures and tables with stated values, by the numbers that the papers give them; the rest."""
-    wanted = {
-        "specpipe": ({7, 9, 10, 11, 12, 13, 14, 15, 16, 17}, {1, 2}),
-        "pipedec": ({3, 4, 5, 6, 7, 8}, set()),
-        "ppsd": ({1, 3, 4, 5}, {1, 2, 3, 4, 5, 6, 7}),
-        "swiftspec": ({2, 7, 8, 9}, {1, 2, 3, 4, 5, 6, 7}),
-        "staged": ({1, 2, 3}, {1, 2}),
-    }
-    named = {
-        *("specpipe/tables3_4", "specpipe/equations", "specpipe/levels", "specpipe/algorithm1"),
-        *("pipedec/latency", "pipedec/slm", "ppsd/fig6_7", "ppsd/equations", "ppsd/independent"),
-        *("swiftspec/operators", "swiftspec/d", "staged/overhead", "pipedec/flowspec"),
-    }
-    for paper, (figures, tables) in wanted.items():
-        named |= {f"{paper}/fig{number}" for number in figures}
-        named |= {f"{paper}/table{number}" for number in tables}
-    assert named <= set(ITEMS)
-
-
 def test_what_has_no_run_says_why_and_all_else_has_a_result() -> None:
     """Checked-in results: one of every item; a claim without a figure only where that is said."""
     for name, item in ITEMS.items():
@@ -240,20 +211,6 @@ def test_what_has_no_run_says_why_and_all_else_has_a_result() -> None:
         assert figured <= set(item.stated.claims), name
         if set(item.stated.claims) - figured:
             assert findings.missing or item.reason, name
-
-
-def test_unknown_names_and_damaged_values(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="fig11"):
-        choose(["specpipe/fig111"], ITEMS)
-    assert {item.paper.name for item in choose(["staged"], ITEMS)} == {"staged"}
-    (tmp_path / "p").mkdir()
-    path = tmp_path / "p" / "stated.yaml"
-    for wrong in ({"stated": [3, 2]}, {"stated": 1, "mark": "guessed"}, {"stated": 1, "where": 2}):
-        found = {"title": "P", "reference": "r", "items": {"a": {"title": "A", "section": "1"}}}
-        found["items"]["a"]["claims"] = {"c": {"text": "t", **wrong}}
-        path.write_text(yaml.safe_dump(found), encoding="utf-8")
-        with pytest.raises(UserError, match="yaml a c"):
-            read_paper("p", tmp_path)
 
 
 def test_arithmetic_is_all_that_a_config_may_compute() -> None:
@@ -295,14 +252,6 @@ def test_formula_checks_need_no_run(name: str, tmp_path: Path) -> None:
         assert stated.text in text
 
 
-def test_missing_claims_are_printed() -> None:
-    item = ITEMS["specpipe/tables3_4"]
-    rows = claim_rows(item, Findings())
-    assert len(rows) == len(item.stated.claims)
-    assert all("missing" in row and "flexflow" in row[-1] for row in rows)
-    assert "missing" in csv_text(item, Findings())
-
-
 def test_findings_survive_their_file() -> None:
     findings = Findings(
         measures=[measure(1.5), measure(True)], tables=[Table("T", ("a", "b"), ((1, None),))]
@@ -310,28 +259,6 @@ def test_findings_survive_their_file() -> None:
     read = from_json(json.loads(json.dumps(to_json(findings))))
     assert read.measures == findings.measures
     assert "| 1 | - |" in markdown(ITEMS["specpipe/fig12"], read, {})
-
-
-def test_list_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--list"]) == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in ITEMS)
-    with pytest.raises(UserError, match="output_dir"):
-        command.main(["ppsd/table1", "colour=red"])
-
-
-def test_paced_rows_are_described() -> None:
-    """Keys as the builder reads them (YAML takes a bare `on` for true), strategies that it runs."""
-    found = {name: item.config["paced"] for name, item in ITEMS.items() if "paced" in item.config}
-    assert found
-    for name, paced in found.items():
-        assert set(paced) <= {"where", "words", "ratios", "follows"}, name
-        pairs = {**paced.get("ratios", {}), **{k: [v] for k, v in paced.get("follows", {}).items()}}
-        assert {"where", "words"} < set(paced), name
-        strategies = next(w for w in paced["words"] if w.startswith("strategies="))
-        for claim, rows in pairs.items():
-            assert claim in ITEMS[name].stated.claims
-            assert all(row in strategies for row in rows)
 
 
 def test_a_tree_s_keys_lie_in_the_context_budget_and_are_not_counted_twice(tmp_path: Path) -> None:

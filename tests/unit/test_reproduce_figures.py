@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from experiments.pipelines.schedule import _facts
-from experiments.reproduce import drawing
-from experiments.reproduce.findings import Measure
 from experiments.reproduce.intervals import beside, hits_of, interval, share
-from experiments.reproduce.stated import ROOT, Claim, Window
-from specdec.cli.main import BAD_INPUT, main
 from specdec.metrics import RequestResult
 from specdec.metrics.counters import RequestCounters
-from specdec.report.styles import PRESETS
 
 
 def test_an_interval_spans_what_prompts_differ_by() -> None:
@@ -84,77 +75,3 @@ def test_a_schedule_is_held_against_every_line() -> None:
     assert not counts(late)["stages"]
     one_rank = {**good, 1: [e for e in good[1] if (e["tid"], e["cat"]) != (2, "prune")]}
     assert not counts(one_rank)["prune"]
-
-
-@pytest.mark.parametrize("names", [("a", "b"), ("two words of one draft", "another long name")])
-def test_a_legend_covers_neither_axis_label_nor_panel(names: tuple[str, ...]) -> None:
-    made, (ax, _) = drawing.figure(9.0, 4.0, 2)
-    drawing.bars(ax, {name: {"plain": 1.0, "pipeline": 2.5, "tree": None} for name in names})
-    drawing.tidy(ax, x="draft", y="time (ms)")
-    drawing.legend(ax)
-    drawing.as_png(made)
-    assert ax.get_legend().get_window_extent().y1 <= ax.xaxis.label.get_window_extent().y0
-    assert ax.get_legend().get_window_extent().y0 >= 0.0, "inside the picture"
-    assert len(ax.patches) == 4, "a series that a group lacks has no bar"
-
-
-def test_points_of_a_claim_lie_in_its_own_row() -> None:
-    claims = {
-        name: Claim(
-            id=name,
-            text=name,
-            low=1.0,
-            high=2.0,
-            sentence="",
-            unit=unit,
-            section="1",
-            mark="original",
-            window=Window(1.0, 2.0, "range"),
-        )
-        for name, unit in (("a", "x"), ("b", "x"), ("c", "ms"))
-    }
-    measures = [
-        Measure(
-            claim=claim, value=1.5, origin="simulated", conditions=f"draft {i}", kind="stand-in"
-        )
-        for claim in claims
-        for i in range(6)
-    ]
-    made, (ax,) = drawing.figure(8.0, 4.0)
-    drawing.claims_panel(ax, claims, measures, unit="x")
-    drawing.as_png(made)
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["a", "b"]
-    dots = [line.get_ydata()[0] for line in ax.lines if list(line.get_xdata()) == [1.5]]
-    assert len(dots) == 12
-    assert all(abs(y - row) < 0.5 for y, row in zip(dots, [0] * 6 + [1] * 6, strict=True))
-
-
-def test_a_stored_picture_is_drawn_again_without_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From the results that are checked in; an item whose builder draws says to run it."""
-    stored = ROOT / "specpipe" / "results"
-    folder = tmp_path / "specpipe" / "results"
-    folder.mkdir(parents=True)
-    for name in ("fig11", "fig14"):
-        shutil.copy(stored / f"{name}.json", folder)
-    words = ["reproduce", "--redraw", f"output_dir={tmp_path}"]
-    assert main([*words, "specpipe/fig11"]) == 0
-    (path,) = capsys.readouterr().out.splitlines()
-    assert Path(path).read_bytes().startswith(b"\x89PNG")
-    assert main([*words, "specpipe/fig14"]) == BAD_INPUT
-    assert "run it (specdec reproduce specpipe/fig14)" in capsys.readouterr().err
-    assert main([*words, "specpipe/fig13"]) == BAD_INPUT
-    assert "has no results in" in capsys.readouterr().err
-
-
-def test_rows_of_the_papers_have_the_colours_of_their_strategies() -> None:
-    """Further rows of a strategy are distinct; another engine's plain decoding is a row too."""
-    looks = drawing.styles(["PP", "PP-vLLM", "SpecInfer, serial", "SpecPipe", "PipeDec 14"])
-    for name, preset in (
-        ("PP", "ar"),
-        ("SpecInfer, serial", "specinfer"),
-        ("PipeDec 14", "pipedec"),
-    ):
-        assert looks[name] == PRESETS[preset]
-    assert len(set(looks.values())) == len(looks)

@@ -113,10 +113,6 @@ def test_prompts_and_tokens(sweep: Path) -> None:
     assert tokens["emitted_s"].iloc[4] == pytest.approx(0.5)
 
 
-def test_several_folders_are_one_frame(sweep: Path, comparison: Path) -> None:
-    assert len(results.frame(sweep, comparison)) == 6
-
-
 def test_the_baseline_differs_only_in_its_parts(sweep: Path) -> None:
     found = {r.name: r for r in results.read(sweep)}
     plain = results.baseline_of(found["strategy=speculative,seed=1"], found.values())

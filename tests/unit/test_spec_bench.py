@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 from specdec.cli.main import main
-from specdec.data import load_prompts
 from specdec.data.prompt import TURN_IDS, Prompt, prompt_tokens
 from specdec.data.sets import TASKS
-from specdec.errors import UserError
-from specdec.fitting.logs import read_log
 from specdec.report.requests import read_requests
 
 pytestmark = pytest.mark.slow
@@ -66,18 +63,6 @@ def test_answers_have_the_format_and_all_turns(folder: Path) -> None:
         assert found[1]["choices"][0]["turns"] == [counted[1].text, counted[TURN_IDS + 1].text]
 
 
-def test_both_strategies_ask_the_second_turn_after_the_same_answer(folder: Path) -> None:
-    """Greedy rows are lossless, so the dialogues are the same; the answer is in the prompt."""
-    plain, ours = (answers(folder, name) for name in ("ar", "speculative"))
-    assert [a["choices"][0]["turns"] for a in plain] == [a["choices"][0]["turns"] for a in ours]
-    second = {
-        (r.strategy, r.result.id): r.result.num_prompt
-        for r in read_requests(folder / "requests.jsonl")
-    }
-    first = second["ar", 0]
-    assert second["ar", TURN_IDS] > first + NEW_TOKENS - 1
-
-
 def test_its_formula_on_our_answers_gives_our_speed_up(folder: Path) -> None:
     """speed.py: mean over questions of tokens / time of all turns, over that of the baseline."""
 
@@ -102,30 +87,6 @@ def test_its_formula_on_our_answers_gives_our_speed_up(folder: Path) -> None:
     assert "## By category" in (folder / "comparison.md").read_text("utf-8")
 
 
-def test_fit_reads_the_answers(folder: Path) -> None:
-    log = read_log(folder / "model_answer" / "speculative.jsonl")
-    assert log.form == "accept_lengths"
-    assert [len(r.turns) for r in log.requests] == [2, 2, 1]
-
-
-def test_dialogues_are_asked_in_order() -> None:
-    class Words:
-        """A tokenizer whose tokens are characters."""
-
-        chat_template = None
-
-        def __call__(self, text: str) -> dict[str, list[int]]:
-            self.text = text
-            return {"input_ids": list(text.encode())}
-
-    tokenizer: Any = Words()
-    prompt = Prompt(0, "USER: a\nASSISTANT:", "x/0", "", later=(("USER: b\nASSISTANT:", "b"),))
-    prompt_tokens(prompt, tokenizer, answers=[" yes"])
-    assert tokenizer.text == "USER: a\nASSISTANT: yes\nUSER: b\nASSISTANT:"
-    prompt_tokens(prompt, tokenizer)
-    assert tokenizer.text == prompt.text
-
-
 def test_chat_templates_get_the_whole_dialogue() -> None:
     class Chat:
         chat_template = "x"
@@ -142,27 +103,3 @@ def test_chat_templates_get_the_whole_dialogue() -> None:
     prompt_tokens(prompt, tokenizer, answers=["yes"])
     said = [(m["role"], m["content"]) for m in tokenizer.messages]
     assert said == [("user", "a"), ("assistant", "yes"), ("user", "b")]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["data=gsm8k", "data.turns=all"], "data.turns=all is for mt_bench"),
-        (["data=mt_bench", "data.turns=both"], "data.turns"),
-        (["data=mt_bench", "data.turns=all", "batch_size=2"], "use batch_size=1"),
-    ],
-)
-def test_turns_that_cannot_be_asked_are_refused(words: list[str], message: str) -> None:
-    from specdec.config.job import run_job_of
-
-    with pytest.raises(UserError, match=message):
-        run_job_of(words)
-
-
-def test_every_turn_of_the_real_set_is_read(data_dir: Path) -> None:
-    prompts = load_prompts(name="spec_bench", data_dir=data_dir)
-    assert len(prompts) == 480
-    assert {p.question_id for p in prompts} >= {81, 160}
-    assert sum(len(p.later) for p in prompts) == 80
-    assert all(p.category for p in prompts)
-    assert prompts[0].later[0][1].startswith("Rewrite your previous response")

@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 
 from specdec.certify.subject import decode_cases
-from specdec.compose.build import compose
 from specdec.compose.workbench import Workbench
-from specdec.config.hydra import compose_config
-from specdec.errors import UserError
 from specdec.pairs import build_pair
-from specdec.types import Batch
 from strategies import pearl, ssd
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd
@@ -71,12 +67,6 @@ def test_the_output_is_that_of_plain_decoding() -> None:
     toys.assert_plain(decode_cases(parts, wanted, batch_size=3), wanted)
 
 
-def test_scores_refuse_rejection() -> None:
-    words = ["strategy=ssd", "policy.spend=scores", "verifier=rejection", "model=random"]
-    with pytest.raises(UserError, match="would bias"):
-        compose(compose_config(words).values, toys.pair())
-
-
 @pytest.mark.parametrize(
     ("target", "draft", "of_pearl", "of_ssd"),
     [(10.0, 2.0, 5, 4), (10.0, 3.0, 3, 2), (2.0, 3.0, 1, 1), (90.0, 1.0, 16, 8)],
@@ -89,24 +79,3 @@ def test_lengths_follow_the_profile(
     assert isinstance(first, Pearl)
     assert isinstance(second, Ssd)
     assert (first.gamma, second.gamma) == (of_pearl, of_ssd)
-
-
-def test_lengths_without_a_profile() -> None:
-    assert (Pearl(gamma="auto").gamma, Ssd(gamma="auto", outcomes=4).gamma) == (6, 4)
-
-
-def test_rows_of_a_round() -> None:
-    """The chain that auto gives is what the target gets."""
-    models = build_pair({"kind": "synthetic", **CLASSES, "vocab_size": 4096})
-    parts = ssd.build(Workbench(models, clock=toys.simulated(10.0, 2.0)))
-    rows: list[int] = []
-    submit = parts.executor.submit
-
-    def noting(batch: Batch) -> None:
-        rows.append(batch.num_nodes)
-        submit(batch)
-
-    parts.executor.submit = noting  # type: ignore[method-assign]
-    for _ in parts.decode(parts.new_state(), [greedy_request(1, 60)]):
-        pass
-    assert {*rows[:-5]} == {5}  # the root and four tokens

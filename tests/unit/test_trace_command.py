@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.main import BAD_INPUT, main
-from specdec.cli.trace import draw, draw_beside
+from specdec.cli.main import main
+from specdec.cli.trace import draw
 from specdec.errors import UserError
 from tests.unit.test_tree_page import data_of, trees
 
@@ -36,21 +36,6 @@ def test_an_untraced_run_names_the_command_that_traces_it(tmp_path: Path) -> Non
     assert main(["trace", again[-1].partition("=")[2]]) == 0
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"command": "compare"}, "a comparison, which has no trace"),
-        ({"strategy": {"name": "ar"}, "trace": True}, "when the run is complete"),
-    ],
-)
-def test_what_else_may_be_wrong_with_a_folder(
-    config: dict[str, object], says: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(UserError, match=says):
-        draw(tmp_path)
-
-
 def run_of(folder: Path, strategy: str, content: dict[str, Any]) -> Path:
     folder.mkdir()
     config = {"strategy": {"name": strategy}}
@@ -68,21 +53,3 @@ class TestTwoRuns:
         assert line == str(one / "beside.html")
         tracks = data_of(Path(line).read_text(encoding="utf-8"))["tracks"]
         assert [track["title"] for track in tracks] == ["speculative", "best_first"]
-
-    def test_what_cannot_be_aligned_is_refused(self, tmp_path: Path) -> None:
-        one = run_of(tmp_path / "one", "speculative", trees(1, 2))
-        other = run_of(tmp_path / "other", "best_first", trees(1, prompt=3))
-        with pytest.raises(UserError, match="no prompt in common"):
-            draw_beside(one, other)
-        with pytest.raises(UserError, match="named twice"):
-            draw_beside(one, one)
-        (other / "trees.json").write_text("{}", encoding="utf-8")
-        with pytest.raises(UserError, match="another version"):
-            draw_beside(one, other)
-        assert main(["trace", str(one), str(other), "steps=1-2"]) == BAD_INPUT
-        assert main(["trace", str(one), str(other), str(one)]) == BAD_INPUT
-
-    def test_a_sweep_names_its_runs(self, tmp_path: Path) -> None:
-        run_of(tmp_path / "strategy=ar", "ar", trees(0))
-        with pytest.raises(UserError, match=r"a sweep: name one .* two \(strategy=ar\)"):
-            draw(tmp_path)

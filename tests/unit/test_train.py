@@ -9,22 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import specdec.assets
 from specdec.parts.build import check_values
-from specdec.train import agreement, card, cli, corpus
+from specdec.train import card, cli, corpus
 from specdec.train.draft import DistillationLoss, divergence
 from specdec.train.lm import Pretraining, held_out_loss
-from specdec.train.model import LanguageModel, ModelShape, grow, load_hf, save_hf
+from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.plan import Phase, RunPlan
-from specdec.train.samples import Sampling, generate, pick, sample_documents
+from specdec.train.samples import Sampling, generate, pick
 from specdec.train.sections import build
 from specdec.train.session import Session
-from specdec.train.streams import Mixture, encode, save_streams
-from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
-from tests.unit.test_train_corpus import SOURCE
+from specdec.train.streams import Mixture, encode
 
 pytestmark = pytest.mark.slow
 
@@ -69,20 +66,6 @@ def train(folder: Path, steps: int, *, stop: int | None = None, **changes: objec
     return run
 
 
-def test_tokenizer_round_trips(tmp_path):
-    from transformers import AutoTokenizer
-
-    save_tokenizer(train_tokenizer([SOURCE * 20], 400), tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text = SOURCE + "\tx = 'na\u00efve \u4e2d \U0001f600'\r\n        y = 12345 \n\n\n"
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert tokenizer.convert_tokens_to_ids(END) == 0
-    assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == 0
-    assert tokenizer(END).input_ids == [0]
-    digits = [tokenizer.decode([i]) for i in tokenizer("2024").input_ids]
-    assert digits == list("2024")
-
-
 def test_weights_mean_the_same_in_transformers(tmp_path):
     """Same weights, same float32 logits but for summation order; sampling's cache agrees too."""
     from transformers import AutoModelForCausalLM
@@ -100,17 +83,6 @@ def test_weights_mean_the_same_in_transformers(tmp_path):
             chosen = theirs(row).logits[:, -1].argmax(-1)
         assert torch.equal(chosen, new[:, position])
         row = torch.cat((row, chosen[:, None]), dim=1)
-
-
-def test_growth_repeats_layers():
-    small = toy()
-    deep = grow(small, 6)
-    assert deep.shape.num_layers == 6
-    for place in range(6):
-        old = small.model.layers[place % 2].state_dict()
-        assert all(torch.equal(old[k], v) for k, v in deep.model.layers[place].state_dict().items())
-    with pytest.raises(ValueError, match="multiple"):
-        grow(small, 5)
 
 
 def test_twenty_steps_lower_the_loss(tmp_path):
@@ -143,20 +115,6 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
         assert torch.equal(one, other)
 
 
-def test_mixture_shares_and_alignment():
-    """Windows come in the given proportions; those of functions begin at a document's start."""
-    streams = toy_streams() | {"function": np.array(([0, 7] + [9] * 38) * 50, dtype=np.uint16)}
-    mixture = Mixture(streams, {"stdlib": 0.75, "function": 0.25}, seed=0)
-    firsts = torch.cat([mixture.batch(50, 16)[0][:, 0] for _ in range(20)])
-    inputs, targets = mixture.batch(4, 16)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert (
-        0.2 < float((firsts == 7).float().mean()) < 0.32
-    )  # 7 begins functions, and one counting window in fifty
-    with pytest.raises(ValueError, match="no stream"):
-        Mixture(streams, {"poems": 1.0}, seed=0)
-
-
 def test_distillation_lowers_the_divergence(tmp_path):
     target = train(tmp_path / "target", 40).model
     draft, streams = toy(seed=9, layers=1), toy_streams()
@@ -176,30 +134,6 @@ def test_distillation_lowers_the_divergence(tmp_path):
     assert divergence(target(tokens)[0], target(tokens)[0]).abs() < 1e-6
 
 
-@pytest.mark.distributed
-def test_two_processes_train_the_same_model_as_one(tmp_path):
-    """Each process takes half of every batch; only the order of sums and bf16 rounding differ."""
-    weights = {}
-    for size in (1, 2):
-        work = tmp_path / str(size)
-        save_streams(toy_streams() | {"held_out": toy_streams()["stdlib"]}, work / "tokens.npz")
-        sizes = {name: getattr(SHAPE, name) for name in SHAPE.__slots__ if name != "num_layers"}
-        phases = [
-            {"until": 0.5, "layers": 1, "length": 16, "batch": 4},
-            {"until": 1.0, "layers": 2, "length": 32, "batch": 4},
-        ]
-        cfg = {
-            **{"work_dir": str(work), "output_dir": str(work / "out"), "seed": 0, "shape": sizes},
-            **{"num_threads": 1, "num_processes": size, "device": "cpu", "precision": "fp32"},
-            "weights": {"stdlib": 1.0},
-            "plan": {"phases": phases, "max_steps": 6, "log_every": 2},
-        }
-        assert cli.run("target", cfg) == 0
-        weights[size] = load_hf(work / "out" / "target").state_dict()
-    for name, value in weights[1].items():
-        torch.testing.assert_close(weights[2][name], value, atol=4e-3, rtol=0, msg=name)
-
-
 def test_pick_follows_top_k_top_p_and_temperature():
     logits = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1])).expand(4000, 4)
     generator = torch.Generator().manual_seed(0)
@@ -208,34 +142,6 @@ def test_pick_follows_top_k_top_p_and_temperature():
     counts = torch.bincount(picked, minlength=4) / 4000
     # 4/9 and 3/9 of the top three reach 0.65; five standard deviations are 0.04.
     assert torch.allclose(counts, torch.tensor([4 / 7, 3 / 7, 0.0, 0.0]), atol=0.04)
-
-
-def test_sampled_documents_are_separated_and_repeatable():
-    prompts = [np.arange(1, 6), np.arange(2, 9), np.arange(3, 10)]
-    rules = [{"share": 0.5}, {"temperature": 1.0, "share": 0.5}]
-    sampling = {"rules": rules, "new_tokens": 9, "batch": 2, "minutes": None}
-    one, two = (sample_documents(toy(), prompts, sampling, seed=5) for _ in range(2))
-    assert np.array_equal(one, two)
-    assert one[0] == 0
-    assert np.count_nonzero(one == 0) == 3
-
-
-def test_the_draft_ranks_its_own_tokens_first():
-    draft = toy()
-    prompt = torch.arange(1, 9)
-    new = generate(draft, prompt[None], 6, [Sampling()], torch.Generator())
-    tokens = torch.cat((prompt, new[0]))
-    logits = draft(tokens[None, :-1])[0]
-    assert agreement.token_ranks(tokens, logits, len(prompt), 0) == [0] * 6
-
-
-def test_unknown_recipes_and_keys_are_refused():
-    with pytest.raises(ValueError, match="unknown recipe"):
-        cli.run("poet", {})
-    with pytest.raises(ValueError, match="did you mean work_dir"):
-        cli.run("target", {"workdir": "x"})
-    with pytest.raises(ValueError, match="lacks"):
-        cli.run("ngram", {"seed": 1})
 
 
 def test_yaml_defaults_are_the_recipes_arguments():
@@ -268,35 +174,6 @@ def test_shipped_models_load_and_predict(part, layers, limit):
         loss = float(model(row, labels=row).loss)
     size = len(tokenizer.decode(ids.tolist()).encode())
     assert loss * len(ids) / size < {"target": 1.1, "draft": 1.35}[part]
-
-
-@shipped
-def test_shipped_draft_is_a_tenth_of_the_target_and_agrees_with_it():
-    parts = {name: load_hf(ASSETS / name) for name in ("target", "draft")}
-    assert (ASSETS / "target" / "tokenizer.json").read_bytes() == (
-        ASSETS / "draft" / "tokenizer.json"
-    ).read_bytes()
-    tokenizer = Tokenizer.from_file(str(ASSETS / "target" / "tokenizer.json"))
-    prompt = torch.tensor(tokenizer.encode(SOURCE.split("    if")[0].lstrip()).ids)
-    (measured,) = agreement.measure_agreement(
-        parts["target"],
-        lambda tokens: [(0, parts["draft"](tokens)[0])],
-        [prompt] * 4,
-        Sampling(temperature=0.6, top_p=0.9, top_k=80),
-        48,
-        0,
-    )
-    assert measured["outside"][agreement.RANKS.index(8)] > 0.6
-
-
-@shipped
-def test_shipped_ngram_samples():
-    path = ASSETS / "ngram" / "samples.safetensors"
-    tokens = load_file(path)["tokens"]
-    assert path.stat().st_size <= 2e6
-    assert tokens.ndim == 1
-    assert 0 <= int(tokens.min()) <= int(tokens.max()) < 4096
-    assert len(tokens) > 100_000
 
 
 @shipped

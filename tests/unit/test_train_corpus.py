@@ -110,12 +110,3 @@ def test_evaluation_text_is_dropped(tmp_path, monkeypatch):
 )
 def test_only_permissive_licences(licence, allowed):
     assert corpus.is_permissive(licence) is allowed
-
-
-def test_function_documents_bring_their_imports():
-    text = "import math\nimport os\n\n" + SOURCE.replace(
-        "width * height", "math.prod((width, height))"
-    )
-    (document,) = corpus.function_documents(text)
-    assert document.startswith("import math\n\n\ndef area(")
-    assert "import os" not in document

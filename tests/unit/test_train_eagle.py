@@ -180,24 +180,6 @@ def test_a_head_of_ones_own_model(family: list[str]) -> None:
     assert len(record["curve"]) == 4
 
 
-def test_an_interrupted_run_ends_with_the_same_weights(
-    family: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from specdec.train.lm import Pretraining
-
-    assert main(command(family)) == 0
-    weights = own(family) / "eagle3" / "model.safetensors"
-    whole = weights.read_bytes()
-    (own(family).parent / "work" / "heads" / "eagle3" / "checkpoint.pt").unlink()
-    run = Pretraining.run
-    monkeypatch.setattr(Pretraining, "run", lambda self: run(self, stop_after_steps=2))
-    assert main(command(family)) == 0
-    assert weights.read_bytes() != whole, "two steps of four"
-    monkeypatch.setattr(Pretraining, "run", run)
-    assert main(command(family)) == 0
-    assert weights.read_bytes() == whole
-
-
 def test_a_run_from_a_stored_head_begins_with_its_weights(family: list[str]) -> None:
     assert main(command(family)) == 0
     first = own(family) / "first"
@@ -209,24 +191,3 @@ def test_a_run_from_a_stored_head_begins_with_its_weights(family: list[str]) -> 
     after = load_file(own(family) / "eagle3" / "model.safetensors")
     for name, weight in before.items():
         torch.testing.assert_close(after[name], weight)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["head.layers=[1, 2, 5]"], "head.layers=[1, 2, 5]: the target has 4 layers only"),
-        (["head.draft_vocabulary=331"], "the target has 330 tokens only"),
-        (["head={layrs: [1]}"], "did you mean layers"),
-        (["loss.steps=0"], "steps=0"),
-        (["loss.objective=kl"], "it should be 'cross_entropy' or 'acceptance'"),
-        (["plan.phases=[{until: 1.0, length: 32, batch: 2, layers: 4}]"], "does not grow"),
-        (["evaluation.prompts={humaneval_y: 1}"], "choose from"),
-        (["initial=nowhere"], "nowhere is missing"),
-    ],
-)
-def test_bad_input_is_refused_before_sampling(
-    words: list[str], message: str, family: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command(family, *words)) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not list(Path(family[0].partition("=")[2]).rglob("samples-*"))

@@ -7,16 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from specdec.metrics.loops import repeated_ngrams
-from specdec.train import cli, unlikelihood
 from specdec.train.lm import Pretraining
-from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
+from specdec.train.model import LanguageModel, ModelShape
 from specdec.train.plan import Phase, RunPlan
 from specdec.train.samples import Sampling, generate
-from specdec.train.streams import Mixture, save_streams
-from specdec.train.tokenizer import END, save_tokenizer, train_tokenizer
+from specdec.train.streams import Mixture
 from specdec.train.unlikelihood import UnlikelihoodLoss, mark_repeated
 
 VOCAB = 300
@@ -82,70 +79,3 @@ def test_without_marks_the_loss_is_that_of_the_text():
         Mixture({"samples": rows}, {"samples": 1.0}, 4), weight=3.0, batch=2, length=16
     )
     assert loss(model, inputs, targets).item() > model.loss(inputs, targets).item()
-
-
-def test_a_weight_must_be_positive():
-    empty = Mixture({"samples": np.arange(9)}, {"samples": 1.0}, 1)
-    with pytest.raises(ValueError, match=r"weight=0.0 cannot be used"):
-        UnlikelihoodLoss(empty, weight=0.0, batch=1, length=4)
-
-
-def test_a_blend_outside_the_two_models_is_refused():
-    with pytest.raises(ValueError, match=r"blend=1.5 cannot be used"):
-        cli.run("finish", {"output_dir": "", "seed": 1, "blend": 1.5})
-
-
-def test_the_recipe_runs_its_rounds_and_goes_on(tmp_path, monkeypatch):
-    """Weights change once per round; the same command again changes nothing."""
-    source = '"""' + " Returns the area of a box.\n" + '"""\n    return width * height\n'
-    tokenizer = train_tokenizer([source] * 3, 280)
-    save_tokenizer(tokenizer, tmp_path / "out" / "target", 128)
-    save_hf(toy(), tmp_path / "out" / "target")
-    ids = Tokenizer.encode(tokenizer, source + END).ids
-    stream = np.asarray(([0] + ids[:-1]) * 12, np.uint16)
-    save_streams({"function": stream, "held_out": stream}, tmp_path / "work" / "tokens.npz")
-    rule = {"temperature": 0.0}
-    cfg = {
-        "work_dir": str(tmp_path / "work"),
-        "output_dir": str(tmp_path / "out"),
-        "rounds": 2,
-        "ngram": 3,
-        "blend": 0.5,
-        "sampling": {
-            "prompts": 6,
-            "gsm8k_prompts": 0,
-            "new_tokens": 16,
-            "batch": 3,
-            "minutes": 1,
-            "rules": [rule],
-        },
-        "weights": {"function": 1.0},
-        "unlikelihood": {"weight": 1.0, "batch": 2, "length": 8},
-        "plan": {
-            "phases": [{"until": 1.0, "layers": 2, "length": 8, "batch": 2}],
-            "max_steps": 3,
-        },
-        "seed": 1,
-        "precision": "fp32",
-        "compiled": False,
-        "num_threads": 0,
-        "num_processes": 1,
-        "device": "cpu",
-    }
-    rounds = []
-    monkeypatch.setattr(
-        unlikelihood,
-        "sample_target",
-        lambda _, __, work, **kw: rounds.append(work.name) or np.arange(60, dtype=np.uint16),
-    )
-    cli.run("finish", cfg)
-    assert rounds == ["0", "1"]
-    done = load_hf(tmp_path / "out" / "target").state_dict()
-    start = load_hf(tmp_path / "work" / "finish" / "start").state_dict()
-    last = load_hf(tmp_path / "work" / "finish" / "1" / "model").state_dict()
-    assert any(not torch.equal(last[name], start[name]) for name in done)
-    for name, value in done.items():
-        half = (0.5 * (start[name] + last[name])).to(torch.bfloat16).float()
-        torch.testing.assert_close(value, half, msg=name)
-    cli.run("finish", cfg)
-    assert rounds == ["0", "1"]

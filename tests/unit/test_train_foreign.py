@@ -12,12 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.cli.main import main
-from specdec.clocks.meter import Meter
 from specdec.models.eagle_loading import HeadFiles
 from specdec.models.exits import head_model, read_head
 from specdec.models.loading import load_model
-from specdec.models.medusa import MedusaHeads, read_medusa
-from specdec.train.model import is_own_format
 from specdec.train.target import FrozenTarget, end_ids
 from tests.training import COMMON, EVALUATION, SAMPLING, make_family, own
 
@@ -98,49 +95,11 @@ def test_exit_and_eagle_heads_of_a_foreign_checkpoint(
     assert config.rope["rope_type"] == ("llama3" if family == "llama" else "default")
 
 
-def test_medusa_heads_of_a_foreign_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = foreign("llama", tmp_path, monkeypatch)
-    kinds = "heads=[{kind: medusa, layer: 4, offset: 1}, {kind: medusa, layer: 4, offset: 2}]"
-    short = ["plan.max_steps=2", "plan.length=32"]
-    assert main(["train", "medusa_heads", *places, kinds, *SAMPLING, *words(*short)]) == 0
-    heads = read_medusa(own(places) / "heads", 4, 2)
-    model = load_model(own(places) / "target")
-    decoding = MedusaHeads(target=model, heads=heads, meter=Meter())
-    assert decoding.logits(2, torch.ones(3, 16)).shape == (3, 330)
-
-
-def test_a_draft_is_still_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    places = foreign("llama", tmp_path, monkeypatch)
-    assert not is_own_format(own(places) / "target")
-    assert main(["train", "draft", *places, *COMMON]) == 2
-    assert "target/model.safetensors is missing" in " ".join(capsys.readouterr().err.split())
-
-
 def test_every_stated_end_token_counts(tmp_path: Path) -> None:
     assert end_ids(tmp_path) == (0,), "a tokenizer alone is this library's"
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
     assert end_ids(tmp_path) == (5, 7)
-
-
-def test_samples_end_at_any_end_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec.train.samples import Sampling, generate
-
-    model = load_model(own(foreign("llama", tmp_path, monkeypatch)) / "target")
-    target = FrozenTarget(model, ends=(2, 7), compute_dtype=torch.float32)
-    script = iter([[5, 7, 9], [4, 3, 6], [2, 8, 1], [9, 9, 9]])
-
-    def next_logits(tokens: torch.Tensor, _cache: Any) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.tensor(next(script)), 330).float()
-
-    monkeypatch.setattr(target, "next_logits", next_logits)
-    prompts, generator = torch.ones(3, 2, dtype=torch.long), torch.Generator()
-    rows = generate(target, prompts, 4, [Sampling()], generator, stop_at_end=True)
-    assert rows.tolist() == [[5, 4, 2, 2], [7, 2, 2, 2], [9, 6, 1, 9]]
 
 
 def test_cached_sampling_equals_whole_passes(

@@ -82,32 +82,6 @@ def test_heads_of_ones_own_model(
         assert main(command) == 0, "a repeated command resumes finished work"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["plan.length=2048"], "beyond the model's 1024 positions"),
-        (["heads=[{kind: norm, layer: 5}]"], "4 layers only"),
-        (["heads=[{kind: norn, layer: 1}]"], "it should be 'norm', 'transformer' or 'medusa'"),
-        (["heads=[{kind: norm, layr: 1}]"], "did you mean layer"),
-        (["heads=[]"], "named once each"),
-        (["loss.temperature=0"], "temperature=0"),
-        (["weights={poems: 1}"], "no stream for weights ['poems']"),
-        (["evaluation.prompts={humaneval_y: 1}"], "choose from"),
-        (["evaluation.new_tokens=1024"], "no room for a prompt"),
-        (["work_dir=nowhere"], "specdec train tokenizer tokenizer="),
-        (["output_dir=nowhere"], "nowhere/target/model.safetensors is missing"),
-    ],
-)
-def test_bad_input_is_refused_before_sampling(
-    words: list[str], message: str, family: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    fast = ["heads=[{kind: norm, layer: 2}]", "weights={stdlib: 1}", *COMMON, *SHORT, *EVALUATION]
-    assert main(["train", "bundled_heads", *family, *SAMPLING, *fast, *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    if "weights" not in words[0]:
-        assert not list(Path(family[0].partition("=")[2]).rglob("samples-*"))
-
-
 def test_a_draft_of_ones_own_and_its_ngrams(family: list[str]) -> None:
     """A whole family beside a tokenizer that was there: each model gets a copy of it."""
     phase = "phases=[{until: 1.0, length: 32, batch: 2}]"

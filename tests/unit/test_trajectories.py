@@ -10,8 +10,8 @@ import pytest
 
 from specdec.cli.main import main
 from specdec.files import parse_json
-from specdec.report.requests import RequestRecord, RequestWriter, read_requests
-from specdec.report.trajectories import domain_of, drafted_by_domain, drafted_by_prompt
+from specdec.report.requests import RequestRecord, read_requests
+from specdec.report.trajectories import drafted_by_prompt
 from specdec.trace.judgements import Judgement, Proposal, judgement
 from specdec.trace.rejections import REASONS, rejections, rejections_png
 from tests.unit.test_metrics import make_result
@@ -40,23 +40,6 @@ def test_prompt_by_prompt() -> None:
     assert so_far == pytest.approx([2 / 4, 3 / 6, 3 / 8, 7 / 12])
     again = replace(RECORDS[0], repeat=1)
     assert drafted_by_prompt([*RECORDS, again])[0] == shares, "repeats decode the same tokens"
-
-
-def test_domains() -> None:
-    assert drafted_by_domain(RECORDS) == {
-        "humaneval": 0.5,
-        "gsm8k": 0.25,
-        "math_reasoning": 1.0,
-    }
-    assert domain_of(record(0, (0,), "spec_bench/1", "writing")) == "mt_bench"
-    assert drafted_by_domain([record(0, (0, -1))]) == {}, "no name, no domain"
-
-
-def test_names_and_categories_are_on_disk(tmp_path: Path) -> None:
-    with RequestWriter(tmp_path / "requests.jsonl") as writer:
-        for one in RECORDS:
-            writer.write("specpipe", one.result, prompt=one.prompt, category=one.category)
-    assert drafted_by_domain(read_requests(writer.path)) == drafted_by_domain(RECORDS)
 
 
 def proposal(tokens: list[int], probs: list[float], target: list[float] | None) -> Proposal:
@@ -151,10 +134,3 @@ def test_a_traced_run_agrees_with_its_counts(strategy: str, sampling: str, tmp_p
     assert found.reasons[REASONS[0]] == sum(c.accepted + c.hits for c in counters)
     assert main(["trace", str(folder)]) == 0
     assert (folder / "rejections.png").is_file()
-
-
-def test_a_run_writes_the_names_of_its_prompts(tmp_path: Path) -> None:
-    folder = tmp_path / "t"
-    words = ["strategy=prompt_lookup", "data=stdlib", "data.limit=2", "max_new_tokens=8"]
-    assert main(["run", *words, f"output_dir={folder}"]) == 0
-    assert list(drafted_by_domain(read_requests(folder / "requests.jsonl"))) == ["stdlib"]

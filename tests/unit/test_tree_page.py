@@ -107,17 +107,6 @@ class TestInABrowser:
         assert [at for at, _ in found["seen"]] == [2, 3, 2, 0, 0, 4, 0, 1, 1]
         assert found["playing"] == "pause"
 
-    def test_the_tree_uses_the_width(self, tmp_path: Path) -> None:
-        found = driven(tree_page(trees(8)), tmp_path)
-        assert found["stage"] - 60 < found["svg"] <= found["stage"]
-
-    @pytest.mark.parametrize("width", [1280, 400])
-    def test_the_output_stays_in_view(self, width: int, tmp_path: Path) -> None:
-        found = driven(tree_page(trees(*range(1, 30))), tmp_path, "End", width=width)
-        assert found["outputSeen"]
-        assert not found["scrolls"]
-        assert not found["across"]
-
     def test_steps_are_aligned_by_emitted_tokens(self, tmp_path: Path) -> None:
         """The second run emits one token a step: at every stop it has as many as the first."""
         page = tracks_page([Track("a", trees(1, 2, 0)), Track("b", trees(*[0] * 6))], title="t")
@@ -125,9 +114,3 @@ class TestInABrowser:
         assert found["stops"] == [[0, 0], [0, 1], [1, 2], [1, 3], [1, 4], [2, 5]]
         assert found["seen"][-1] == [5, [5, 5]]
         assert found["differ"] == ""
-
-    def test_outputs_that_differ_are_told(self, tmp_path: Path) -> None:
-        other = trees(0, 0, 0)
-        other["requests"][0]["steps"][1]["commit"]["next_token"] = 77
-        page = tracks_page([Track("a", trees(0, 0, 0)), Track("b", other)], title="t")
-        assert driven(page, tmp_path)["differ"] == "The outputs differ from token 1 on."
