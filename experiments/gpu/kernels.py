@@ -13,7 +13,6 @@ from experiments.gpu.timing import Bench, timed
 from specdec.attention.backends import Visibility, attention_kernel, capped_attention
 from specdec.kernels import support
 
-_EPS = 1e-5
 Call = Callable[[int], Any]
 
 
@@ -72,7 +71,7 @@ def attention_rows(bench: Bench, shape: Shape, *, context: int, nodes: int) -> l
 
 
 def swiglu_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str, Any]]:
-    """Gate and up projections, SiLU and product, without the norm before them."""
+    """Gate and up projections, SiLU and product."""
     weight_bytes = 2 * shape.hidden * shape.inner * bench.dtype.itemsize
     copies = bench.copies(weight_bytes)
     hidden, weights = _operands(bench, shape, nodes, copies, 2 * shape.inner)
@@ -104,39 +103,6 @@ def swiglu_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str, Any
         **({"torch.compile": compiled} if bench.captured else {}),
     }
     about = {"kernel": "swiglu", "shape": shape.name, "context": None, "nodes": nodes}
-    return _compared(bench, about, sides, copies, weight_bytes)
-
-
-def projection_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str, Any]]:
-    """Norm and the three projections of attention."""
-    sizes = [shape.heads * shape.head_dim] + [shape.kv_heads * shape.head_dim] * 2
-    weight_bytes = sum(sizes) * shape.hidden * bench.dtype.itemsize
-    copies = bench.copies(weight_bytes)
-    hidden, weights = _operands(bench, shape, nodes, copies, sum(sizes))
-    norm = torch.ones(shape.hidden, device=bench.device, dtype=bench.dtype)
-
-    def parts(i: int) -> list[torch.Tensor]:
-        return list(weights[i].split(sizes))
-
-    def merged(i: int) -> torch.Tensor:
-        return torch.rms_norm(hidden, norm.shape, norm, _EPS) @ weights[i].T
-
-    def separate(i: int) -> torch.Tensor:
-        normed = torch.rms_norm(hidden, norm.shape, norm, _EPS)
-        return torch.cat([normed @ matrix.T for matrix in parts(i)], -1)
-
-    def ours() -> Call:
-        _require_triton(bench)
-        from specdec.kernels.swiglu import norm_projection
-
-        return lambda i: norm_projection(hidden, norm, parts(i), _EPS)
-
-    sides = {
-        "triton (ours)": ours,
-        "torch, one product": lambda: merged,
-        "torch, three products": lambda: separate,
-    }
-    about = {"kernel": "norm + projections", "shape": shape.name, "context": None, "nodes": nodes}
     return _compared(bench, about, sides, copies, weight_bytes)
 
 

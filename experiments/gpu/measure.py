@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from experiments.gpu.kernels import attention_rows, projection_rows, swiglu_rows
+from experiments.gpu.kernels import attention_rows, swiglu_rows
 from experiments.gpu.passes import pass_rows
 from experiments.gpu.requirements import LIMIT_S, verdicts
 from experiments.gpu.shapes import FULL, LLAMA3_1B, LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET
@@ -130,7 +130,6 @@ def measure(
             ),
             lambda: attention_rows(bench, kernel_shape, context=stress[0], nodes=stress[1]),
             lambda: swiglu_rows(bench, kernel_shape, nodes=8),
-            lambda: projection_rows(bench, kernel_shape, nodes=8),
         ],
         "passes": [
             *(

@@ -31,9 +31,9 @@ class Attention(StrEnum):
     """Implementations of attention; all are exact.
 
     ``DENSE``: one call over all slots with one mask. ``TWO_LEVEL``: the prefix without a mask, the
-    tree with one, merged by their log-sum-exp (PipeDec Alg. 1). ``FLASH``: two levels, the prefix
-    by flash-attn. ``TRITON``: one launch of ``specdec.attention.triton_kernel``. ``FLEX``: torch's
-    FlexAttention.
+    tree with one, merged by their log-sum-exp (PipeDec Alg. 1). ``FLASH``: chunks of a prompt by
+    flash-attn, trees in two levels with the prefix by flash-attn. ``TRITON``: one launch of
+    ``specdec.attention.triton_kernel``. ``FLEX``: torch's FlexAttention.
     """
 
     DENSE = "dense"
@@ -61,6 +61,7 @@ class Visibility:
         dtype: torch.dtype,
         positions: Tensor | None = None,
         column_positions: Tensor | None = None,
+        causal: bool = False,
     ) -> None:
         """Stores the inputs; ``mask`` builds and caches masks on first use.
 
@@ -72,7 +73,10 @@ class Visibility:
             positions: int64[R], absolute positions of the rows; needed for sliding windows only.
             column_positions: int64[M], absolute positions of the entries in the slots from
                 ``first`` on; needed for sliding windows only.
+            causal: whether every row sees all slots up to its own, and the last row's own is the
+                last, as in a chunk of a prompt.
         """
+        self.causal = causal
         self.lengths = lengths.to(torch.int32)
         self.visible = visible
         self._num_slots = num_slots
@@ -103,6 +107,18 @@ class Visibility:
             mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
             self._masks[window, 1] = mask.masked_fill(~seen, torch.finfo(self._dtype).min)
         return self._masks[window, folds]
+
+
+def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
+    """The implementation of ``model.attention=auto``.
+
+    On a CUDA device with Triton it is ``TRITON``, which splits the context among all
+    multiprocessors; the kernels behind ``DENSE`` use one per key/value head and block of rows when
+    there is a mask.
+    """
+    if device.type == "cuda" and support.triton_problem(device, dtype) is None:
+        return Attention.TRITON
+    return Attention.DENSE
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
@@ -225,9 +241,9 @@ def two_level_attention(
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
 ) -> Tensor:
-    """Two-level attention (PipeDec Alg. 1): flash-attn over the prefix, torch over the tree.
+    """flash-attn, which has causal masks only: all of a prompt's chunk, or the prefix of a tree.
 
-    flash-attn supports no masks, so it computes the prefix only; it splits the context by itself.
+    A tree is attended to in torch and merged with its prefix (PipeDec Alg. 1).
     """
     from flash_attn import flash_attn_with_kvcache
 
@@ -235,11 +251,13 @@ def flash_attention(
         rearrange(query, "b h r d -> b r h d"),
         rearrange(key, "b g c d -> b c g d"),
         rearrange(value, "b g c d -> b c g d"),
-        cache_seqlens=visibility.lengths[:1],
+        cache_seqlens=visibility.lengths[1:] if visibility.causal else visibility.lengths[:1],
         softmax_scale=scaling,
-        causal=False,
+        causal=visibility.causal,  # aligned at the last row and the last slot
         return_softmax_lse=True,
     )
+    if visibility.causal:
+        return rearrange(prefix_output, "b r h d -> b h r d")
     first, end = visibility.lengths[0], visibility.lengths[1]
     # An empty prefix gets weight 0, whatever flash-attn returns for it.
     prefix_lse = torch.where(first > 0, prefix_lse, -torch.inf)

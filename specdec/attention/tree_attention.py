@@ -206,7 +206,10 @@ class RequestPart:
                 arrays["column_positions"] = keys
             there: dict[str, Any] = {n: to_device(array, device) for n, array in arrays.items()}
             self._bits[has_window] = Visibility(
-                num_slots=rows.end, dtype=rows.cache.spec.dtype, **there
+                num_slots=rows.end,
+                dtype=rows.cache.spec.dtype,
+                causal=_sees_all_before(rows),
+                **there,
             )
         return self._bits[has_window]
 
@@ -225,16 +228,21 @@ def host_mask(rows: Rows, window: int | None) -> npt.NDArray[Any] | None:
         rows: of the pass.
         window: of the layer's attention; None: no sliding window.
     """
-    num = len(rows)
     if _within(rows, window):
         window = None
-        if count_nonzero(rows.visible) == rows.visible.size - num * (num - 1) // 2:
+        if _sees_all_before(rows):
             return None
     return _dense_mask(rows, window)
 
 
 def _within(rows: Rows, window: int | None) -> bool:
     return window is None or int(rows.positions.max()) < window
+
+
+def _sees_all_before(rows: Rows) -> bool:
+    """Whether every row sees all slots up to its own."""
+    num = len(rows)
+    return int(count_nonzero(rows.visible)) == rows.visible.size - num * (num - 1) // 2
 
 
 def _sees_all(rows: Rows, window: int | None) -> bool:

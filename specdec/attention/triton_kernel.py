@@ -29,7 +29,9 @@ _LOG2_E = 1.4426950408889634
 
 
 # fmt: off
-@triton.jit
+# Row counts and widths of masks vary from pass to pass; a value of 1, or a multiple of 16, would
+# compile the kernel again.
+@triton.jit(do_not_specialize=["num_rows", "visible_row"])
 def _tree_attention(  # type: ignore[no-untyped-def]
     query, key, value, visible, lengths, output, sums, tops, counters, scale, num_rows,
     query_row, query_head, key_head, key_slot, value_head, value_slot, visible_row,

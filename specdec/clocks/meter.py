@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
+from typing import Any
 
 
 class Meter:
-    """Sums the wall time of model calls (embedding to logits) and of declared waits.
+    """Sums the time of model calls (embedding to logits) and of declared waits.
+
+    On a host, a call's time is wall time. On a CUDA device it is the time between two events, which
+    are read when a sum is read, so that no call waits for the device.
 
     Attributes:
-        model_s: seconds by model name ("target", "draft", ...).
         calls: calls by model name.
-        draft_s: seconds of model calls made while a token source runs (``DecodeState.drafting``).
         wait_s: seconds of declared waits (paced clocks, transport).
         drafting: whether a token source is running.
     """
 
     def __init__(self) -> None:
-        self.model_s: defaultdict[str, float] = defaultdict(float)
+        self._model_s: defaultdict[str, float] = defaultdict(float)
+        self._draft_s = 0.0
+        self._events: list[tuple[str, bool, Any, Any]] = []  # of calls that are not summed yet
         self.calls: defaultdict[str, int] = defaultdict(int)
-        self.draft_s = 0.0
         self.wait_s = 0.0
         self.drafting = False
         self._began: float | None = None
 
+    @property
+    def model_s(self) -> Mapping[str, float]:
+        """Seconds by model name ("target", "draft", ...); waits for calls that are running."""
+        self._sum_events()
+        return self._model_s
+
+    @property
+    def draft_s(self) -> float:
+        """Seconds of model calls made while a token source runs (``DecodeState.drafting``)."""
+        self._sum_events()
+        return self._draft_s
+
     def reset(self) -> None:
-        """Sets all sums to zero, in place."""
-        self.model_s.clear()
+        """Sets all sums to zero."""
+        self._model_s.clear()
+        self._events.clear()
         self.calls.clear()
-        self.draft_s = 0.0
+        self._draft_s = 0.0
         self.wait_s = 0.0
 
     @contextmanager
@@ -47,10 +63,26 @@ class Meter:
         """Counts calls of model ``name`` that took ``seconds`` in all and have just ended."""
         if self._began is None:
             self._began = perf_counter() - seconds
-        self.model_s[name] += seconds
+        self._model_s[name] += seconds
         self.calls[name] += calls
         if self.drafting:
-            self.draft_s += seconds
+            self._draft_s += seconds
+
+    def add_events(self, name: str, start: Any, end: Any) -> None:
+        """Counts a call of model ``name`` between two events of ``torch.cuda`` with timing."""
+        if self._began is None:
+            self._began = perf_counter()
+        self.calls[name] += 1
+        self._events.append((name, self.drafting, start, end))
+
+    def _sum_events(self) -> None:
+        for name, drafting, start, end in self._events:
+            end.synchronize()
+            seconds = start.elapsed_time(end) / 1e3
+            self._model_s[name] += seconds
+            if drafting:
+                self._draft_s += seconds
+        self._events.clear()
 
     def take_began(self) -> float | None:
         """Start of the first model call since the last ``take_began``; None without a call."""

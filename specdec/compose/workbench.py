@@ -327,6 +327,7 @@ class Workbench:
             needs_probs=needs.target_probs,
             threads=ranks.threads,
             trace=ranks.trace,
+            shared_with_draft=layout.shared,
             num_blocks=serving.num_blocks,
             block_tokens=serving.block_tokens,
         )

@@ -1,4 +1,9 @@
-"""One GPU per process: which layouts fit a machine."""
+"""One GPU per process: which layouts fit a machine.
+
+If target and draft share their devices (``executor.shared``), they work in turns, and rank 0 and
+the target's last rank, which has no part of the draft, share a GPU: N devices, N + 1 processes. No
+NCCL communicator contains both.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +31,10 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
     Raises:
         UserError: with layouts that fit.
     """
-    if num_processes <= num_gpus or _LOCAL_RANK in os.environ:
+    if num_processes - layout.shared <= num_gpus or _LOCAL_RANK in os.environ:
         return  # with a launcher there may be other machines: each process checks its own
-    other = num_processes - layout.num_devices  # rank 0 and further ranks of the draft
+    # Rank 0 and further ranks of the draft.
+    other = num_processes - layout.shared - layout.num_devices
     room = num_gpus - other
     keys = {"stages": layout.stages, "target_degree": layout.degree}
     fits = []
@@ -40,19 +46,26 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
         fits.append("a smaller executor.draft_degree")
     asked = ", ".join(f"executor.{key}={value}" for key, value in keys.items() if value > 1)
     raise UserError(
-        f"{asked or 'executor.transport=distributed'} needs {num_processes} processes with a GPU"
-        f" each ({other} of them for controller and draft), and this machine has {num_gpus}: use"
+        f"{asked or 'executor.transport=distributed'} needs {num_processes - layout.shared}"
+        f" processes with a GPU each ({other} of them for controller and draft), and this machine"
+        f" has {num_gpus}: use"
         f" {' or '.join([*fits, 'model.device=cpu'])}"
     )
 
 
-def own_gpu(rank: int) -> torch.device:
+def own_gpu(rank: int, *, shared_with_draft: bool = False) -> torch.device:
     """The GPU of this process: that of its number among the processes of the machine.
+
+    Args:
+        rank: of this process.
+        shared_with_draft: whether the rank after the last GPU uses rank 0's (see the module).
 
     Raises:
         UserError: the machine has fewer GPUs than processes.
     """
     index, num_gpus = int(os.environ.get(_LOCAL_RANK, rank)), torch.cuda.device_count()
+    if shared_with_draft and index == rank == num_gpus:
+        index = 0
     if index >= num_gpus:
         raise UserError(
             f"rank {rank} is process {index} (from 0) of a machine with {num_gpus} GPUs, and each"

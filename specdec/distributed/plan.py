@@ -94,6 +94,7 @@ class SessionPlan(_Plan):
         num_blocks, block_tokens: size of each rank's paged cache; ``num_blocks`` None: not paged.
         exits: None without early exits.
         trace: whether ranks record timelines.
+        shared_with_draft: whether the draft uses the same devices in turns.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -105,6 +106,7 @@ class SessionPlan(_Plan):
     block_tokens: int = 16
     exits: ExitPlan | None = None
     trace: bool = False
+    shared_with_draft: bool = False
 
     @property
     def members(self) -> range:

@@ -322,7 +322,8 @@ class Worker:
             torch.set_num_threads(plan.threads)
         model = dict(plan.model)
         if torch.cuda.is_available() and model.get("device") in ("auto", "cuda"):
-            device = own_gpu(self.rank)
+            shared = isinstance(plan, SessionPlan) and plan.shared_with_draft
+            device = own_gpu(self.rank, shared_with_draft=shared)
             torch.cuda.set_device(device)
             model["device"] = str(device)
             self._on_gpu = True

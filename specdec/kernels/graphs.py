@@ -195,13 +195,14 @@ def capture(launch: Callable[[], T], pool: Any) -> Callable[[], T]:
     graph = torch.cuda.CUDAGraph()
     try:
         # Thread-local, because other threads (such as NCCL's) may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        # On a stream of this device: torch's own is that of the first capture's.
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             outputs = launch()
     except RuntimeError as error:
         cause = error.__context__ or error  # ending an aborted capture raises a second error
         reason = str(cause).splitlines()[0]
         raise UserError(
-            f"model.graphs=cuda cannot capture a pass or a draw of this model ({reason}):"
+            f"model.graphs=cuda cannot capture a pass of this model ({reason}):"
             " its forward may wait for the device, or memory is short; use model.graphs=off"
         ) from error
 

@@ -104,8 +104,7 @@ def pack(model: nn.Module) -> int:
     for child, parent, name in sorted(found, key=lambda item: -item[0].weight.numel()):
         linear = PackedLinear(child)
         _release(child.weight, files)
-        parent._modules[name] = linear
-        parent.__dict__[name] = linear  # ``specdec.models.shortcuts`` also keeps modules there
+        setattr(parent, name, linear)
     return len(found)
 
 

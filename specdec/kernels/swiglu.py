@@ -1,51 +1,35 @@
-"""Fused SwiGLU, optionally with the preceding norm, and norm + projections; one launch each.
+"""Fused SwiGLU in one launch (SwiftSpec 3.3): ``model.kernels=triton``.
 
-As in SwiftSpec 3.3, each thread block computes the same tile of both products, so that the input is
-read once and the gate stays on the chip. The norm scales a row by a scalar, so it is applied after
-the product, and its sum of squares is computed from the tiles that the product reads. In float16,
-unnormalised values could overflow, so there an extra pass over the rows computes the scalar first.
+Each thread block computes the same tile of both products, so that the input is read once and the
+gate stays on the chip.
 
-Shape letters: R rows, E hidden size, F or N outputs.
+Shape letters: R rows, E hidden size, F inner size.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
-_MIN_DOT = 16
-_MAX_BLOCK_ROWS = 64
+from specdec.errors import UserError
+
+MAX_ROWS = 64
+"""Rows of a pass that the kernel takes; cuBLAS multiplies more rows in larger tiles."""
+
+_MIN_DOT = 16  # smallest dimension of a product on tensor cores
 _BLOCK_OUT = 32
 _BLOCK_IN = 64
-_MAX_MATRICES = 3
 
 
 # fmt: off
-@triton.jit
-def _scale(  # type: ignore[no-untyped-def]
-    hidden, rows, in_rows, num_in, hidden_row, eps,
-    BLOCK_ROWS: tl.constexpr, BLOCK_IN: tl.constexpr,
-):
-    # fmt: on
-    """float32[BLOCK_ROWS]: the norm's scale of each row."""
-    squares = tl.zeros([BLOCK_ROWS], tl.float32)
-    for begin in range(0, num_in, BLOCK_IN):
-        columns = begin + tl.arange(0, BLOCK_IN)
-        loaded = in_rows[:, None] & (columns < num_in)[None, :]
-        at_hidden = hidden + rows[:, None] * hidden_row + columns[None, :]
-        x = tl.load(at_hidden, mask=loaded, other=0.0).to(tl.float32)
-        squares += tl.sum(x * x, 1)
-    return tl.rsqrt(squares / num_in + eps)
-
-
-# fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gated(  # type: ignore[no-untyped-def]
-    hidden, norm, gate, up, output, num_rows, num_out, num_in, hidden_row, eps,
-    NORM: tl.constexpr, EARLY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    hidden, gate, up, output, num_rows, num_out, num_in, hidden_row,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):
     # fmt: on
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -53,30 +37,17 @@ def _gated(  # type: ignore[no-untyped-def]
     in_rows, in_outs = rows < num_rows, outs < num_out
     gated = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     linear = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
-    squares = tl.zeros([BLOCK_ROWS], tl.float32)
-    early = tl.full([BLOCK_ROWS], 1.0, tl.float32)
-    if EARLY:
-        early = _scale(hidden, rows, in_rows, num_in, hidden_row, eps, BLOCK_ROWS, BLOCK_IN)
     for begin in range(0, num_in, BLOCK_IN):
         columns = begin + tl.arange(0, BLOCK_IN)
         in_columns = columns < num_in
         at_hidden = hidden + rows[:, None] * hidden_row + columns[None, :]
         x = tl.load(at_hidden, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
-        if NORM:
-            exact = x.to(tl.float32) * early[:, None]
-            squares += tl.sum(exact * exact, 1)
-            factor = tl.load(norm + columns, mask=in_columns, other=0.0).to(tl.float32)
-            x = (exact * factor[None, :]).to(x.dtype)
         offsets = outs[:, None].to(tl.int64) * num_in + columns[None, :]
         loaded = in_outs[:, None] & in_columns[None, :]
         w = tl.load(gate + offsets, mask=loaded, other=0.0)
         gated += tl.dot(x, tl.trans(w), input_precision="ieee")
         w = tl.load(up + offsets, mask=loaded, other=0.0)
         linear += tl.dot(x, tl.trans(w), input_precision="ieee")
-    if NORM and not EARLY:
-        scale = tl.rsqrt(squares / num_in + eps)
-        gated *= scale[:, None]
-        linear *= scale[:, None]
     result = gated * tl.sigmoid(gated) * linear
     at_output = output + rows[:, None] * num_out + outs[None, :]
     tl.store(
@@ -84,76 +55,18 @@ def _gated(  # type: ignore[no-untyped-def]
     )
 
 
-# fmt: off
-@triton.jit
-def _normed(  # type: ignore[no-untyped-def]
-    hidden, norm, first, second, third, output, num_rows, num_in, hidden_row, eps, out_1, out_2,
-    out_3, blocks_1, blocks_2, EARLY: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-):
-    # fmt: on
-    # The matrix that this block's outputs belong to, and its offset among all outputs.
-    block = tl.program_id(0)
-    matrix, num_out, base = first, out_1, 0
-    if block >= blocks_1 + blocks_2:
-        matrix, num_out, base = third, out_3, out_1 + out_2
-        block -= blocks_1 + blocks_2
-    elif block >= blocks_1:
-        matrix, num_out, base = second, out_2, out_1
-        block -= blocks_1
-    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    outs = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    in_rows, in_outs = rows < num_rows, outs < num_out
-    result = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
-    squares = tl.zeros([BLOCK_ROWS], tl.float32)
-    early = tl.full([BLOCK_ROWS], 1.0, tl.float32)
-    if EARLY:
-        early = _scale(hidden, rows, in_rows, num_in, hidden_row, eps, BLOCK_ROWS, BLOCK_IN)
-    for begin in range(0, num_in, BLOCK_IN):
-        columns = begin + tl.arange(0, BLOCK_IN)
-        in_columns = columns < num_in
-        at_hidden = hidden + rows[:, None] * hidden_row + columns[None, :]
-        x = tl.load(at_hidden, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
-        exact = x.to(tl.float32) * early[:, None]
-        squares += tl.sum(exact * exact, 1)
-        factor = tl.load(norm + columns, mask=in_columns, other=0.0).to(tl.float32)
-        offsets = outs[:, None].to(tl.int64) * num_in + columns[None, :]
-        w = tl.load(matrix + offsets, mask=in_outs[:, None] & in_columns[None, :], other=0.0)
-        x = (exact * factor[None, :]).to(x.dtype)
-        result += tl.dot(x, tl.trans(w), input_precision="ieee")
-    if not EARLY:
-        result *= tl.rsqrt(squares / num_in + eps)[:, None]
-    at_output = output + rows[:, None] * (out_1 + out_2 + out_3) + base + outs[None, :]
-    tl.store(
-        at_output, result.to(output.dtype.element_ty), mask=in_rows[:, None] & in_outs[None, :]
-    )
-
-
-def swiglu(
-    hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0
-) -> Tensor:
-    """silu(hidden gate^T) * (hidden up^T) in float32, float16 or bfloat16 (SwiftSpec 3.3).
+def swiglu(hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(hidden gate^T) * (hidden up^T), [R, F], in float32, float16 or bfloat16.
 
     Args:
         hidden: [R, E], last dimension contiguous.
         gate, up: [F, E], contiguous.
-        norm, eps: weight [E] and epsilon of a root-mean-square norm to apply first; None: no norm.
-
-    Returns:
-        [R, F].
     """
     (num_rows, num_in), num_out = hidden.shape, len(gate)
     output = torch.empty(num_rows, num_out, dtype=hidden.dtype, device=hidden.device)
-    block_rows = _block_rows(num_rows)
-    grid = (triton.cdiv(num_out, _BLOCK_OUT), triton.cdiv(num_rows, block_rows))
-    _gated[grid](
+    block_rows = min(MAX_ROWS, max(_MIN_DOT, triton.next_power_of_2(num_rows)))
+    _gated[(triton.cdiv(num_out, _BLOCK_OUT), triton.cdiv(num_rows, block_rows))](
         hidden,
-        hidden if norm is None else norm,
         gate,
         up,
         output,
@@ -161,9 +74,6 @@ def swiglu(
         num_out,
         num_in,
         hidden.stride(0),
-        eps,
-        NORM=norm is not None,
-        EARLY=norm is not None and hidden.dtype == torch.float16,
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=_BLOCK_OUT,
         BLOCK_IN=_BLOCK_IN,
@@ -171,48 +81,52 @@ def swiglu(
     return output
 
 
-def norm_projection(
-    hidden: Tensor, weight: Tensor, matrices: list[Tensor], eps: float
-) -> Tensor:
-    """Root-mean-square norm, then one or more projections, concatenated.
+class _SwiGLU(nn.Module):
+    """A layer's gated unit; passes of more than ``MAX_ROWS`` rows run through the original."""
 
-    Args:
-        hidden: [R, E], last dimension contiguous.
-        weight, eps: weight [E] and epsilon of the norm.
-        matrices: [N_i, E] each, contiguous.
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self._mlp = mlp
 
-    Returns:
-        [R, sum N_i].
+    def forward(self, hidden: Tensor) -> Tensor:
+        if hidden.shape[:-1].numel() > MAX_ROWS:
+            return self._mlp(hidden)  # type: ignore[no-any-return]
+        gate, up = self._mlp.gate_proj.weight, self._mlp.up_proj.weight
+        inner = swiglu(hidden.flatten(0, -2), gate, up)
+        return self._mlp.down_proj(inner.unflatten(0, hidden.shape[:-1]))  # type: ignore[no-any-return]
+
+
+def use_swiglu(model: nn.Module) -> int:
+    """Replaces the gated units of a runner's own copy; returns how many.
 
     Raises:
-        ValueError: unless there are one to three matrices.
+        UserError: there are none, or one has another activation, biases, or weights that are
+            quantised or transposed.
     """
-    if not 1 <= len(matrices) <= _MAX_MATRICES:
-        raise ValueError(f"{len(matrices)} matrices; one launch supports 1 to {_MAX_MATRICES}")
-    num_rows, num_in = hidden.shape
-    sizes = [len(matrix) for matrix in matrices] + [0] * (_MAX_MATRICES - len(matrices))
-    padded = [*matrices, *[matrices[0]] * (_MAX_MATRICES - len(matrices))]
-    blocks = [triton.cdiv(size, _BLOCK_OUT) for size in sizes]
-    output = torch.empty(num_rows, sum(sizes), dtype=hidden.dtype, device=hidden.device)
-    block_rows = _block_rows(num_rows)
-    _normed[(sum(blocks), triton.cdiv(num_rows, block_rows))](
-        hidden,
-        weight,
-        *padded,
-        output,
-        num_rows,
-        num_in,
-        hidden.stride(0),
-        eps,
-        *sizes,
-        *blocks[:2],
-        EARLY=hidden.dtype == torch.float16,
-        BLOCK_ROWS=block_rows,
-        BLOCK_OUT=_BLOCK_OUT,
-        BLOCK_IN=_BLOCK_IN,
-    )
-    return output
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "gate_proj") and hasattr(child, "up_proj") and hasattr(child, "down_proj")
+    ]
+    reason = None if found else "it has no gated units"
+    for _, _, mlp in found:
+        reason = reason or _problem(mlp)
+    if reason:
+        raise UserError(
+            f"model.kernels=triton cannot run this model: {reason}; use model.kernels=torch"
+        )
+    for parent, name, mlp in found:
+        setattr(parent, name, _SwiGLU(mlp))
+    return len(found)
 
 
-def _block_rows(num_rows: int) -> int:
-    return min(_MAX_BLOCK_ROWS, max(_MIN_DOT, triton.next_power_of_2(num_rows)))
+def _problem(mlp: Any) -> str | None:
+    if "silu" not in type(mlp.act_fn).__name__.lower():
+        return f"its activation is {type(mlp.act_fn).__name__}, not SiLU"
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        weight: Any = getattr(linear, "weight", None)
+        plain = isinstance(linear, nn.Linear) and linear.bias is None and weight is not None
+        if not plain or type(weight.data) is not Tensor or not weight.is_contiguous():
+            return "its weights are biased, quantised or transposed"
+    return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -23,12 +22,10 @@ from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import AttentionStep, ScoreOptions
 from specdec.clocks.meter import Meter
-from specdec.device import to_device
-from specdec.kernels.graphs import device_guard
+from specdec.device import model_call, to_device
 from specdec.models.eagle import EagleHead
 from specdec.models.onnx_eagle import OnnxHead
 from specdec.models.onnx_session import refuse_wrong
-from specdec.models.shortcuts import shorten
 from specdec.types import HiddenName, IntArray
 
 METER_NAME = "eagle"
@@ -57,7 +54,7 @@ class EagleRunner:
     """Runs a head over the rows of one or more requests.
 
     Attributes:
-        head: a copy of the modules that shares their weights, and is called without hooks.
+        head: a copy of the modules that shares their weights.
         spec: shape and type of its caches.
         max_positions: number of rows of a cache at most.
         weight_bytes: bytes of weights that a pass reads, those shared with the target included,
@@ -87,10 +84,8 @@ class EagleRunner:
         """
         weight, config = head.fc.weight, head.config
         self.head = head.shared_copy()
-        shorten(self.head)
         self._meter = meter
         self.device = weight.device
-        self._guard = device_guard(self.device)
         self._attention = Attention(attention)
         self._kernel = attention_kernel(attention, self.device, weight.dtype)
         self.spec = CacheSpec(
@@ -159,13 +154,8 @@ class EagleRunner:
             logits_rows: int64[A], packed indices, increasing.
         """
         run = self._run_eager if self._onnx is None else self._onnx.run
-        with torch.inference_mode(), self._guard:
-            start = perf_counter()
-            result = HeadOutput(*run(rows, features, feature_rows, states, logits_rows))
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-            self._meter.add(METER_NAME, perf_counter() - start)
-        return result
+        with torch.inference_mode(), model_call(self._meter, METER_NAME, self.device):
+            return HeadOutput(*run(rows, features, feature_rows, states, logits_rows))
 
     def _run_eager(
         self,

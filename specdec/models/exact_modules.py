@@ -66,20 +66,13 @@ def use_exact_modules(model: Any) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RotaryEmbedding"):
-                _replace(parent, name, _Rotary(child))
+                setattr(parent, name, _Rotary(child))
             elif type(child).__module__ in _ACTIVATIONS:
-                _replace(parent, name, _Activation(child))
+                setattr(parent, name, _Activation(child))
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap:
         config.final_logit_softcapping = None
         for name, child in list(model.named_children()):
             if child is model.get_output_embeddings():
-                _replace(model, name, _CappedOutput(child, softcap))
-
-
-def _replace(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """Also in ``__dict__``, where ``shorten`` puts children."""
-    parent._modules[name] = module
-    if name in parent.__dict__:
-        parent.__dict__[name] = module
+                setattr(model, name, _CappedOutput(child, softcap))

@@ -24,8 +24,8 @@ class Execution:
 
     Attributes:
         graphs: a value of ``specdec.kernels.graphs.Graphs``.
-        kernels: "torch"; "triton" for fused norm + projections and norm + SwiGLU; "packed" for
-            weights in oneDNN's layout, on a CPU.
+        kernels: "torch"; "triton" for a fused SwiGLU; "packed" for weights in oneDNN's layout, on
+            a CPU.
         compile: whether to compile the forward by ``torch.compile``.
         backend: "eager" for PyTorch, "onnx" for ONNX Runtime.
         exact: whether a row's bits must not depend on the other rows (``ExactPasses``).
@@ -84,8 +84,7 @@ def prepare(
         device, dtype: of the model's weights.
 
     Raises:
-        UserError: for an unknown option, kernels or a compiler that cannot run here, or a family
-            without fused modules.
+        UserError: for an unknown option, or kernels or a compiler that cannot run here.
     """
     if execution.kernels not in KERNELS:
         raise UserError(
@@ -93,9 +92,9 @@ def prepare(
         )
     if execution.kernels == "triton":
         support.require(support.triton_problem(device, dtype), "model.kernels=triton")
-        from specdec.kernels.fused_layers import fuse
+        from specdec.kernels.swiglu import use_swiglu
 
-        fuse(model)
+        use_swiglu(model)
     if not execution.compile:
         return model
     support.require(support.compile_problem(device), "model.compile=true")

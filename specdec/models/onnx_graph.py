@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.attention.tree_attention import ScoreOptions
-from specdec.models.shortcuts import epsilon
 from specdec.models.slicing import final_norm, layers_name
 from specdec.types import HiddenName
 
@@ -216,7 +215,8 @@ class GraphWriter:
         """Root-mean-square norm of ``value + update``; returns it and the sum."""
         weight: Tensor = module.weight  # type: ignore[assignment]
         name = self.norms.setdefault(id(module), f"norm{len(self.norms)}.weight")
-        name, eps = self.weight(name, weight), float(epsilon(module))
+        eps = float(getattr(module, "variance_epsilon", None) or module.eps)  # type: ignore[arg-type]
+        name = self.weight(name, weight)
         if update is None:
             out = self.op("SimplifiedLayerNormalization", value, name, axis=-1, epsilon=eps)
             return out, value

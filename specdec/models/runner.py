@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from time import perf_counter
 from typing import Any
 from weakref import proxy
 
@@ -28,9 +27,9 @@ from specdec.attention.tree_attention import (
     attending,
 )
 from specdec.clocks.meter import Meter
-from specdec.device import to_device
+from specdec.device import model_call, to_device
 from specdec.errors import UserError
-from specdec.kernels.graphs import Graphs, device_guard, resolve_graphs
+from specdec.kernels.graphs import Graphs, resolve_graphs
 from specdec.models.cache_argument import cache_argument
 from specdec.models.captured import RunnerOutput, StaticPasses
 from specdec.models.exact_modules import use_exact_modules
@@ -115,7 +114,6 @@ class ModelRunner:
         self._model = slice_model(model, first_layer, last_layer, {*capture, self._output})
         weight = next(self._model.get_submodule(layers_name(self._model))[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device
-        self._guard = device_guard(self.device)
         self._kernel = attention_kernel(attention, self.device, self.dtype)
         self._attention = Attention(attention)
         self._embedding_dim: int = model.get_input_embeddings().embedding_dim
@@ -178,16 +176,10 @@ class ModelRunner:
         mode: AbstractContextManager[Any] = (
             nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
         )
-        with mode, self._guard:
-            # Times include making masks and cache views: so do the times of the baselines, which
-            # run transformers' own forward.
-            start = perf_counter()
-            output = run(rows, hidden, logits_rows, wants_logits)
-            if wants_logits and self.device.type == "cuda":
-                # The caller waits for the logits anyway; waiting here counts as the model's time.
-                torch.cuda.current_stream(self.device).synchronize()
-            self._meter.add(self.name, perf_counter() - start)
-        return output
+        # Times include making masks and cache views: so do the times of the baselines, which
+        # run transformers' own forward.
+        with mode, model_call(self._meter, self.name, self.device):
+            return run(rows, hidden, logits_rows, wants_logits)
 
     def _run_plain(
         self,

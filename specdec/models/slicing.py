@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from specdec.attention.tree_attention import IMPLEMENTATION, current_step
 from specdec.errors import UserError
-from specdec.models.shortcuts import shorten
 from specdec.tensor_parallel.sharding import shared_copy
 from specdec.types import HiddenName
 
@@ -112,7 +111,6 @@ def slice_model(
     for state in capture:
         module = final_norm(own) if state.normed else layers[state.layer - first_layer]
         module.register_forward_hook(partial(_capture, state))
-    shorten(own)
     return own
 
 

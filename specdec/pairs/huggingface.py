@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from specdec.attention.backends import auto_attention
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
@@ -55,7 +56,13 @@ class HuggingFacePair(ModelPair):
         self.dtype = "float32" if options.dtype == "auto" else options.dtype
         here = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = here if options.device == "auto" else options.device
-        self.attention = "dense" if options.attention == "auto" else options.attention
+
+    @property
+    def attention(self) -> str:
+        """Implementation of attention, a value of ``specdec.attention.backends.Attention``."""
+        if self.options.attention == "auto":
+            return auto_attention(torch.device(self.device), getattr(torch, self.dtype))
+        return self.options.attention
 
     @property
     def target(self) -> PreTrainedModel:

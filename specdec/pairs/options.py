@@ -38,7 +38,8 @@ class ModelOptions:
     Attributes:
         dtype: of the weights; auto: the checkpoint's own on CUDA devices, float32 on others.
         device: a torch device; auto: the GPU if there is one.
-        attention: a value of ``specdec.attention.backends.Attention``, or auto (dense).
+        attention: a value of ``specdec.attention.backends.Attention``, or auto (``triton``
+            on a CUDA device with Triton, else ``dense``).
         graphs, kernels, compile: see ``specdec.models.execution.Execution``.
         quantization: a value of ``specdec.models.quantize.Quantization``.
         backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can run

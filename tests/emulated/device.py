@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -337,6 +338,19 @@ def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
+class _Event:
+    """Replaces ``torch.cuda.Event``; the device has always finished."""
+
+    def record(self) -> None:
+        self._at = perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end._at - self._at) * 1e3
+
+
 @contextmanager
 def emulated() -> Iterator[Device]:
     """Activates the device: replaces the functions of ``torch.cuda`` that the library uses."""
@@ -360,6 +374,7 @@ def emulated() -> Iterator[Device]:
         "get_device_properties": lambda *_: SimpleNamespace(
             multi_processor_count=2, name="emulated"
         ),
+        "Event": lambda **_: _Event(),
         "CUDAGraph": lambda: Graph(device),
         "graph": device.capture,
         "graph_pool_handle": object,

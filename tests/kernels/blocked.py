@@ -17,7 +17,6 @@ PACKAGES = ("triton", "flash_attn", "torchao")
 OTHERS = "specdec.rivals.workers."
 KERNEL_FILES = (
     "specdec.attention.triton_kernel",
-    "specdec.kernels.fused_layers",
     "specdec.kernels.swiglu",
 )
 """Imported only after ``support.triton_problem`` found no problem."""

@@ -22,11 +22,9 @@ _TYPES = {
     "tops": "*fp32",
     "counters": "*i32",
     "scale": "fp32",
-    "eps": "fp32",
 }
-_HALF = ("query", "key", "value", "output", "hidden", "norm", "gate", "up")
-_ODD = ("num_rows", "num_out", "scale", "eps")
-
+_HALF = ("query", "key", "value", "output", "hidden", "gate", "up")
+_ODD = ("num_rows", "num_out", "visible_row", "scale")
 
 _LEAST_SHARED = 99 * 1024  # bytes of a block on the smallest devices since capability 8.0
 
@@ -34,7 +32,7 @@ _LEAST_SHARED = 99 * 1024  # bytes of a block on the smallest devices since capa
 def compile_kernel(kernel: Any, dtype: str = "bf16", **constants: int) -> str:
     """Compiles a kernel for compute capability 9.0; returns its PTX."""
     names = kernel.arg_names
-    types = dict.fromkeys((*_HALF, "first", "second", "third"), f"*{dtype}") | _TYPES
+    types = dict.fromkeys(_HALF, f"*{dtype}") | _TYPES
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
     even = [["tt.divisibility", 16]]
@@ -60,14 +58,11 @@ def main() -> None:
         "tree attention, whole": compile_kernel(
             tree_attention._tree_attention, **attention, DIM=64, BLOCK_DIM=64, SPLITS=1
         ),
-        "swiglu": compile_kernel(swiglu._gated, **blocks, NORM=0, EARLY=0),
-        "norm + swiglu": compile_kernel(swiglu._gated, **blocks, NORM=1, EARLY=0),
-        "norm + projections": compile_kernel(swiglu._normed, **blocks, EARLY=0),
+        "swiglu": compile_kernel(swiglu._gated, **blocks),
         "tree attention, heads of 256": compile_kernel(
             tree_attention._tree_attention, **wide, DIM=256, BLOCK_DIM=256, SPLITS=16
         ),
-        "norm + swiglu, float16": compile_kernel(swiglu._gated, "fp16", **blocks, NORM=1, EARLY=1),
-        "norm + projections, float16": compile_kernel(swiglu._normed, "fp16", **blocks, EARLY=1),
+        "swiglu, float16": compile_kernel(swiglu._gated, "fp16", **blocks),
     }
     for dim in (64, 128, 256):  # float32 has no tensor cores here, and the largest blocks
         rows, keys, wide_dim = tree_attention._block(64 * 4, dim, 4)

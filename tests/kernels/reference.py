@@ -23,8 +23,3 @@ def tree_attention(query, key, value, *, first, end, visible, scaling=None):
 def swiglu(hidden, gate, up):
     """silu(hidden gate^T) * (hidden up^T) (SwiftSpec 3.3, without its biases)."""
     return silu(hidden @ gate.T) * (hidden @ up.T)
-
-
-def norm_projection(hidden, weight, matrices, eps):
-    """Root-mean-square norm, then one or more projections, concatenated."""
-    return torch.rms_norm(hidden, weight.shape, weight, eps) @ torch.cat(matrices).T

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.attention.backends import Visibility, attention_kernel, flash_attention
+from specdec.attention.backends import (
+    Visibility,
+    attention_kernel,
+    auto_attention,
+    flash_attention,
+)
+from specdec.attention.tree_attention import RequestPart
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.kernels import support
@@ -68,8 +74,8 @@ def test_windows_and_caps_stay_with_torch():
 
 @needs_triton
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_fused_modules_in_a_runner(family):
-    """Norm + projections and norm + SwiGLU in place of the family's own modules."""
+def test_fused_swiglu_in_a_runner(family):
+    """In place of the family's own modules; prompts of more rows than the kernel's take these."""
     model = random_model(family, num_layers=2, scale=0.1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = _logits(model, execution=Execution(kernels="triton"))
@@ -79,28 +85,34 @@ def test_fused_modules_in_a_runner(family):
 
 @needs_triton
 def test_fused_modules_are_refused_for_unsupported_models():
-    with pytest.raises(UserError, match=r"supports the families llama.*not 'gpt2'"):
+    with pytest.raises(UserError, match="has no gated units"):
         _logits(random_model("gpt2", num_layers=1), execution=Execution(kernels="triton"))
-    model = random_model("llama", num_layers=1, options={"attention_bias": True})
+    model = random_model("llama", num_layers=1, options={"mlp_bias": True})
     with pytest.raises(UserError, match="biased, quantised or transposed"):
         _logits(model, execution=Execution(kernels="triton"))
     model = random_model("llama", num_layers=1, options={"hidden_act": "gelu"})
-    with pytest.raises(UserError, match="this llama model's activation is"):
+    with pytest.raises(UserError, match="its activation is"):
         _logits(model, execution=Execution(kernels="triton"))
 
 
-@pytest.mark.parametrize("first", [0, 1, 14])
-def test_flash_attention_takes_the_prefix(first, monkeypatch):
-    """Layouts, lengths and the merge, with a substitute that follows flash-attn's documentation."""
+@pytest.mark.parametrize(("first", "causal"), [(0, False), (1, False), (14, False), (14, True)])
+def test_flash_attention(first, causal, monkeypatch):
+    """A tree's prefix and the merge, or all of a prompt's chunk.
+
+    With a substitute that follows flash-attn's documentation: a causal mask is aligned at the last
+    row and the last slot.
+    """
     calls = []
 
     def with_kvcache(q, k, v, *, cache_seqlens, softmax_scale, causal, return_softmax_lse):
         assert return_softmax_lse
-        assert not causal
         length = int(cache_seqlens)
         calls.append(length)
         q, k, v = (t.transpose(1, 2) for t in (q, k[:, :length], v[:, :length]))
         scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * softmax_scale
+        if causal:
+            later = torch.ones(scores.shape[-2:]).triu(length - q.shape[2] + 1).bool()
+            scores = scores.masked_fill(later, -torch.inf)
         lse = scores.logsumexp(-1) if length else scores.new_full(scores.shape[:-1], torch.inf)
         found = scores.softmax(-1) @ v.unsqueeze(2)
         return found.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
@@ -114,18 +126,44 @@ def test_flash_attention_takes_the_prefix(first, monkeypatch):
     visible = torch.rand(4, 16, generator=generator) < 0.5
     visible[:, 0] = True
     end = first + 9
+    if causal:
+        end, visible = first + 4, torch.ones(4, 16).tril().bool()
     seen = Visibility(
         lengths=torch.tensor([first, end]),
         visible=visible.to(torch.uint8),
         num_slots=40,
         dtype=torch.float32,
+        causal=causal,
     )
     found = flash_attention(query, key, value, seen, 0.3)
     expected = reference.tree_attention(
         query, key, value, first=first, end=end, visible=visible, scaling=0.3
     )
     assert (found - expected).abs().max() < 1e-5
-    assert calls == [first]
+    assert calls == [end if causal else first]
+
+
+def test_the_rows_of_a_prompt_are_causal_and_those_of_a_tree_are_not():
+    runner = ModelRunner(model=random_model("llama", num_layers=1), name="target", meter=Meter())
+    cache = runner.new_cache(8)
+    prompt = cache.rows(prefix_tokens=np.arange(3, 9))
+    assert RequestPart(prompt).bits().causal
+    runner.forward([prompt])
+    siblings = {"node_ids": np.arange(2), "node_tokens": np.arange(2)}
+    tree = cache.rows(**siblings, parent_ids=np.full(2, -1), node_positions=np.full(2, 6))
+    assert not RequestPart(tree).bits().causal
+
+
+def test_automatic_attention_splits_the_context_where_it_can(monkeypatch):
+    monkeypatch.setattr(support, "find_spec", lambda name: name)
+    for device, dtype, expected in (
+        ("cuda", torch.bfloat16, "triton"),
+        ("cuda", torch.float64, "dense"),  # which the kernel does not compute in
+        ("cpu", torch.float32, "dense"),
+    ):
+        assert auto_attention(torch.device(device), dtype) == expected
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    assert auto_attention(torch.device("cuda"), torch.bfloat16) == "dense"
 
 
 def test_the_mask_of_visibility_equals_its_definition():

@@ -22,4 +22,4 @@ def test_kernels_compile_for_a_gpu(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("compiled") == 11
+    assert done.stdout.count("compiled") == 8

@@ -41,6 +41,17 @@ def test_a_suggested_layout_is_accepted():
     check_gpus(StageLayout(stages=7), 8, 8)
 
 
+def test_target_and_draft_in_turns_need_the_devices_of_one(monkeypatch):
+    """``swiftspec_base``: nine processes, of which the first and the last share a GPU."""
+    shared = StageLayout(stages=1, degree=8, draft_degree=8, shared=True)
+    check_gpus(shared, 9, 8)
+    with pytest.raises(UserError, match=r"needs 8 processes.*executor.target_degree=7"):
+        check_gpus(shared, 9, 7)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    found = [own_gpu(rank, shared_with_draft=True).index for rank in range(9)]
+    assert found == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+
+
 def test_each_rank_has_its_own_gpu(monkeypatch):
     """Rank 8 of 9 on eight GPUs would share that of rank 0's draft."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

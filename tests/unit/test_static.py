@@ -159,7 +159,7 @@ class FakeCuda:
         self.events.append("replay")
 
     @contextmanager
-    def _capture(self, graph, pool, capture_error_mode):
+    def _capture(self, graph, pool, stream, capture_error_mode):
         self.events.append(f"capture in {pool}")
         yield
         if self._fails:

@@ -87,7 +87,6 @@ def test_llama_at_degrees_up_to_more_than_heads(tied: bool) -> None:
 
 def test_missing_sums_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: outputs are not summed over the ranks."""
-    monkeypatch.setattr("specdec.models.shortcuts._DIRECT", {})  # classes with the true forward
     monkeypatch.setattr(RowLinear, "forward", lambda self, x: x @ self.weight.T)
     with pytest.raises(AssertionError, match="off by"):
         check_degrees(model_of("llama"), 2)
@@ -100,7 +99,6 @@ def test_padded_tokens_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         output = torch.nn.functional.linear(hidden, self.weight, self.bias)
         return output if self.gathered is None else self.gathered[0].gather(output)
 
-    monkeypatch.setattr("specdec.models.shortcuts._DIRECT", {})
     monkeypatch.setattr(ColumnLinear, "forward", all_of_it)
     with pytest.raises(AssertionError, match="padded tokens"):
         check_degrees(model_of("llama"), 2)
