@@ -56,6 +56,11 @@ class Graph:
     hidden_names: tuple[str, ...]
 
 
+def epsilon(norm: Any) -> float:
+    """The constant that a norm adds to the mean square."""
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
+
+
 def head_size(config: PreTrainedConfig) -> int:
     """D of a model with this configuration."""
     size: int = (
@@ -215,8 +220,7 @@ class GraphWriter:
         """Root-mean-square norm of ``value + update``; returns it and the sum."""
         weight: Tensor = module.weight  # type: ignore[assignment]
         name = self.norms.setdefault(id(module), f"norm{len(self.norms)}.weight")
-        eps = float(getattr(module, "variance_epsilon", None) or module.eps)  # type: ignore[arg-type]
-        name = self.weight(name, weight)
+        name, eps = self.weight(name, weight), epsilon(module)
         if update is None:
             out = self.op("SimplifiedLayerNormalization", value, name, axis=-1, epsilon=eps)
             return out, value
