@@ -15,7 +15,7 @@ from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Workbench
 from specdec.distributed.executor import Ranks
 from tests import toys
-from tests.distributed.threads import thread_ranks
+from tests.distributed.fake_ranks import thread_ranks
 from tests.sampled import sampled
 
 pytestmark = pytest.mark.slow

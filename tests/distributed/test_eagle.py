@@ -21,7 +21,7 @@ from specdec.policies import BestFirst, FixedWidth, Static
 from specdec.sources import EagleSource
 from specdec.verifiers import MatchVerifier
 from tests import eagle, toys
-from tests.distributed.threads import thread_ranks
+from tests.distributed.fake_ranks import thread_ranks
 
 CASES = toys.cases(12)[::2]
 LAYOUTS: dict[str, tuple[Callable[[], TreePolicy], dict[str, Any], bool]] = {

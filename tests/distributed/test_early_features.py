@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Workbench
-from specdec.distributed import executor as over_ranks
 from specdec.distributed.executor import DistributedExecutor, Ranks
 from specdec.executors import PipelineExecutor
 from specdec.types import HiddenName
 from tests import early, toys
-from tests.distributed.threads import thread_ranks
+from tests.distributed.fake_ranks import thread_ranks
 from tests.early import Arrivals
 from tests.toys import LevelWhenKnown
 
@@ -57,16 +55,3 @@ def test_states_arrive_from_processes(keep_ranks: Callable[..., None]) -> None:
     assert seen.delays == seen.prompt_delays == {0}
     assert seen.error < early.TOLERANCE
     assert policy.early_events > 10
-
-
-def test_a_state_of_another_row_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control of the comparison: rank 0 reads the rows of a reply in another order."""
-    right = over_ranks.read_hidden
-
-    def shifted(*args: Any) -> Any:
-        return {name: rows.roll(1, 0) for name, rows in right(*args).items()}
-
-    monkeypatch.setattr(over_ranks, "read_hidden", shifted)
-    with thread_ranks(3):
-        seen, _ = decoded(stages=2, layer=0, batch_size=3)
-    assert seen.error > 1e-3

@@ -6,7 +6,6 @@ Ranks are threads here; ``test_parity.py`` uses processes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,12 @@ import pytest
 import torch
 
 from specdec.clocks.meter import Meter
-from specdec.distributed import executor as over_ranks
-from specdec.distributed import replies
 from specdec.executors import ExitStage
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, save_hf
 from specdec.types import NO_NODE, Batch, Exits, Output, PrefillChunk, TreeRows
+from tests.distributed.fake_ranks import ThreadGroup, thread_ranks
 from tests.distributed.support import PROMPTS, config, counted, rejection, runner
-from tests.distributed.threads import ThreadGroup, thread_ranks
 from tests.exits import going_on
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
@@ -180,48 +177,3 @@ def test_a_rank_loads_its_layers_and_the_head(
     assert torch.equal(logits[0], logits[2])
     assert torch.equal(logits[1], logits[3])
     assert loaded == [True, False], "a rank must not read the whole target"
-
-
-def test_a_cancelled_request_leaves_no_trace() -> None:
-    """Its exits are in flight when it is closed; the next run uses the same prompt ids."""
-    values = exits("ppsd_tree", 3, 5)
-    expected, _ = decoded(values, "in_process")
-    for when in (3, 6):
-        values["executor"]["transport"] = "distributed"
-        with runner(values) as made:
-            state = made.parts.new_state()
-            for number, _ in enumerate(made.steps(state, PROMPTS[:2], lambda request: None)):
-                if number == when:
-                    for request in state.requests.values():
-                        request.cancel()
-            found: list[dict] = []
-            made.run(PROMPTS, lambda result, into=found: into.append(counted(result)))
-        assert found == expected
-
-
-@pytest.mark.parametrize("bug", ["head not pruned", "wrong rows", "wrong exit"])
-def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = exits("ppsd_tree", 8, 3) if bug != "wrong exit" else exits("ppsd_multi", 2, 2)
-
-    def plant() -> None:
-        if bug == "head not pruned":
-            monkeypatch.setattr(
-                ExitStage, "commit", lambda self, commits: self.body.commit(commits)
-            )
-        else:
-            wrong = _shifted if bug == "wrong rows" else _exchanged
-            monkeypatch.setattr(over_ranks, "read_exits", wrong)
-
-    with pytest.raises(AssertionError):
-        same_exits(values, plant)
-
-
-def _shifted(*args: Any) -> tuple[Exits, ...]:
-    """Assigns candidates to the previous node."""
-    found = replies.read_exits(*args)
-    return tuple(replace(e, node_ids=np.roll(e.node_ids, 1)) for e in found)
-
-
-def _exchanged(reply: Any, batch: Any, is_open: Any, layers: Any) -> tuple[Exits, ...]:
-    """Assigns candidates to another exit of the same rank."""
-    return replies.read_exits(reply, batch, is_open, layers[::-1])

@@ -21,7 +21,7 @@ from specdec.sources.background import Background
 from specdec.types import EventKind
 from specdec.verifiers import MatchVerifier
 from tests import toys
-from tests.distributed.threads import thread_ranks
+from tests.distributed.fake_ranks import thread_ranks
 from tests.toys import FreeRunning
 
 

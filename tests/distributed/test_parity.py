@@ -12,7 +12,6 @@ import torch
 
 from specdec.distributed import GroupHandle
 from specdec.distributed.executor import DistributedExecutor
-from specdec.distributed.in_flight_rows import InFlightRows
 from specdec.distributed.row_links import fit_socket
 from specdec.errors import UserError
 from specdec.metrics import RequestResult
@@ -79,16 +78,6 @@ def test_wide_rows_travel(stages: int) -> None:
     same(config("specpipe", stages, "t06", model__hidden_size=136))
 
 
-def test_histories_follow_on_the_last_rank(stages: int) -> None:
-    """no_repeat_ngram depends on preceding tokens: the last rank rebuilds paths from rows."""
-    same(config("specpipe", stages, "no_repeat4"))
-
-
-def test_distributions_travel(stages: int) -> None:
-    """The rejection verifier needs target distributions."""
-    same(config("speculative", stages, "t08", verifier=rejection()))
-
-
 @pytest.mark.parametrize(("strategy", "layer"), [("ppsd", 6), ("ppsd_tree", 3), ("ppsd_multi", 3)])
 def test_exits_travel(strategy: str, layer: int, stages: int) -> None:
     """From the first rank, a later one, the last one, or two ranks."""
@@ -108,15 +97,6 @@ def test_hidden_states_travel(policy: str, batch_size: int, stages: int) -> None
     values = config("medusa", stages, "t06", batch_size=batch_size)
     values["policy"] = config(policy, stages)["policy"]
     same(values)
-
-
-@pytest.mark.parametrize("strategy", ["ar", "specpipe", "pipedec"])
-def test_stages_of_several_devices(strategy: str, keep_ranks: Callable[..., None]) -> None:
-    """PipeDec's groups: three ranks form two stages with a latency of two steps."""
-    keep_ranks(3)
-    for groups in ([2, 1], [1, 2]):
-        values = config(strategy, 2, "t06", executor__groups=groups, executor__split="balanced")
-        same(values)
 
 
 def test_one_stage_has_latency_one(keep_ranks: Callable[..., None]) -> None:
@@ -185,12 +165,3 @@ def test_eight_stages() -> None:
             same(config(strategy, 8, "t06"))
     finally:
         handle.release()
-
-
-# Last: it breaks its ranks.
-def test_planted_bug_is_caught(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If rank 0 did not prune its in-flight rows, they would differ from those of the ranks."""
-    monkeypatch.setattr(InFlightRows, "_commit_since", lambda self, request_id, tick: None)
-    values = config("specpipe", stages, distributed=True, executor__timeout_s=2.0)
-    with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError)):
-        run(values)

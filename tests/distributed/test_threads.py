@@ -5,21 +5,18 @@ Only processes and gloo are replaced, so that these tests are fast.
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterator
 from itertools import product
 
 import pytest
 
 from specdec.distributed.executor import DistributedExecutor
-from specdec.distributed.in_flight_rows import InFlightRows
 from specdec.distributed.kept_rows import KeptRows
 from specdec.distributed.replies import Reply
-from specdec.executors.row_packing import InFlight
-from specdec.executors.stage import ModelStage, split_layers
+from specdec.executors.stage import split_layers
 from specdec.types import IntArray
+from tests.distributed.fake_ranks import ThreadGroup, thread_ranks
 from tests.distributed.support import PROMPTS, STRATEGIES, config, rejection, run, runner, same
-from tests.distributed.threads import ThreadGroup, thread_ranks
 from tests.sampled import sampled
 
 pytestmark = pytest.mark.slow
@@ -119,34 +116,9 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
         assert {k: r.output for k, r in found.items()} == {k: r.output for k, r in expected.items()}
 
 
-@pytest.mark.parametrize("bug", ["rank 0 keeps dead rows", "rows not pruned", "stale caches"])
-def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = config("specpipe", 3, "t06", distributed=True)
-    if bug == "stale caches":
-        monkeypatch.setattr(ModelStage, "commit", lambda self, commits: None)
-    elif bug == "rows not pruned":
-        monkeypatch.setattr(InFlight, "prune", lambda self, commits, closed=frozenset(): None)
-    else:  # it waits for answers that nobody owes, or counts rows that are not there
-        values["executor"]["timeout_s"] = 3.0
-        with runner(values) as made:
-            in_flight = made.parts.executor._in_flight  # type: ignore[attr-defined]
-            monkeypatch.setattr(in_flight, "_commit_since", lambda request_id, tick: None)
-            with pytest.raises((AssertionError, queue.Empty)):
-                made.run(PROMPTS, lambda result: None)
-        return
-    with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError)):
-        run(values)
-
-
 def test_the_head_counts_in_a_balanced_split() -> None:
     """The split minimises the time of the slowest stage."""
     assert split_layers(24, 8) == [(3 * i, 3 * i + 3) for i in range(8)]
     sizes = [b - a for a, b in split_layers(24, 8, head_layers=2.5)]
     assert sizes == [4, 4, 3, 3, 3, 3, 3, 1]
     assert sum(sizes) == 24
-
-
-def test_in_flight_rows_forget_closed_requests() -> None:
-    in_flight = InFlightRows()
-    assert in_flight.take(3) is None
-    assert not in_flight.is_open(1, 3)

@@ -107,12 +107,6 @@ def test_tasks_of_slurm_give_what_one_process_gives(
     check(tasks, folder, tmp_path / "one")
 
 
-@pytest.mark.parametrize("words", [["worker"], ["worker", "no-such.yaml", "out"]])
-def test_bad_words_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert "specdec" in capsys.readouterr().err
-
-
 def test_without_a_launcher_the_remedy_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
