@@ -14,9 +14,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from specdec.metrics import (
     RequestResult,
-    Run,
     RunTotals,
-    comparison_row,
     lossless_against,
     summarise,
 )
@@ -153,25 +151,6 @@ def test_passes_and_acceptance_are_counted_from_what_was_fed(
     assert (found["draft_passes"] > 0) == (kind == "hf_assisted") == (totals.draft_bytes > 0)
 
 
-@pytest.mark.parametrize("kind", HF_KINDS)
-def test_sampling_with_one_token_left_is_greedy(
-    kind: str, target: LlamaForCausalLM, draft: LlamaForCausalLM
-) -> None:
-    """Walks the sampling path (its rejection test included) where its result is known."""
-    stop = StopRules(max_new_tokens=16, eos_ids=frozenset({7, 11}))
-    results, totals = run_hf(
-        kind=kind,
-        target=target,
-        draft=draft,
-        prompts=PROMPTS,
-        stop=stop,
-        sampling=SamplingParams(temperature=0.6, top_k=1),
-    )
-    for result, (_, tokens) in zip(results, PROMPTS, strict=True):
-        assert list(result.output) == reference(target, tokens, stop, SamplingParams())
-    summarise(results, totals)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sampled(HF_KINDS, every=3, start=1))
 def test_sampled_tokens_follow_the_processed_distribution(
@@ -291,49 +270,3 @@ def test_settings_of_the_models_neither_leak_in_nor_are_changed(
     assert not target._forward_hooks
     assert not target._forward_pre_hooks
     assert not draft._forward_hooks
-
-
-def test_interleaved_prompts_merge_into_the_same_row(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM
-) -> None:
-    stop, params = StopRules(max_new_tokens=10), SamplingParams()
-    baselines = [
-        HFBaseline(
-            kind=kind,
-            target=target,
-            draft=draft if kind == "hf_assisted" else None,
-            stop=stop,
-            sampling=params,
-        )
-        for kind in HF_KINDS
-    ]
-    parts: dict[str, list[RunTotals]] = {kind: [] for kind in HF_KINDS}
-    results: dict[str, list] = {kind: [] for kind in HF_KINDS}
-    for prompt_id, tokens in PROMPTS:
-        for baseline in baselines:
-            result, totals = baseline.generate_one(prompt_id, tokens)
-            results[baseline.kind].append(result)
-            parts[baseline.kind].append(totals)
-    runs = {k: [Run(tuple(results[k]), RunTotals.merge(parts[k]))] for k in HF_KINDS}
-    for kind in HF_KINDS:
-        row = comparison_row(kind, runs[kind], runs["hf_generate"])
-        assert row["lossless"] is True
-        assert row["num_compared"] == len(PROMPTS)
-        _, totals = run_hf(
-            kind=kind, target=target, draft=draft, prompts=PROMPTS, stop=stop, sampling=params
-        )
-        assert totals.target_passes == row["target_passes"]
-        assert totals.draft_passes == row["draft_passes"]
-
-
-def test_wrong_kinds_and_drafts_are_refused(target: LlamaForCausalLM) -> None:
-    def make(**arguments: object) -> HFBaseline:
-        given = {"stop": StopRules(max_new_tokens=1), "sampling": SamplingParams(), **arguments}
-        return HFBaseline(target=target, **given)  # type: ignore[arg-type]
-
-    with pytest.raises(ValueError, match="'hf_beam'"):
-        make(kind="hf_beam")
-    with pytest.raises(ValueError, match="needs a draft"):
-        make(kind="hf_assisted")
-    with pytest.raises(ValueError, match="no use"):
-        make(kind="hf_generate", draft=target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import numpy as np
@@ -12,7 +11,6 @@ import specdec.clocks.meter as metering
 import specdec.clocks.wall as wall
 from specdec.clocks import (
     CONTROLLER,
-    ClockKind,
     ClockReport,
     CostCurve,
     LatencyProfile,
@@ -22,7 +20,6 @@ from specdec.clocks import (
     Timeline,
     Work,
 )
-from specdec.errors import UserError
 from specdec.metrics import Meter, RequestResult, RunTotals, summarise
 from specdec.report.tables import notes_of
 from specdec.runs.runners import PartsRunner, TokenPrompt
@@ -208,23 +205,6 @@ def test_a_measured_clock_writes_down_what_the_wall_says(hands: Hands) -> None:
     )
 
 
-def test_reports_cross_processes_as_json() -> None:
-    clock = PacedClock(PROFILE, rank=2, timeline=Timeline(step=5))
-    clock.start(2)
-    clock.charge(2, Work.HEAD, 1)
-    report = clock.report()
-    assert ClockReport.from_json(json.loads(json.dumps(asdict(report)))) == report
-    assert report.spans[0].step == 5
-
-
-def test_a_timeline_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.clocks.timeline.MAX_SPANS", 2)
-    timeline = Timeline()
-    for i in range(5):
-        timeline.add(0, "stage", float(i), 1.0, 1)
-    assert (len(timeline.spans), timeline.dropped) == (2, 3)
-
-
 def run(values: dict, prompts: list[TokenPrompt]) -> tuple[list[RequestResult], RunTotals]:
     runner = PartsRunner(cfg=values, pair=pair(), stop=StopRules(max_new_tokens=10))
     found: list[RequestResult] = []
@@ -360,25 +340,3 @@ def test_drafting_with_the_targets_own_layers_is_drafting_on_every_clock(kind: s
         assert totals.draft_total_s >= charged - 1e-9
         assert kind == "paced" or totals.draft_total_s == pytest.approx(charged)
         assert totals.draft_hidden_s == 0.0
-
-
-def test_one_process_cannot_pace_several_ranks() -> None:
-    values = config(Cell("draft_model", "specpipe", "match", "pipeline", "greedy"))
-    with pytest.raises(UserError, match="process per stage"):
-        PartsRunner(
-            cfg={**values, "clock": clock_section("paced")},
-            pair=pair(),
-            stop=StopRules(max_new_tokens=4),
-        )
-    with pytest.raises(UserError, match="trace=true"):
-        PartsRunner(
-            cfg={**values, "clock": {"kind": "measured"}, "trace": True},
-            pair=pair(),
-            stop=StopRules(max_new_tokens=4),
-        )
-
-
-def test_kinds_have_names_that_results_carry() -> None:
-    assert MeasuredClock().kind is ClockKind.MEASURED
-    assert PacedClock(PROFILE).kind is ClockKind.PACED
-    assert SimulatedClock(PROFILE).kind is ClockKind.SIMULATED

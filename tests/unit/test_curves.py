@@ -9,8 +9,6 @@ import pytest
 
 from experiments.pipelines.batch_ratios import remarks
 from specdec.cli.batch_sizes import compose_curves
-from specdec.cli.compare import batch_sizes
-from specdec.errors import UserError
 from specdec.metrics import RunTotals, summarise
 from specdec.report.batch_curves import curves_markdown, curves_png
 from specdec.runs.batch_sizes import add_ratios, crossovers
@@ -18,14 +16,6 @@ from strategies.specpipe_db.adaptive_width import _FittedCost
 from tests.unit.test_metrics import make_result
 
 WORDS = ["strategies=[ar,specpipe_db]", "executor.stages=8", "clock=simulated", "data.limit=2"]
-
-
-def test_the_list_is_taken_out_of_the_overrides() -> None:
-    assert batch_sizes(["seed=1", "batch_size=[4,1]"]) == ([4, 1], ["seed=1"])
-    assert batch_sizes(["batch_size=4"]) == (None, ["batch_size=4"])
-    for bad in ("[]", "[0]", "[2,2]", "[1.5]", "[true]"):
-        with pytest.raises(UserError, match="different whole numbers of at least 1"):
-            batch_sizes([f"batch_size={bad}"])
 
 
 @pytest.mark.slow
@@ -44,14 +34,6 @@ def test_rows_replay_one_record_and_ar_runs_once_more_elsewhere() -> None:
     assert profiles == ["specpipe_8x3090", "specpipe_8x3090", "vllm_8x3090"]
     feeding = [row["serving"]["feeding"] for row in rows]
     assert feeding == ["micro_batches", "dynamic", "micro_batches"]
-
-
-def test_a_profile_of_one_s_own_has_no_cross_row() -> None:
-    words = [*WORDS, "clock.profile=uniform_30ms", "curve_replay=false"]
-    found = compose_curves([2], words, Path("here"))
-    assert found.cross is None
-    assert found.record is None
-    assert [row["model"]["kind"] for row in found.rows(2)] == ["pretrained", "pretrained"]
 
 
 def _row(name: str, size: int, speed: float, tbt: float) -> dict[str, Any]:

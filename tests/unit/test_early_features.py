@@ -10,12 +10,11 @@ from specdec.certify.subject import decode_cases
 from specdec.clocks import MeasuredClock
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Workbench
-from specdec.errors import UserError
 from specdec.executors import LocalExecutor, PipelineExecutor, row_packing
 from specdec.types import HiddenName, Needs
 from specdec.verifiers import MatchVerifier
 from tests import early, toys
-from tests.toys import EarlyLens, LevelWhenKnown, Replicas
+from tests.toys import EarlyLens, LevelWhenKnown
 
 pytestmark = pytest.mark.slow
 
@@ -53,14 +52,6 @@ def test_the_last_layer_before_and_after_the_final_norm(stages: int, normed: boo
     seen = early.run(parts, toys.cases(12)[:4], batch_size=2, prefill_chunk=4)
     assert (seen.delays, seen.prompt_delays) == ({stages - 1}, {stages - 1})
     assert seen.error < early.TOLERANCE
-
-
-@pytest.mark.parametrize("name", [HiddenName(4), HiddenName(1, normed=True)])
-@pytest.mark.parametrize("cls", [LocalExecutor, PipelineExecutor])
-def test_a_state_that_no_layer_has_is_refused(cls: type, name: HiddenName) -> None:
-    executor = planned(cls, toys.pair(), **({} if cls is LocalExecutor else {"stages": 2}))
-    with pytest.raises(UserError, match=f"needs hidden states of target layers \\[{name.layer}"):
-        early.composed(bench(), executor, name=name)
 
 
 def test_proposals_follow_in_the_next_step_and_save_time() -> None:
@@ -132,23 +123,3 @@ def test_states_with_the_answers_and_early_ones_come_apart() -> None:
     assert by_name[deep] == by_name[early.MIDDLE]
     assert len(by_name[deep]) > 3
     assert answered > 20
-
-
-def test_an_executor_without_them_is_refused() -> None:
-    executor = planned(Replicas, toys.pair())
-    with pytest.raises(UserError, match="needs hidden states of target layers \\[1\\]"):
-        early.composed(bench(), executor)
-
-
-def test_a_state_of_another_row_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control of the comparison: rows are exchanged on their way."""
-    right = row_packing._by_item
-
-    def exchanged(batch: Any, captured: Any) -> Any:
-        return right(batch, {name: rows.roll(1, 0) for name, rows in captured.items()})
-
-    monkeypatch.setattr(row_packing, "_by_item", exchanged)
-    executor = planned(PipelineExecutor, toys.pair(), stages=4)
-    parts = early.composed(bench(), executor)
-    seen = early.run(parts, toys.cases(12)[:4], batch_size=2, prefill_chunk=512)
-    assert seen.error > 1e-3

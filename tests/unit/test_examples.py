@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import runpy
-import subprocess
 import sys
-from html import unescape
 from pathlib import Path
 
 import pytest
 
 from specdec.cli.main import main
-from specdec.clocks.build import build_clock
-from specdec.compose.build import RUNTIME
-from specdec.config.job import run_job_of
-from specdec.serving.rules import MakeScheduler
-from tests.config.outside import OUTSIDE
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
@@ -47,52 +39,12 @@ def test_script_runs(script: str, beside: None, capsys: pytest.CaptureFixture[st
     assert re.search(SCRIPTS[script], capsys.readouterr().out, re.DOTALL)
 
 
-def test_every_script_is_tested() -> None:
-    parts = {f"{part.module}.py" for part in OUTSIDE.values()}  # tests/config/test_outside.py
-    assert {path.name for path in EXAMPLES.glob("*.py")} == SCRIPTS.keys() | parts
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_shows_each_example_as_it_is_in_its_file(page: str) -> None:
     blocks = FENCE.findall((DOCS / page).read_text(encoding="utf-8"))
     assert blocks
     for name, code in blocks:
         assert code == (EXAMPLES / name).read_text(encoding="utf-8"), f"{page}: {name}"
-
-
-def test_the_page_shows_a_class_and_a_yaml_of_each_kind() -> None:
-    shown = {name for name, _ in FENCE.findall((DOCS / "adding.md").read_text(encoding="utf-8"))}
-    for part in OUTSIDE.values():
-        assert {f"{part.module}.py", f"conf/{part.group}/{part.option}.yaml"} <= shown
-
-
-def test_the_page_lists_the_arguments_that_a_run_injects() -> None:
-    rows = re.findall(
-        r"^\| \[(\w[\w ]+)\]\(#.*\| (.*) \|$", (DOCS / "adding.md").read_text("utf-8"), re.MULTILINE
-    )
-    listed = {kind: set(re.findall(r"`(\w+)`", names)) for kind, names in rows}
-    assert listed.keys() == OUTSIDE.keys()
-    for kind in ("source", "policy", "executor"):
-        kinds = {name: about.split(":")[0].split(", ") for name, about in RUNTIME.items()}
-        assert listed[kind] == {name for name in RUNTIME if kind in kinds[name]}
-    assert listed["clock"] == inspect.signature(build_clock).parameters.keys() - {"node"}
-    call = inspect.signature(MakeScheduler.__call__).parameters
-    assert listed["scheduler"] == call.keys() - {"self"}
-
-
-@pytest.mark.slow
-def test_the_site_shows_the_code(tmp_path: Path) -> None:
-    """`make docs` makes the same check for every page, in docs/hooks.py."""
-    for package in ("mkdocs", "material", "mkdocstrings"):
-        pytest.importorskip(package, reason="the site is built with the extra docs")
-    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(words, cwd=DOCS.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for page in PAGES:
-        html = (tmp_path / page.replace(".md", ".html")).read_text(encoding="utf-8")
-        text = unescape(re.sub(r"<[^>]*>", "", html))
-        for name, code in FENCE.findall((DOCS / page).read_text(encoding="utf-8")):
-            assert code.strip() in text, f"{page}: {name}"
 
 
 def test_config_dir_finds_classes_beside_the_tree(
@@ -106,24 +58,6 @@ def test_config_dir_finds_classes_beside_the_tree(
     words = ["--cfg", "--config-dir", str(EXAMPLES / "conf"), "strategy=careful", "model=random"]
     assert main(["run", *words]) == 0
     assert "careful.Careful" in capsys.readouterr().out
-
-
-def test_the_yaml_of_the_examples_says_what_the_classes_take(beside: None) -> None:
-    tree = [EXAMPLES / "conf"]
-    job = run_job_of(["strategy=careful", "model=random", "source=echo"], tree)
-    assert job.config["policy"] == {"_target_": "careful.Careful", "gamma": 8, "min_prob": 0.5}
-    assert job.config["source"] == {"_target_": "echo.Echo", "trust": 0.5}
-
-
-def test_the_careful_policy_is_refused_where_it_would_bias(beside: None) -> None:
-    import specdec
-
-    with pytest.raises(specdec.UserError, match="would bias"):
-        specdec.generate(
-            [1, 2],
-            overrides=["strategy=careful", "verifier=rejection", "model=random"],
-            config_dirs=[EXAMPLES / "conf"],
-        )
 
 
 def test_the_verifier_does_what_it_says(beside: None) -> None:

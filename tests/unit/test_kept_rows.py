@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.device import KeptProbs, SupportProbs, on_host, rows_on_host
+from specdec.device import KeptProbs, on_host, rows_on_host
 from specdec.distributed.kept_rows import KeeperOfRequest, KeptRows
 from specdec.distributed.messages import Kind, OpenedRequest, pack_message
 from specdec.distributed.replies import ReceivedReply, Reply, answers_reply, read_answers
@@ -153,10 +153,3 @@ def test_logits_that_the_next_pass_overwrites_are_copied(copy):
     expected = on_host(own.probs).copy()
     logits.zero_()
     assert np.array_equal(on_host(answers.probs), expected) == copy
-
-
-def test_rows_of_several_kinds_are_stacked():
-    """Supports and arrays too, when no row is kept."""
-    support = SupportProbs(np.array([1, 3]), np.array([0.25, 0.75]), 4)
-    stacked = rows_on_host([support, np.full(4, 0.25)])
-    np.testing.assert_array_equal(stacked, [[0, 0.25, 0, 0.75], [0.25] * 4])

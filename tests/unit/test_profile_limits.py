@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from specdec.clocks import Work
 from specdec.pairs import build_random
-from specdec.profiling.limits import Machine, PassWork, passes_of
+from specdec.profiling.limits import Machine, PassWork, measure_machine, passes_of, roofline_png
 from specdec.profiling.passes import Sample
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "vocab_size": 61, "dtype": "float32"}
@@ -59,3 +60,12 @@ def test_the_longer_time_bounds() -> None:
     assert computing.share(MACHINE) == pytest.approx(0.75)
     unmeasured = PassWork(kind="head", rows=1, num_bytes=1, flops=1, ms=0.0)
     assert unmeasured.share(MACHINE) is None
+
+
+def test_the_machine_is_measured_and_drawn() -> None:
+    found = measure_machine(num_bytes=5_000_000, dtype=torch.float32, device=torch.device("cpu"))
+    assert found.copy_bytes == 5_000_000
+    assert min(found.bytes_per_s, found.flops_per_s) > 0
+    works = [*_passes(1, 8, (1, 4, 16)).values()]
+    works.append(PassWork(kind="head", rows=32, num_bytes=9, flops=9, ms=0.0))  # noise: no time
+    assert roofline_png(found, works).startswith(b"\x89PNG")

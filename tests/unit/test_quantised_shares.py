@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
-from specdec.errors import UserError
 from specdec.models import shares
 from specdec.models.loading import load_model, load_stage
 from specdec.models.quantize import (
@@ -22,8 +20,6 @@ from specdec.models.quantize import (
     WeightFormat,
     num_bytes,
     quantize,
-    quantized,
-    scale_inputs,
 )
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
@@ -159,24 +155,6 @@ def test_a_group_computes_the_quantised_model(size: str, kind: str, degree: int)
 
 @needs_torchao
 @pytest.mark.parametrize("kind", KINDS)
-def test_shares_with_their_own_scales_are_noticed(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planted fault: scales are computed from the share's own weights, not the whole matrix's."""
-
-    def own_scales(weight: Tensor, form: WeightFormat, _: Tensor | None = None) -> nn.Parameter:
-        return quantized(weight, WeightFormat(form.kind, scale_inputs(weight.shape[1], form.kind)))
-
-    monkeypatch.setattr(shares, "quantized", own_scales)
-    monkeypatch.setattr("specdec.tensor_parallel.sharding.whole_groups", lambda *_: None)
-    model = model_of("divided groups")
-    expected = logits_of(quantize(model_of("divided groups"), kind))
-    for logits in run_group(2, lambda group: share_logits(model, group, kind)):
-        assert (logits - expected).abs().max() > 10 * TOLERANCE
-
-
-@needs_torchao
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", sorted(SIZES))
 def test_a_share_that_is_read_equals_one_cut_in_memory(
     size: str, kind: str, tmp_path: Path
@@ -223,42 +201,6 @@ def test_a_share_keeps_no_more_memory_than_its_own(kind: str, tmp_path: Path) ->
 
 
 @needs_torchao
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("group", [None, Collective(rank=1, size=2)])
-def test_one_plain_matrix_is_in_memory_while_loading(
-    kind: str, group: Collective | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model_of("divided groups").save_pretrained(tmp_path)
-    seen: list[weakref.ref[Tensor]] = []
-
-    def watched(weight: Tensor, form: WeightFormat, bounds: Tensor | None = None) -> nn.Parameter:
-        assert not [ref for ref in seen if ref() is not None], "an earlier matrix is in memory"
-        seen.append(weakref.ref(weight))
-        return quantized(weight, form, bounds)
-
-    monkeypatch.setattr(shares, "quantized", watched)
-    load_stage(tmp_path, 0, 2, group=group, quantization=kind)
-    assert len(seen) == 2 * 7
-
-
-@needs_torchao
-def test_what_cannot_be_quantised_is_refused_in_groups_too(tmp_path: Path) -> None:
-    """As for the whole model, by every rank, before anything is read."""
-    narrow = random_model("llama", num_layers=1, hidden_size=24)
-    narrow.save_pretrained(tmp_path)
-    for rank in range(2):
-        group = Collective(rank=rank, size=2)
-        with pytest.raises(UserError, match="multiples of 32, not 24; use int8"):
-            sharded(narrow, group, "int4")
-        with pytest.raises(UserError, match="multiples of 32, not 24; use int8"):
-            load_stage(tmp_path, 0, 1, group=group, quantization="int4")
-        with pytest.raises(UserError, match="finds no plain linear layers in model type 'gpt2'"):
-            sharded(random_model("gpt2", num_layers=1), group, "int8")
-    with pytest.raises(UserError, match=r"quantization=int2 is unknown"):
-        load_stage(tmp_path, 0, 1, quantization="int2")
-
-
-@needs_torchao
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "opt", "starcoder2", "qwen3"])
 def test_other_plans(family: str) -> None:
     """Gathered outputs, split inputs, biases; a degree that divides nothing."""
@@ -271,12 +213,6 @@ def test_other_plans(family: str) -> None:
 
 
 FULL = torch.tensor([[1.0, -4.0], [2.0, 3.0], [0.0, 0.0]])
-
-
-def test_bounds_are_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read in blocks of rows."""
-    monkeypatch.setattr(shares, "_BLOCK", 2)
-    assert shares._row_bounds(FULL).tolist() == [[-4.0, 1.0], [2.0, 3.0], [0.0, 0.0]]
 
 
 @needs_torchao

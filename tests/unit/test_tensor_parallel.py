@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from specdec.clocks.meter import Meter
 from specdec.distributed.collective import RankCollective
 from specdec.distributed.transport import collective_group
-from specdec.errors import UserError
 from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import load_stage
 from specdec.models.random import random_model
@@ -182,20 +181,6 @@ def test_a_cut_reads_no_more_than_its_pieces() -> None:
     share = Cut(0, (even(5, rank=1, size=2),)).of(source, torch.float32)
     assert source.read == [slice(3, 5)]
     assert share.tolist() == [[1, 1], [1, 1], [0, 0]]
-
-
-def test_families_without_a_plan_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("gpt2")
-    monkeypatch.setattr("specdec.tensor_parallel.plans._OWN", {})
-    with pytest.raises(UserError, match=r"no tensor-parallel plan.*executor=pipeline"):
-        sharded(model, Collective(rank=0, size=2))
-    llama = model_of("llama")
-    llama.config.base_model_tp_plan = {"layers.*.mlp.experts": "grouped_gemm"}
-    with pytest.raises(UserError, match="grouped_gemm"):
-        sharded(llama, Collective(rank=0, size=2))
-    llama.config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise"}
-    with pytest.raises(UserError, match="no tensor-parallel plan"):
-        sharded(llama, Collective(rank=0, size=2))
 
 
 def test_input_embeddings_are_replicated_whatever_a_plan_says() -> None:

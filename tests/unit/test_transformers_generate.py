@@ -296,20 +296,6 @@ def test_settings_of_the_model_and_of_a_configuration_are_taken(pair: Any) -> No
     assert torch.equal(found, expected)
 
 
-def test_a_pipeline_of_stages_gives_the_same_tokens(pair: Any) -> None:
-    """The stages are those of the given model, not of a bundled one: one per layer."""
-    target, draft = pair
-    found = target.generate(
-        prompt(),
-        max_new_tokens=12,
-        custom_generate=generate,
-        strategy="specpipe",
-        draft_model=draft,
-        overrides=["executor.stages=3", "policy.width=4"],
-    )
-    assert torch.equal(found, target.generate(prompt(), max_new_tokens=12))
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -343,30 +329,3 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(
     with pytest.raises(UserError, match=message) as caught:
         target.generate(**arguments, custom_generate=generate)
     assert "\n" not in str(caught.value)
-
-
-def test_models_that_do_not_fit_are_refused(pair: Any) -> None:
-    target, draft = pair
-    small = random_model(num_layers=1, vocab_size=32, dtype="float64")
-    coarse = random_model(num_layers=1)
-    for model, message in ((small, "vocabulary"), (coarse, "dtype")):
-        with pytest.raises(UserError, match=message):
-            target.generate(prompt(), custom_generate=generate, draft_model=model)
-    with pytest.raises(UserError, match="same thing"):
-        target.generate(
-            prompt(), custom_generate=generate, draft_model=draft, assistant_model=draft
-        )
-    training = random_model(dtype="float64").train()
-    with pytest.raises(UserError, match="training mode"):
-        training.generate(prompt(), custom_generate=generate, draft_model=draft)
-
-
-def test_a_loaded_pair_serves_a_decoder(pair: Any) -> None:
-    import specdec
-    from specdec.pairs import LoadedPair
-
-    target, draft = pair
-    loaded = LoadedPair(target=target, draft=draft)
-    row = prompt()[0].tolist()
-    found = specdec.generate(row, pair=loaded, overrides=["max_new_tokens=10"])
-    assert [*row, *found.tokens] == target.generate(prompt(), max_new_tokens=10)[0].tolist()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from specdec.certify import Check, Report, certify
+from specdec.certify import Check, Report
 from specdec.certify.cases import letters
 from specdec.certify.laws import OPPOSED_TABLE, TARGET_TABLE, chi_square, pair_laws
 from specdec.certify.numerics import distance
@@ -28,7 +28,6 @@ from specdec.certify.oracle import (
 )
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
-from specdec.errors import UserError
 from specdec.pairs import RandomPair
 from specdec.policies import Chain
 from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
@@ -223,36 +222,6 @@ def test_a_lossy_verifier_is_said_to_be(tmp_path: Path, capsys) -> None:
     details = {c["name"]: c["detail"] for c in stored["checks"]}
     assert "total variation" in details["distribution"]
     assert "lossy" in capsys.readouterr().out
-
-
-def test_models_that_the_strategy_does_not_fit_are_bad_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """They were called NOT lossless, after all other checks had passed."""
-    words = ["verify", "strategy=pipedec", "model=random", f"output_dir={tmp_path / 'out'}"]
-    assert main(words) == 2
-    assert "executor.stages=14 is more than the 8 layers of model=random" in capsys.readouterr().err
-    # What only the models themselves show is refused as well.
-    cfg = run_job_of(["strategy=pipedec", "model=random"]).config
-    with pytest.raises(UserError, match="14 does not fit a target of 8 layers"):
-        certify(cfg, checks=["numerics"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "word"),
-    [
-        (["strategy=hf_generate"], "nothing here to certify"),
-        (["strategy=best_first", "verifier=rejection"], "would bias"),
-        (["strategy=no_such"], "unknown"),
-    ],
-)
-def test_what_cannot_be_certified_is_refused(
-    overrides: list[str], word: str, tmp_path: Path, capsys
-) -> None:
-    words = ["verify", "model=random", *overrides, f"output_dir={tmp_path / 'out'}"]
-    assert main(words) == 2
-    assert word in capsys.readouterr().err
-    assert not (tmp_path / "out" / "verify.json").exists()
 
 
 # ---------------------------------------------------------------------- specdec.testing

@@ -17,15 +17,12 @@ from specdec.certify import Report, certify, print_report
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.executors import ModelStage
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.policies import FixedWidth, chain
-from specdec.sampling import keyed_draws
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource
-from specdec.state import DecodeState, StopRules
+from specdec.state import DecodeState
 from specdec.testing import certify_parts
-from specdec.tree import TokenTree
 from specdec.types import Candidates, Nodes
 from specdec.verifiers import MatchVerifier, rejection
 
@@ -47,27 +44,6 @@ def failed(report: Report, name: str) -> str:
     (check,) = [c for c in report.checks if c.name == name]
     assert check.passed is False, check
     return check.detail
-
-
-def test_a_stale_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelStage, "commit", lambda self, commits: None)
-    report = certify(config("strategy=specinfer"), checks=["cache_invariant"])
-    failed(report, "cache_invariant")
-
-
-def test_a_kept_sibling_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = TokenTree.subtree
-
-    def with_sibling(self: TokenTree, slot: int) -> np.ndarray:
-        inside = honest(self, slot)
-        siblings = np.flatnonzero(self.parents == self.parents[slot])
-        if slot and len(siblings) > 1:
-            inside[siblings[-1]] = True
-        return inside
-
-    monkeypatch.setattr(TokenTree, "subtree", with_sibling)
-    report = certify(config("strategy=specpipe", "policy.width=8"), checks=["tree_invariant"])
-    assert "under" in failed(report, "tree_invariant")
 
 
 @pytest.mark.slow
@@ -108,19 +84,6 @@ def test_a_difference_says_who_proposed_the_token(monkeypatch: pytest.MonkeyPatc
     shown = f"output token 0 is {wrong} from source 0 instead of {right}, top-two gap "
     assert shown in detail
     assert float(detail.split(shown)[1].split(";")[0]) > 0.0
-
-
-@pytest.mark.slow
-def test_an_ignored_eos_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = StopRules.reason
-
-    def deaf(self: StopRules, output: list[int]) -> str | None:
-        reason = honest(self, output)
-        return None if reason == "eos" and len(output) % 2 else reason
-
-    monkeypatch.setattr(StopRules, "reason", deaf)
-    report = certify(config("strategy=speculative"), checks=["stop_rules"])
-    assert "EOS" in failed(report, "stop_rules")
 
 
 @pytest.mark.slow
@@ -235,41 +198,6 @@ def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # ---------------------------------------------------------------------- long requests, last places
-
-
-@pytest.mark.exhaustive
-def test_draws_that_repeat_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every 256 positions: beyond what a short request reaches, whichever verifier uses them."""
-    honest = keyed_draws.keyed_uniforms
-    cfg = config("strategy=speculative", "sampling=t08")
-    by_rejection = config("strategy=speculative", "verifier=rejection", "sampling=t08")
-    checks = ["long_request"]
-
-    def periodic(seed, prompts, positions, purpose, index=0):  # type: ignore[no-untyped-def]
-        return honest(seed, prompts, np.asarray(positions) % 256, purpose, index)
-
-    monkeypatch.setattr(keyed_draws, "keyed_uniforms", periodic)
-    report = certify(cfg, checks=checks)
-    detail = failed(report, "long_request")
-    assert "output token 2" in detail, "the first after position 255"
-    assert "the target draw of position 256 is not the generator's" in detail
-    report = certify(by_rejection, checks=checks)
-    assert "the accept draw of position 256" in failed(report, "long_request")
-
-
-@pytest.mark.slow
-def test_answers_that_reuse_draws_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draws are right, and a part asks for those of other positions."""
-    honest = KeyedDraws.uniform
-
-    def late(self, prompt_id, positions, purpose, index=0):  # type: ignore[no-untyped-def]
-        wrong = positions.size == 1 and int(positions.flat[0]) >= 512
-        return honest(self, prompt_id, positions - 512 * wrong, purpose, index)
-
-    monkeypatch.setattr(KeyedDraws, "uniform", late)
-    report = certify(config("strategy=ar"), checks=["sampled_parity", "long_request"])
-    assert report.failed == ("long_request",), "the short requests do not reach position 512"
-    assert "CDF edge" in failed(report, "long_request")
 
 
 @pytest.mark.slow
