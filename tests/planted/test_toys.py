@@ -6,7 +6,10 @@ parts, so they are composed in Python.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -25,8 +28,45 @@ from specdec.sources.background import Background
 from specdec.types import HiddenName
 from specdec.verifiers import MatchVerifier
 from tests import toys
-from tests.planted.planting import SMALL, Planted
 from tests.toys import EarlyLens, FreeRunning, LevelWhenKnown, Replicas
+
+SMALL = (
+    "model=random",
+    "model.hidden_size=32",
+    "model.num_layers=4",
+    "model.draft_layers=3",
+    "model.vocab_size=32",
+    "model.max_positions=256",
+)
+"""Overrides that make a run short: tiny float64 models."""
+
+
+@dataclass(slots=True)
+class Planted:
+    """A planted bug.
+
+    Attributes:
+        fired: number of calls in which the planted code differed from the shipped code.
+    """
+
+    fired: int = 0
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def swap(self, place: str, make: Callable[[Any], Any]) -> None:
+        """Replaces ``module:Class.name`` or ``module:name`` by ``make(original)``."""
+        module, _, path = place.partition(":")
+        owner: Any = importlib.import_module(module)
+        *outer, name = path.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        original = vars(owner)[name]
+        setattr(owner, name, make(original))
+        self._stack.callback(setattr, owner, name, original)
+
+    def restore(self) -> None:
+        """Restores the shipped code."""
+        self._stack.close()
+
 
 QUICK = ("greedy_parity", "cache_invariant", "tree_invariant", "draft_rows")
 """Checks that find all of these faults; ``test_the_sound_toys_certify`` runs every check."""

@@ -1,6 +1,6 @@
 """``specdec verify`` finds faults: one planted fault per way of looking.
 
-The twelve planted bugs are in tests/planted.
+One-line faults are in tests/planted/mutants.yaml.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.policies import FixedWidth, chain
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource
-from specdec.state import DecodeState
+from specdec.state import DecodeState, StopRules
 from specdec.testing import certify_parts
 from specdec.types import Candidates, Nodes
 from specdec.verifiers import MatchVerifier, rejection
@@ -84,6 +84,18 @@ def test_a_difference_says_who_proposed_the_token(monkeypatch: pytest.MonkeyPatc
     shown = f"output token 0 is {wrong} from source 0 instead of {right}, top-two gap "
     assert shown in detail
     assert float(detail.split(shown)[1].split(";")[0]) > 0.0
+
+
+def test_an_ignored_eos_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = StopRules.reason
+
+    def deaf(self: StopRules, output: list[int]) -> str | None:
+        reason = honest(self, output)
+        return None if reason == "eos" and len(output) % 2 else reason
+
+    monkeypatch.setattr(StopRules, "reason", deaf)
+    report = certify(config("strategy=speculative"), checks=["stop_rules"])
+    assert "EOS" in failed(report, "stop_rules")
 
 
 @pytest.mark.slow
