@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import Field
 
 from specdec.compose.presets import build_preset
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, Index, expects, validated
 from specdec.policies.tree_growth import (
     NO_SLOTS,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specdec.compose.workbench import Parts, Workbench
-    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 NodeCount = Annotated[int, Field(ge=2), expects("it must be at least 2: root and a child")]
@@ -86,7 +86,7 @@ class _Round:
     judged: bool = False
 
 
-class FlowSpec:
+class FlowSpec(TreePolicy):
     """Feeds a pipeline the best nodes of a tree in segments, and regrows it at every verdict.
 
     A draft of L levels expands the ``width`` best nodes of each level from the root down, taking

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Literal
 
 from specdec.clocks import LatencyProfile
 from specdec.compose.presets import build_preset
+from specdec.interfaces import Events, TokenSource, TreePolicy, Verifier
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.chain import grow_chains
 from specdec.policies.pass_times import draft_passes
-from specdec.policies.tree_growth import Stateless, live_requests, ready_requests, unsubmitted
+from specdec.policies.tree_growth import live_requests, ready_requests, unsubmitted
 from specdec.tree import TokenTree
 from specdec.types import Nodes
 
 if TYPE_CHECKING:
     from specdec.compose.workbench import Parts, Workbench
-    from specdec.interfaces import Events, TokenSource, Verifier
     from specdec.state import DecodeState
 
 Length = Literal["auto", "ratio", "until_ready"]
@@ -49,7 +49,7 @@ def build(
     return build_preset("pearl", bench, {"policy.gamma": gamma}, verifier=verifier)
 
 
-class Pearl(Stateless):
+class Pearl(TreePolicy):
     """Drafts ``gamma`` tokens during each target pass, and submits those of the last round.
 
     The mode is the state of the tree: after a miss it has the root alone, which pre-verify submits;
@@ -63,7 +63,6 @@ class Pearl(Stateless):
     """
 
     value_dependent = False
-    serial = True
 
     @validated
     def __init__(
@@ -96,7 +95,7 @@ class Pearl(Stateless):
                     " clock=simulated or clock=paced with one, gamma=until_ready, or a number"
                 )
             gamma = min(_UNPRICED if ratio is None else max(1, round(ratio)), max_gamma)
-        self.gamma = None if gamma == UNTIL_READY else int(gamma)
+        self.gamma = self.chain_length = None if gamma == UNTIL_READY else int(gamma)
         self._limit = max_gamma if self.gamma is None else self.gamma
         self._per_step = -(-self._limit // steps)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.compose.presets import build_preset
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import DraftCount, NotNegative, Share, validated
 from specdec.policies.tree_growth import (
     append_best,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specdec.compose.workbench import Parts, Workbench
-    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 
@@ -76,7 +76,7 @@ class _Speculation:
     fruitless: int = 0
 
 
-class PipeInfer:
+class PipeInfer(TreePolicy):
     """Begins a run of up to ``tokens`` chain tokens in every step.
 
     The cut-off is ``cutoff``, plus ``recovery`` for each run since the last verdict, minus

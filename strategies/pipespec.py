@@ -25,6 +25,7 @@ from specdec.policies.tree_growth import (
     live_requests,
     ready_requests,
 )
+from specdec.sources.model_chain import ModelChain
 from specdec.types import NO_NODE, Candidates, Nodes
 
 if TYPE_CHECKING:
@@ -88,13 +89,12 @@ class FreeChain(FreePasses):
         Raises:
             UserError: a source that is not a chain of models.
         """
-        levels = getattr(source, "levels", None)
-        if levels is None:
+        if not isinstance(source, ModelChain):
             raise UserError(
                 f"policy=pipespec needs the models of source=model_chain; {type(source).__name__}"
                 " has none: use it, or policy=amusd, which runs one source free"
             )
-        self._num_levels = len(levels)
+        self._num_levels = len(source.levels)
 
     def open(self, request: RequestState) -> None:
         """Starts a chain that has only the root."""

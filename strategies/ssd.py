@@ -21,12 +21,12 @@ from pydantic import Field
 
 from specdec.clocks import LatencyProfile
 from specdec.compose.presets import build_preset
+from specdec.interfaces import Events, TokenSource, TreePolicy, Verifier
 from specdec.parts.fields import DraftCount, NotNegative, expects, validated
 from specdec.policies.chain import first_path, grow_chains
 from specdec.policies.pass_times import draft_passes
 from specdec.policies.tree_growth import (
     NO_SLOTS,
-    Stateless,
     append_best,
     as_nodes,
     expand,
@@ -39,7 +39,6 @@ from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
     from specdec.compose.workbench import Parts, Workbench
-    from specdec.interfaces import Events, TokenSource, Verifier
     from specdec.state import DecodeState, RequestState
 
 AUTO = "auto"
@@ -88,7 +87,7 @@ def fan_outs(*, gamma: int, outcomes: int, acceptance: float, power: float) -> l
     return [int(count) for count in counts]
 
 
-class Ssd(Stateless):
+class Ssd(TreePolicy):
     """Submits a chain of ``gamma`` tokens, and drafts a chain below each likely outcome of it.
 
     A round has gamma + 1 draft passes beside the target's: one for the candidates after the chain's
@@ -99,8 +98,6 @@ class Ssd(Stateless):
         gamma: draft tokens per target pass.
         fan_outs: F_k, k = 0 .. gamma.
     """
-
-    serial = True
 
     @validated
     def __init__(
@@ -131,7 +128,7 @@ class Ssd(Stateless):
         if gamma == AUTO:
             passes = draft_passes(profile, stages=latency or 1, rows=outcomes)
             gamma = _UNPRICED if passes is None else min(max(1, int(passes + 1e-9) - 1), _MOST)
-        self.gamma = int(gamma)
+        self.gamma = self.chain_length = int(gamma)
         self.fan_outs = fan_outs(
             gamma=self.gamma, outcomes=outcomes, acceptance=acceptance, power=power
         )

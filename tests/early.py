@@ -88,8 +88,7 @@ class _Watcher:
         executor: Any = parts.executor
         self._submit, self._collect = executor.submit, executor.collect
         executor.submit, executor.collect = self.submit, self.collect
-        if hasattr(executor, "poll"):
-            self._poll, executor.poll = executor.poll, self.poll
+        self._poll, executor.poll = executor.poll, self.poll
 
     def submit(self, batch: Batch) -> None:
         for chunk in batch.prefills:

@@ -17,7 +17,7 @@ import torch
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, WITH_HISTORY, Case, parity_cases
 from specdec.certify.oracle import Oracle
 from specdec.clocks import Clock, CostCurve, LatencyProfile, SimulatedClock
-from specdec.metrics.counters import SourceCounters
+from specdec.interfaces import TokenSource, TreePolicy
 from specdec.models.slicing import final_norm
 from specdec.pairs import RandomPair
 from specdec.policies.tree_growth import (
@@ -111,7 +111,7 @@ def simulated(target_ms: float, draft_ms: float) -> Clock:
     return SimulatedClock(profile(target_ms, draft_ms))
 
 
-class FreeRunning:
+class FreeRunning(TreePolicy):
     """A draft that never waits for the target (AMUSD), or a target that waits for no draft (DSI).
 
     Each request has one draft pass at a time, which is followed by the next at once, on the best
@@ -225,7 +225,7 @@ def _live(state: DecodeState, ticket: Ticket) -> list[bool]:
     ]
 
 
-class LevelWhenKnown:
+class LevelWhenKnown(TreePolicy):
     """Submits a level as soon as the source has proposals for the one above.
 
     Attributes:
@@ -240,8 +240,6 @@ class LevelWhenKnown:
         self.width = width
         self.children = children
         self.early_events = 0
-
-    def open(self, request: RequestState) -> None: ...
 
     def held_nodes(self, in_flight: int) -> int:
         return 1 + self.width * in_flight
@@ -260,10 +258,6 @@ class LevelWhenKnown:
             expand(state, source, [(r, open_bottom(r)) for r in requests], self.children)
         return False
 
-    def commit(self, commits: Sequence[Commit], output: Output) -> None: ...
-
-    def close(self, request_id: int) -> None: ...
-
 
 def _bottom(request: RequestState) -> Any:
     tree = request.tree
@@ -271,7 +265,7 @@ def _bottom(request: RequestState) -> Any:
     return slots[tree.expanded[slots]]
 
 
-class EarlyLens:
+class EarlyLens(TokenSource):
     """Proposes from the output of a layer, by the target's own final norm and output matrix.
 
     Attributes:
@@ -282,7 +276,6 @@ class EarlyLens:
     def __init__(self, models: RandomPair, *, name: HiddenName) -> None:
         """Reads the states ``name`` of ``models``."""
         self.needs = Needs(early_hidden=(name,))
-        self.counters = SourceCounters()
         self.vocab_size: int | None = models.vocab_size
         self.prompts: dict[int, list[PromptHidden]] = {}
         self.proposed: list[tuple[int, int, int]] = []
@@ -319,5 +312,3 @@ class EarlyLens:
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         for chunk in output.prompts:
             self.prompts[chunk.request].append(chunk)
-
-    def close(self, request_id: int) -> None: ...

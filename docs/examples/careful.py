@@ -6,10 +6,9 @@ import math
 
 import numpy as np
 
-from specdec.interfaces import TokenSource
+from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import Count, Share, validated
 from specdec.policies.tree_growth import (
-    Stateless,
     expand,
     last_position,
     ready_requests,
@@ -19,11 +18,10 @@ from specdec.state import DecodeState, RequestState
 from specdec.types import Nodes
 
 
-class Careful(Stateless):
+class Careful(TreePolicy):
     """Drafts token by token while the draft gives its best candidate at least ``min_prob``."""
 
     value_dependent = True  # it looks at probabilities, so rejection sampling would be biased
-    serial = True  # it drafts before the target starts, not while it is busy
 
     @validated
     def __init__(self, *, gamma: Count, min_prob: Share) -> None:

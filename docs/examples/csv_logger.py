@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from specdec.interfaces import Logger
+
 Names = Annotated[list[str], Field(min_length=1)]  # an alias of the author's own
 
 
-class CsvLogger:
+class CsvLogger(Logger):
     """One line per strategy: its run folder, its name, and chosen metrics."""
 
     def __init__(self, *, path: str, metrics: Names) -> None:

@@ -6,17 +6,17 @@ import csv
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from specdec.data import Prompt
+from specdec.data import DataReader, Prompt
 from specdec.errors import UserError
 
 Column = Annotated[str, Field(min_length=1)]  # an alias of the author's own
 
 
-class CsvPrompts:
+class CsvPrompts(DataReader):
     """One prompt per row of a CSV file with a header."""
 
     def __init__(self, *, path: str, column: Column) -> None:
@@ -46,7 +46,7 @@ class CsvPrompts:
                     source=f"{self._path.name} row {index + 2}",  # row 1 is the header
                 )
 
-    def provenance(self) -> dict[str, object]:
+    def provenance(self) -> dict[str, Any]:
         """What identifies the prompts in ``provenance.json``."""
         return {
             "file": self._path.name,

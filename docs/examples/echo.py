@@ -6,18 +6,14 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from specdec.metrics.counters import SourceCounters
+from specdec.interfaces import TokenSource
 from specdec.parts.fields import PositiveShare, validated
 from specdec.state import DecodeState, RequestState
-from specdec.types import Candidates, Commit, Needs, Nodes, Output
+from specdec.types import Candidates, Commit, Nodes, Output
 
 
-class Echo:
+class Echo(TokenSource):
     """Stores, per request, the last follower of each token, and proposes it."""
-
-    needs = Needs()  # nothing from the other parts
-    gives_probs = False  # candidates are not sampled: not for rejection verifiers
-    vocab_size: int | None = None  # any vocabulary
 
     @validated
     def __init__(self, *, trust: PositiveShare) -> None:
@@ -26,7 +22,6 @@ class Echo:
         Args:
             trust: draft probability of its proposals.
         """
-        self.counters = SourceCounters()  # no model passes to count
         self._logprob = math.log(trust)
         self._requests: dict[int, RequestState] = {}
         self._followers: dict[int, dict[int, int]] = {}

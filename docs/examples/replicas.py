@@ -20,7 +20,7 @@ from specdec.executors.answerer import Answerer
 from specdec.executors.exits import layers_of, paged
 from specdec.executors.models import Blocks, ModelPair
 from specdec.executors.stage import Stage
-from specdec.metrics.counters import ExecutorCounters
+from specdec.interfaces import Executor
 from specdec.parts.fields import Count
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.state import RequestState
@@ -49,15 +49,10 @@ class _Pending:
     due: float
 
 
-class Replicas:
-    """``replicas`` copies of the target on devices 1, 2, ...
+class Replicas(Executor):
+    """``replicas`` copies of the target on devices 1, 2, ..."""
 
-    Attributes:
-        counters: batches and rows submitted.
-    """
-
-    latency: int | None = None
-    hidden = ()
+    latency = None  # answers come when they come
 
     @classmethod
     def plan(
@@ -110,7 +105,6 @@ class Replicas:
     def __init__(self, copies: Sequence[_Copy], *, clock: Clock, delay_ms: float = 0.0) -> None:
         """Composes the executor."""
         self.in_flight = len(copies)
-        self.counters = ExecutorCounters()
         self._copies = list(copies)
         self._clock = clock
         self._delay_ms = delay_ms
@@ -184,9 +178,6 @@ class Replicas:
             copy.close(request_id)
         for pending in self._pending:
             pending.answers = tuple(a for a in pending.answers if a.request != request_id)
-
-    def shutdown(self) -> None:
-        """No-op: nothing runs outside this process."""
 
     @property
     def _ranks(self) -> range:

@@ -9,12 +9,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specdec.clocks import CONTROLLER, ClockKind, Timeline, Work
+from specdec.clocks import CONTROLLER, Clock, ClockKind, Timeline, Work
 
 Size = Annotated[float, Field(gt=0)]  # an alias of the author's own
 
 
-class Roofline:
+class Roofline(Clock):
     """A pass takes as long as reading its weights or computing its rows, whichever is longer."""
 
     kind = ClockKind.SIMULATED  # virtual: results are labelled simulated
@@ -37,7 +37,6 @@ class Roofline:
             timeline: injected; receives a span per piece of work of a traced run.
         """
         self.timeline = timeline
-        self.drafting = False  # set by the loop
         self._gb = {Work.STAGE: stage_gb, Work.DRAFT: draft_gb}  # other work costs nothing
         self._bandwidth, self._tflops = bandwidth_gb_s, tflops
         self._time: defaultdict[int, float] = defaultdict(float)  # rank -> seconds
@@ -62,10 +61,6 @@ class Roofline:
     def align(self, rank: int, to: int) -> None:
         """The rank waits for the end of the work of ``to``."""
         self._time[rank] = max(self._time[rank], self._time[to])
-
-    def follow(self, rank: int, to: int) -> None:
-        """As ``align``: virtual time is never late."""
-        self.align(rank, to)
 
     def barrier(self, ranks: Sequence[int]) -> None:
         """The controller and the ranks continue at the latest of their times."""

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from specdec.errors import UserError
-from specdec.interfaces import Executor, TokenSource, TreePolicy
+from specdec.interfaces import Executor, Scheduler, TokenSource, TreePolicy
 from specdec.serving import ServingRules
 from specdec.state import DecodeState, RequestState, batch_of
 from specdec.types import Batch, Nodes, PrefillChunk
@@ -17,7 +17,7 @@ from specdec.types import Batch, Nodes, PrefillChunk
 Tokens = Annotated[int, Field(ge=0)]  # an alias of the author's own
 
 
-class ShortestFirst:
+class ShortestFirst(Scheduler):
     """Admits by length; every second of waiting counts as ``patience`` tokens less."""
 
     def __init__(

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from specdec.interfaces import Verifier
 from specdec.parts.fields import Count, validated
 from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
@@ -14,7 +15,7 @@ from specdec.types import NO_NODE, Lossless, Needs, Verdict
 from specdec.verifiers.walk import Choice, follow, target_probs
 
 
-class TopK:
+class TopK(Verifier):
     """Follows the most probable child that is among the target's ``k`` most probable tokens."""
 
     needs = Needs(target_probs=True)  # answers carry the target's distributions

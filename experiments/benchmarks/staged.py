@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from specdec.config.job import run_job_of
+from specdec.interfaces import TreePolicy
 from specdec.metrics import RequestResult
 from specdec.pairs import ModelPair
 from specdec.runs.jobs import prepare, stop_rules
@@ -35,15 +36,28 @@ TREES = {
 }
 
 
-class RecordedPolicy:
+class RecordedPolicy(TreePolicy):
     """A policy that records the tokens and parents of all submitted nodes."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
+        self.value_dependent = policy.value_dependent
         self.trees: list[tuple[Any, ...]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
+    def check_source(self, source: Any) -> None:
+        self._policy.check_source(source)
+
+    def open(self, request: Any) -> None:
+        self._policy.open(request)
+
+    def close(self, request_id: int) -> None:
+        self._policy.close(request_id)
+
+    def commit(self, commits: Any, output: Any) -> None:
+        self._policy.commit(commits, output)
+
+    def overlap(self, state: Any, source: Any, events: Any) -> bool:
+        return self._policy.overlap(state, source, events)
 
     def select(self, state: Any, source: Any) -> Nodes:
         """Records and returns the policy's selection."""

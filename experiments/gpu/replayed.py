@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from specdec.clocks.meter import Meter
 from specdec.executors.answerer import AnsweredRequest, Answerer, ModelAnswerer
 from specdec.executors.stage import ModelStage, Stage
+from specdec.interfaces import TokenSource
 from specdec.models.execution import Execution
 from specdec.models.quantize import num_bytes
 from specdec.models.runner import ModelRunner
@@ -111,10 +112,8 @@ class _Answerer:
         self._replayed.close(request_id)
 
 
-class ReplayedSource:
+class ReplayedSource(TokenSource):
     """Computes the draft's own candidates and returns the record's."""
-
-    gives_probs = False
 
     def __init__(self, *, real: DraftModelSource, replayed: SyntheticSource, meter: Meter) -> None:
         """Wraps both; passes and rows are those of the real one."""

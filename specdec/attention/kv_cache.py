@@ -16,12 +16,13 @@ Shape letters: L layers, G key/value heads, D head size, C capacity in slots, R 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from torch import Tensor
 
 from specdec.attention.kv_storage import Buffers, CacheSpec, Contiguous, Storage, Store
 from specdec.types import BoolArray, Commit, CommitKind, IntArray
-from specdec.types.records import record
 
 EMPTY: IntArray = np.zeros(0, np.int64)
 """An empty array of tokens or nodes."""
@@ -29,7 +30,7 @@ EMPTY: IntArray = np.zeros(0, np.int64)
 _FRESH_ENTRIES = 128  # size of a new cache's index arrays, which grow as needed
 
 
-@record(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
     """The rows of one request in one forward pass, and their slots in its cache.
 

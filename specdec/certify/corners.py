@@ -52,7 +52,7 @@ def decode_in_full_cache(
     if not serving.get("kv_tokens"):
         return None
     with subject.composed() as parts:
-        held = getattr(parts.policy, "held_nodes", lambda _: 0)(parts.executor.in_flight)
+        held = parts.policy.held_nodes(parts.executor.in_flight) or 0
     most = max(len(case.prompt) + case.stop.max_new_tokens for case in cases) + held
     full = {**serving, "kv_tokens": most, "block_tokens": 1}  # blocks without room to spare
     with subject.composed(serving=full) as parts:

@@ -169,8 +169,8 @@ class Watch:
                     self._record_beyond(request)
             submit(batch)
 
-        levels = getattr(parts.source, "levels", (parts.source,))
-        self.is_asynchronous = hasattr(levels[0], "start")
+        levels = parts.source.levels
+        self.is_asynchronous = levels[0].asynchronous or levels[0] is not parts.source
         self.in_thread = self.is_asynchronous and parts.clock.kind is ClockKind.MEASURED
         if self.is_asynchronous:
             for number, level in enumerate(levels):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from specdec.interfaces import Logger
 from specdec.parts.build import build_part
 from specdec.parts.fields import Text, validated
 
@@ -35,8 +36,6 @@ def log_results(
     """
     node = configs[0]["logger"]
     if "_target_" in node:
-        from specdec.interfaces import Logger  # torch comes with it
-
         logger: Logger = build_part(node, {}, "logger", Logger)
     elif node["kind"] == "none":
         return
@@ -46,7 +45,7 @@ def log_results(
         logger.log(config, row, folder)
 
 
-class WandbLogger:
+class WandbLogger(Logger):
     """Weights & Biases: one wandb run per strategy.
 
     A run has the configuration, every numeric metric in its summary, curves over prompts, depths

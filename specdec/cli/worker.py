@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.cli.execute import execute
 from specdec.config.job import Job
-from specdec.config.options import PROTOCOLS, read_yaml
+from specdec.config.options import BASES, read_yaml
 from specdec.errors import UserError
 from specdec.parts.build import locate
 
@@ -49,7 +49,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a resolved configuration: {remedy}")
     config = {str(key): value for key, value in loaded.items()}
     for section, node in config.items():  # before any class is called
-        if isinstance(node, dict) and "_target_" in node and (path_of := PROTOCOLS.get(section)):
+        if isinstance(node, dict) and "_target_" in node and (path_of := BASES.get(section)):
             locate(node["_target_"], section, resolve_name(path_of))
     executor = config.get("executor", {})
     if executor.get("transport") != "distributed":

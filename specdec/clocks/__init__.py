@@ -1,7 +1,7 @@
 """Time: one interface for measured, paced and simulated clocks."""
 
-from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, WallClock, Work
-from specdec.clocks.profile import CostCurve, LatencyProfile
+from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, WallClock
+from specdec.clocks.profile import CostCurve, LatencyProfile, Work
 from specdec.clocks.simulated import SimulatedClock
 from specdec.clocks.timeline import ClockReport, DraftTime, Span, Timeline
 from specdec.clocks.wall import MeasuredClock, PacedClock

@@ -1,4 +1,4 @@
-"""The Protocol of clocks.
+"""The base class of clocks.
 
 Rank 0 is the controller, which also runs the draft; pipeline stages are ranks 1 to N. A local
 target shares rank 0 with its draft. Times are in seconds; latency profiles are in milliseconds.
@@ -6,31 +6,16 @@ target shares rank 0 with its draft. Times are in seconds; latency profiles are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
 
-from specdec.clocks.timeline import ClockReport, Timeline
+from specdec.clocks.profile import LatencyProfile, Work
+from specdec.clocks.timeline import ClockReport, DraftTime, Timeline
 
 CONTROLLER = 0
 """Rank of the controller."""
-
-
-class Work(StrEnum):
-    """Kinds of work that a latency profile prices.
-
-    ``DRAFT``, ``MIDDLE``: a pass of the model of that name. ``EXIT``: an exit head and its output
-    layer.
-    """
-
-    STAGE = "stage"
-    DRAFT = "draft"
-    MIDDLE = "middle"
-    HEAD = "head"
-    PRUNE = "prune"
-    TRANSFER = "transfer"
-    EXIT = "exit"
 
 
 class ClockKind(StrEnum):
@@ -46,89 +31,99 @@ class ClockKind(StrEnum):
     SIMULATED = "simulated"
 
 
-@runtime_checkable
-class Clock(Protocol):
+class Clock(ABC):
     """Source of all times; executors and token sources charge it for their work.
 
     Where ranks are processes, each process has its own clock and charges only itself, in three
     steps: ``start``, the work, ``charge``. A simulated clock is one object that accounts for all
     ranks, and may be charged before the work.
-
-    Optional attributes (default in parentheses):
-
-    profile (None): ``LatencyProfile``, read by policies that adapt to costs.
-    busy_s (None): rank -> seconds of charged work, for ``bubble_share`` of a simulated clock.
-    drafted (None): ``DraftTime``, for ``draft_hidden_share``.
-    fan_out(ranks) (``align`` of each rank with the controller), charge_each(ranks, kind,
-    nums_tokens) (``charge`` of each), fan_in(ranks) (``align`` of the controller with each): all
-    stages of a step at once, which takes less of the controller's time.
     """
 
     kind: ClockKind
     """A class attribute: composition depends on it before a clock is built."""
-    timeline: Timeline | None
+    timeline: Timeline | None = None
     """Receives a span per piece of work; None unless the run is traced."""
-    drafting: bool
+    drafting: bool = False
     """Whether a token source is running: work charged to the controller is then draft work."""
+    profile: LatencyProfile | None = None
+    """Prices of work, read by policies that adapt to costs."""
+    busy_s: Mapping[int, float] | None = None
+    """Rank -> seconds of charged work, for ``bubble_share`` of a simulated clock."""
+    drafted: DraftTime | None = None
+    """Time of draft work, for ``draft_hidden_share``."""
 
+    @abstractmethod
     def start(self, rank: int) -> None:
         """The rank begins a piece of work (no effect on a virtual clock).
 
         Without this call, work begins with its first metered model call.
         """
-        ...
 
+    @abstractmethod
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
         """Accounts for work on ``num_tokens`` rows that the rank has just done.
 
         A charge without a new ``start`` continues where the last one ended (the head after the
         layers).
         """
-        ...
 
+    @abstractmethod
     def align(self, rank: int, to: int) -> None:
         """The rank's next work begins no earlier than the end of the work charged to ``to``."""
-        ...
 
     def follow(self, rank: int, to: int) -> None:
         """As ``align``, for work that continues the schedule of what was charged before.
 
         On a paced clock a late wake-up does not delay the schedule: the rank waits that much less.
         """
-        ...
+        self.align(rank, to)
 
+    def fan_out(self, ranks: Sequence[int]) -> None:
+        """``align`` of each rank with the controller, at the beginning of a step."""
+        for rank in ranks:
+            self.align(rank, CONTROLLER)
+
+    def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
+        """``charge`` of each rank."""
+        for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
+            self.charge(rank, kind, num_tokens)
+
+    def fan_in(self, ranks: Sequence[int]) -> None:
+        """``align`` of the controller with each rank, at the end of a step."""
+        for rank in ranks:
+            self.align(CONTROLLER, rank)
+
+    @abstractmethod
     def barrier(self, ranks: Sequence[int]) -> None:
         """Makes the controller wait for the ranks, and the ranks for each other."""
-        ...
 
+    @abstractmethod
     def busy(self, rank: int) -> bool:
         """Whether the work of ``rank`` ends after the controller's present time."""
-        ...
 
+    @abstractmethod
     def ends_s(self, rank: int) -> float | None:
         """Time at which the work charged to ``rank`` ends; None if it is not known in advance."""
-        ...
 
+    @abstractmethod
     def on(self, rank: int) -> AbstractContextManager[None]:
         """Inside the block, charges of the controller go to ``rank``, whose work begins now.
 
         If ``rank`` is still busy, it begins when that work has ended. No effect on measured time.
         """
-        ...
 
+    @abstractmethod
     def now(self) -> float:
         """Seconds since the run began, on the controller."""
-        ...
 
+    @abstractmethod
     def wait_until(self, seconds: float) -> None:
         """Advances the controller's time to ``seconds`` (the next arrival)."""
-        ...
 
 
-@runtime_checkable
-class WallClock(Clock, Protocol):
+class WallClock(Clock):
     """A clock of one process; required on the ranks of ``executor.transport=distributed``."""
 
+    @abstractmethod
     def report(self) -> ClockReport:
         """Cumulative counts of this rank; each span is returned once."""
-        ...

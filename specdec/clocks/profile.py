@@ -5,14 +5,30 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from specdec.clocks.interface import Work
 from specdec.parts.fields import Index, validated
 
 _Ms = Annotated[float, Field(ge=0)]
+
+
+class Work(StrEnum):
+    """Kinds of work that a latency profile prices.
+
+    ``DRAFT``, ``MIDDLE``: a pass of the model of that name. ``EXIT``: an exit head and its output
+    layer.
+    """
+
+    STAGE = "stage"
+    DRAFT = "draft"
+    MIDDLE = "middle"
+    HEAD = "head"
+    PRUNE = "prune"
+    TRANSFER = "transfer"
+    EXIT = "exit"
 
 
 @validated

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from specdec.clocks.interface import CONTROLLER, ClockKind, Work
-from specdec.clocks.profile import LatencyProfile, Prices
+from specdec.clocks.interface import CONTROLLER, Clock, ClockKind
+from specdec.clocks.profile import LatencyProfile, Prices, Work
 from specdec.clocks.timeline import DraftTime, Timeline
 
 
-class SimulatedClock:
+class SimulatedClock(Clock):
     """A virtual clock: each rank has its own time, which charged work advances.
 
     Attributes:
@@ -20,6 +20,8 @@ class SimulatedClock:
     """
 
     kind = ClockKind.SIMULATED
+    profile: LatencyProfile
+    drafted: DraftTime
 
     def __init__(
         self, profile: LatencyProfile, *, scale: float = 1.0, timeline: Timeline | None = None
@@ -35,7 +37,6 @@ class SimulatedClock:
         self.scale = scale
         self.timeline = timeline
         self.busy_s: defaultdict[int, float] = defaultdict(float)
-        self.drafting = False
         self.drafted = DraftTime()
         self._time: defaultdict[int, float] = defaultdict(float)
         self._prices = Prices(profile, scale)
@@ -72,19 +73,10 @@ class SimulatedClock:
             if now > time[rank]:
                 time[rank] = now
 
-    def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
-        """As ``charge``, for each rank."""
-        for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
-            self.charge(rank, kind, num_tokens)
-
     def fan_in(self, ranks: Sequence[int]) -> None:
         """The controller's time becomes at least that of each rank."""
         time = self._time
         time[CONTROLLER] = max(time[CONTROLLER], *[time[rank] for rank in ranks])
-
-    def follow(self, rank: int, to: int) -> None:
-        """As ``align``: virtual work is never late."""
-        self.align(rank, to)
 
     def barrier(self, ranks: Sequence[int]) -> None:
         """Sets the times of the ranks and the controller to the latest of them."""

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter, sleep, time
 
-from specdec.clocks.interface import CONTROLLER, ClockKind, Work
+from specdec.clocks.interface import CONTROLLER, ClockKind, WallClock
 from specdec.clocks.meter import Meter
-from specdec.clocks.profile import LatencyProfile, Prices
+from specdec.clocks.profile import LatencyProfile, Prices, Work
 from specdec.clocks.timeline import ClockReport, DraftTime, Timeline
 
 
@@ -59,7 +59,7 @@ class _Stopwatch:
         return (self.now(), False) if self._start is None else (self._start, True)
 
 
-class MeasuredClock:
+class MeasuredClock(WallClock):
     """The wall clock of one process; it charges one rank and waits for no other.
 
     Attributes:
@@ -85,7 +85,6 @@ class MeasuredClock:
         """
         self.rank = rank
         self.timeline = timeline
-        self.drafting = False
         self._meter = Meter() if meter is None else meter
         self._watch = _Stopwatch(self._meter)
         self._busy_s = 0.0
@@ -180,6 +179,8 @@ class PacedClock(MeasuredClock):
     """
 
     kind = ClockKind.PACED
+    profile: LatencyProfile
+    drafted: DraftTime
 
     def __init__(
         self,

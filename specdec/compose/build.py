@@ -23,7 +23,7 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.distributed.executor import Ranks
 from specdec.errors import UserError
 from specdec.executors.layout import FrontPlan
-from specdec.interfaces import PlannedExecutor, TokenSource, TreePolicy, Verifier
+from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.pairs import ModelPair
 from specdec.parts.build import build_part, locate
 from specdec.serving.rules import ServingRules, outside_scheduler
@@ -94,7 +94,7 @@ def build_parts(
     known: dict[str, Callable[[], Any]] = {
         "latency": lambda: plan.latency,
         "in_flight": lambda: plan.in_flight,
-        "profile": lambda: getattr(bench.clock, "profile", None),
+        "profile": lambda: bench.clock.profile,
     }
     policy = build_part(cfg["policy"], known, "policy", TreePolicy)
     judge: Verifier = verifier or build_part(cfg["verifier"], {}, "verifier", Verifier)
@@ -134,7 +134,7 @@ def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
     Raises:
         UserError: a class that is no executor, or keys that do not fit.
     """
-    cls = locate(node["_target_"], "executor", PlannedExecutor)
+    cls = locate(node["_target_"], "executor", Executor)
     keys = {key: value for key, value in node.items() if key != "_target_"}
     return planned(cls, pair, **keys)
 

@@ -20,11 +20,11 @@ class Planned:
     """An executor class with its plan.
 
     Attributes:
-        cls: the class, a ``PlannedExecutor``.
+        cls: the class, a ``Executor``.
         plan: the result of its ``plan``.
     """
 
-    cls: type[Any]
+    cls: type[Executor]
     plan: ExecutorPlan
 
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
@@ -49,17 +49,16 @@ class Planned:
                     f"{self.cls.__name__}.build requests {parameter.name!r}, which no run has:"
                     f" request some of {', '.join(runtime)}, or give it a default"
                 )
-        executor: Executor = self.cls.build(self.plan, needs, **objects)
-        return executor
+        return self.cls.build(self.plan, needs, **objects)
 
 
-def planned(cls: type[Any], pair: ModelPair, **keys: Any) -> Planned:
+def planned(cls: type[Executor], pair: ModelPair, **keys: Any) -> Planned:
     """First phase: the plan of an executor.
 
         executor = planned(PipelineExecutor, pair, stages=8)
 
     Args:
-        cls: the executor's class, a ``PlannedExecutor``.
+        cls: the executor's class, a ``Executor``.
         pair: target and draft.
         keys: configuration keys of the executor.
 

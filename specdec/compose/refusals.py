@@ -14,9 +14,8 @@ from specdec.types import ExecutorPlan, Lossless
 def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
     """Refuses a policy that does not fit the verifier or the clock."""
     name, judge = type(policy).__name__, type(verifier).__name__
-    if check := getattr(getattr(policy, "inner", policy), "check_clock", None):
-        check(clock)
-    if verifier.needs.draft_probs and getattr(policy, "time_dependent", False):
+    policy.check_clock(clock)
+    if verifier.needs.draft_probs and policy.time_dependent:
         raise UserError(
             f"{name} submits chains whose length depends on the times of passes, so with {judge}"
             " the output would depend on them too; use verifier=match, policy=pearl or policy=ssd"
@@ -33,14 +32,13 @@ def check_source(
 ) -> None:
     """Refuses a source that does not fit the policy, the verifier or the target's vocabulary."""
     name, judge, needs = type(source).__name__, type(verifier).__name__, source.needs
-    if check := getattr(policy, "check_source", None):
-        check(source)
-    if verifier.needs.draft_probs and not getattr(source, "gives_probs", False):
+    policy.check_source(source)
+    if verifier.needs.draft_probs and not source.gives_probs:
         raise UserError(
             f"{judge} needs the distribution that candidates were sampled from, which {name} does"
             " not give; use verifier=match or source=draft_model"
         )
-    if verifier.needs.draft_probs and needs.hidden and not getattr(policy, "serial", True):
+    if verifier.needs.draft_probs and needs.hidden and not policy.serial:
         raise UserError(
             f"{name} gets hidden states after {type(policy).__name__} drafts on, so with {judge}"
             " the output would depend on the executor; use verifier=match or policy=chain"
@@ -62,7 +60,7 @@ def check_executor(
 ) -> None:
     """Refuses a planned or built executor that does not deliver what the source needs."""
     name, needs = type(source).__name__, source.needs
-    if needs.exits and (executor.latency == 1 or not getattr(policy, "follows_exits", False)):
+    if needs.exits and (executor.latency == 1 or not policy.follows_exits):
         why = f"{type(policy).__name__} drafts before it submits, but a token's exit comes after"
         if executor.latency == 1:
             why = f"{name} needs exits before the answers, but one stage gives both at once"
@@ -72,7 +70,7 @@ def check_executor(
         )
     if isinstance(executor, ExecutorPlan):  # which does not state hidden states
         return
-    early = {*needs.early_hidden} - {*getattr(executor, "early_hidden", ())}
+    early = {*needs.early_hidden} - {*executor.early_hidden}
     layers = sorted({missing.layer for missing in early | ({*needs.hidden} - {*executor.hidden})})
     if layers:
         raise UserError(

@@ -32,7 +32,7 @@ from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models.runner import ModelRunner
 from specdec.pairs import HuggingFacePair, ModelPair
-from specdec.parts.build import require
+from specdec.parts.build import check_class
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.serving.rules import MakeScheduler, ServingRules
 from specdec.serving.scheduler import FifoScheduler
@@ -153,7 +153,7 @@ class Workbench:
         Raises:
             UserError: there is no such model, or the clock's profile has no price for it.
         """
-        profile = getattr(self.clock, "profile", None)
+        profile = self.clock.profile
         if name == "draft":
             return self.draft_runner(plan)
         if profile is not None and name not in profile.costs:
@@ -255,8 +255,8 @@ class Workbench:
             )
         plan, serving = executor.plan, ServingRules() if serving is None else serving
         # Check before the target is loaded and ranks start.
-        for part, protocol in (source, TokenSource), (policy, TreePolicy), (verifier, Verifier):
-            require(part, protocol, type(part).__name__)
+        for part, base in (source, TokenSource), (policy, TreePolicy), (verifier, Verifier):
+            check_class(type(part), base, type(part).__name__)
         serving.budget(policy, plan.in_flight)
         refusals.check_choice(policy, verifier, self.clock)
         refusals.check_source(source, policy, verifier, self.pair.vocab_size)

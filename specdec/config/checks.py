@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specdec.clocks.build import clock_kind
-from specdec.config.options import COMPARE, GROUPS, PARTS, PROTOCOLS
+from specdec.config.options import BASES, COMPARE, GROUPS, PARTS
 from specdec.errors import UserError
 from specdec.parts.build import build_part, check_values, locate
 from specdec.parts.fields import Count, Index, Positive, Text, Threads, errors_of, signature_of
@@ -87,9 +87,10 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     if not has_parts:
         taker = _TAKERS[f"options of {strategy['kind']}"]
         check_values(_resolved(taker), strategy["options"], "strategy.options")
-    elif check := getattr(locate(config["executor"]["_target_"], "executor"), "check", None):
+    else:
+        cls: Any = locate(config["executor"]["_target_"], "executor")
         keys = {key: value for key, value in config["executor"].items() if key != "_target_"}
-        check(keys, clock_kind(config["clock"]), tracing=config["trace"])
+        cls.check(keys, clock_kind(config["clock"]), tracing=config["trace"])
 
 
 def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
@@ -98,19 +99,19 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
     if not isinstance(node, dict):
         raise UserError(f"{label} is not a section: give it an option's keys, or drop ~{section}")
     values = {key: value for key, value in node.items() if key not in ("kind", "_target_")}
-    common, protocol = _resolved(_TAKERS.get(section)), _resolved(PROTOCOLS.get(section))
+    common, base = _resolved(_TAKERS.get(section)), _resolved(BASES.get(section))
     kind = node.get("_target_", node.get("kind"))
     taker = _resolved(_TAKERS.get(f"{section}={kind}"))
     if "_target_" not in node:
         taker = taker or common
     elif section == "executor":  # whose keys are arguments of the first phase
-        cls: Any = locate(kind, section, protocol)
-        taker = getattr(cls, "options", cls.plan)
+        cls: Any = locate(kind, section, base)
+        taker = cls.options or cls.plan
     if taker is not None:
         check_values(taker, values, section, label, given=_UNSTATED, complete=section != "executor")
-    elif protocol and ("_target_" in node or section in PARTS):
+    elif base and ("_target_" in node or section in PARTS):
         keys = signature_of(common).plain if common else ()
-        build_part(node, None, section, protocol, label=label, known=keys)
+        build_part(node, None, section, base, label=label, known=keys)
         for error in errors_of(common, node, f"{section}.") if common else ():
             raise UserError(error)
     else:

@@ -17,12 +17,12 @@ from specdec.parts.fields import Count, Text
 PARTS = ("source", "policy", "verifier", "executor")
 """Groups that make up a strategy."""
 
-PROTOCOLS = {
+BASES = {
     "strategy": None,
     "source": "specdec.interfaces.TokenSource",
     "policy": "specdec.interfaces.TreePolicy",
     "verifier": "specdec.interfaces.Verifier",
-    "executor": "specdec.interfaces.PlannedExecutor",
+    "executor": "specdec.interfaces.Executor",
     "model": "specdec.pairs.ModelPair",
     "data": "specdec.data.DataReader",
     "sampling": None,
@@ -30,9 +30,9 @@ PROTOCOLS = {
     "clock": "specdec.clocks.Clock",
     "logger": "specdec.interfaces.Logger",
 }
-"""Group -> Protocol that the class of its ``_target_`` must implement; None where it has none."""
+"""Group -> base of the class that its ``_target_`` names; None where it has none."""
 
-GROUPS = tuple(PROTOCOLS)
+GROUPS = tuple(BASES)
 """Groups with options for the command line; other folders of the tree are no groups."""
 
 COMPARE: dict[str, Any] = {

@@ -1,11 +1,12 @@
-"""A prompt, its tokens, and the Protocol of classes that read prompts."""
+"""A prompt, its tokens, and the base class of readers of prompts."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,25 +45,24 @@ class Prompt:
     category: str = ""
 
 
-@runtime_checkable
-class DataReader(Protocol):
+class DataReader(ABC):
     """Reads the prompts of a data set outside this library (``data=`` with ``_target_``).
 
     The limit, the sample, the chat template and the lengths (``data.limit``, ``sample_seed``,
     ``chat``, ``max_prompt_tokens``, ``truncation``) are applied afterwards.
-
-    Optional methods (default in parentheses):
-
-    provenance() -> dict (empty): plain JSON facts for ``provenance.json``, such as a SHA-256.
     """
 
+    @abstractmethod
     def prompts(self) -> Iterable[Prompt]:
         """Prompts in the data set's order, with different ids.
 
         Called once before a run, for the first prompt only, and once in the run. Should raise
         ``UserError`` for a missing file or an unreadable record.
         """
-        ...
+
+    def provenance(self) -> dict[str, Any]:
+        """Plain JSON facts for ``provenance.json``, such as a SHA-256."""
+        return {}
 
 
 TURN_IDS = 1_000_000_000

@@ -115,8 +115,7 @@ def _build_reader(data: Mapping[str, Any]) -> DataReader:
 def section_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
     """``data_provenance`` of a configuration's section ``data``, or its reader's ``provenance``."""
     if "_target_" in data:
-        facts: dict[str, Any] = getattr(_build_reader(data), "provenance", dict)()
-        return {"data": data["name"], **facts}
+        return {"data": data["name"], **_build_reader(data).provenance()}
     chosen = {key: data.get(key) for key in ("sets", "subset")}
     return data_provenance(data["name"], origin=data.get("origin", "local"), **chosen)
 

@@ -35,6 +35,7 @@ from specdec.distributed.rank_groups import GroupHandle
 from specdec.distributed.replies import Reply, ReplyKey, read_answers, read_exits, read_hidden
 from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
 from specdec.executors.step_charges import StepCharges
+from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Answers, Batch, Commit, Exits, HiddenName, IntArray, Output
 
@@ -63,7 +64,7 @@ class Ranks:
     trace: bool = False
 
 
-class DistributedExecutor:
+class DistributedExecutor(Executor):
     """A pipeline with each stage on its own rank; controller and draft are on rank 0.
 
     Attributes:
@@ -72,10 +73,10 @@ class DistributedExecutor:
         hidden: hidden states of the answers, on the host. Ranks send them in the step in which they
             are computed; rank 0 keeps them until the answers arrive.
         early_hidden: hidden states that rank 0 passes on in the step in which they are computed.
-        wakeup: see ``Executor``.
     """
 
-    latency: int | None
+    can_poll = True
+    distributed = True
 
     def __init__(
         self,
@@ -207,14 +208,9 @@ class DistributedExecutor:
         """When the slowest stage ends, by the profile of a paced clock."""
         return None if self._times is None else self._times.due_s()
 
-    @property
-    def wakeup(self) -> threading.Event | None:
-        """Set when a reply arrives."""
-        return self._group.wakeup
-
-    @wakeup.setter
-    def wakeup(self, event: threading.Event | None) -> None:
+    def set_wakeup(self, event: threading.Event) -> bool:
         self._group.wakeup = event
+        return True
 
     def poll(self) -> Output | None:
         """Exits and early hidden states that have arrived in this step.
@@ -309,7 +305,7 @@ class DistributedExecutor:
         return self._group.num_bytes
 
     @property
-    def places(self) -> dict[int, int]:
+    def stage_of_rank(self) -> dict[int, int]:
         """Rank -> stage, from 1."""
         return {rank: self._plan.ranks[rank - 1].group for rank in self._ranks}
 

@@ -296,7 +296,7 @@ class EarlyExitExecutor(LocalExecutor):
         blocks: Blocks,
         front: ExitFront | None = None,
     ) -> EarlyExitExecutor:
-        """Loads the layers behind the front, which the source has made; see ``PlannedExecutor``.
+        """Loads the layers behind the front, which the source has made; see ``Executor``.
 
         Raises:
             UserError: the source has made no front.

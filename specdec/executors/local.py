@@ -11,6 +11,7 @@ from specdec.executors.exits import paged
 from specdec.executors.models import Blocks, ModelPair, deliverable
 from specdec.executors.row_packing import with_early, with_hidden
 from specdec.executors.stage import Stage
+from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Batch, Commit, ExecutorPlan, HiddenName, Needs, Output, Placement
 
@@ -20,16 +21,13 @@ if TYPE_CHECKING:
     from specdec.state import RequestState
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """Runs each batch in its own step, on the device that the draft shares.
 
     Attributes:
         counters: passes and rows so far (an empty batch has none).
         hidden, early_hidden: hidden states that the outputs contain, both with the answers.
     """
-
-    latency: int | None = 1
-    in_flight = 1
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class LocalExecutor:
         draws: KeyedDraws,
         blocks: Blocks,
     ) -> LocalExecutor:
-        """Loads the target; see ``PlannedExecutor``."""
+        """Loads the target; see ``Executor``."""
         needs = deliverable(needs, pair.num_layers)
         layers = pair.stage(0, pair.num_layers, meter, capture=needs.hidden + needs.early_hidden)
         answerer = pair.answerer(draws=draws, needs_probs=needs.target_probs)
@@ -106,10 +104,6 @@ class LocalExecutor:
         self._batch = batch
         if batch.num_tokens:
             self.counters.count(batch)
-
-    def ready(self) -> bool:
-        """True: drafting and the target's pass do not overlap on one device."""
-        return True
 
     def due_s(self) -> float | None:
         """Now."""
@@ -142,6 +136,3 @@ class LocalExecutor:
         """Frees the request's cache."""
         self._stage.close(request_id)
         self._answerer.close(request_id)
-
-    def shutdown(self) -> None:
-        """No-op."""

@@ -25,6 +25,7 @@ from specdec.executors.models import Blocks, ModelPair, OverRanks, deliverable
 from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
 from specdec.executors.stage import Stage
 from specdec.executors.step_charges import StepCharges
+from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Output
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from specdec.state import RequestState
 
 
-class PipelineExecutor:
+class PipelineExecutor(Executor):
     """N stages on ranks 1 .. N; the controller and the draft are on rank 0.
 
     Attributes:
@@ -80,7 +81,7 @@ class PipelineExecutor:
         self._submitted = Submitted()
         self._step = -1
         self.in_flight = len(self._stages)
-        self.latency: int | None = self.in_flight
+        self.latency = self.in_flight
         self.counters = ExecutorCounters()
         self.stage_rows = [0] * len(self._stages)
 
@@ -88,7 +89,7 @@ class PipelineExecutor:
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], clock: ClockKind, *, tracing: bool) -> None:
-        """Refuses keys that do not fit together, the clock or a trace; see ``PlannedExecutor``."""
+        """Refuses keys that do not fit together, the clock or a trace; see ``Executor``."""
         options = PipelineOptions(**keys)
         if options.transport == "in_process":
             check_in_process(clock, tracing=tracing)
@@ -116,7 +117,7 @@ class PipelineExecutor:
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> Any:
-        """Loads the stages, in this process or on their ranks; see ``PlannedExecutor``."""
+        """Loads the stages, in this process or on their ranks; see ``Executor``."""
         exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
         needs = deliverable(needs, pair.num_layers, exits=bool(exits))
         bounds = plan.bounds(pair, exits[0] if exits else None)
@@ -247,11 +248,8 @@ class PipelineExecutor:
                 if not slot.batch.num_tokens:
                     self._slots[i] = None
 
-    def shutdown(self) -> None:
-        """No-op."""
-
     @property
-    def places(self) -> dict[int, int]:
+    def stage_of_rank(self) -> dict[int, int]:
         """Rank -> stage number, both from 1."""
         return {rank: rank for rank in range(1, len(self._stages) + 1)}
 

@@ -20,6 +20,7 @@ from specdec.executors.layout import PipelinePlan, StageLayout
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair, OverRanks
 from specdec.executors.target_copy import TargetCopy
+from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.parts.fields import Count
 from specdec.state import RequestState, tree_rows
@@ -29,7 +30,6 @@ from specdec.types import (
     Batch,
     Commit,
     ExecutorPlan,
-    HiddenName,
     Needs,
     Output,
     Placement,
@@ -58,7 +58,7 @@ class ReplicasPlan(ExecutorPlan):
     distributed: bool
 
 
-class ReplicasExecutor:
+class ReplicasExecutor(Executor):
     """Copies of the target on ranks 1 .. N, which answer up to N batches at the same time.
 
     Attributes:
@@ -68,8 +68,7 @@ class ReplicasExecutor:
         hidden: none; hidden states are not delivered.
     """
 
-    latency: int | None = None
-    hidden: tuple[HiddenName, ...] = ()
+    latency = None
 
     @classmethod
     def plan(
@@ -118,7 +117,7 @@ class ReplicasExecutor:
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> ReplicasExecutor:
-        """Loads the copies, in this process or on separate ranks; see ``PlannedExecutor``.
+        """Loads the copies, in this process or on separate ranks; see ``Executor``.
 
         Raises:
             UserError: paced processes, whose schedule is that of one target.
@@ -147,7 +146,7 @@ class ReplicasExecutor:
         return cls(remote, clock=clock, meter=meter, remote=True)
 
     def __init__(
-        self, copies: Sequence[Any], *, clock: Clock, meter: Meter, remote: bool = False
+        self, copies: Sequence[Executor], *, clock: Clock, meter: Meter, remote: bool = False
     ) -> None:
         """Composes the executor.
 
@@ -159,7 +158,7 @@ class ReplicasExecutor:
         """
         self.in_flight = len(copies)
         self.counters = ExecutorCounters()
-        self._clock, self._meter, self._remote = clock, meter, remote
+        self._clock, self._meter, self.distributed = clock, meter, remote
         self._copies = [
             TargetCopy(executor, clock, None if remote else rank)
             for rank, executor in enumerate(copies, 1)
@@ -235,7 +234,7 @@ class ReplicasExecutor:
         Raises:
             RankFailure: a process has ended.
         """
-        if not self._remote:
+        if not self.distributed:
             return []
         found = []
         for rank, copy in enumerate(self._copies, 1):
@@ -245,32 +244,22 @@ class ReplicasExecutor:
         return found
 
     @property
-    def pids(self) -> list[int] | None:
-        """Process ids of the copies; None in one process."""
-        if not self._remote:
-            return None
+    def pids(self) -> list[int]:
         return [pid for copy in self._copies for pid in copy.executor.pids or ()]
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this process has sent to the copies."""
-        return sum(getattr(copy.executor, "bytes_sent", 0) for copy in self._copies)
+        return sum(copy.executor.bytes_sent for copy in self._copies)
 
     @property
-    def places(self) -> dict[int, int]:
+    def stage_of_rank(self) -> dict[int, int]:
         """Rank -> stage: every copy is the whole target."""
         return dict.fromkeys(range(1, self.in_flight + 1), 1)
 
-    @property
-    def wakeup(self) -> threading.Event | None:
-        """Set when a copy's answers arrive."""
-        return getattr(self._copies[0].executor, "wakeup", None)
-
-    @wakeup.setter
-    def wakeup(self, event: threading.Event | None) -> None:
-        for copy in self._copies:
-            if hasattr(copy.executor, "wakeup"):
-                copy.executor.wakeup = event
+    def set_wakeup(self, event: threading.Event) -> bool:
+        willing = [copy.executor.set_wakeup(event) for copy in self._copies]
+        return all(willing)
 
     def _dispatch(self) -> None:
         """Starts waiting batches on free copies, without nodes that have left the trees."""

@@ -10,7 +10,7 @@ Shape letters: R rows of a batch, W tree rows, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -22,12 +22,11 @@ from specdec.attention.kv_storage import BlockPool
 from specdec.executors.row_packing import row_items, tree_row_index
 from specdec.models.runner import ModelRunner
 from specdec.types import Batch, Commit, HiddenName, IntArray, TreeRows
-from specdec.types.records import record
 
 _NONE = np.zeros(0, np.int64)
 
 
-@record(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
     """Results of a stage.
 

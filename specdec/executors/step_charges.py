@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.clocks import Clock, Work
 
 
 class StepCharges:
@@ -23,9 +22,6 @@ class StepCharges:
         self._clock = clock
         self._ranks = range(1, len(devices) + 1)
         self._larger = [(rank, num) for rank, num in enumerate(devices, 1) if num > 1]
-        self._fan_out = getattr(clock, "fan_out", partial(_fan_out, clock))
-        self._charge_each = getattr(clock, "charge_each", partial(_charge_each, clock))
-        self._fan_in = getattr(clock, "fan_in", partial(_fan_in, clock))
 
     def compute(self, rows: Sequence[int], num_nodes: int) -> None:
         """Charges the compute phase of all stages.
@@ -35,8 +31,8 @@ class StepCharges:
             num_nodes: tree nodes on the last stage, for the output head.
         """
         clock = self._clock
-        self._fan_out(self._ranks)
-        self._charge_each(self._ranks, Work.STAGE, rows)
+        self._clock.fan_out(self._ranks)
+        self._clock.charge_each(self._ranks, Work.STAGE, rows)
         for rank, num_devices in self._larger:
             for _ in range(num_devices - 1):
                 clock.charge(rank, Work.TRANSFER, rows[rank - 1])
@@ -69,27 +65,10 @@ class StepCharges:
             answered: whether the last stage sends answers to the controller.
         """
         ranks = self._ranks
-        self._fan_out(ranks)
+        self._clock.fan_out(ranks)
         if pruned:
-            self._charge_each(ranks, Work.PRUNE, [pruned] * len(ranks))
-        self._charge_each(ranks[: len(rows)], Work.TRANSFER, rows)
+            self._clock.charge_each(ranks, Work.PRUNE, [pruned] * len(ranks))
+        self._clock.charge_each(ranks[: len(rows)], Work.TRANSFER, rows)
         if answered:
             self._clock.charge(ranks[-1], Work.TRANSFER, 1)
-        self._fan_in(ranks)
-
-
-def _fan_out(clock: Clock, ranks: Sequence[int]) -> None:
-    for rank in ranks:
-        clock.align(rank, CONTROLLER)
-
-
-def _charge_each(
-    clock: Clock, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]
-) -> None:
-    for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
-        clock.charge(rank, kind, num_tokens)
-
-
-def _fan_in(clock: Clock, ranks: Sequence[int]) -> None:
-    for rank in ranks:
-        clock.align(CONTROLLER, rank)
+        self._clock.fan_in(ranks)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from specdec.clocks import Clock
 from specdec.device import select_rows
+from specdec.interfaces import Executor
 from specdec.state import RequestState, tree_rows
 from specdec.types import Answers, Batch, BoolArray, Commit, IntArray, Output, PrefillChunk
 
@@ -43,7 +43,7 @@ class CachedRequest:
 class TargetCopy:
     """One copy, and the record of its caches."""
 
-    def __init__(self, executor: Any, clock: Clock, rank: int | None) -> None:
+    def __init__(self, executor: Executor, clock: Clock, rank: int | None) -> None:
         """``rank``: clock rank of a copy in this process; None for a remote one."""
         self.executor = executor
         self.is_busy = False

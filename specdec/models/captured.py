@@ -42,7 +42,6 @@ from specdec.kernels.graphs import (
 )
 from specdec.models.captured_buffers import LEAST_CONTEXT, Arena, Arenas, Inputs
 from specdec.types import HiddenName, IntArray
-from specdec.types.records import record
 
 COLUMN_COUNTS = (64, 256, 1024)
 """Mask widths: tree entries that rows may see; a pass with more runs uncaptured."""
@@ -50,7 +49,7 @@ COLUMN_COUNTS = (64, 256, 1024)
 _MAX_REQUESTS = 4  # per captured pass; more run in one packed, uncaptured pass
 
 
-@record(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOutput:
     """Outputs of one pass.
 

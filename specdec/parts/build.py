@@ -1,20 +1,19 @@
 """Checks and constructs parts from nodes ``{"_target_": "package.Class", argument: value, ...}``.
 
-A class is called only if it has the methods of the Protocol of its kind, so a ``_target_`` cannot
-name an arbitrary callable. Its module is imported to find that out, which runs the module's code.
+A class is called only if it subclasses the base of its kind, so a ``_target_`` cannot name an
+arbitrary callable. Its module is imported to find that out, which runs the module's code.
 
 What is refused raises ``UserError``. Arguments of all functions: ``where`` is the dotted key of a
-section or node, ``label`` how the user chose it (default: the key), ``protocol`` the Protocol or
-base class that a class must implement (None: any).
+section or node, ``label`` how the user chose it (default: the key), ``base`` the base
+class that a class must have (None: any).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Set
+from inspect import isabstract
 from pkgutil import resolve_name
 from typing import Any, get_args
-
-from typing_extensions import get_protocol_members, is_protocol
 
 from specdec.errors import UserError
 from specdec.parts.fields import errors_of, signature_of
@@ -28,10 +27,8 @@ FILLED = {
 }
 """Section -> plain arguments of its class that are no keys: the program passes them."""
 
-_OPTIONAL = ("held_nodes",)  # of TreePolicy: only paged caches need it, and refuse its absence
 
-
-def locate(target: object, where: str, protocol: type | None = None) -> type:
+def locate(target: object, where: str, base: type | None = None) -> type:
     """Imports the class that ``_target_`` names in the node at ``where``."""
     at = f"{where}._target_={target}"
     try:
@@ -42,8 +39,8 @@ def locate(target: object, where: str, protocol: type | None = None) -> type:
             " specdec.policies.Chain, and put its folder on PYTHONPATH"
         ) from error
     if not isinstance(cls, type):
-        raise UserError(f"{at} is not a class: name one that has the methods of the {where} part")
-    require(cls, protocol, at)
+        raise UserError(f"{at} is not a class: name a class of the {where} part")
+    check_class(cls, base, at)
     return cls
 
 
@@ -83,7 +80,7 @@ def build_part(
     node: object,
     runtime: Mapping[str, Callable[[], Any]] | None,
     where: str,
-    protocol: type | None = None,
+    base: type | None = None,
     *,
     label: str = "",
     known: Collection[str] = (),
@@ -97,10 +94,10 @@ def build_part(
     """
     label = label or where
     if isinstance(node, list):
-        return [build_part(item, runtime, f"{where}[{i}]", protocol) for i, item in enumerate(node)]
+        return [build_part(item, runtime, f"{where}[{i}]", base) for i, item in enumerate(node)]
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise UserError(f"{where}={node!r} is not a part: it needs _target_, the path of a class")
-    cls = locate(node["_target_"], where, protocol)
+    cls = locate(node["_target_"], where, base)
     plain, _, objects = signature_of(cls)
     names = (*plain, *objects)
     arguments = {key: value for key, value in node.items() if key != "_target_"}
@@ -115,47 +112,35 @@ def build_part(
     )
     for key in nested:
         hint, at = objects.get(key), f"{where}.{key}"  # its class, or that of its items
-        inside = next((c for c in (hint, *get_args(hint)) if isinstance(c, type)), protocol)
+        inside = next((c for c in (hint, *get_args(hint)) if isinstance(c, type)), base)
         arguments[key] = build_part(arguments[key], runtime, at, inside, label=f"{label} at {at}")
     if runtime is None:
         return None
     missing = (name for name in names if name in runtime and name not in arguments)
     arguments.update({name: runtime[name]() for name in missing})
     try:
-        part = cls(**arguments)
+        return cls(**arguments)
     except UserError:
         raise
     except (TypeError, ValueError) as error:
         raise UserError(f"{where} ({cls.__name__}): {error}") from error
-    require(part, protocol, f"{where}._target_={node['_target_']}")
-    return part
 
 
-def require(candidate: Any, protocol: type | None, at: str) -> None:
-    """Refuses a class without the methods, or an object without the members; named ``at``."""
-    if protocol is None:
+def check_class(cls: type, base: type | None, at: str) -> None:
+    """Refuses a class, named ``at``, that does not subclass ``base`` or lacks a method of it."""
+    if base is None:
         return
-    if is_protocol(protocol):
-        members = sorted(get_protocol_members(protocol) - {*_OPTIONAL})
-        missing = [name for name in members if _lacks(candidate, name, protocol)]
-    else:
-        fits = issubclass(candidate if isinstance(candidate, type) else type(candidate), protocol)
-        missing = [] if fits else [f"the base class {protocol.__name__}"]
-    if missing:
+    if not issubclass(cls, base):
         raise UserError(
-            f"{at} is not a {protocol.__name__}: it lacks {', '.join(missing)}; name a class that"
-            f" implements {protocol.__module__}.{protocol.__name__}"
+            f"{at} is not a {base.__name__}: name a class that subclasses"
+            f" {base.__module__}.{base.__name__}"
         )
-
-
-def _lacks(candidate: Any, name: str, protocol: type) -> bool:
-    """Whether a member is missing, or an inherited stub that would have to return a value."""
-    member, is_class = getattr(protocol, name, None), isinstance(candidate, type)
-    if isinstance(member, property) or (is_class and not callable(member)):
-        return False  # properties may compute or raise, and a class need not have attributes
-    inherited = getattr(candidate if is_class else type(candidate), name, None) is member
-    returns = getattr(member, "__annotations__", {}).get("return") not in (None, "None")
-    return not hasattr(candidate, name) or (inherited and returns)
+    if isabstract(cls):
+        lacking = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
+        raise UserError(
+            f"{at} is not a {base.__name__}: it lacks {lacking};"
+            f" see {base.__module__}.{base.__name__}"
+        )
 
 
 def _has_part(value: Any) -> bool:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.interfaces import TreePolicy
+from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import Index, Share, Text, validated
-from specdec.policies.tree_growth import Stateless, as_nodes, ready_requests
+from specdec.policies.tree_growth import as_nodes, ready_requests
 from specdec.types import Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
 
 _TRIALS = 2  # rounds of each arm before any is preferred
@@ -102,7 +101,7 @@ class _Record:
     repeat: bool = False
 
 
-class Adaptive(Stateless):
+class Adaptive(TreePolicy):
     """Per request and round, the arm with the best gain per cost; arm 0 is plain decoding.
 
     An arm's *gain* is the mean number of tokens that a round of it commits: of the request's own
@@ -122,8 +121,6 @@ class Adaptive(Stateless):
         rounds: number of rounds of each arm so far, plain decoding first.
     """
 
-    serial = True
-
     @validated
     def __init__(self, *, arms: Sequence[Arm], explore: Share = 0.02) -> None:
         """Takes the arms besides plain decoding.
@@ -141,7 +138,7 @@ class Adaptive(Stateless):
             raise ValueError("policy.arms=[] must list at least one arm besides plain decoding")
         for arm in arms:
             made = arm.policy
-            if not getattr(made, "serial", True) or getattr(made, "asynchronous", False):
+            if not made.serial or made.asynchronous:
                 raise ValueError(
                     f"arm {arm.name} has a {type(made).__name__} that does not draft before it"
                     " submits; use a serial policy (BestFirst with asynchronous: false, Chain)"
@@ -156,9 +153,11 @@ class Adaptive(Stateless):
         self._lost_s = self._total_s = 0.0
         self._records: dict[int, _Record] = {}
 
-    def held_nodes(self, in_flight: int) -> int:
+    def held_nodes(self, in_flight: int) -> int | None:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
-        return max(arm.policy.held_nodes(in_flight) for arm in self._arms)
+        sizes = [arm.policy.held_nodes(in_flight) for arm in self._arms]
+        known = [size for size in sizes if size is not None]
+        return max(known) if len(known) == len(sizes) else None
 
     def open(self, request: RequestState) -> None:
         """Starts the request's history."""
@@ -266,5 +265,5 @@ class Adaptive(Stateless):
 
 def _proposing(source: TokenSource, member: int | None) -> TokenSource:
     """The member of a source; the source itself where it has none."""
-    members: Sequence[TokenSource] = getattr(source, "members", ())
+    members = source.members
     return source if member is None or member >= len(members) else members[member]

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, expects, validated
 from specdec.policies.tree_growth import (
-    Stateless,
     as_nodes,
     best_of_level,
     best_unsubmitted,
@@ -18,11 +18,10 @@ from specdec.policies.tree_growth import (
 from specdec.types import Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
     from specdec.state import DecodeState
 
 
-class BestOfBeam(Stateless):
+class BestOfBeam(TreePolicy):
     """Expands the ``width`` best nodes of each level, then submits the ``nodes`` best of all.
 
     EAGLE-2 (arXiv 2406.16858): the expansion phase takes ``children`` candidates of each node of
@@ -34,7 +33,6 @@ class BestOfBeam(Stateless):
     anew.
     """
 
-    serial = True
     value_dependent = True
 
     @validated

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field
 
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, Share, expects, validated
 from specdec.policies.tree_growth import (
     NO_SLOTS,
-    Stateless,
     as_nodes,
     best_leaves,
     best_unsubmitted,
@@ -24,7 +24,6 @@ from specdec.tree import TokenTree
 from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 _FROM_TWO = expects("it must be a whole number of at least 2; the root alone is policy=root_only")
@@ -36,7 +35,7 @@ COMPLETE = "complete"
 """Value of ``d`` for expansions until the submitted subgraph can no longer change."""
 
 
-class BestFirst(Stateless):
+class BestFirst(TreePolicy):
     """Expands the most probable leaves and verifies the most probable connected subgraph.
 
     Leaves are those of ``best_leaves``; only expanded or submitted candidates become nodes. By
@@ -70,7 +69,6 @@ class BestFirst(Stateless):
     """
 
     value_dependent = True
-    serial = True
 
     @validated
     def __init__(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import DraftCount, validated
 from specdec.policies.tree_growth import (
     NO_SLOTS,
-    Stateless,
     expand,
     last_position,
     ready_requests,
@@ -20,11 +20,10 @@ from specdec.tree import TokenTree
 from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
 
 
-class Chain(Stateless):
+class Chain(TreePolicy):
     """Grows a chain of ``gamma`` draft tokens below the root and submits it whole.
 
     Each node's first candidate is taken: the most probable one, or the sampled one if the verifier
@@ -33,7 +32,6 @@ class Chain(Stateless):
     """
 
     value_dependent = False
-    serial = True
 
     @validated
     def __init__(self, *, gamma: DraftCount) -> None:
@@ -42,7 +40,7 @@ class Chain(Stateless):
         Args:
             gamma: draft tokens per target pass, at least 1.
         """
-        self.gamma = gamma
+        self.gamma = self.chain_length = gamma
 
     def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.tree_growth import (
-    Stateless,
     append_best,
     expand,
     growable_level,
@@ -18,11 +18,10 @@ from specdec.policies.tree_growth import (
 from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 
-class FixedWidth(Stateless):
+class FixedWidth(TreePolicy):
     """Each level has the ``width`` candidates of highest cumulative probability.
 
     The candidates of a level are the ``children`` best of each node of the level above.

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.policies.tree_growth import Stateless, append_best, live_requests, open_bottom
+from specdec.interfaces import Events, TokenSource, TreePolicy
+from specdec.policies.tree_growth import append_best, live_requests, open_bottom
 from specdec.types import NO_NODE, Event, EventKind, Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 
-class FreePasses(Stateless):
+class FreePasses(TreePolicy):
     """Base of policies that start draft passes until the target is ready.
 
     Rejection verifiers are refused: they would keep the target's distribution, but the output for

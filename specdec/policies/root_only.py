@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec.policies.tree_growth import Stateless, ready_requests, unsubmitted
+from specdec.interfaces import TokenSource, TreePolicy
+from specdec.policies.tree_growth import ready_requests, unsubmitted
 from specdec.types import Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
     from specdec.state import DecodeState
 
 
-class RootOnly(Stateless):
+class RootOnly(TreePolicy):
     """Submits each root once and never calls the source (autoregressive decoding, ``ar``)."""
 
     value_dependent = False
-    serial = True
 
     def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""

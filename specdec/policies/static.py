@@ -12,10 +12,10 @@ import numpy as np
 
 from specdec.clocks import Clock, SimulatedClock
 from specdec.errors import UserError
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, validated
 from specdec.policies.tree_growth import (
     NO_SLOTS,
-    Stateless,
     expand,
     last_position,
     live_requests,
@@ -26,11 +26,10 @@ from specdec.tree import TokenTree
 from specdec.types import Commit, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 
-class Static(Stateless):
+class Static(TreePolicy):
     """Level ``l`` has the first ``branching[l]`` candidates of every node of the level above.
 
     This is SpecInfer's expansion configuration; the default is its <1,1,3,1,1,1,1,1>. The topology
@@ -49,8 +48,6 @@ class Static(Stateless):
     *full*: an upper limit that no implementation reaches: the answer is always guessed. Drafting
     then takes no time as long as it is shorter than the verification before it.
     """
-
-    serial = True
 
     @validated
     def __init__(
@@ -95,6 +92,8 @@ class Static(Stateless):
         else:
             self._grow(state, source, requests)
         return unsubmitted(requests)
+
+    drafts_waiting = True
 
     def prepared(self, request: RequestState) -> bool:
         """Whether the request's tree is completely drafted and ready for its turn."""

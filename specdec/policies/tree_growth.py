@@ -15,33 +15,16 @@ import numpy as np
 
 from specdec.sampling.top_stable import top_set
 from specdec.tree import TokenTree
-from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
+from specdec.types import FloatArray, IntArray, Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Events, TokenSource
+    from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
 
 _LOWEST = float(np.finfo(np.float64).min)  # of all scores but -inf
 
 NO_SLOTS: IntArray = np.zeros(0, np.int64)
 """int64[0], shared; never written to."""
-
-
-class Stateless:
-    """No-op ``TreePolicy`` methods for policies that store nothing per request."""
-
-    def open(self, request: RequestState) -> None:
-        """No-op."""
-
-    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """No-op: all drafting happens in ``select``, before the target starts."""
-        return False
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """No-op: ``DecodeState.commit`` has already rerooted the trees."""
-
-    def close(self, request_id: int) -> None:
-        """No-op."""
 
 
 def live_requests(state: DecodeState) -> list[RequestState]:

@@ -71,7 +71,7 @@ def note_levels_on_one_stage(runners: Sequence[Runner], note: Callable[[str], No
     for runner in runners:
         if runner.parts is None or runner.parts.executor.latency != 1:
             continue
-        if getattr(runner.parts.policy, "levels_per_step", None) == 1:
+        if runner.parts.policy.levels_per_step == 1:
             note(
                 f"{runner.name} feeds one tree level per step, and on one stage a step yields one"
                 " token, as plain decoding does: use executor=pipeline with executor.stages=2 or"

@@ -204,8 +204,7 @@ class _Decoding:
             self._write_record(results[self.runners[0].name])
         write_token_ends(self._folder, results, self.pair.tokenizer)
         for runner in self.runners:
-            policy = None if runner.parts is None else runner.parts.policy
-            for line in getattr(policy, "notes", list)():
+            for line in () if runner.parts is None else runner.parts.policy.notes():
                 progress.note(line)
 
     def conditions(self, repeats: int) -> dict[str, Any]:
@@ -381,8 +380,8 @@ def _write_trace(runner: Runner, pair: ModelPair, output_dir: Path) -> None:
     tokenizer = pair.tokenizer
     text = None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
     executor = runner.parts.executor
-    places = getattr(executor, "places", None)
-    write_trace(output_dir, runner.trace, latency=executor.latency, places=places, text=text)
+    stages = executor.stage_of_rank
+    write_trace(output_dir, runner.trace, latency=executor.latency, places=stages, text=text)
 
 
 def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) -> None:

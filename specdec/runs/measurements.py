@@ -217,7 +217,7 @@ def meter_of(runner: Runner, *, waits: bool) -> CpuMeter | None:
         return CpuMeter(ranks=getattr(runner, "pids", ()), waits=waits)
     if runner.parts.clock.kind is not ClockKind.MEASURED:
         return None
-    pids = getattr(runner.parts.executor, "pids", ())
+    pids = runner.parts.executor.pids
     return CpuMeter(ranks=pids or (), waits=waits or pids is None)
 
 

@@ -171,19 +171,16 @@ class PartsRunner:
         totals = RunTotals(
             clock=self.parts.clock.kind.value,
             latency=latency,
-            level_per_step=latency is not None
-            and getattr(self.parts.policy, "levels_per_step", None) == 1,
-            whole_tree=getattr(self.parts.policy, "serial", True),
+            level_per_step=latency is not None and self.parts.policy.levels_per_step == 1,
+            whole_tree=self.parts.policy.serial,
             kv_budget_tokens=self.parts.serving.kv_tokens,
         )
         source = self.parts.source
-        sizes = self._pair.weight_bytes
-        draft_bytes = sizes.get(getattr(source, "model", "draft"), 0)
+        sizes, read = self._pair.weight_bytes, source.pass_bytes
         totals.target_bytes = sizes["target"]
-        totals.draft_bytes = getattr(source, "pass_bytes", draft_bytes)
-        law = getattr(source, "speedup_law", None)
-        if law is not None and latency is not None:
-            totals.law = law(self.parts.policy, latency)
+        totals.draft_bytes = sizes.get(source.model, 0) if read is None else read
+        if latency is not None:
+            totals.law = source.speedup_law(self.parts.policy, latency)
         return totals
 
     def steps(

@@ -33,20 +33,17 @@ class RankCounts:
     def of(clock: Clock, executor: Executor) -> RankCounts:
         """Reads the counts of every rank; one message to each other process."""
         simulated, paced = (clock.kind is k for k in (ClockKind.SIMULATED, ClockKind.PACED))
-        read = None if simulated else getattr(executor, "reports", None)
-        answers: list[dict[str, Any]] = [] if read is None else read()
+        answers = () if simulated else executor.reports()
         workers = [ClockReport.from_json(report["clock"]) for report in answers]
-        shared: list[dict[str, Any]] = (
-            [] if read is None else getattr(executor, "draft_reports", list)()
-        )
+        shared = () if simulated else executor.draft_reports()
         followers = [ClockReport.from_json(report["clock"]) for report in shared]
         own = [clock.report()] if isinstance(clock, WallClock) else []
         reports = (*own, *workers, *followers)
         busy_s = {r.rank: r.busy_s for r in workers} if workers else None
         if simulated:
-            busy_s = getattr(clock, "busy_s", None)
-            busy_s = None if busy_s is None else {r: s for r, s in busy_s.items() if r > 0}
-        sent = sum(report["bytes_sent"] for report in answers) + getattr(executor, "bytes_sent", 0)
+            charged = clock.busy_s
+            busy_s = None if charged is None else {r: s for r, s in charged.items() if r > 0}
+        sent = sum(report["bytes_sent"] for report in answers) + executor.bytes_sent
         counts = {
             "stage_busy_s": busy_s,
             "paced_pieces": sum(r.pieces for r in reports) if paced else None,
@@ -54,9 +51,9 @@ class RankCounts:
             "bytes_sent": sent if workers else None,
             "draft_hidden_s": None,
         }
-        drafted = getattr(clock, "drafted", None)
-        if drafted is not None:
-            counts |= {"draft_total_s": drafted.total_s, "draft_hidden_s": drafted.hidden_s}
+        if clock.drafted is not None:
+            counts["draft_total_s"] = clock.drafted.total_s
+            counts["draft_hidden_s"] = clock.drafted.hidden_s
         return RankCounts(counts=counts, reports=reports)
 
 
@@ -93,7 +90,7 @@ class RunBook:
         self._parts = parts
         self._state = state
         self._new_totals = new_totals
-        self._in_process = getattr(parts.executor, "reports", None) is None
+        self._in_process = not parts.executor.distributed
         self._restart(self._read(ranks=True))
 
     def take(self, *, at_end: bool = False) -> RunTotals:

@@ -35,15 +35,14 @@ class Turns:
         Args:
             feeding: which requests share a step.
             in_flight: batches that the executor works on at the same time.
-            policy: chooses the nodes. A policy with a method ``prepared(request)`` drafts for
-                waiting requests; while other requests are in flight, unprepared ones get no turn,
-                so that their drafting delays no other request.
+            policy: chooses the nodes. While other requests are in flight, requests for which a
+                policy that ``drafts_waiting`` is not ``prepared`` get no turn, so that their
+                drafting delays no other request.
         """
         self._in_flight = in_flight
-        self._serial = getattr(policy, "serial", True)
-        self._prepared = getattr(policy, "prepared", None)
+        self._policy = policy
         one_group = feeding is Feeding.MICRO_BATCHES and in_flight == 1
-        if one_group and self._serial and self._prepared is None:
+        if one_group and policy.serial and not policy.drafts_waiting:
             feeding = Feeding.DYNAMIC  # every request that is not awaited
         self._feeding = feeding
         self._last: dict[int, int] = {}
@@ -55,8 +54,8 @@ class Turns:
         live = [r for r in state.requests.values() if not r.finished]
         limit = 1 if self._feeding is Feeding.ITERATION else -(-len(live) // self._in_flight)
         waiting = [r for r in live if self._has_work(r)]
-        if self._prepared is not None and any(r.awaiting for r in live):
-            waiting = [r for r in waiting if self._prepared(r)]
+        if self._policy.drafts_waiting and any(r.awaiting for r in live):
+            waiting = [r for r in waiting if self._policy.prepared(r)]
         waiting.sort(key=lambda r: self._last.get(r.id, -1))  # stable: of equals the oldest first
         chosen = frozenset(r.id for r in waiting[:limit])
         self._last = {r.id: self._last[r.id] for r in live if r.id in self._last}
@@ -68,7 +67,7 @@ class Turns:
         if request.prefill_sent < request.num_prefill:
             return False
         tree = request.tree
-        if self._serial:
+        if self._policy.serial:
             return not request.awaiting
         fed_to_its_end = int(tree.positions.max()) >= last_position(request)
         return not fed_to_its_end or bool((tree.submitted_at < 0).any())

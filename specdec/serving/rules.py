@@ -85,8 +85,8 @@ class ServingRules:
         """
         if self.kv_tokens is None:
             return None
-        held_nodes = getattr(policy, "held_nodes", None)
-        if held_nodes is None:
+        tree_nodes = policy.held_nodes(in_flight)
+        if tree_nodes is None:
             raise UserError(
                 f"serving.kv_tokens={self.kv_tokens} admits requests by the blocks they may need,"
                 f" and {type(policy).__name__} does not state the size of its trees: give it a"
@@ -96,7 +96,7 @@ class ServingRules:
             return BlockBudget(
                 kv_tokens=self.kv_tokens,
                 block_tokens=self.block_tokens,
-                tree_nodes=held_nodes(in_flight),
+                tree_nodes=tree_nodes,
             )
         except ValueError as error:
             raise UserError(str(error)) from error

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from specdec.interfaces import Executor, TokenSource, TreePolicy
+from specdec.interfaces import Executor, Scheduler, TokenSource, TreePolicy
 from specdec.serving.feeding import Turns
 from specdec.serving.rules import ServingRules
 from specdec.state import DecodeState, RequestState, batch_of
 from specdec.types import Batch, Nodes, PrefillChunk
 
 
-class FifoScheduler:
+class FifoScheduler(Scheduler):
     """Admits requests in the order of arrival, up to ``batch_size`` at a time, see ``Scheduler``.
 
     A free place is filled in the same step (continuous admission). No request overtakes another: a
@@ -73,8 +73,7 @@ class FifoScheduler:
         self._state: DecodeState | None = None
         self._turns = Turns(feeding=rules.feeding, in_flight=executor.in_flight, policy=policy)
         self.budget = rules.budget(policy, executor.in_flight)
-        held_nodes = getattr(policy, "held_nodes", None)  # optional without paged caches
-        self._tree_nodes = 0 if held_nodes is None else held_nodes(executor.in_flight)
+        self._tree_nodes = policy.held_nodes(executor.in_flight) or 0
         # Answers in any order: nodes stay cached until those above are answered too.
         bounded = self.budget is not None and executor.latency is None
         self._max_batches = executor.in_flight if bounded else None

@@ -6,55 +6,29 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from specdec.clocks import Clock, ClockKind, MeasuredClock, Work
+from specdec.interfaces import TokenSource, TreePolicy
+from specdec.metrics.counters import SourceCounters
+from specdec.metrics.speedup import SpeedupLaw
 from specdec.types import Candidates, Commit, Nodes, Output, Ticket
 
 if TYPE_CHECKING:
-    from specdec.interfaces import AsynchronousSource, TokenSource
     from specdec.state import DecodeState, RequestState
 
 
-def asynchronous(source: TokenSource) -> AsynchronousSource:
-    """``source`` if it is asynchronous, else an adapter that runs each pass when it starts."""
-    return cast("AsynchronousSource", source if hasattr(source, "start") else _AtOnce(source))
-
-
-class _AtOnce:
-    """Runs each pass when it is started."""
-
-    def __init__(self, source: TokenSource) -> None:
-        self._source = source
-        self._results: dict[Ticket, Candidates] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def start(self, state: DecodeState, nodes: Nodes, k: int) -> Ticket:
-        candidates = self._source.expand(state, nodes, k)
-        ticket = Ticket(nodes=nodes, due_s=state.clock.now())
-        self._results[ticket] = candidates
-        return ticket
-
-    def poll(self, ticket: Ticket) -> Candidates | None:
-        return self._results.pop(ticket)
-
-
-class Background:
+class Background(TokenSource):
     """Makes a source asynchronous: its passes run on a separate device, one after another.
 
     On a simulated or paced clock a pass is computed when it starts and takes its time on clock rank
     ``free_rank``; on a measured clock it runs in a thread, over a copy of the trees. Commits that
     arrive during a pass take effect when it has ended. ``expand`` waits for its pass.
-
-    Attributes:
-        wakeup: see ``AsynchronousSource``.
     """
 
-    wakeup: threading.Event | None = None
+    asynchronous = True
 
     def __init__(self, *, source: TokenSource, free_rank: int) -> None:
         """Wraps a source.
@@ -64,7 +38,11 @@ class Background:
             free_rank: clock rank of its device, which no other device has.
         """
         self._source = source
+        self.needs, self.vocab_size = source.needs, source.vocab_size
+        self.gives_probs, self.model = source.gives_probs, source.model
+        self.members, self.cheap = source.members, source.cheap
         self._rank = free_rank
+        self._wakeup: threading.Event | None = None
         self._results: dict[Ticket, Future[Candidates]] = {}
         self._last: Future[Candidates] | None = None
         self._deferred: list[Callable[[], None]] = []
@@ -72,8 +50,20 @@ class Background:
         self._thread_clock: MeasuredClock | None = None
         self._run_clock: Clock | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+    @property
+    def counters(self) -> SourceCounters:
+        return self._source.counters
+
+    @property
+    def pass_bytes(self) -> int | None:
+        return self._source.pass_bytes
+
+    def speedup_law(self, policy: TreePolicy, latency: int) -> SpeedupLaw | None:
+        return self._source.speedup_law(policy, latency)
+
+    def set_wakeup(self, event: threading.Event) -> bool:
+        self._wakeup = event
+        return True
 
     def open(self, request: RequestState) -> None:
         """Opens a request, after the running pass."""
@@ -156,8 +146,8 @@ class Background:
 
     def _wake(self, _result: Future[Candidates]) -> None:
         """Thread: a pass has ended, and ``poll`` returns it."""
-        if self.wakeup is not None:
-            self.wakeup.set()
+        if self._wakeup is not None:
+            self._wakeup.set()
 
     def _after_pass(self, call: Callable[[], None]) -> None:
         self._deferred.append(call)

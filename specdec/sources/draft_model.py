@@ -13,6 +13,7 @@ import torch
 
 from specdec.attention.kv_cache import Rows
 from specdec.clocks import CONTROLLER, Work
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.parts.fields import Count, Positive, validated
@@ -31,7 +32,7 @@ _SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grow
 _NO_TOKENS = np.zeros(0, np.int64)
 
 
-class DraftModelSource:
+class DraftModelSource(TokenSource):
     """Proposes the most probable, or sampled, next tokens of a draft model, or of a middle model.
 
     One ``expand`` is one packed forward over the nodes of all requests, their ancestors that are

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from specdec.clocks import CONTROLLER, Work
 from specdec.device import to_host
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.models.eagle_runner import METER_NAME, EagleRunner
 from specdec.parts.fields import Count, validated
@@ -60,7 +61,7 @@ class _Work:
     pending: IntArray
 
 
-class EagleSource:
+class EagleSource(TokenSource):
     """Proposes the candidates of an EAGLE head of any version; keeps the head's own cache.
 
     A request has candidates once the hidden states of its prompt have arrived. One ``expand`` is

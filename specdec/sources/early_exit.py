@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdec.interfaces import TokenSource, TreePolicy
 from specdec.metrics.counters import SourceCounters
 from specdec.metrics.speedup import SpeedupLaw
 from specdec.models.exits import HeadWeights
@@ -24,11 +25,10 @@ from specdec.types import Candidates, Commit, Needs, Nodes, Output
 if TYPE_CHECKING:
     from specdec.executors.early_exit import ExitFront
     from specdec.executors.models import ModelPair
-    from specdec.interfaces import TreePolicy
     from specdec.state import DecodeState, RequestState
 
 
-class EarlyExitSource:
+class EarlyExitSource(TokenSource):
     """Proposes the candidates of the target's first layers and an exit head.
 
     With ``executor=early_exit`` (``exit_front``) expanded nodes are computed at once: draft, then

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from specdec.clocks import ClockKind
-from specdec.sources.background import asynchronous
-from specdec.types import Event, EventKind, Nodes, Output, Ticket
+from specdec.interfaces import Events, Executor, TokenSource
+from specdec.types import Event, EventKind, Nodes, Ticket
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Executor, TokenSource
     from specdec.state import DecodeState
 
 _LOOK_EVERY_S = 1e-3  # between two looks at parts that set no wakeup
 _CHECK_EVERY_S = 0.1  # between two looks at parts that do, in case one of them has failed
 
 
-class LoopEvents:
+class LoopEvents(Events):
     """The events of one decode loop, and the draft passes that run in it; see ``Events``."""
 
     def __init__(self, state: DecodeState, source: TokenSource, executor: Executor) -> None:
         """Nothing runs yet."""
         self.running: list[Ticket] = []
         self._state = state
-        self._source = asynchronous(source)
-        self._levels = [*map(asynchronous, getattr(source, "levels", (self._source,)))]
+        self._source = source
+        self._levels = source.levels
         self._executor = executor
-        self._poll: Callable[[], Output | None] | None = getattr(executor, "poll", None)
         self._wakeup: threading.Event | None = None  # made for the first wait
         self._look_every_s = _LOOK_EVERY_S
 
@@ -64,7 +61,7 @@ class LoopEvents:
         """
         clock = self._state.clock
         while (event := self._happened()) is None:
-            if not self.running and self._poll is None:
+            if not self.running and not self._executor.can_poll:
                 return Event(EventKind.TARGET)  # ``collect`` waits for it, and detects failures
             due = [ticket.due_s for ticket in self.running]
             times = [at for at in (*due, self._executor.due_s()) if at is not None]
@@ -93,7 +90,7 @@ class LoopEvents:
         """An event that has happened by now; None if there is none."""
         if (ended := self._ended_pass()) is not None:
             return ended
-        if self._poll is not None and (output := self._poll()) is not None:
+        if (output := self._executor.poll()) is not None:
             self._state.receive(output)
             self._source.commit((), output)
             return Event(EventKind.EARLY)
@@ -103,11 +100,8 @@ class LoopEvents:
         """Blocks until a part has something new; the first call only makes the parts tell."""
         if self._wakeup is None:
             self._wakeup = threading.Event()
-            parts = [*self._levels, self._executor]
-            waking = [part for part in parts if hasattr(part, "wakeup")]
-            for part in waking:
-                part.wakeup = self._wakeup
-            if len(waking) == len(parts):
+            willing = [source.set_wakeup(self._wakeup) for source in self._levels]
+            if self._executor.set_wakeup(self._wakeup) and all(willing):
                 self._look_every_s = _CHECK_EVERY_S
             return
         with self._state.meter.waiting():

@@ -47,13 +47,13 @@ def law_of(policy: Any, exit_layer: int, num_layers: int, latency: int) -> Speed
     """The law of a strategy with one early exit; None if none applies.
 
     Args:
-        policy: a chain (attribute ``gamma``), or levels of ``width`` nodes fed to a pipeline.
+        policy: chains of ``chain_length`` tokens, or levels of ``width`` nodes fed to a pipeline.
         exit_layer: E.
         num_layers: N.
         latency: steps from submission to answer.
     """
-    if getattr(policy, "follows_exits", False) and latency > 1:
+    if policy.follows_exits and latency > 1:
         law = ppsd_law(exit_layer, num_layers, latency)
         return replace(law, alpha="hit_rate") if policy.width > 1 else law
-    gamma = getattr(policy, "gamma", None)
+    gamma = policy.chain_length
     return None if gamma is None else eesd_law(gamma, exit_layer, num_layers)

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
 from specdec.sources.matches import Confidence, TreeMatches, continuations, ranked_candidates
 from specdec.sources.suffix import SuffixAutomaton
-from specdec.types import Candidates, Commit, Needs, Nodes, Output
+from specdec.types import Candidates, Commit, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
-class PromptLookupSource:
+class PromptLookupSource(TokenSource):
     """Proposes the continuations of each node's longest match in prompt and output.
 
     Needs no model and no corpus. Nodes without a match of ``min_match`` tokens get count 0.
     """
-
-    needs = Needs()
-    gives_probs = False
-    vocab_size: int | None = None
 
     @validated
     def __init__(self, *, min_match: Count = 1, max_match: Count = 16) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
-class MixtureSource:
+class MixtureSource(TokenSource):
     """Calls its sources in order and merges their candidates by mixture probability.
 
     If a source's best candidate has at least the probability ``confident``, later sources are not
@@ -76,7 +76,7 @@ class MixtureSource:
                 f"the sources' vocabularies differ in size ({sorted(vocab_sizes)}); all need the"
                 " target's tokenizer"
             )
-        without = [type(s).__name__ for s in sources if not getattr(s, "gives_probs", False)]
+        without = [type(s).__name__ for s in sources if not s.gives_probs]
         if sample and without:
             raise ValueError(
                 f"{', '.join(without)} cannot give the whole distribution that a rejection verifier"
@@ -137,7 +137,7 @@ class MixtureSource:
             source.close(request_id)
 
 
-class _Member:
+class _Member(TokenSource):
     """One source of a mixture, which opens, commits and closes it."""
 
     def __init__(self, source: TokenSource, number: int) -> None:
@@ -148,20 +148,11 @@ class _Member:
             source.vocab_size,
         )
 
-    def open(self, request: RequestState) -> None:
-        """Nothing: the mixture does."""
-
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """The source's own candidates, with its number as their origin."""
         candidates = self._source.expand(state, nodes, k)
         origins = np.full(candidates.tokens.shape, self._number)
         return replace(candidates, origins=origins)
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Nothing: the mixture does."""
-
-    def close(self, request_id: int) -> None:
-        """Nothing: the mixture does."""
 
 
 def _sampled(

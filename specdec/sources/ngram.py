@@ -5,16 +5,16 @@ Shape letters: W nodes, K candidates, V vocabulary, L context tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.sources.contexts import tails
 from specdec.sources.katz import KatzModel
 from specdec.sources.sampled import sampled_candidates
-from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
+from specdec.types import Candidates, FloatArray, IntArray, Nodes
 
 if TYPE_CHECKING:
     from specdec.executors.models import ModelPair
@@ -26,7 +26,7 @@ _Cache = dict[tuple[int, ...], tuple[IntArray, FloatArray, int]]
 """(k, *context) -> (tokens, log probabilities, valid entries) of its k best continuations."""
 
 
-class NGramSource:
+class NGramSource(TokenSource):
     """Proposes continuations of each node's last ``order - 1`` tokens.
 
     Results are cached by context, since text repeats its contexts. The cache belongs to a request,
@@ -36,8 +36,6 @@ class NGramSource:
         katz: the model.
         gives_probs: whether candidates are sampled and returned with their distribution.
     """
-
-    needs = Needs()
 
     def __init__(
         self,
@@ -91,9 +89,6 @@ class NGramSource:
         return Candidates(
             tokens=np.stack(tokens), logprobs=np.stack(logprobs), counts=np.array(counts)
         )
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Does nothing."""
 
     def close(self, request_id: int) -> None:
         """Removes the request's cache."""

@@ -5,16 +5,17 @@ Shape letters: W nodes, K candidates, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Share, validated
 from specdec.sources.hashing import hash_u64, hash_uniform
 from specdec.sources.sampled import sampled_candidates
-from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
+from specdec.types import Candidates, FloatArray, IntArray, Nodes
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -22,14 +23,12 @@ if TYPE_CHECKING:
 _SCORES, _HIT, _PLACE, _SILENT = range(4)  # streams of the hash
 
 
-class RandomSource:
+class RandomSource(TokenSource):
     """Candidates from a keyed hash of the node's token path, the same for every strategy.
 
     With ``target_token``, a fraction ``quality`` of the nodes gets the target's own token among its
     candidates, at a hashed rank; for the other nodes that token is left out.
     """
-
-    needs = Needs()
 
     @validated
     def __init__(
@@ -68,9 +67,6 @@ class RandomSource:
         self._silence = silence
         self._target_token = target_token
 
-    def open(self, request: RequestState) -> None:
-        """No-op."""
-
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """Up to ``k`` different candidates per node."""
         paths = [
@@ -88,12 +84,6 @@ class RandomSource:
         for row, (request, path) in enumerate(paths):
             counts[row] = self._steer(request, path, tokens[row])
         return Candidates(tokens=tokens, logprobs=logprobs, counts=counts)
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """No-op."""
-
-    def close(self, request_id: int) -> None:
-        """No-op."""
 
     def _draw(self, stream: int, request_id: int, path: IntArray) -> float:
         return float(hash_uniform(self._seed, stream, request_id, _digest(path)))

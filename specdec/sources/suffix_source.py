@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, Positive, Text, validated
 from specdec.sources.lookup import extend
 from specdec.sources.matches import Confidence, TreeMatches, continuations, ranked_candidates
 from specdec.sources.suffix import SuffixAutomaton
 from specdec.sources.suffix_cache import CachedText, SuffixCache, read_texts
-from specdec.types import Candidates, Commit, Needs, Nodes, Output
+from specdec.types import Candidates, Commit, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -39,7 +40,7 @@ class _Texts:
     version: int = -1
 
 
-class SuffixSource:
+class SuffixSource(TokenSource):
     """Proposes continuations of each node's longest matches, in its request and in finished ones.
 
     Each of the two texts gives a node's match to the continuations that followed it, by frequency
@@ -55,9 +56,6 @@ class SuffixSource:
     Attributes:
         cache: the finished requests.
     """
-
-    needs = Needs()
-    gives_probs = False
 
     @validated
     def __init__(

@@ -22,10 +22,11 @@ import numpy as np
 
 from specdec.clocks import CONTROLLER, Work
 from specdec.errors import UserError
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
 from specdec.sources.hit_law import MAX_RANK, HiddenPair
-from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
+from specdec.types import Candidates, Commit, FloatArray, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.executors.models import ModelPair
@@ -97,11 +98,8 @@ class _RequestTables:
         return True
 
 
-class SyntheticSource:
+class SyntheticSource(TokenSource):
     """The synthetic draft; counts and charges passes and rows as a draft model would."""
-
-    needs = Needs()
-    gives_probs = False
 
     @validated
     def __init__(

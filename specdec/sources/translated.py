@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.clocks import CONTROLLER, Work
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.models.runner import NO_ROWS
 from specdec.models.translated import TranslatedDraft
@@ -77,7 +78,7 @@ class _Work:
     compute: list[int]
 
 
-class TranslatedSource:
+class TranslatedSource(TokenSource):
     """Proposes the tokens of a draft with another tokenizer that the target's vocabulary has too.
 
     One ``expand`` is one packed forward over the draft tokens of all nodes' texts that are not in

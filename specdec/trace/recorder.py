@@ -11,11 +11,11 @@ import numpy as np
 
 from specdec.clocks import Clock, ClockReport, Span, Timeline
 from specdec.clocks.timeline import MAX_SPANS
+from specdec.interfaces import Executor
 from specdec.trace.judgements import Proposal, judgement
 from specdec.types import NO_NODE, NO_TOKEN, Answers, Batch, Commit, Output
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Executor
     from specdec.state import RequestState
 
 MAX_STEPS = 4000
@@ -101,30 +101,18 @@ class _OpenRequest:
         return rows
 
 
-class ObservedExecutor:
-    """Wraps an executor, whose attributes it has, and records its calls in a ``RunTrace``."""
+class ObservedExecutor(Executor):
+    """The executor of a traced decode loop: records the calls in a ``RunTrace``."""
 
     def __init__(self, *, executor: Executor, trace: RunTrace) -> None:
         """Wraps ``executor``."""
         self._inner = executor
         self._trace = trace
-        self.latency, self.in_flight = executor.latency, executor.in_flight
         self._open: dict[int, _OpenRequest] = {}
         self.counters = executor.counters
-        self.hidden = executor.hidden
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # optional members
-
-    @property
-    def wakeup(self) -> threading.Event | None:
-        """That of the wrapped executor, if it has one."""
-        event: threading.Event | None = self._inner.wakeup  # type: ignore[attr-defined]
-        return event
-
-    @wakeup.setter
-    def wakeup(self, event: threading.Event | None) -> None:
-        self._inner.wakeup = event  # type: ignore[attr-defined]
+        self.latency, self.in_flight = executor.latency, executor.in_flight
+        self.hidden, self.early_hidden = executor.hidden, executor.early_hidden
+        self.can_poll = executor.can_poll
 
     def open(self, request: RequestState) -> None:
         """Opens a request and its record."""
@@ -151,12 +139,16 @@ class ObservedExecutor:
         self._inner.submit(batch)
 
     def ready(self) -> bool:
-        """Calls the wrapped executor."""
         return self._inner.ready()
 
     def due_s(self) -> float | None:
-        """Calls the wrapped executor."""
         return self._inner.due_s()
+
+    def poll(self) -> Output | None:
+        return self._inner.poll()
+
+    def set_wakeup(self, event: threading.Event) -> bool:
+        return self._inner.set_wakeup(event)
 
     def collect(self, *, wait: bool = True) -> Output:
         """Collects the output, and records the trees before the step's commits."""
@@ -209,10 +201,6 @@ class ObservedExecutor:
         """Stops recording a request and closes it."""
         self._open.pop(request_id, None)
         self._inner.close(request_id)
-
-    def shutdown(self) -> None:
-        """Calls the wrapped executor."""
-        self._inner.shutdown()
 
 
 class RunTrace:

@@ -6,7 +6,7 @@ Shape letters: W nodes, D accepted nodes, M kept nodes, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -14,10 +14,9 @@ import torch
 
 from specdec.types.arrays import BoolArray, IntArray
 from specdec.types.needs import HiddenName
-from specdec.types.records import record
 
 
-@record(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """A verifier's decision for one request.
 
@@ -47,7 +46,7 @@ class CommitKind(StrEnum):
     MISS = "miss"
 
 
-@record(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """The state change of one request at the end of a step, sent to every holder of node state.
 

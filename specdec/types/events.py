@@ -16,11 +16,13 @@ class Ticket:
         nodes: the nodes that it expands.
         due_s: time of the run's clock at which it ends; None where only polling tells.
         level: the model that runs it, 0 for the draft; see ``Events.start``.
+        candidates: the result of a pass that has run at its start.
     """
 
     nodes: Nodes
     due_s: float | None = None
     level: int = 0
+    candidates: Candidates | None = None
 
 
 class EventKind(StrEnum):

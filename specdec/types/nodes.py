@@ -6,16 +6,15 @@ Shape letters: W nodes, K candidates per node, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from specdec.device import Probs, concatenate, on_host, select_rows
 from specdec.types.arrays import BoolArray, FloatArray, IntArray
-from specdec.types.records import record
 
 
-@record(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Nodes:
     """Nodes of one or more requests, in the order in which per-node results are packed.
 
@@ -42,7 +41,7 @@ class Nodes:
         return Nodes(tuple(item for item in selected if len(item[1])))
 
 
-@record(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
     """Proposed children of W nodes, one row per node in the order of the ``Nodes``.
 

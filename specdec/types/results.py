@@ -14,13 +14,12 @@ from specdec.device import Probs
 from specdec.types.arrays import IntArray
 from specdec.types.needs import HiddenName
 from specdec.types.nodes import Candidates
-from specdec.types.records import record
 
 NO_TOKEN = -1
 """Instead of the target's token after a node that another token than the target's leads to."""
 
 
-@record(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
     """The target's next tokens after nodes of one request.
 
@@ -93,7 +92,7 @@ class EarlyHidden:
     hidden: Mapping[HiddenName, torch.Tensor]
 
 
-@record(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """The executor's results of one step.
 

@@ -5,13 +5,12 @@ Shape letters: W nodes.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from specdec.types.arrays import BoolArray, IntArray
-from specdec.types.records import record
 
 
-@record(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TreeRows:
     """Tree nodes of one request as rows of the target's forward, parents before children.
 
@@ -52,7 +51,7 @@ class TreeRows:
         )
 
 
-@record(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
     """Prompt tokens ``start .. start + len(tokens)`` of one request, under a causal mask.
 
@@ -64,7 +63,7 @@ class PrefillChunk:
     tokens: IntArray
 
 
-@record(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Rows submitted to the target in one step; an empty batch is only a step tick.
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec.interfaces import Verifier
 from specdec.state import DecodeState, RequestState
-from specdec.types import NO_NODE, IntArray, Lossless, Needs, Verdict
+from specdec.types import NO_NODE, IntArray, Lossless, Verdict
 
 _NO_IDS: IntArray = np.zeros(0, np.int64)
 
 
-class MatchVerifier:
+class MatchVerifier(Verifier):
     """Accepts a draft token if it equals the target's own next token.
 
     The answer at a node is the token that plain decoding would draw there: from the same logits
@@ -24,7 +25,6 @@ class MatchVerifier:
     answer is the next token, and the child with that token becomes the root (a hit).
     """
 
-    needs = Needs()
     lossless = Lossless.TOKEN
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:

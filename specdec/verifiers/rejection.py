@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.device import DeviceProbs, KeptProbs, Probs, SupportProbs, on_host, to_device
+from specdec.interfaces import Verifier
 from specdec.sampling import on_device
 from specdec.sampling.host import inverse_cdf
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
@@ -22,7 +23,7 @@ from specdec.types import NO_NODE, FloatArray, IntArray, Lossless, Needs, Verdic
 from specdec.verifiers.walk import Choice, follow, target_probs
 
 
-class RejectionVerifier:
+class RejectionVerifier(Verifier):
     """Accepts a sampled draft token with probability min(1, target_probs / draft_probs).
 
     *Accepted token*: a draft token that passed its test. *Residual distribution*:

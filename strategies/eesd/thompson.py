@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import DraftCount, validated
 from specdec.policies.chain import grow_chains
-from specdec.policies.tree_growth import Stateless, ready_requests, unsubmitted
+from specdec.policies.tree_growth import ready_requests, unsubmitted
 from specdec.sources.hashing import hash_uniform
 from specdec.types import Commit, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
 
 _STREAM = 0x75  # of the keyed hash
 
 
-class ThompsonChain(Stateless):
+class ThompsonChain(TreePolicy):
     """A chain that ends before the first draft token expected to be rejected under a sampled rate.
 
     The posterior of a request's acceptance rate is Beta(1 + accepted, 1 + rejected). Before each
@@ -34,7 +34,6 @@ class ThompsonChain(Stateless):
     """
 
     value_dependent = False
-    serial = True
 
     @validated
     def __init__(self, *, max_gamma: DraftCount = 10, seed: int = 0) -> None:

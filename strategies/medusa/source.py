@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.models.medusa import MedusaHeads
 from specdec.parts.fields import Count, Positive, validated
@@ -54,7 +55,7 @@ class _Last:
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class MedusaSource:
+class MedusaSource(TokenSource):
     """Proposes the candidates of Medusa heads; has no model and no cache.
 
     A node has candidates once its request has a hidden state, down to a depth of as many levels as

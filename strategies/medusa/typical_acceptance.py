@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from specdec.device import rows_on_host
+from specdec.interfaces import Verifier
 from specdec.parts.fields import PositiveShare, validated
 from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
@@ -22,7 +23,7 @@ from specdec.types import NO_NODE, BoolArray, FloatArray, IntArray, Lossless, Ne
 from specdec.verifiers.walk import accept_child, follow
 
 
-class TypicalVerifier:
+class TypicalVerifier(Verifier):
     """Typical acceptance (Medusa, Cai et al. 2024, section 2.3.1).
 
     A child is acceptable if target_probs(token) > min(epsilon, delta * exp(-entropy)). The longest

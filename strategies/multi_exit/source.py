@@ -13,6 +13,7 @@ import numpy as np
 
 from specdec.device import on_host
 from specdec.errors import UserError
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
 from specdec.sources.candidate_cache import CandidateCache
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
-class MultiExitSource:
+class MultiExitSource(TokenSource):
     """Takes each token from the first exit that no later exit is expected to improve on.
 
     PPSD B.3 only names the idea; the rule is ours. An exit's saving weighs its expected acceptance

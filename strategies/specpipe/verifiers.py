@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from specdec.interfaces import Verifier
 from specdec.parts.fields import PositiveShare, validated
 from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
@@ -19,7 +20,7 @@ from specdec.types import NO_NODE, IntArray, Lossless, Needs, Verdict
 from specdec.verifiers.walk import accept_child, follow, target_probs
 
 
-class RelaxedVerifier:
+class RelaxedVerifier(Verifier):
     """Accepts the most probable child (SpecPipe 3.4 (1), verification without pipeline stalls).
 
     Of a node's children the one with the highest target probability is accepted, so every answer is
@@ -40,7 +41,7 @@ class RelaxedVerifier:
         return int(children[np.lexsort((-tree.logprobs[children], -probs))[0]])
 
 
-class StrictVerifier:
+class StrictVerifier(Verifier):
     """Accepts children within the target's nucleus (SpecPipe 3.4 (2)).
 
     A child is acceptable if its token is in the smallest set of most probable target tokens with

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.tree_growth import (
-    Stateless,
     as_nodes,
     best_leaves,
     best_unsubmitted,
@@ -24,11 +24,10 @@ from specdec.policies.tree_growth import (
 from specdec.types import Nodes
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState
 
 
-class PipelineBestFirst(Stateless):
+class PipelineBestFirst(TreePolicy):
     """Submits the ``width`` most probable nodes per step, after ``draft_passes`` draft passes.
 
     Each draft pass runs in ``overlap`` while the stages compute and expands the ``width`` most

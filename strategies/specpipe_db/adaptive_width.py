@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.clocks import LatencyProfile, Work
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.tree_growth import (
-    Stateless,
     expand,
     growable_level,
     live_requests,
@@ -30,7 +30,6 @@ from specdec.types import Commit, FloatArray, IntArray, Nodes, Output
 from strategies.specpipe_db.calibration import RankCalibration
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
 
 
@@ -59,7 +58,7 @@ class _Level:
     num_columns: int
 
 
-class AdaptiveWidth(Stateless):
+class AdaptiveWidth(TreePolicy):
     """One level per step and request; the most probable nodes of all requests together.
 
     A path that leaves the tree costs its request N - 1 steps (SpecPipe, Eq. 2); a longer step costs

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
-class CachedSource:
+class CachedSource(TokenSource):
     """Wraps a source so that a live node is expanded only once, however often it is requested.
 
     Policies do not need this, since the token tree stores candidates; a staged source requests the
@@ -29,7 +29,7 @@ class CachedSource:
         self.needs = source.needs
         self.vocab_size = source.vocab_size
         self.counters = source.counters
-        self.gives_probs: bool = getattr(source, "gives_probs", False)
+        self.gives_probs = source.gives_probs
         self._source = source
         self._cache = CandidateCache()
         self._k = 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from pydantic import Field
 
 from specdec.errors import UserError
-from specdec.interfaces import TreePolicy
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import expects, validated
 from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
 from specdec.sampling.top_stable import top_stable
@@ -17,7 +17,7 @@ from specdec.tree import TokenTree
 from specdec.types import Candidates, Commit, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.interfaces import Events, TokenSource
+    from specdec.clocks.interface import Clock
     from specdec.state import DecodeState, RequestState
 
 CHEAP_ORIGIN = 1
@@ -30,7 +30,7 @@ _Extension = Annotated[
 ]
 
 
-class StagedTree:
+class StagedTree(TreePolicy):
     """An inner policy's tree, with chains of a cheaper source below its most probable leaves.
 
     The paper's draft2 (an n-gram model) serves the draft inside a staged source; here its guesses
@@ -39,7 +39,6 @@ class StagedTree:
     forward; the cheaper source, ``source.cheap``, continues the best leaves as chains instead.
     """
 
-    serial = True
     value_dependent = True  # the guesses are not samples of the draft's distribution
 
     @validated
@@ -60,7 +59,7 @@ class StagedTree:
         Raises:
             ValueError: for an inner policy that is not serial.
         """
-        if not getattr(inner, "serial", True):
+        if not inner.serial:
             raise ValueError(
                 f"policy.inner={type(inner).__name__} submits at every step, but a staged tree is"
                 " submitted whole: set policy.inner._target_ to Chain, Static, BestFirst (of"
@@ -74,9 +73,13 @@ class StagedTree:
         """Calls the inner policy."""
         self.inner.open(request)
 
-    def held_nodes(self, in_flight: int) -> int:
+    def held_nodes(self, in_flight: int) -> int | None:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
-        return self.inner.held_nodes(in_flight) + self.extend_leaves * self.extend_depth
+        inner = self.inner.held_nodes(in_flight)
+        return None if inner is None else inner + self.extend_leaves * self.extend_depth
+
+    def check_clock(self, clock: Clock) -> None:
+        self.inner.check_clock(clock)
 
     def check_source(self, source: TokenSource) -> None:
         """Refuses a source without a cheaper source inside; see ``cheap_source``."""
@@ -123,14 +126,13 @@ def cheap_source(source: TokenSource) -> TokenSource:
     Raises:
         UserError: the source has none.
     """
-    cheap = getattr(source, "cheap", None)
-    if cheap is None:
+    if source.cheap is None:
         raise UserError(
             "policy=staged_tree needs the cheaper source of a staged source;"
             f" {type(source).__name__} has none: use source=staged (its key source.cheap), or the"
             " inner policy alone (policy=chain, policy=static, ...)"
         )
-    return cast("TokenSource", cheap)
+    return source.cheap
 
 
 def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:

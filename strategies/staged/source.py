@@ -28,7 +28,7 @@ _Selection = list[tuple[ScratchRequest, IntArray]]
 """(request, int64[W_r] scratch slots) per request."""
 
 
-class StagedSource:
+class StagedSource(TokenSource):
     """Returns the same candidates as its draft, in fewer passes of the draft.
 
     When the draft must run, the cheaper source first guesses which nodes below the expanded ones
@@ -79,7 +79,7 @@ class StagedSource:
                 f"the draft's vocabulary has {draft.vocab_size} tokens, the cheaper source's"
                 f" {cheap.vocab_size}; both need the target's tokenizer"
             )
-        self.gives_probs: bool = getattr(draft, "gives_probs", False)
+        self.gives_probs = draft.gives_probs
         self.vocab_size = draft.vocab_size
         self.needs = joined_needs([draft.needs, cheap.needs])
         if self.needs.real_nodes:
@@ -91,7 +91,7 @@ class StagedSource:
         self.counters = SourceCounters()
         self._draft = draft
         self._cheap = CachedSource(source=cheap)
-        self.cheap: TokenSource = _CheapView(self, self._cheap)
+        self.cheap = _CheapView(self, self._cheap)
         self._width = guess_width
         self._depth = guess_depth
         self._rows = guess_rows
@@ -269,21 +269,15 @@ def _by_score(entry: tuple[float, ...]) -> float:
     return entry[0]
 
 
-class _CheapView:
+class _CheapView(TokenSource):
     """The cheaper source for callers outside: takes real ids, works in the scratch trees."""
 
     def __init__(self, owner: StagedSource, cheap: TokenSource) -> None:
         self.needs = cheap.needs
         self.vocab_size = cheap.vocab_size
         self.counters = cheap.counters
-        self.gives_probs: bool = getattr(cheap, "gives_probs", False)
-        self.expand = owner.expand_cheap
+        self.gives_probs = cheap.gives_probs
+        self._owner = owner
 
-    def open(self, request: RequestState) -> None:
-        """No-op: ``StagedSource`` opens the request."""
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """No-op: ``StagedSource`` commits."""
-
-    def close(self, request_id: int) -> None:
-        """No-op: ``StagedSource`` closes the request."""
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        return self._owner.expand_cheap(state, nodes, k)

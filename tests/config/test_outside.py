@@ -21,7 +21,10 @@ from specdec.testing import assert_lossless, certify_overrides
 from tests.config.outside import OUTSIDE, Outside, make_folder
 
 POLICY = '''
-class Greedy:
+from specdec.interfaces import TreePolicy
+
+
+class Greedy(TreePolicy):
     """A policy of one's own."""
 
     def __init__(self, *, runner: object = None, reach: int, shapes: list[int] | None = None):

@@ -61,7 +61,7 @@ def test_stages_of_several_devices(strategy: str, groups: list[int]) -> None:
     with runner(values) as made:
         assert isinstance(made.parts.executor, DistributedExecutor)
         assert made.parts.executor.latency == len(groups)
-        assert list(made.parts.executor.places.values()) == [
+        assert list(made.parts.executor.stage_of_rank.values()) == [
             stage for stage, size in enumerate(groups, 1) for _ in range(size)
         ]
 

@@ -13,7 +13,7 @@ import torch
 
 from specdec.clocks import CONTROLLER, Clock, CostCurve, LatencyProfile, SimulatedClock, Work
 from specdec.clocks.meter import Meter
-from specdec.metrics.counters import SourceCounters
+from specdec.interfaces import Executor, TokenSource
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.sources.background import Background
@@ -26,7 +26,6 @@ from specdec.types import (
     EventKind,
     Exits,
     HiddenName,
-    Needs,
     Nodes,
     Output,
 )
@@ -38,13 +37,10 @@ NAME = HiddenName(2)
 TIMEOUT_S = 30.0
 
 
-class Source:
+class Source(TokenSource):
     """Proposes the tokens 10, 11, ... for every node, and records its calls in ``log``."""
 
     def __init__(self) -> None:
-        self.needs = Needs()
-        self.counters = SourceCounters()
-        self.vocab_size = None
         self.log: list[object] = []
         self.outputs: list[Output] = []
         self.threads: set[int] = set()
@@ -87,8 +83,11 @@ class Held(Source):
         return super().expand(state, nodes, k)
 
 
-class Target:
+class Target(Executor):
     """The executor's part in events: ready at ``at``, with outputs that arrive before."""
+
+    can_poll = True
+    submit = collect = lambda *given, **keys: None  # type: ignore[assignment]
 
     def __init__(self, clock: Clock, at: float, early: Iterable[tuple[float, Output]] = ()) -> None:
         self._clock = clock
@@ -107,17 +106,16 @@ class Target:
         return self._early.pop(0)[1]
 
 
-class Silent:
-    """An executor without the optional members, and without a time."""
+class Silent(Executor):
+    """An executor without a time, which cannot be polled."""
+
+    submit = collect = lambda *given, **keys: None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.is_ready = False
 
     def ready(self) -> bool:
         return self.is_ready
-
-    def due_s(self) -> float | None:
-        return None
 
 
 def new_state(clock: Clock, num_requests: int = 1) -> DecodeState:

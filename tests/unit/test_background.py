@@ -22,7 +22,6 @@ from free_drafts import (
 )
 
 from specdec.clocks import CONTROLLER, MeasuredClock, PacedClock, SimulatedClock, Work
-from specdec.interfaces import AsynchronousSource
 from specdec.sources.background import Background
 from specdec.sources.events import LoopEvents
 from specdec.types import Candidates, Commit, CommitKind, Event, Output
@@ -32,9 +31,10 @@ class TestBackgroundOnPlannedTime:
     def test_it_is_an_asynchronous_source(self) -> None:
         source = Source()
         made = Background(source=source, free_rank=DRAFT_RANK)
-        assert isinstance(made, AsynchronousSource)
+        assert made.asynchronous
         assert made.needs is source.needs
-        assert not hasattr(made, "gives_probs"), "optional members are those of the source"
+        assert made.counters is source.counters
+        assert not made.gives_probs, "its source's"
 
     def test_passes_follow_each_other_and_never_begin_before_they_are_started(self) -> None:
         state = new_state(SimulatedClock(PROFILE))
@@ -202,9 +202,10 @@ class TestBackgroundInAThread:
                 results.append(source._last is not None and source._last.done())
                 super().set()
 
-        source.wakeup = Wakeup()
+        wakeup = Wakeup()
+        source.set_wakeup(wakeup)
         ticket = source.start(new_state(MeasuredClock()), nodes(1), 2)
         held.go.release()
-        assert source.wakeup.wait(TIMEOUT_S)
+        assert wakeup.wait(TIMEOUT_S)
         assert results == [True]
         assert source.poll(ticket) is not None

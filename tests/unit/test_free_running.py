@@ -20,6 +20,7 @@ from specdec.clocks.wall import PacedClock
 from specdec.compose.planned import Planned, planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.executors import PipelineExecutor
+from specdec.interfaces import TokenSource
 from specdec.pairs import RandomPair
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
@@ -201,7 +202,7 @@ def test_waiting_for_the_draft_would_be_seen() -> None:
 # ---------------------------------------------------------------------- passes in a thread
 
 
-class Gated:
+class Gated(TokenSource):
     """A source whose passes wait for a signal, and which logs what reaches it.
 
     Attributes:
@@ -325,7 +326,7 @@ def test_the_wakeup_comes_when_the_pass_can_be_polled() -> None:
             woken.set()
 
     ticket = source.start(state, Nodes(((1, np.array([0])),)), 1)
-    source.wakeup = Wakeup()
+    source.set_wakeup(Wakeup())
     inner.gate.release()
     assert woken.wait(30)
     assert found == [True]

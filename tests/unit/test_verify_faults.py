@@ -118,10 +118,8 @@ def test_rows_computed_in_vain_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.as_dict()["checks"][0]["result"] == "note"
 
 
-class PartlyDraft:
+class PartlyDraft(TokenSource):
     """Answers every third node itself and asks the draft for the rest."""
-
-    gives_probs = False
 
     def __init__(self, draft: DraftModelSource) -> None:
         self._draft = draft
@@ -222,7 +220,7 @@ def test_nodes_beyond_the_last_position_are_found(monkeypatch: pytest.MonkeyPatc
 
 
 class WithoutSelect(TreePolicy):
-    """Inherits what a Protocol has in the place of ``select``."""
+    """Lacks an abstract method."""
 
     value_dependent = False
 
@@ -231,24 +229,35 @@ class WithoutSelect(TreePolicy):
 
 
 class WithoutBase:
-    """Has the other members of a policy."""
+    """Has all methods of a policy, but not its base class, whose defaults the loop reads."""
 
     value_dependent = False
-    open = close = commit = overlap = lambda self, *given: None
+    open = close = commit = overlap = select = lambda self, *given: None
 
 
-@pytest.mark.parametrize("policy", [WithoutSelect, WithoutBase])
-def test_a_policy_without_select_is_refused(policy: type, tmp_path: Path, capsys) -> None:
-    """In Python and in a configuration, before anything runs."""
-    with pytest.raises(UserError, match=f"{policy.__name__} is not a TreePolicy: it lacks select;"):
-        certify_parts(
-            lambda bench: bench.parts(
-                source=DraftModelSource(runner=bench.draft_runner()),
-                policy=policy(),
-                verifier=MatchVerifier(),
-            )
-        )
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (WithoutSelect, "it lacks select; see specdec.interfaces.TreePolicy"),
+        (WithoutBase, "name a class that subclasses specdec.interfaces.TreePolicy"),
+    ],
+)
+def test_a_policy_without_select_or_base_is_refused(
+    policy: type, reason: str, tmp_path: Path, capsys
+) -> None:
+    """In a configuration, before anything runs."""
     target = f"~policy +policy._target_={__name__}.{policy.__name__}".split()
     words = ["verify", "strategy=speculative", "model=random", *target]
     assert main([*words, f"output_dir={tmp_path / 'out'}"]) == 2
-    assert "it lacks select" in capsys.readouterr().err
+    assert f"{policy.__name__} is not a TreePolicy: {reason}" in capsys.readouterr().err
+
+
+def test_a_policy_without_base_is_refused_in_python() -> None:
+    with pytest.raises(UserError, match="WithoutBase is not a TreePolicy: name a class that"):
+        certify_parts(
+            lambda bench: bench.parts(
+                source=DraftModelSource(runner=bench.draft_runner()),
+                policy=WithoutBase(),  # type: ignore[arg-type]
+                verifier=MatchVerifier(),
+            )
+        )

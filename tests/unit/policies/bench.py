@@ -15,9 +15,8 @@ import numpy as np
 
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
-from specdec.interfaces import Events, TokenSource, TreePolicy
+from specdec.interfaces import Events, Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
-from specdec.metrics.counters import SourceCounters
 from specdec.policies.tree_growth import last_position
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
@@ -30,7 +29,6 @@ from specdec.types import (
     Candidates,
     Commit,
     Lossless,
-    Needs,
     Nodes,
     Output,
     Verdict,
@@ -65,7 +63,7 @@ def target_token(context: Context) -> int:
     return children_of(context)[rank][0]
 
 
-class TableSource:
+class TableSource(TokenSource):
     """A source that proposes ``children_of`` and records the expanded nodes.
 
     Attributes:
@@ -81,8 +79,6 @@ class TableSource:
         table: Callable[[Context], Sequence[tuple[int, float]]] = children_of,
         cheap: TokenSource | None = None,
     ) -> None:
-        self.needs = Needs()
-        self.counters = SourceCounters()
         self.vocab_size = VOCAB
         self.silent = silent
         self.table = table
@@ -91,9 +87,6 @@ class TableSource:
         self._asked: set[tuple[int, int]] = set()
         if cheap is not None:
             self.cheap = cheap
-
-    def open(self, request: RequestState) -> None:
-        pass
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         assert len(nodes)
@@ -121,26 +114,15 @@ class TableSource:
         self.widths.append(k)
         return empty
 
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        pass
 
-    def close(self, request_id: int) -> None:
-        pass
-
-
-class FakeExecutor:
+class FakeExecutor(Executor):
     """A pipeline of ``latency`` steps that answers with ``target_token``."""
-
-    hidden = ()
 
     def __init__(self, state: DecodeState, latency: int) -> None:
         self.latency = self.in_flight = latency
         self.batches: list[Batch] = []
         self._state = state
         self._flying: list[dict[int, dict[int, Context]]] = [{} for _ in range(latency - 1)]
-
-    def open(self, request: RequestState) -> None:
-        pass
 
     def submit(self, batch: Batch) -> None:
         self.batches.append(batch)
@@ -152,12 +134,6 @@ class FakeExecutor:
                 context = tuple(request.path_tokens(slot).tolist())
                 contexts.setdefault(rows.request, {})[node_id] = context
         self._flying.append(contexts)
-
-    def ready(self) -> bool:
-        return True
-
-    def due_s(self) -> float | None:
-        return None
 
     def collect(self, *, wait: bool = True) -> Output:
         answers = []
@@ -182,14 +158,10 @@ class FakeExecutor:
         for contexts in self._flying:
             contexts.pop(request_id, None)
 
-    def shutdown(self) -> None:
-        pass
 
-
-class PathVerifier:
+class PathVerifier(Verifier):
     """Follows the children that carry the target's tokens; the rule of ``match``."""
 
-    needs = Needs()
     lossless = Lossless.TOKEN
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
@@ -226,7 +198,7 @@ class Selection:
 
 
 @dataclass
-class CheckedPolicy:
+class CheckedPolicy(TreePolicy):
     """Passes calls on to a policy and asserts what every policy owes the loop."""
 
     policy: TreePolicy
@@ -234,9 +206,8 @@ class CheckedPolicy:
     log: list[Selection] = field(default_factory=list)
     overlaps: list[int] = field(default_factory=list)
 
-    @property
-    def value_dependent(self) -> bool:
-        return self.policy.value_dependent
+    def __post_init__(self) -> None:
+        self.value_dependent = self.policy.value_dependent
 
     def open(self, request: RequestState) -> None:
         self.policy.open(request)

@@ -5,27 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.sampling.host import sample_candidates
 from specdec.sampling.keyed_draws import Purpose
 from specdec.sources import MixtureSource, NullSource, PromptLookupSource, RandomSource
-from specdec.types import Candidates, Needs
+from specdec.types import Candidates
 
 from .support import VOCAB, expand, make_request, make_state, open_request
 
 
-class Fixed:
+class Fixed(TokenSource):
     """Proposes given rows for every node; records the number of nodes per call."""
 
     def __init__(self, *rows, vocab_size=None):
         self.asked = []
-        self.needs = Needs()
         self.counters = SourceCounters(passes=1, rows=2, by_level={"fixed": 1})
         self.vocab_size = vocab_size
         self.rows = rows
-
-    def open(self, request):
-        pass
 
     def expand(self, state, nodes, k):
         self.asked.append(len(nodes))
@@ -36,12 +33,6 @@ class Fixed:
                 answer.logprobs[at, column] = np.log(prob)
             answer.counts[at] = len(row)
         return answer
-
-    def commit(self, commits, output):
-        pass
-
-    def close(self, request_id):
-        pass
 
 
 def ask(source, k, num_nodes=1):
