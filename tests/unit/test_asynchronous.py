@@ -7,30 +7,18 @@ texts. The bound is 5 %; at the ends, prompts and last rounds, up to 2 % of it i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import product
-
 import numpy as np
 import pytest
 
-from specdec.certify.certify import certify
-from specdec.certify.subject import decode_cases
-from specdec.clocks import Clock, LatencyProfile, MeasuredClock, SimulatedClock, Timeline
-from specdec.compose.build import compose
-from specdec.compose.presets import build_preset
-from specdec.compose.workbench import Parts, Workbench
-from specdec.config.hydra import compose_config
-from specdec.errors import UserError
+from specdec.compose.workbench import Parts
 from specdec.metrics.asynchronous import amusd_time, pearl_time, ssd_hit_rate, ssd_time
 from specdec.state import RequestState
-from specdec.trace.files import chrome_events
 from specdec.types import Batch, Output
 from strategies import amusd, pearl, ssd
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd, fan_outs
 from tests import toys
 from tests.laws import greedy_request, one_class, one_class_bench
-from tests.sampled import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -88,27 +76,6 @@ def test_pearl_takes_the_time_of_its_law(
     assert time == pytest.approx(law, rel=BOUND)
 
 
-def test_a_serial_draft_does_not_keep_pearls_law() -> None:
-    """A control: rounds in which target and draft take turns are seen."""
-    serial = decoded(
-        pearl.build(_in_turns(one_class_bench(0.8, 10.0, 2.0)), gamma=5), num_requests=1
-    )[0]
-    assert serial > 1.5 * pearl_time(alpha=0.8, gamma=5, target=10.0, draft=2.0)
-
-
-def _in_turns(bench: Workbench) -> Workbench:
-    """A workbench whose clock begins no work of the target before the controller's has ended."""
-    clock = bench.clock
-    original: Callable[..., None] = clock.barrier
-
-    def barrier(ranks: range) -> None:
-        original(ranks)
-        clock.wait_until(clock.now() + 10e-3)
-
-    clock.barrier = barrier  # type: ignore[method-assign, assignment]
-    return bench
-
-
 @pytest.mark.parametrize(("alpha", "tokens_per_round"), [(0.0, 1.0), (1.0, 4.0)])
 def test_pearls_law_at_its_ends(alpha: float, tokens_per_round: float) -> None:
     """No draft is right: one token per pass. All are: gamma per round, for ever post-verify."""
@@ -151,14 +118,6 @@ def test_gamma_is_the_ratio_of_pass_times(
 ) -> None:
     found = Pearl(gamma="ratio", latency=stages, profile=toys.profile(target, draft))
     assert found.gamma == gamma
-
-
-@pytest.mark.parametrize("profile", [None, LatencyProfile(name="empty")])
-def test_a_ratio_without_times_is_refused(profile: LatencyProfile | None) -> None:
-    with pytest.raises(ValueError, match="gamma=ratio follows from a latency profile"):
-        Pearl(gamma="ratio", profile=profile)
-    with pytest.raises(UserError, match="gamma=until_ready, or a number"):
-        pearl.build(Workbench(toys.pair(), clock=MeasuredClock()), gamma="ratio")
 
 
 @pytest.mark.parametrize(("target", "draft", "gamma"), [(10.0, 2.1, 5), (10.0, 3.0, 4)])
@@ -286,60 +245,3 @@ def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
     for _ in parts.decode(parts.new_state(), [greedy_request(1, NUM_TOKENS)]):
         pass
     assert lonely <= 2 if wait else lonely > 50
-
-
-@pytest.mark.parametrize("source", ["none", "draft_model"])
-def test_a_source_that_is_silent_or_not_asynchronous_does_not_stop_it(source: str) -> None:
-    words = ["strategy=amusd", f"source={source}", "model=random", "model.dtype=float64"]
-    report = certify(compose_config(words).values, checks=["greedy_parity"])
-    assert all(check.passed for check in report.checks)
-
-
-def test_a_free_draft_refuses_rejection() -> None:
-    config = compose_config(["strategy=amusd", "verifier=rejection", "model=random"]).values
-    with pytest.raises(UserError, match="depends on the times of passes"):
-        compose(config, toys.pair())
-
-
-# ---------------------------------------------------------------------- all of them
-
-BUILDERS: dict[str, Callable[[Workbench], Parts]] = {
-    "pearl": pearl.build,
-    "ssd": ssd.build,
-    "amusd": amusd.build,
-}
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_the_trace_shows_both_groups_at_work_at_the_same_time(name: str) -> None:
-    clock = SimulatedClock(toys.profile(10.0, 2.0), timeline=Timeline())
-    parts = BUILDERS[name](Workbench(one_class(0.8), clock=clock))
-    for _ in parts.decode(parts.new_state(), [greedy_request(1, NUM_TOKENS)]):
-        pass
-    assert clock.timeline is not None
-    spans = clock.timeline.take()
-    draft = [s for s in spans if s.kind == "draft" and s.rank != 1]
-    target = [s for s in spans if (s.kind, s.rank) == ("stage", 1)]
-    assert len(draft) + len(target) == len(spans)
-    ends = [(s.start_s, s.start_s + s.seconds) for s in target]
-    inside = sum(any(a <= s.start_s < b for a, b in ends) for s in draft)
-    assert inside > 0.5 * len(draft)
-    events = chrome_events(spans, {}, {1: 1})
-    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    draft_rank = draft[0].rank
-    assert {f"rank {draft_rank}: {'draft' if draft_rank else 'controller, draft'}"} <= threads
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "clock", "batch_size"),
-    sampled(product(BUILDERS, [1, 3], ["measured", "simulated"], [1, 3]), every=3),
-)
-def test_the_output_is_that_of_plain_decoding(
-    name: str, stages: int, clock: str, batch_size: int
-) -> None:
-    """Greedy and sampled, with and without a history."""
-    found: Clock = MeasuredClock() if clock == "measured" else toys.simulated(10.0, 3.0)
-    shared = Workbench(toys.pair(), seed=toys.SEED, clock=found)
-    parts = build_preset(name, shared, {"executor.stages": stages})
-    wanted = toys.cases(12)
-    toys.assert_plain(decode_cases(parts, wanted, batch_size=batch_size), wanted)

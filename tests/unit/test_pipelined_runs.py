@@ -6,17 +6,14 @@ per token must be the law's, up to chance and the ends of texts. The bound is 5 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from specdec.compose.workbench import Parts
-from specdec.interfaces import Events, TokenSource
 from specdec.metrics.pipelines import flowspec_time, pipeinfer_time
-from specdec.state import DecodeState
-from specdec.types import Batch, Commit, CommitKind, Nodes, Output
+from specdec.types import Batch
 from strategies import flowspec, pipeinfer
 from tests.laws import greedy_request, one_class, one_class_bench
 
@@ -171,66 +168,3 @@ def test_flowspec_takes_the_time_of_its_law(
     num_tokens = 250 if num_requests > 1 else 2000
     time = milliseconds_per_token(parts, num_requests, num_tokens)
     assert time == pytest.approx(law, rel=BOUND)
-
-
-def test_segments_are_the_best_nodes_that_wait() -> None:
-    """Each step submits the most probable chosen nodes that the target does not have."""
-    parts = flowspec.build(one_class_bench(0.7, 10.0, 1.0), stages=4, segment=5, grown_segment=6)
-    policy, state = parts.policy, parts.new_state()
-    checked = 0
-    select = policy.select
-
-    def checking(state_: DecodeState, source: TokenSource) -> Nodes:
-        nonlocal checked
-        nodes = select(state_, source)
-        for request_id, ids in nodes.items:
-            tree = state.requests[request_id].tree
-            now = policy._rounds[request_id]  # type: ignore[attr-defined]
-            waits = np.isin(tree.ids, now.chosen) & (tree.submitted_at < 0)
-            waits &= ~np.isin(tree.ids, ids)
-            assert len(ids) <= (6 if now.judged else 5)
-            if waits.any():
-                checked += 1
-                assert len(ids) == (6 if now.judged else 5)
-                assert tree.scores[waits].max() <= tree.scores[tree.slots(ids)].min()
-        return nodes
-
-    policy.select = checking  # type: ignore[method-assign]
-    for _ in parts.decode(state, [greedy_request(1, 100)]):
-        pass
-    assert checked > 20
-
-
-def test_a_verdict_keeps_what_waits_and_merges_the_new_tree() -> None:
-    """After a hit the chosen nodes of the subtree stay chosen, and the redrawn tree adds others."""
-    parts = flowspec.build(
-        one_class_bench(0.8, 10.0, 1.0), stages=3, nodes=30, grown_nodes=20, segment=4
-    )
-    policy = parts.policy
-    sizes: dict[str, list[int]] = {"kept": [], "grown": []}
-    commit, overlap = policy.commit, policy.overlap
-
-    def committing(commits: Sequence[Commit], output: Output) -> None:
-        before = {c.request: policy._rounds[c.request].chosen for c in commits}  # type: ignore[attr-defined]
-        commit(commits, output)
-        for c in commits:
-            kept = policy._rounds[c.request].chosen  # type: ignore[attr-defined]
-            if c.kind is CommitKind.HIT:
-                assert set(kept) == set(before[c.request]) & set(c.kept_ids)
-                sizes["kept"].append(len(kept))
-            else:
-                assert not len(kept)
-
-    def growing(state: DecodeState, source: TokenSource, events: Events) -> bool:
-        before = policy._rounds[1].chosen  # type: ignore[attr-defined]
-        found = overlap(state, source, events)
-        after = policy._rounds[1].chosen  # type: ignore[attr-defined]
-        assert set(before) <= set(after)
-        sizes["grown"].append(len(after) - len(before))
-        return found
-
-    policy.commit, policy.overlap = committing, growing  # type: ignore[method-assign]
-    for _ in parts.decode(parts.new_state(), [greedy_request(1, 100)]):
-        pass
-    assert np.mean(sizes["kept"]) > 3
-    assert np.mean(sizes["grown"]) > 1

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 
-from specdec.certify.certify import certify
 from specdec.certify.subject import decode_cases
-from specdec.clocks import Clock, CostCurve, LatencyProfile, MeasuredClock, SimulatedClock, Timeline
-from specdec.compose.build import compose
+from specdec.clocks import Clock, CostCurve, LatencyProfile, SimulatedClock, Timeline
 from specdec.compose.workbench import Parts, Workbench
-from specdec.config.hydra import compose_config
-from specdec.config.job import run_job_of
-from specdec.errors import UserError
 from specdec.metrics.asynchronous import pipespec_time
 from specdec.pairs import RandomPair, build_pair
 from specdec.sources import Background, DraftModelSource, ModelChain
@@ -25,7 +19,6 @@ from strategies import pipespec
 from strategies.pipespec import FreeChain
 from tests import toys
 from tests.laws import greedy_request
-from tests.sampled import sampled
 from tests.unit.test_asynchronous import NUM_TOKENS, decoded
 
 pytestmark = pytest.mark.slow
@@ -38,11 +31,6 @@ LAW_CASES = [  # chances of draft and middle model, times of target, middle mode
     pytest.param(0.8, 0.9, 10.0, 4.0, 2.0, marks=pytest.mark.exhaustive),
     pytest.param(0.8, 0.95, 30.0, 6.0, 1.0, marks=pytest.mark.exhaustive),
 ]
-
-CERTIFIED = (
-    *("strategy=pipespec", "model=random", "policy.ahead=6"),
-    *("clock=simulated", "clock.profile=pipespec_70b"),
-)
 
 
 def clock_of(target: float, middle: float, draft: float) -> SimulatedClock:
@@ -89,20 +77,6 @@ def test_the_law_at_its_ends() -> None:
     assert both < times["draft"] * 1.05 < times["middle"] < alone < slow
 
 
-@pytest.mark.parametrize(
-    ("measured", "least", "batch_size"), sampled(product([False, True], [0, 1, 3], [1, 3]), 5)
-)
-def test_the_output_is_that_of_plain_decoding(measured: bool, least: int, batch_size: int) -> None:
-    clock: Clock = MeasuredClock() if measured else clock_of(10.0, 3.0, 1.0)
-    parts = pipespec.build(three(clock), least=least, ahead=8)
-    wanted = toys.cases(12)
-    outputs = decode_cases(parts, wanted, batch_size=batch_size)
-    toys.assert_plain(outputs, wanted)
-    passes = parts.source.counters.by_level
-    assert passes["draft"] > 0 < passes["middle"]
-    assert measured or sum(out.accepted for out in outputs.values()) > 20
-
-
 def test_a_chain_of_four_models() -> None:
     bench = three(clock_of(10.0, 3.0, 1.0))
     names = ("draft", "middle", "middle")
@@ -115,19 +89,6 @@ def test_a_chain_of_four_models() -> None:
     wanted = toys.cases(12)
     toys.assert_plain(decode_cases(parts, wanted, batch_size=2), wanted)
     assert min(level.counters.passes for level in levels) > 10
-
-
-def test_a_rank_for_every_model_all_at_work_at_the_same_time() -> None:
-    clock = clock_of(12.0, 3.0, 1.0)
-    run(pipespec.build(Workbench(synthetic(0.8, 0.9), clock=clock)))
-    assert clock.timeline is not None
-    spans = clock.timeline.take()
-    ranks = {
-        kind: {s.rank for s in spans if s.kind == kind} for kind in ("stage", "middle", "draft")
-    }
-    assert ranks == {"stage": {1}, "draft": {2}, "middle": {3}}
-    total = {kind: sum(s.seconds for s in spans if s.kind == kind) for kind in ranks}
-    assert sum(total.values()) > 2.0 * clock.now()
 
 
 def run(parts: Parts) -> RequestState:
@@ -161,39 +122,3 @@ def test_the_middle_model_lifts_acceptance() -> None:
         counters = run(pipespec.build(bench)).counters
         shares.append(counters.misses / counters.answers)
     assert shares[1] < 0.5 * shares[0]
-
-
-def test_it_is_certified() -> None:
-    checks = ["cache_invariant", "draft_rows"]
-    report = certify(run_job_of([*CERTIFIED]).config, checks=checks)
-    assert [check.passed for check in report.checks] == [True] * len(checks)
-
-
-def test_a_rollback_that_does_not_reach_the_draft_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: commits that the middle model does not hear of leave wrong entries behind."""
-    original = DraftModelSource.commit
-
-    def forgets_misses(self, commits, output) -> None:
-        kept = [commit for commit in commits if commit.kind != "miss"]
-        original(self, kept if self.model == "middle" else commits, output)
-
-    monkeypatch.setattr(DraftModelSource, "commit", forgets_misses)
-    report = certify(run_job_of([*CERTIFIED]).config, checks=["cache_invariant"])
-    assert [check.passed for check in report.checks] == [False]
-
-
-def test_what_it_refuses() -> None:
-    pair = RandomPair(**toys.MODEL, middle_layers=3)
-    words = ["strategy=pipespec", "model=random", "model.middle_layers=3"]
-    with pytest.raises(UserError, match="depends on the times of passes"):
-        compose(compose_config([*words, "verifier=rejection"]).values, pair)
-    with pytest.raises(UserError, match="needs the models of source=model_chain"):
-        compose(compose_config([*words, "source=draft_model"]).values, pair)
-    with pytest.raises(UserError, match="needs a middle model"):
-        compose(compose_config(words).values, RandomPair(**toys.MODEL))
-    with pytest.raises(ValueError, match=r"policy\.least=9 tokens never come"):
-        FreeChain(ahead=8, least=9)
-    with pytest.raises(ValueError, match="at least one source"):
-        ModelChain(sources=[])
-    with pytest.raises(ValueError, match="in this order"):
-        pipespec_time(draft_right=0.7, middle_right=0.6, target=4.0, middle=2.0, draft=1.0)
