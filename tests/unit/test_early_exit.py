@@ -7,33 +7,26 @@ from __future__ import annotations
 
 from collections import Counter
 from math import ceil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import specdec.assets
 from experiments.ppsd import laws
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
-from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
-from specdec.executors import EarlyExitExecutor, ExitFront
 from specdec.executors.layout import FrontPlan
 from specdec.metrics.speedup import expected_accepted
 from specdec.models.exits import (
     HeadWeights,
     head_model,
-    read_head,
     untrained_head,
 )
 from specdec.models.random import random_model
 from specdec.models.slicing import final_norm
 from specdec.pairs import build_random
-from specdec.policies import Chain, FixedWidth
 from specdec.sampling.transform import SamplingParams
-from specdec.sources import EarlyExitSource
 from specdec.sources.exit_laws import ppsd_law
 from specdec.state import RequestState, StopRules
 from specdec.testing import Case, ObservedPair, Oracle, RandomPair, Watch, decode_cases
@@ -47,9 +40,7 @@ from specdec.train.exits import (
 )
 from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Nodes
-from specdec.verifiers import MatchVerifier
 from strategies import eesd, ppsd
-from strategies.eesd import ThompsonChain
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
@@ -123,33 +114,11 @@ class TestLossless:
         models = pair(exit_layer=3 if head == "norm" else 2, exit_head=head)
         assert_equal_to_plain(models, ppsd.build(Workbench(models, seed=1), stages=stages))
 
-    @pytest.mark.parametrize("width", [1, 3])
-    def test_a_last_stage_may_be_shorter(self, width: int) -> None:
-        models = pair(num_layers=5, exit_layer=2)
-        parts = ppsd.build(Workbench(models, seed=1), width=width, children=width)
-        assert parts.executor.latency == 3
-        assert_equal_to_plain(models, parts)
-
     @pytest.mark.parametrize("head", ["norm", "transformer"])
     def test_eesd_equals_plain_decoding(self, head: str) -> None:
         models = pair(exit_head=head, exit_layer=2)
         assert_equal_to_plain(models, eesd.build(Workbench(models, seed=1), gamma=3))
         assert_equal_to_plain(models, eesd.build(Workbench(models, seed=1), max_gamma=4))
-
-    def test_a_wrong_hidden_state_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Control: with rows handed over in the wrong order these tests must fail."""
-        right = ExitFront.hidden
-        monkeypatch.setattr(ExitFront, "hidden", lambda self, batch: right(self, batch).flip(0))
-        models = pair()
-        with pytest.raises(AssertionError):
-            assert_equal_to_plain(models, eesd.build(Workbench(models, seed=1), gamma=3))
-
-    def test_a_front_that_is_not_pruned_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Control: rejected nodes left in the first layers' cache must not go unnoticed."""
-        monkeypatch.setattr("specdec.executors.exits.ExitStage.commit", lambda self, commits: None)
-        models = pair()
-        with pytest.raises(AssertionError):
-            assert_equal_to_plain(models, ppsd.build(Workbench(models, seed=1), stages=2))
 
 
 class TestOncePerLayer:
@@ -211,34 +180,6 @@ class TestSchedule:
         _, times = simulated(pair(num_layers=8, exit_layer=2), eesd.build, gamma=gamma)
         rounds = np.diff(np.unique(times))[:-2]  # drafts are cut short at the end of the request
         assert set(rounds.tolist()) == {(gamma + stages) * STAGE_S}
-
-
-class TestRefusals:
-    def test_what_does_not_go_together_says_why(self) -> None:
-        bench, match = Workbench(pair()), MatchVerifier()
-        late = EarlyExitSource(pair=pair())
-        with pytest.raises(UserError, match="drafts before it submits"):
-            bench.parts(source=late, policy=Chain(gamma=2), verifier=match, stages=2)
-        policy = FixedWidth(width=1, children=1)
-        for other in (policy, Chain(gamma=2)):  # on one device no policy can wait for exits
-            with pytest.raises(UserError, match="at least 2 stages") as refused:
-                bench.parts(source=late, policy=other, verifier=match)
-            assert "in a pipeline" not in str(refused.value)
-        first = planned(EarlyExitExecutor, bench.pair, stages=2)
-        with pytest.raises(UserError, match="source=early_exit"):
-            bench.parts(source=late, policy=Chain(gamma=2), verifier=match, executor=first)
-        with pytest.raises(UserError, match="exit_layer=4"):
-            ppsd.build(Workbench(pair(exit_layer=4)), stages=2)
-        with pytest.raises(ValueError, match="exit_layer=0"):
-            pair(exit_layer=0)
-
-    def test_thompson_drafts_at_least_one_and_at_most_its_limit(self) -> None:
-        policy = ThompsonChain(max_gamma=4)
-        policy.open(cases()[0].request())
-        lengths = {policy._length(5, position) for position in range(60)}
-        assert lengths == {1, 2, 3, 4}
-        policy._outcomes[5] = [0, 10_000]  # nothing was ever accepted
-        assert {policy._length(5, position) for position in range(60)} == {1}
 
 
 SHAPE = small_llama(3)
@@ -320,13 +261,3 @@ class TestHeads:
         assert final_norm(made) is not final_norm(target)
         for name, parameter in target.named_parameters():
             assert torch.equal(before[name], parameter)
-
-    def test_those_that_ship_say_what_they_are_and_fit(self) -> None:
-        """Exit heads and draft together at most 12 MB."""
-        folder = Path(next(iter(specdec.assets.__path__))) / "tiny"
-        for kind, layer in [("transformer", 3), ("transformer", 6), ("norm", 3), ("norm", 12)]:
-            assert read_head(folder / "heads", kind, layer).layer == layer
-        exits = [p for p in folder.glob("heads/*.safetensors") if not p.stem.startswith("medusa")]
-        files = [*exits, *folder.glob("draft/*.safetensors")]
-        assert len(files) >= 6
-        assert sum(path.stat().st_size for path in files) <= 12_000_000

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import specdec.attention.exact as exact_module
 from specdec.attention.backends import capped_attention
-from specdec.attention.exact import BLOCK, Context, RowRange, context_of, exact_attention
+from specdec.attention.exact import BLOCK, Context, exact_attention
 from specdec.attention.kv_storage import BlockPool
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.clocks.meter import Meter
-from specdec.errors import UserError
 from specdec.models import proofs, row_counts
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.inspection import CERTIFIED
@@ -22,7 +20,6 @@ from specdec.models.random import random_model
 from specdec.models.row_counts import EAGER, Operator, Setting, proved_counts
 from specdec.models.runner import ModelRunner
 from specdec.models.shares import sharded
-from specdec.pairs import build_random
 from specdec.tensor_parallel import collective
 from tests.shares import run_group
 
@@ -172,24 +169,6 @@ def test_without_it_the_bits_differ():
     assert not torch.equal(_chunks(runner, tokens, 7), expected)
 
 
-def test_keys_in_the_order_of_slots_are_found(monkeypatch):
-    """A planted fault: the sum over the tree's part of a path in the order of slots."""
-
-    def by_slot(part: RowRange, device: torch.device) -> Context:
-        context = context_of(part, device)
-        for row, position in zip(
-            () if context.slots is None else context.slots, context.positions.tolist(), strict=False
-        ):
-            used = row[: position + 1 - context.num_blocks * BLOCK]
-            used.copy_(used.flip(0))  # the node's own slot first
-        return context
-
-    runner, tokens = _runner(dtype="float32"), _tokens()
-    expected = _plain(runner, tokens)
-    monkeypatch.setattr(exact_module, "context_of", by_slot)
-    assert not torch.equal(_tree(runner, tokens), expected)
-
-
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 100])
 def test_exact_attention_is_attention(softcap, window):
@@ -225,22 +204,6 @@ def test_numbers_of_rows_that_differ_are_not_used():
         return rows * (1.0 if len(rows) >= 8 else 1.0 + 2**-20)
 
     assert proved_counts([_operator(by_number)], SETTING) == (8, 16, 32, 64)
-
-
-def test_an_operator_that_depends_on_the_place_is_refused_by_name():
-    def by_place(rows, start):
-        places = torch.arange(len(rows))[:, None]
-        return rows * torch.where(places == 0, 1.0 + 2**-20, 1.0)
-
-    first, *_ = (_operator(by_place, "linear 3 x 5"),)
-    rolled = Operator(
-        first.name,
-        "rolled",
-        64,
-        (*first.layouts, lambda a, b: [first.layouts[0](a, b)[0].roll(1, 0).roll(-1, 0) * 1.5]),
-    )
-    with pytest.raises(UserError, match=r"linear 3 x 5 in float32 on cpu with 1 threads"):
-        proved_counts([rolled], SETTING)
 
 
 def test_proofs_are_cached_by_setting():
@@ -337,33 +300,4 @@ def test_sums_have_the_same_bits_on_every_rank_at_every_place(size, dtype, monke
             assert torch.equal(rows, expected)
 
 
-def test_sums_in_another_order_differ():
-    """Control of the test above: the same parts, added from the last rank to the first."""
-    parts = torch.randn(3, 40, 7, generator=torch.Generator().manual_seed(0))
-    backwards = run_group(3, lambda group: group.add(parts[2 - group.rank]))
-    assert not torch.equal(backwards[0], (parts[0] + parts[1]) + parts[2])
-
-
 # ------------------------------------------------------------ refusals
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "needed"),
-    [
-        ("attention", "two_level", "auto"),
-        ("graphs", "replay", "off"),
-        ("kernels", "triton", "torch"),
-        ("compile", True, "false"),
-        ("quantization", "int8", "none"),
-    ],
-)
-def test_what_is_not_proved_is_refused(key, value, needed):
-    with pytest.raises(UserError, match=f"use model.{key}={needed}, or model.exact=false"):
-        build_random(exact=True, **{key: value})
-
-
-def test_frequencies_that_follow_the_pass_are_refused():
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = random_model("llama", options={"rope_parameters": rope})
-    with pytest.raises(UserError, match="rope_type=dynamic"):
-        ModelRunner(model=model, name="target", meter=Meter(), execution=EXACT)
