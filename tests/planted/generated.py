@@ -232,7 +232,7 @@ def exchange(path: Path, index: int) -> None:
     key = lambda code: (code.co_qualname, code.co_firstlineno)  # noqa: E731
     new = {key(code): code for code in changed}
     for function in gc.get_objects():
-        if isinstance(function, types.FunctionType):
+        if type(function) is types.FunctionType:
             code = function.__code__
             if code.co_filename == str(path) and key(code) in new:
                 function.__code__ = new[key(code)]
