@@ -6,13 +6,23 @@ docs/examples; ``<!-- output -->`` before the next block says that it shows what
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from specdec.config.options import config_dir
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("specdec", "make", "python", "pip", "torchrun", "srun", "export", "cp", "git", "cd")
+STANDS_FOR = {
+    "model.target=PATH": "model.target=bundled:target",
+    "model.draft=PATH": "model.draft=bundled:draft",
+}
+"""Placeholders of the pages, and what is put there."""
+
 _MARK = re.compile(r"^<!-- (run|output) -->$")
 _ASSIGNMENT = re.compile(r"^[A-Z_]+=\S*$")
 _COMMENT = re.compile(r"\s+#\s.*$")
@@ -120,3 +130,23 @@ def _words(line: str) -> tuple[str, ...]:
     while words and _ASSIGNMENT.match(words[0]):
         words.pop(0)
     return tuple(words) if words and words[0] in PROGRAMS else ()
+
+
+def write_files_of_pages(folder: Path) -> None:
+    """Writes the files that the commands of the pages read into an empty folder."""
+    shutil.copytree(ROOT / "docs/examples", folder, dirs_exist_ok=True)
+    careful = (folder / "conf/strategy/careful.yaml").read_text()
+    (folder / "conf/strategy/mine.yaml").write_text(careful.replace("name: careful", "name: mine"))
+    # A preset as `specdec profile` writes one.
+    preset = (config_dir() / "strategy/swiftspec.yaml").read_text()
+    written = folder / "outputs/split/strategy/swiftspec_best.yaml"
+    written.parent.mkdir(parents=True)
+    written.write_text(preset.replace("name: swiftspec", "name: swiftspec_best"))
+    (folder / "prompts.jsonl").write_text(json.dumps({"question": "Why?", "prompt": "x"}) + "\n")
+    (folder / "prompts.txt").write_text("one\n\ntwo\n")
+    for name in ("real", "box"):
+        (folder / "outputs" / name).mkdir(parents=True)
+    record = ROOT / "specdec/assets/records/humaneval.npz"
+    shutil.copy(record, folder / "outputs/real/record.npz")
+    profile = config_dir() / "profile/uniform_30ms.yaml"
+    shutil.copy(profile, folder / "outputs/box/measured.yaml")

@@ -22,13 +22,7 @@ from specdec.config.comparison import compose_comparison
 from specdec.config.job import run_job_of
 from specdec.config.options import options
 from specdec.planning.asked import planning_of
-from tests.docs.blocks import ROOT
-
-STANDS_FOR = {
-    "model.target=PATH": "model.target=bundled:target",
-    "model.draft=PATH": "model.draft=bundled:draft",
-}
-"""Placeholders of the pages, and what is put there."""
+from tests.docs.blocks import ROOT, STANDS_FOR
 
 ELSEWHERE = ("torchrun", "srun", "export", "cp", "git", "cd")
 """Programs that are not ours: their lines are for other machines, or trivial."""

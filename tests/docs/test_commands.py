@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from specdec.cli.main import main
-from specdec.config.options import config_dir
 from specdec.errors import UserError
-from tests.docs.blocks import ROOT, Block, blocks, commands, pages
+from tests.docs.blocks import ROOT, Block, blocks, commands, pages, write_files_of_pages
 from tests.docs.checking import check
 
 NAMES = [str(page.relative_to(ROOT)) for page in pages()]
@@ -23,25 +20,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in pages()]
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> Path:
     """A folder with the files that the pages speak of, to stand in."""
-    shutil.copytree(ROOT / "docs/examples", tmp_path, dirs_exist_ok=True)
-    careful = (tmp_path / "conf/strategy/careful.yaml").read_text()
-    (tmp_path / "conf/strategy/mine.yaml").write_text(
-        careful.replace("name: careful", "name: mine")
-    )
-    preset = (
-        config_dir() / "strategy/swiftspec.yaml"
-    ).read_text()  # as `specdec profile` writes one
-    written = tmp_path / "outputs/split/strategy/swiftspec_best.yaml"
-    written.parent.mkdir(parents=True)
-    written.write_text(preset.replace("name: swiftspec", "name: swiftspec_best"))
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "Why?", "prompt": "x"}) + "\n")
-    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
-    for folder in ("real", "box"):
-        (tmp_path / "outputs" / folder).mkdir(parents=True)
-    record = ROOT / "specdec/assets/records/humaneval.npz"
-    shutil.copy(record, tmp_path / "outputs/real/record.npz")
-    profile = config_dir() / "profile/uniform_30ms.yaml"
-    shutil.copy(profile, tmp_path / "outputs/box/measured.yaml")
+    write_files_of_pages(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPECDEC_DATA", str(data_dir))
     monkeypatch.setattr(sys, "path", [*sys.path])

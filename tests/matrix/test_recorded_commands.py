@@ -1,0 +1,76 @@
+"""Commands answer as they did when they were recorded: exit status and first line.
+
+The table has every command of the pages (composed, not run) and input that nobody should give: it
+is refused in one line that names place and remedy, with exit status 2, and writes nothing.
+``record_commands.py`` says how to record again.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.matrix.record_commands import (
+    COMMAND,
+    answer,
+    decoded,
+    differences,
+    documented,
+    encoded,
+    read,
+)
+
+pytestmark = pytest.mark.slow
+
+
+AT_ONCE = 40  # cases of a test
+PARTS = [
+    pytest.param(
+        group,
+        start,
+        # The commands of the pages are composed by tests/docs too.
+        marks=[pytest.mark.exhaustive] if group == "documented" and start else [],
+    )
+    for group, cases in read().items()
+    for start in range(0, len(cases), AT_ONCE)
+]
+
+
+@pytest.mark.parametrize(("group", "start"), PARTS)
+def test_commands_answer_as_recorded(
+    group: str, start: int, request: pytest.FixtureRequest
+) -> None:
+    if group == "documented":
+        request.getfixturevalue("data_dir")  # which its configurations name
+    cases = read()[group][start : start + AT_ONCE]
+    found = [line for case in cases for line in differences(case, answer(case))]
+    if found:
+        pytest.fail(
+            "\n".join([f"if this is meant, run `{COMMAND} '{group}'`", *found]), pytrace=False
+        )
+
+
+def test_what_is_refused_says_why() -> None:
+    """Of a table that was recorded from broken code too."""
+    refused = [case for cases in read().values() for case in cases if case["code"] == 2]
+    assert len(refused) > 300
+    for case in refused:
+        if case["argv"][1:]:
+            assert case["line"].startswith("specdec: "), case["argv"]
+            assert len(case["line"]) > len("specdec: ") + 20, case["argv"]
+
+
+def test_every_command_of_the_pages_is_recorded() -> None:
+    recorded = {repr(case["argv"]) for case in read()["documented"]}
+    now = {repr(case["argv"]) for case in documented()}
+    assert recorded == now, f"run `{COMMAND}`, which adds and drops commands of the pages"
+
+
+@pytest.mark.parametrize("content", [b"text", b"\xff\0", b"x" * 5000, b"@1", b"bz2:x"])
+def test_contents_of_files_survive(content: bytes) -> None:
+    assert decoded(encoded(content)) == content
+
+
+def test_a_difference_is_told() -> None:
+    case = {"argv": ["list"], "code": 0, "line": "a"}
+    assert not differences(case, {"code": 0, "line": "a"})
+    assert len(differences(case, {"code": 2, "line": "a"})) == 2
