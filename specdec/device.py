@@ -1,9 +1,8 @@
 """Copies between host and device, and rows of probabilities in forms smaller than [A, V].
 
-With a vocabulary of 128k, a row of float64 takes a megabyte. Parts that support ``DeviceProbs``
-work on the device, and those that support ``SupportProbs`` on the tokens of positive probability;
-rows of ``KeptProbs`` are in another process until a part asks for them. For all other parts they
-convert to an array when used as one.
+With a vocabulary of 128k, a row of float64 takes a megabyte. Parts that support ``SupportProbs``
+work on the tokens of positive probability; rows of ``KeptProbs`` are in another process until a
+part reads them. For all other parts they convert to an array when used as one.
 
 Shape letters: A rows, V vocabulary, W selected rows, S stored entries, N entries of all rows.
 """
@@ -55,39 +54,6 @@ def model_call(meter: Meter, name: str, device: torch.device) -> Iterator[None]:
         yield
         end.record()
     meter.add_events(name, begin, end)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceProbs:
-    """Normalised probabilities on a device.
-
-    Attributes:
-        rows: float64[A, V], or [V] for a single row.
-        best: [A], or [] for a single row: the largest logit of each row. It is not finite for rows
-            that cannot be sampled; code that copies a result to the host checks it then.
-    """
-
-    rows: torch.Tensor
-    best: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of ``rows``."""
-        return tuple(self.rows.shape)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int | slice) -> DeviceProbs:
-        """Returns a row or a range of rows, as views."""
-        return DeviceProbs(self.rows[index], self.best[index])
-
-    def __iter__(self) -> Iterator[DeviceProbs]:
-        return (self[row] for row in range(len(self)))
-
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> _Array:
-        """Copies the rows to the host, float64[A, V]."""
-        return np.asarray(to_host(self.rows), dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,8 +158,8 @@ class KeptProbs:
         return known
 
 
-Probs: TypeAlias = _Array | DeviceProbs | SupportProbs | KeptProbs
-"""Rows of probabilities, on the host, on a device, or in another process."""
+Probs: TypeAlias = _Array | SupportProbs | KeptProbs
+"""Rows of probabilities, in this process or in another."""
 
 
 def on_host(probs: Probs) -> _Array:
@@ -209,19 +175,18 @@ def rows_on_host(rows: Sequence[Probs]) -> _Array:
     return np.stack([on_host(row) for row in rows])
 
 
-def select_rows(probs: Probs, rows: npt.NDArray[np.int64]) -> Probs:
-    """Returns the rows with the indices ``rows``, int64[W], which may repeat."""
-    if not isinstance(probs, DeviceProbs):
-        return probs[rows]
-    index = to_device(rows, probs.rows.device)
-    return DeviceProbs(probs.rows[index], probs.best[index])
-
-
-def concatenate(parts: Sequence[Probs]) -> Probs:
-    """Concatenates the rows of all parts, on the host unless all are on the same device."""
-    on_device = [part for part in parts if isinstance(part, DeviceProbs)]
-    if len(on_device) < len(parts) or len({part.rows.device for part in on_device}) != 1:
+def concatenate(parts: Sequence[Probs]) -> _Array | SupportProbs:
+    """Concatenates the rows of all parts, written out unless all are ``SupportProbs``."""
+    supports = [part for part in parts if isinstance(part, SupportProbs)]
+    if len(supports) < len(parts) or len({part.vocab_size for part in supports}) != 1:
         return np.concatenate([on_host(part) for part in parts])
-    return DeviceProbs(
-        torch.cat([part.rows for part in on_device]), torch.cat([part.best for part in on_device])
-    )
+    if len(parts) == 1:
+        return supports[0]
+    shape = sum(map(len, supports)), max(part.ids.shape[1] for part in supports)
+    ids, values, start = np.zeros(shape, np.int64), np.zeros(shape), 0
+    for part in supports:
+        rows = slice(start, start + len(part))
+        start = rows.stop
+        width = part.ids.shape[1]
+        ids[rows, :width], values[rows, :width] = part.ids, part.values
+    return SupportProbs(ids, values, supports[0].vocab_size)

@@ -15,7 +15,6 @@ from pydantic import Field
 
 from specdec.clocks import CONTROLLER, Clock, ClockKind, Work
 from specdec.clocks.meter import Meter
-from specdec.device import select_rows
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import layers_of, paged
 from specdec.executors.models import Blocks, ModelPair
@@ -260,5 +259,5 @@ def _without_ancestors(answers: Answers, rows: TreeRows) -> Answers:
         request=answers.request,
         node_ids=answers.node_ids[asked],
         tokens=answers.tokens[asked],
-        probs=None if answers.probs is None else select_rows(answers.probs, asked),
+        probs=None if answers.probs is None else answers.probs[asked],
     )

@@ -32,8 +32,8 @@ from specdec.types import NO_NODE, Batch, FloatArray, IntArray, TreeRows
 TOLERANCE = 1e-9
 """Largest allowed error of a probability."""
 
-VOCAB_SIZES = (61, 320, 1000, 4133)
-"""Within one block, whole blocks, and two numbers that are no multiples of a block."""
+VOCAB_SIZES = (61, 320, 1000, 33_001)
+"""The last is searched by blocks and processed in parts; not all are multiples of a block."""
 
 _ROWS = 5  # a chain of nodes per request
 _SEED_BITS = 7 << 32  # added to the configured seed

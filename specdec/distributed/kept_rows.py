@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from specdec.device import DeviceProbs, Probs, on_host, to_device, to_host
+from specdec.device import Probs, on_host
 from specdec.distributed.messages import Kind, OpenedRequest, Reader, pack_message
 from specdec.distributed.replies import KeptValues, Reply
 from specdec.sampling.transform import SamplingParams, SamplingTransform
@@ -183,7 +183,7 @@ class KeptRows:
 
 
 def _is_whole(probs: Probs) -> bool:
-    return isinstance(probs, DeviceProbs | np.ndarray)
+    return isinstance(probs, np.ndarray)
 
 
 def _after_parents(tree: TreeRows, probs: Probs) -> FloatArray:
@@ -198,18 +198,15 @@ def _after_parents(tree: TreeRows, probs: Probs) -> FloatArray:
 
 
 def _at(probs: Probs, rows: IntArray, tokens: IntArray) -> FloatArray:
-    """float64[n]: the probability of ``tokens``[n] in the given rows; one copy from a device."""
-    if not isinstance(probs, DeviceProbs):
-        return on_host(probs)[rows, tokens]
-    where = [to_device(index, probs.rows.device) for index in (rows, tokens)]
-    return to_host(probs.rows[where[0], where[1]])
+    """float64[n]: the probability of ``tokens``[n] in the given rows."""
+    return on_host(probs)[rows, tokens]
 
 
 def _probs(transform: SamplingTransform, logits: torch.Tensor) -> Probs:
     """The distributions that answers have for these rows of logits; see ``ModelAnswerer``."""
     if transform.params.greedy:
         return transform.proposal_probs(logits)
-    return transform.probs(logits)
+    return transform.distribution(logits)
 
 
 def _query(request: int, node_ids: IntArray, tokens: IntArray) -> IntArray:

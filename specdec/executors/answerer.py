@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from specdec.device import Probs
-from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
-from specdec.sampling.on_device import Weighted
-from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.sampling.processors import HistoryTracker
+from specdec.sampling.transform import SamplingParams, SamplingTransform, draw
 from specdec.types import NO_TOKEN, Answers, Batch, Commit, FloatArray, IntArray, TreeRows
 
 _NO_DRAWS = np.zeros(0)  # what greedy decoding needs
@@ -84,7 +83,8 @@ class ModelAnswerer:
         if params not in self._transforms:
             self._transforms[params] = SamplingTransform(params)
         self._of[request.id] = self._transforms[params]
-        self._paths.open(request.id, request.tokens, request.sampling)
+        if request.sampling.needs_history:
+            self._paths.open(request.id, request.tokens)
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """Samples the target's next token after every tree row by its keyed draw.
@@ -165,10 +165,7 @@ class ModelAnswerer:
             tokens = transform.sample(logits, uniforms, known)
             return tokens, transform.proposal_probs(logits, known)
         distribution = transform.distribution(logits, known)
-        tokens = distribution.sample(uniforms)
-        if isinstance(distribution, Weighted):
-            return tokens, distribution.probs()
-        return tokens, distribution.on_support()
+        return draw(distribution, uniforms), distribution
 
 
 def _is_slow(params: SamplingParams, logits: torch.Tensor) -> bool:

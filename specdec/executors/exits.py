@@ -22,8 +22,8 @@ from specdec.executors.answerer import AnsweredRequest
 from specdec.executors.row_packing import row_items, tree_row_index
 from specdec.executors.stage import ModelStage, Stage, StageOutput
 from specdec.sampling.candidates import candidates_of
-from specdec.sampling.history import HistoryTracker
 from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.processors import HistoryTracker
 from specdec.sampling.transform import SamplingTransform
 from specdec.types import Batch, Commit, Exits, HiddenName
 
@@ -191,7 +191,8 @@ class ExitReader:
     def open(self, request: AnsweredRequest) -> None:
         """Starts a request."""
         self._requests[request.id] = SamplingTransform(request.sampling)
-        self._paths.open(request.id, request.tokens, request.sampling)
+        if request.sampling.needs_history:
+            self._paths.open(request.id, request.tokens)
 
     def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
         """Candidates of every tree row at the exit after ``layer`` layers.

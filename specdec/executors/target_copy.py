@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specdec.clocks import Clock
-from specdec.device import select_rows
 from specdec.interfaces import Executor
 from specdec.state import RequestState, tree_rows
 from specdec.types import Answers, Batch, BoolArray, Commit, IntArray, Output, PrefillChunk
@@ -157,5 +156,5 @@ def _only(answers: Answers, ids: IntArray) -> Answers:
         request=answers.request,
         node_ids=answers.node_ids[rows],
         tokens=answers.tokens[rows],
-        probs=None if answers.probs is None else select_rows(answers.probs, rows),
+        probs=None if answers.probs is None else answers.probs[rows],
     )

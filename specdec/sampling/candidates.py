@@ -6,22 +6,23 @@ Shape letters: W nodes, K candidates, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from specdec.device import DeviceProbs, Probs
-from specdec.sampling import host, on_device
+from specdec.device import Probs, SupportProbs, on_host
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
-from specdec.sampling.transform import SamplingTransform
+from specdec.sampling.transform import SamplingTransform, sample_candidates
 from specdec.types import Candidates, FloatArray, IntArray
 
 
 def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
-    """Samples candidates on the device of ``probs`` [W, V] by ``uniforms``, float64[W, K]."""
-    module: Any = on_device if isinstance(probs, DeviceProbs) else host
-    tokens, logprobs, counts = module.sample_candidates(probs, k, uniforms)
+    """Samples candidates from ``probs`` [W, V] by ``uniforms``, float64[W, K]."""
+    if not isinstance(probs, SupportProbs):
+        tokens, logprobs, counts = sample_candidates(on_host(probs), k, uniforms)
+    else:
+        entries, logprobs, counts = sample_candidates(probs.values, k, uniforms)
+        tokens = np.take_along_axis(probs.ids, entries, axis=1)
     return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, probs=probs)
 
 

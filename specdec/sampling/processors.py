@@ -1,5 +1,7 @@
 """Logits processors, applied to each answered node with the token sequence that leads to it.
 
+Every node of a tree has its own history: the committed tokens, then the path from the root to it.
+
 Shape letters: A nodes, V vocabulary, T sequence length, n n-gram size, B banned pairs.
 """
 
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.types import IntArray
+from specdec.types import Commit, IntArray, NodeMap, TreeRows
 
 _PAD = -1  # precedes histories that are shorter than the longest; no token has this id
 
@@ -80,3 +82,68 @@ def apply_processors(
             scores = processor(input_ids, scores)  # type: ignore[arg-type]
         rows.append(scores)
     return torch.cat(rows) if rows else logits
+
+
+class HistoryTracker:
+    """Tracks the token sequence up to each node in flight through the target.
+
+    Histories are rebuilt from the rows that pass through an executor and from commits, so that
+    logits processors see the same tokens on any rank. Requests that were not opened are ignored.
+    """
+
+    def __init__(self) -> None:
+        self._committed: dict[int, IntArray] = {}  # request -> int64[T], the root last
+        self._nodes: NodeMap[tuple[int, int]] = NodeMap()  # (token, parent id)
+
+    def open(self, request_id: int, prompt: IntArray) -> None:
+        """Adds a request with its prompt, int64[T >= 1], whose last token is the first root."""
+        self._committed[request_id] = np.array(prompt, np.int64)
+        self._nodes.open(request_id)
+
+    def observe(self, rows: TreeRows) -> list[IntArray] | None:
+        """Records nodes that reached this rank; parents before or together with their children.
+
+        Returns:
+            The nodes' histories; None for a request that was not opened.
+        """
+        if rows.request not in self._nodes:
+            return None
+        links = zip(rows.tokens.tolist(), rows.parent_ids.tolist(), strict=True)
+        self._nodes.update(rows.request, rows.node_ids, links)
+        return self.histories(rows.request, rows.node_ids)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Moves retired nodes into the histories; a second commit of a step changes nothing."""
+        self._nodes.commit(commits)
+        for commit in commits:
+            if (tokens := self._committed.get(commit.request)) is not None:
+                up_to_old_root = tokens[: commit.prefix_len - len(commit.retired_ids) + 1]
+                self._committed[commit.request] = np.append(up_to_old_root, commit.new_tokens)
+
+    def close(self, request_id: int) -> None:
+        """Removes a request."""
+        self._committed.pop(request_id, None)
+        self._nodes.close(request_id)
+
+    def histories(self, request_id: int, node_ids: IntArray) -> list[IntArray]:
+        """Returns the sequence up to and including each node.
+
+        Args:
+            request_id: an open request.
+            node_ids: int64[A], nodes that were observed and not pruned by a commit.
+
+        Returns:
+            A arrays int64[T_i]: committed tokens, then the path.
+
+        Raises:
+            KeyError: for an unknown node.
+        """
+        return [self._history(request_id, node_id) for node_id in node_ids.tolist()]
+
+    def _history(self, request_id: int, node_id: int) -> IntArray:
+        nodes, path = self._nodes[request_id], list[int]()
+        token, parent = nodes[node_id]
+        while parent in nodes:  # the root's parent was retired
+            path.append(token)
+            token, parent = nodes[parent]
+        return np.append(self._committed[request_id], np.array(path[::-1], np.int64))

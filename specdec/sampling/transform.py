@@ -1,31 +1,39 @@
 """The sampling transform, from logits to the sampled distribution; the same for target and draft.
 
 Steps and their order are those of transformers' ``generate``: no_repeat_ngram, other processors,
-temperature, top-k, top-p. Probabilities are float64 from the temperature on.
+temperature, top-k, top-p. The largest logits are selected where they are, on any device; from the
+temperature on, everything is float64 in numpy on the host. Whole rows are copied to the host only
+where no top-k limits the number of entries. Every result depends on its row only: neither the other
+rows of a batch nor padding changes a bit of it.
 
-Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates.
+Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates,
+S stored entries of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Annotated, Any
+from math import isfinite
+from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from specdec.device import Probs, to_host
+from specdec.device import SupportProbs, concatenate, to_host
 from specdec.parts.fields import Limit, PositiveShare, expects, validated
-from specdec.sampling import host, large_rows, on_device
-from specdec.sampling.filters import check_finite
-from specdec.sampling.host import Distribution
-from specdec.sampling.on_device import Weighted, on_accelerator
 from specdec.sampling.processors import LogitsProcessor, apply_processors, repeated_ngrams
 from specdec.types import FloatArray, IntArray
+
+SPARE = 64
+"""Entries that are selected on a device beyond the k-th; they may tie with it."""
+
+_BLOCK = 64  # entries per block in the search for the largest entries of a row
+_MIN_BLOCKS = 4  # per entry searched for; with fewer, a partition of the row is as fast
+_CHUNK = 1 << 17  # entries of whole rows processed at a time: 1 MiB of float64, in the L2 cache
 
 _TEMPERATURE = (
     "it must be 0 for greedy decoding, or a number such as 0.8 of at least 1e-6: a smaller one"
@@ -84,13 +92,16 @@ class SamplingParams:
         return bool(self.no_repeat_ngram or self.processors)
 
 
+_UNFILTERED = SamplingParams(temperature=1.0)
+
+
 class SamplingTransform:
     """Applies ``SamplingParams`` to logits.
 
     In every method, logits are [A, V] tensors of any float type and device, and ``histories[i]`` is
     the int64 sequence up to and including the node of row i; None is allowed if
-    ``params.needs_history`` is false. Results do not depend on which rows share a call. Logits on
-    an accelerator, and distributions computed from them, stay there.
+    ``params.needs_history`` is false. Rows with NaN, infinity or no allowed token raise a
+    ``ValueError``.
 
     Attributes:
         params: the parameters to apply.
@@ -98,58 +109,60 @@ class SamplingTransform:
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self._filters: dict[str, Any] = {
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-        }
-
-    def probs(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
-        """Returns the processed distribution, float64[A, V]; one-hot at the argmax if greedy."""
-        return self.distribution(logits, histories).probs()
 
     def sample(
         self, logits: Tensor, uniforms: FloatArray, histories: Sequence[IntArray] | None = None
     ) -> IntArray:
-        """Returns the token at ``uniforms``[A] of each row's CDF, int64[A].
+        """Returns the token at ``uniforms``[A] of each row's CDF in token-id order, int64[A].
 
         Greedy: the argmax, whatever the uniforms, which may be empty.
         """
         if self.params.greedy:
             return self.greedy(logits, histories)
-        if not len(logits):
-            return np.zeros(0, np.int64)
-        logits, module = self._processed(logits, histories)
-        tokens: IntArray = module.sample(logits, uniforms, **self._filters)
-        return tokens
+        tokens, start = [np.zeros(0, np.int64)], 0
+        for weights in _filtered(self._processed(logits, histories), self.params):
+            tokens.append(draw(weights, uniforms[start : start + len(weights)]))
+            start += len(weights)
+        return np.concatenate(tokens)
 
     def greedy(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> IntArray:
         """Returns the first of the largest processed logits of each row, int64[A]."""
-        logits, module = self._processed(logits, histories)
-        best: IntArray = module.argmax(logits)
-        return best
+        logits = self._processed(logits, histories)
+        if not on_accelerator(logits):
+            return argmax(logits.numpy())
+        best = logits.max(dim=1)  # returns the first of equal entries
+        tokens, values = _copied(best.indices, best.values)
+        check_finite(values)
+        return tokens
 
     def distribution(
         self, logits: Tensor, histories: Sequence[IntArray] | None = None
-    ) -> Distribution | Weighted:
-        """Returns the processed distribution on its support, for draws and for ``probs()``."""
-        return self._weighed(logits, histories, self._filters)
+    ) -> FloatArray | SupportProbs:
+        """Returns the processed distribution [A, V], on its support where a filter limits that.
 
-    def proposal_probs(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> Probs:
-        """Returns the distribution that a draft samples candidates from, float64[W, V]."""
-        return self.proposal(logits, histories).probs()
+        If greedy, it is one-hot at the argmax.
+        """
+        if not self.params.greedy:
+            return self._joined(self._processed(logits, histories), self.params)
+        best = self.greedy(logits, histories)[:, None]
+        return SupportProbs(best, np.ones(best.shape), logits.shape[1])
 
-    def proposal(
+    def probs(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> FloatArray:
+        """Returns ``distribution`` written out, float64[A, V]."""
+        return np.asarray(self.distribution(logits, histories))
+
+    def proposal_probs(
         self, logits: Tensor, histories: Sequence[IntArray] | None = None
-    ) -> Distribution | Weighted:
-        """Returns the distribution that a draft samples candidates from, on its support.
+    ) -> FloatArray | SupportProbs:
+        """Returns the distribution [W, V] that a draft samples candidates from.
 
         This is the processed distribution; if greedy, the model's own at temperature 1, because the
         processed one has a single token and cannot propose siblings. Rejection sampling is lossless
         for any distribution, as long as the candidates were sampled from it.
         """
-        filters = {"temperature": 1.0} if self.params.greedy else self._filters
-        return self._weighed(logits, histories, filters)
+        if not self.params.greedy:
+            return self.distribution(logits, histories)
+        return self._joined(self._processed(logits, histories), _UNFILTERED)
 
     def top(
         self, logits: Tensor, k: int, histories: Sequence[IntArray] | None = None
@@ -171,60 +184,28 @@ class SamplingTransform:
         k = min(k, logits.shape[1])
         if not len(logits):
             return np.zeros((0, k), np.int64), np.zeros((0, k))
-        logits, module = self._processed(logits, histories)
-        temperature = self.params.temperature or 1.0
-        if module is host and large_rows.serves(logits.numpy()):
-            tokens, logprobs = host.top_of_large(logits, k, temperature)
-            return tokens, np.minimum(logprobs, 0.0)
-        if temperature != 1.0:
-            logits = logits / temperature
-        # Few calls: a pass of a small draft leaves some 100 us for sampling.
-        scores = torch.log_softmax(logits, dim=1)
-        if module is host:
-            return host.top_one(scores) if k == 1 else host.top(scores, k)
-        best = scores.topk(min(k + 1, logits.shape[1]), dim=1)
-        tokens, logprobs = _on_host(best.indices, best.values)
+        logits, temperature = self._processed(logits, histories), self.params.temperature or 1.0
+        scores = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=1)
+        ids, values = _largest(scores, k)
+        order = (-values).argsort(axis=1, kind="stable")[:, :k]
+        logprobs = np.take_along_axis(values, order, axis=1)
         check_finite(logprobs[:, 0])
-        # topk does not specify their order
-        if np.count_nonzero(logprobs[:, 1:] == logprobs[:, :-1]):
-            tokens, logprobs = _on_host(*on_device.top(scores, k))
-        return tokens[:, :k], np.minimum(logprobs[:, :k], 0.0, dtype=np.float64)
+        return np.take_along_axis(ids, order, axis=1), np.minimum(logprobs, 0.0, dtype=np.float64)
 
-    def _weighed(
-        self, logits: Tensor, histories: Sequence[IntArray] | None, filters: dict[str, Any]
-    ) -> Distribution | Weighted:
-        if not len(logits):
-            return Distribution(None, np.zeros(logits.shape), logits.shape[1])
-        logits, module = self._processed(logits, histories)
-        weighed: Distribution | Weighted
-        if filters["temperature"] == 0.0:
-            weighed = module.one_hot(logits)
-        else:
-            weighed = module.weigh(logits, **filters)
-        return weighed
+    def _joined(self, logits: Tensor, params: SamplingParams) -> FloatArray | SupportProbs:
+        parts = [_normalised(weights) for weights in _filtered(logits, params)]
+        return concatenate(parts) if parts else np.zeros(logits.shape)
 
-    def _processed(
-        self, logits: Tensor, histories: Sequence[IntArray] | None
-    ) -> tuple[Tensor, ModuleType]:
-        """Applies processors.
-
-        Returns:
-            [A, V] in float32 or float64, the input unchanged; the module that samples from them.
-        """
-        # Right after a pass, whose weights have taken the caches, each use of a tensor takes
-        # microseconds even where it changes nothing.
-        if logits.requires_grad:
-            logits = logits.detach()
-        module: ModuleType = host
-        if on_accelerator(logits):
-            module = on_device
-        elif not logits.is_cpu:
+    def _processed(self, logits: Tensor, histories: Sequence[IntArray] | None) -> Tensor:
+        """Returns [A, V] in float32 or float64 after the processors; the input is unchanged."""
+        logits = logits.detach()
+        if not on_accelerator(logits):
             logits = logits.cpu()
-        if (dtype := logits.dtype) is not torch.float32 and dtype is not torch.float64:
+        if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
         params = self.params
         if not params.needs_history:
-            return logits, module
+            return logits
         assert histories is not None, "these sampling parameters need histories"
         if params.no_repeat_ngram:
             rows, tokens = repeated_ngrams(histories, params.no_repeat_ngram)
@@ -233,10 +214,218 @@ class SamplingTransform:
             logits[rows[inside], tokens[inside]] = -torch.inf
         if params.processors:
             logits = apply_processors(params.processors, logits, histories)
-        return logits, module
+        return logits
 
 
-def _on_host(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
+# ---------------------------------------------------------------------- filters
+
+
+def _filtered(logits: Tensor, params: SamplingParams) -> Iterator[FloatArray | SupportProbs]:
+    """Applies temperature, top-k and top-p to [A, V]; yields unnormalised rows in order."""
+    temperature, top_p, (num_rows, vocab_size) = params.temperature, params.top_p, logits.shape
+    if not num_rows:
+        return
+    if 0 < params.top_k < vocab_size:
+        ids, values = _largest(logits, params.top_k)
+        kth = np.partition(values, -params.top_k, axis=1)[:, -params.top_k, None]
+        weights = _weights(values, temperature)
+        weights[values < kth] = 0.0  # all entries that tie with the k-th are kept
+        if top_p < 1.0:
+            _cut_tail(weights, top_p * weights.cumsum(axis=1)[:, -1:])
+        yield SupportProbs(ids, weights, vocab_size)
+        return
+    for rows in logits.split(max(1, _CHUNK // vocab_size)):
+        weights = _weights(to_host(rows), temperature)
+        if top_p == 1.0:
+            yield weights
+            continue
+        total = weights.sum(axis=1, keepdims=True)
+        # Entries below half of an equal share of the mass that may be cut are all cut.
+        share = 0.5 * (1.0 - top_p) / vocab_size * total
+        ids, chosen = _by_row(weights >= share, weights)
+        weights = np.maximum(chosen, 0.0)
+        _cut_tail(weights, top_p * total)
+        yield SupportProbs(ids, weights, vocab_size)
+
+
+def _weights(values: npt.NDArray[np.floating], temperature: float) -> FloatArray:
+    """Returns exp((values - best of the row) / temperature), float64[A, S]."""
+    best = values.max(axis=1, keepdims=True)
+    check_finite(best)
+    weights = np.subtract(values, best, dtype=np.float64)
+    weights /= temperature
+    return np.exp(weights, out=weights)
+
+
+def _cut_tail(weights: FloatArray, enough: FloatArray) -> None:
+    """Sets to 0 what top-p removes of ``weights``[A, S]; ``enough``[A, 1]: the mass to keep.
+
+    As in transformers, entries in descending order are kept while the mass before them is below
+    ``enough``, and the best always. Of equal weights at the cut, the lower token ids are kept, as
+    in greedy decoding (in transformers this depends on the sort).
+    """
+    ordered = np.sort(weights, axis=1)[:, ::-1]
+    mass_before = ordered.cumsum(axis=1)[:, :-1]
+    num_kept = 1 + np.count_nonzero(mass_before < enough, axis=1, keepdims=True)
+    least = np.take_along_axis(ordered, num_kept - 1, axis=1)
+    keep = weights >= least
+    weights *= keep
+    too_many = np.count_nonzero(keep, axis=1) - num_kept[:, 0]
+    for row in np.flatnonzero(too_many > 0):
+        tied = np.flatnonzero(weights[row] == least[row])
+        weights[row, tied[-too_many[row] :]] = 0.0
+
+
+def _normalised(weights: FloatArray | SupportProbs) -> FloatArray | SupportProbs:
+    if not isinstance(weights, SupportProbs):
+        return weights / weights.sum(axis=1, keepdims=True)
+    total = weights.values.cumsum(axis=1)[:, -1:]  # unlike ``sum``, independent of the padding
+    return SupportProbs(weights.ids, weights.values / total, weights.vocab_size)
+
+
+def check_finite(best: npt.NDArray[np.floating]) -> None:
+    """Checks that row maxima are finite: sampling rows with NaN or infinity would hide a fault.
+
+    Raises:
+        ValueError: if one is not, with its value and possible causes.
+    """
+    if all(map(isfinite, best.ravel().tolist())):
+        return
+    raise ValueError(
+        f"the largest logit of a row is {best[~np.isfinite(best)][0]}: the model returned NaN or"
+        " infinity, or the logits processors banned every token; check the model's precision"
+        " (dtype) and the processors"
+    )
+
+
+# ---------------------------------------------------------------------- the largest entries
+
+
+def on_accelerator(tensor: Tensor) -> bool:
+    """Whether entries are selected where the tensor is, before the copy to the host."""
+    return tensor.device.type not in ("cpu", "mps")
+
+
+def argmax(values: npt.NDArray[np.floating]) -> IntArray:
+    """Returns int64[A]: the first of the largest entries of each row of values[A, V]."""
+    best = values.argmax(axis=1)  # NaN counts as the largest
+    check_finite(values[np.arange(len(best)), best])
+    return best
+
+
+def _largest(values: Tensor, k: int) -> tuple[IntArray, npt.NDArray[np.floating]]:
+    """Selects all entries of each row that are at least its k-th largest, and maybe others.
+
+    The ids increase along a row, so that of equal entries the first has the lowest id.
+
+    Args:
+        values: [A, V] with A > 0; only finite entries are selected.
+        k: at most V.
+
+    Returns:
+        (token ids int64[A, S], values [A, S]) with S >= k, padded with id 0 and -inf at the end
+        (anywhere if selected on a device).
+    """
+    vocab_size = values.shape[1]
+    if on_accelerator(values):
+        found = values.topk(min(k + SPARE, vocab_size), dim=1)
+        ids, chosen = _copied(found.indices, found.values)
+        check_finite(chosen[:, 0])  # NaN counts as the largest
+        if len(ids[0]) == vocab_size or (chosen[:, -1] < chosen[:, k - 1]).all():
+            order = ids.argsort(axis=1)
+            return np.take_along_axis(ids, order, 1), np.take_along_axis(chosen, order, 1)
+        values = values.cpu()  # more entries may tie with the k-th
+    check_finite(values.amax(dim=1).numpy())
+    rows, num_blocks = values.numpy(), vocab_size // _BLOCK
+    searched = rows
+    if num_blocks >= _MIN_BLOCKS * k:
+        # Each of k blocks contains an entry at least as large as the k-th largest of the maxima.
+        searched = values[:, : num_blocks * _BLOCK].unflatten(1, (-1, _BLOCK)).amax(dim=2).numpy()
+    bound = np.partition(searched, -k, axis=1)[:, -k, None]
+    return _by_row(rows >= np.maximum(bound, np.finfo(rows.dtype).min), rows, k)
+
+
+def _by_row(
+    chosen: npt.NDArray[np.bool_], values: npt.NDArray[np.floating], min_width: int = 1
+) -> tuple[IntArray, npt.NDArray[np.floating]]:
+    """Returns the chosen entries of [A, V] as (ids, values) [A, S], padded with 0 and -inf."""
+    num_rows, vocab_size = chosen.shape
+    flat = np.flatnonzero(chosen)
+    if num_rows == 1 and len(flat) >= min_width:  # no indices of a padded copy
+        return flat[None], values.reshape(-1).take(flat)[None]
+    starts = np.searchsorted(flat, np.arange(num_rows) * vocab_size)
+    counts = np.diff(starts, append=len(flat))
+    rows = np.repeat(np.arange(num_rows), counts)
+    columns = np.arange(len(flat)) - starts[rows]
+    shape = num_rows, max(min_width, int(counts.max()))
+    ids, padded = np.zeros(shape, np.int64), np.full(shape, -np.inf, values.dtype)
+    ids[rows, columns] = flat - rows * vocab_size
+    padded[rows, columns] = values.reshape(-1)[flat]
+    return ids, padded
+
+
+def _copied(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
     """Returns both as arrays, by one copy, since each copy waits for the device."""
     both = to_host(torch.stack([indices.double(), values.double()]))
     return both[0].astype(np.int64), both[1]
+
+
+# ---------------------------------------------------------------------- draws
+
+
+def draw(weights: FloatArray | SupportProbs, uniforms: FloatArray) -> IntArray:
+    """Returns int64[A]: each row's token at ``uniforms``[A] of its CDF in token-id order."""
+    if not isinstance(weights, SupportProbs):
+        return inverse_cdf(weights, uniforms)
+    return weights.ids[np.arange(len(weights)), inverse_cdf(weights.values, uniforms)]
+
+
+def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
+    """Returns the first entry of each row whose cumulative share exceeds the row's uniform.
+
+    It never returns entries of weight 0, even for the largest uniform below 1.
+
+    Args:
+        weights: float64[A, S], >= 0, each row with a positive finite sum.
+        uniforms: float64[A] in [0, 1).
+
+    Returns:
+        int64[A].
+    """
+    cdf = weights.cumsum(axis=1)
+    # The draw stays below the last entry: u <= 1 - 2**-53 rounds down.
+    first: IntArray = (cdf > uniforms[:, None] * cdf[:, -1:]).argmax(axis=1)
+    return first
+
+
+def sample_candidates(
+    probs: FloatArray, k: int, uniforms: FloatArray
+) -> tuple[IntArray, FloatArray, IntArray]:
+    """Samples up to ``k`` different entries per row, without replacement.
+
+    The j-th draw is by inverse CDF from the row without the earlier entries, renormalised, as
+    ``RejectionVerifier`` requires.
+
+    Args:
+        probs: float64[W, S], each row summing to 1.
+        k: draws per row.
+        uniforms: float64[W, k] in [0, 1), one column per draw.
+
+    Returns:
+        entries int64[W, k] in sampling order; log probabilities float64[W, k] under the row itself
+        (not renormalised), -inf for missing draws; counts int64[W], the smaller of ``k`` and the
+        number of entries with positive probability.
+    """
+    num_rows = len(probs)
+    entries = np.zeros((num_rows, k), np.int64)
+    chances = np.zeros((num_rows, k))
+    counts = np.minimum(np.count_nonzero(probs, axis=1), k)
+    remaining = probs.copy()
+    for number in range(int(counts.max(initial=0))):
+        live = np.flatnonzero(counts > number)
+        drawn = inverse_cdf(remaining[live], uniforms[live, number])
+        entries[live, number] = drawn
+        chances[live, number] = probs[live, drawn]
+        remaining[live, drawn] = 0.0
+    with np.errstate(divide="ignore"):
+        return entries, np.log(chances), counts

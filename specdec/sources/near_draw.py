@@ -16,12 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from specdec.device import on_host
-from specdec.sampling import host
-from specdec.sampling.host import Distribution
+from specdec.device import SupportProbs
 from specdec.sampling.transform import SamplingTransform
 from specdec.types import Candidates, FloatArray, IntArray
 
@@ -63,11 +60,8 @@ class NearDraw:
             scores = np.pad(scores, ((0, 0), (0, missing)))
             ids = None if ids is None else np.pad(ids, ((0, 0), (0, missing)))
         with np.errstate(divide="ignore"):
-            if k == 1:
-                best = scores.argmax(axis=1)[:, None]
-                logprobs = np.log(np.take_along_axis(scores, best, axis=1))
-            else:
-                best, logprobs = host.top(torch.from_numpy(np.log(scores)), k)
+            best = (-scores).argsort(axis=1, kind="stable")[:, :k]
+            logprobs = np.log(np.take_along_axis(scores, best, axis=1))
         return Candidates(
             tokens=best if ids is None else np.take_along_axis(ids, best, axis=1),
             logprobs=logprobs,
@@ -83,9 +77,8 @@ class NearDraw:
     ) -> tuple[IntArray | None, FloatArray]:
         """Token ids int64[W, S], None for all in order, and float64[W, S] that sum to 1."""
         law = transform.distribution(logits, histories)
-        if not isinstance(law, Distribution):  # on a device
-            law = Distribution(None, on_host(law.probs()), logits.shape[1])
-        cdf = law.weights.cumsum(axis=1)
+        ids, probs = (law.ids, law.values) if isinstance(law, SupportProbs) else (None, law)
+        cdf = probs.cumsum(axis=1)
         total, draws = cdf[:, -1:], uniforms[:, None]
         edges = cdf / total
         edges -= draws
@@ -97,5 +90,5 @@ class NearDraw:
         near[:, 1:] -= integral[:, :-1]
         near[:, :1] -= first
         near *= (1.0 - FAR_SHARE) / (integral[:, -1:] - first)
-        near += law.weights * (FAR_SHARE / total)
-        return law.ids, near
+        near += probs * (FAR_SHARE / total)
+        return ids, near

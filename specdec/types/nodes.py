@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from specdec.device import Probs, concatenate, on_host, select_rows
+from specdec.device import Probs, concatenate, on_host
 from specdec.types.arrays import BoolArray, FloatArray, IntArray
 
 
@@ -91,7 +91,7 @@ class Candidates:
             tokens=self.tokens[rows],
             logprobs=self.logprobs[rows],
             counts=self.counts[rows],
-            probs=None if self.probs is None else select_rows(self.probs, rows),
+            probs=None if self.probs is None else self.probs[rows],
             origins=None if self.origins is None else self.origins[rows],
         )
 

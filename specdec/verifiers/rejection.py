@@ -5,18 +5,15 @@ Shape letters: V vocabulary, S support of the target distribution, C children.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from specdec.device import DeviceProbs, KeptProbs, Probs, SupportProbs, on_host, to_device
+from specdec.device import KeptProbs, Probs, SupportProbs, on_host
 from specdec.interfaces import Verifier
-from specdec.sampling import on_device
-from specdec.sampling.host import inverse_cdf
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
+from specdec.sampling.transform import inverse_cdf
 from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, FloatArray, IntArray, Lossless, Needs, Verdict
@@ -41,9 +38,8 @@ class RejectionVerifier(Verifier):
     independently of their values (checked at composition). With a greedy target the target
     distribution is one-hot, and the output equals greedy decoding.
 
-    If the target's distributions are on a device, all answered nodes are judged there at once,
-    including those off the accepted path, and the results are copied as two integers per node. If
-    they are in another process, a whole row is fetched only where the first child is rejected.
+    If the target's distributions are in another process, a whole row is fetched only where the
+    first child is rejected.
     """
 
     needs = Needs(target_probs=True, draft_probs=True)
@@ -51,14 +47,7 @@ class RejectionVerifier(Verifier):
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
         """One verdict per request; see ``Verifier``."""
-        return [follow(request, _rule(request, state.draws)) for request in requests]
-
-
-def _rule(request: RequestState, draws: KeyedDraws) -> Callable[[int], Choice]:
-    tree = request.tree
-    if isinstance(tree.target_probs[tree.root_id], DeviceProbs):
-        return partial(_look_up, tree, _judge_on_device(request, draws))
-    return partial(_judge, request, draws)
+        return [follow(request, partial(_judge, request, state.draws)) for request in requests]
 
 
 def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
@@ -101,53 +90,6 @@ def _in_sampling_order(tree: TokenTree, slot: int, children: IntArray) -> IntArr
         "children must be taken in sampling order"
     )
     return tokens
-
-
-def _judge_on_device(request: RequestState, draws: KeyedDraws) -> dict[int, tuple[int, int]]:
-    """Slot -> (index of the accepted child, at least C if none; correction token)."""
-    tree = request.tree
-    slots = [s for s in np.flatnonzero(tree.answered).tolist() if len(tree.children(s))]
-    if not slots:
-        return {}
-    width = max(len(tree.children(slot)) for slot in slots)
-    tokens = np.full((len(slots), width), -1)
-    for line, slot in zip(tokens, slots, strict=True):
-        children = tree.children(slot)
-        line[: len(children)] = _in_sampling_order(tree, slot, children)
-    rows = [tree.target_probs[i] for i in tree.ids[slots].tolist()]
-    probs = torch.stack([row.rows for row in rows if isinstance(row, DeviceProbs)])
-    device = probs.device
-    drafts = [_rows_on(tree.draft_probs[int(tree.ids[slot])], device) for slot in slots]
-    if request.sampling.greedy:
-        own = to_device(tree.answers[slots], device)
-        target = torch.zeros_like(probs).scatter(1, own[:, None], 1.0)
-    else:
-        target = probs
-    positions = tree.positions[slots] + 1
-    tests = draws.uniform(request.id, positions[:, None], Purpose.ACCEPT, np.arange(width))
-    corrections = draws.uniform(request.id, positions, Purpose.RESIDUAL)
-    accepted, corrected = on_device.judge(
-        target, pad_sequence(drafts, batch_first=True), tokens, tests, corrections
-    )
-    results = zip(accepted.tolist(), corrected.tolist(), strict=True)
-    return dict(zip(slots, results, strict=True))
-
-
-def _rows_on(probs: Probs, device: torch.device) -> torch.Tensor:
-    rows = probs.rows if isinstance(probs, DeviceProbs) else torch.from_numpy(on_host(probs))
-    return rows.to(device)
-
-
-def _look_up(tree: TokenTree, judged: dict[int, tuple[int, int]], slot: int) -> Choice:
-    """The result of ``_judge`` at an answered slot, from the results of ``_judge_on_device``."""
-    children = tree.children(slot)
-    if not len(children):
-        return Choice(NO_NODE, int(tree.answers[slot]), 0)
-    index, correction = judged[slot]
-    if index < len(children):
-        child = int(children[index])
-        return Choice(child, int(tree.tokens[child]), index)
-    return Choice(NO_NODE, correction, len(children))
 
 
 def _prob_of(probs: Probs, token: int) -> float:

@@ -1,7 +1,7 @@
 """Decoding where logits lie on an accelerator: the same tokens, and only a few numbers come back.
 
-The accelerator is the CPU under another name: the torch code that works on a device's tensors runs
-on ordinary ones. What a real device would have to wait for is counted.
+The accelerator is the CPU under another name: the selection on a device's tensors runs on ordinary
+ones. What a real device would have to wait for is counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from specdec.sampling import transform as sampling
 from specdec.state import StopRules
 from tests.matrix.cells import (
     MAX_NEW_TOKENS,
-    PROMPTS,
     Cell,
     all_cells,
     config,
@@ -33,6 +32,8 @@ from tests.matrix.outcomes import runs
 from tests.sampled import sampled
 
 VOCABULARY = 1000
+SPARE = sampling.SPARE
+SELECTED = 2 * (80 + SPARE)  # of a row with ``t06``
 NUM_PARTS = 8  # of the sample, which is composed when the first one runs
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount")
@@ -125,16 +126,18 @@ def test_tokens_are_the_hosts(part: int) -> None:
 @pytest.mark.parametrize("sampling_name", ["greedy", "t06"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_few_numbers_come_back(strategy: str, sampling_name: str) -> None:
-    """Of an answered row its token, of a judged node two integers, of a draft's row its candidates.
+    """Of every row the entries that may count, with their ids; of greedy requests one entry.
 
-    With rejection, distributions stay where they are; nothing else is waited for either.
+    Only with rejection, greedy requests need distributions, which no top-k limits.
     """
     copies, num_candidates, ready = _copies(strategy, sampling_name)
     made, draft = ready.parts.executor.counters, ready.parts.source.counters
-    assert 0 < sum(copies.sizes) <= 3 * made.rows + 2 * (num_candidates + 1) * draft.rows
-    # All answers come in one copy, a tree's verdicts in another; ties of a draft in a second.
-    verdicts = len(PROMPTS) if STRATEGIES[strategy][2] == "rejection" else 0
-    assert len(copies.sizes) <= (1 + verdicts) * made.passes + 2 * draft.passes
+    rejects, greedy = STRATEGIES[strategy][2] == "rejection", sampling_name == "greedy"
+    whole = VOCABULARY * (greedy and rejects)
+    answered = 2 + whole if greedy else SELECTED
+    drafted = whole or (SELECTED if rejects else 2 * (num_candidates + SPARE))
+    assert 0 < sum(copies.sizes) <= answered * made.rows + drafted * draft.rows
+    assert len(copies.sizes) <= (1 + bool(whole)) * made.passes + draft.passes
     assert not copies.waits
 
 

@@ -1,7 +1,8 @@
-"""The sampling transform against transformers' processors and warpers, and edge cases."""
+"""The sampling transform against the oracle (``specdec.certify.oracle``), host and device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,24 +10,28 @@ import pytest
 import torch
 from transformers import (
     LogitsProcessorList,
-    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from specdec.certify.oracle import processed, reference_probs, reference_token
+from specdec.device import SupportProbs
 from specdec.executors import ModelAnswerer
-from specdec.sampling.host import Distribution, inverse_cdf, sample_candidates
+from specdec.sampling import transform as sampling
+from specdec.sampling.candidates import drawn
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
-from specdec.sampling.processors import repeated_ngrams
 from specdec.sampling.transform import (
     SamplingParams,
     SamplingTransform,
+    inverse_cdf,
+    sample_candidates,
 )
 from specdec.types import NO_NODE, Batch, TreeRows
 
 LARGEST_DRAW = 1.0 - 2.0**-53
+EDGE = 1e-11  # draws nearer than this to an edge of the CDF depend on the order of its sums
 
 PARAMS = [
     {"temperature": 1.0},
@@ -40,15 +45,10 @@ PARAMS = [
     {"temperature": 2.0, "top_k": 10_000, "top_p": 0.999},
 ]
 
+KINDS = ["plain", "flat", "peaked", "tied", "banned", "equal", "huge"]
 
-def hugging_face(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0):
-    """The distribution that ``generate`` samples from."""
-    chain = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    if top_k:
-        chain.append(TopKLogitsWarper(top_k))
-    if top_p < 1.0:
-        chain.append(TopPLogitsWarper(top_p))
-    return chain(None, logits).softmax(dim=1).numpy()
+VOCAB_SIZES = (7, 61, 777, 20_011)
+"""No multiple of a block; the last is searched by blocks, and copied from a device in parts."""
 
 
 def logits_of(kind: str, rows: int = 24, vocab: int = 1000, seed: int = 0) -> torch.Tensor:
@@ -61,24 +61,61 @@ def logits_of(kind: str, rows: int = 24, vocab: int = 1000, seed: int = 0) -> to
     if kind == "tied":  # as half-precision models have them: many exactly equal logits
         return (logits * 3).round()
     if kind == "banned":
-        return logits.masked_fill(torch.rand(rows, vocab, generator=generator) < 0.97, -torch.inf)
+        logits[torch.rand(rows, vocab, generator=generator) < 0.97] = -torch.inf
+        logits[:, -1] = 0.5
+        return logits
+    if kind == "equal":
+        return torch.zeros_like(logits)
+    if kind == "huge":  # float32 exponentials of them overflow
+        return logits * 1e3 + 1e4
     assert kind == "plain"
     return logits * 3.0
 
 
-KINDS = ["plain", "flat", "peaked", "tied", "banned"]
+@pytest.fixture(params=[False, True], ids=["host", "device"])
+def _where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets CPU tensors count as an accelerator's, too."""
+    monkeypatch.setattr(sampling, "on_accelerator", lambda tensor: request.param)
 
 
+# ---------------------------------------------------------------------- against the oracle
+
+
+@pytest.mark.usefixtures("_where")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("given", PARAMS, ids=str)
-def test_probs_equal_transformers(kind, given):
-    """Equal to 1e-12 in float64, and the same tokens are kept.
+@pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
+def test_distributions_and_tokens_are_the_oracles(kind, given):
+    """The same tokens are kept, with probabilities equal to 1e-12; tokens for draws anywhere."""
+    params, rng = SamplingParams(**given), np.random.default_rng(1)
+    transform = SamplingTransform(params)
+    for logits in _rows_of(kind):
+        expected = np.stack([reference_probs(row.double().numpy(), params) for row in logits])
+        probs = transform.probs(logits)
+        np.testing.assert_array_equal(probs > 0, expected > 0)
+        np.testing.assert_allclose(probs, expected, rtol=0, atol=1e-12)
+        cdf = expected.cumsum(axis=1)
+        for draws in (rng.random(len(logits)), np.array([0.0, LARGEST_DRAW, *rng.random(2)])):
+            tokens = transform.sample(logits, draws)
+            for row, (token, draw) in enumerate(zip(tokens, draws, strict=True)):
+                if np.abs(cdf[row] - draw).min() > EDGE:
+                    assert token == reference_token(logits[row].double().numpy(), params, draw)
+                assert expected[row, token] > 0
 
-    In transformers, which tied tokens top-p cuts depends on the sort; here lower ids are kept.
-    """
-    logits = logits_of(kind)
+
+def _rows_of(kind: str) -> Iterator[torch.Tensor]:
+    """Four rows of every size, and of every type in turn."""
+    types = (torch.float64, torch.float32, torch.bfloat16, torch.float32)
+    for vocab, dtype in zip(VOCAB_SIZES, types, strict=True):
+        yield logits_of(kind, rows=4, vocab=vocab).to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["plain", "flat", "peaked", "tied", "banned"])
+@pytest.mark.parametrize("given", PARAMS, ids=str)
+def test_the_oracles_distributions_are_those_of_transformers(kind, given):
+    """Which tied tokens top-p cuts depends on the sort in transformers; here lower ids are kept."""
+    logits = logits_of(kind, rows=6)
     expected = hugging_face(logits, **given)
-    probs = SamplingTransform(SamplingParams(**given)).probs(logits)
+    probs = np.stack([reference_probs(row, SamplingParams(**given)) for row in logits.numpy()])
     if kind == "tied":
         for row, values in zip(probs, logits.numpy(), strict=True):
             tied = np.lexsort((np.arange(len(values)), -values))
@@ -88,45 +125,48 @@ def test_probs_equal_transformers(kind, given):
     np.testing.assert_array_equal(probs > 0, expected > 0)
 
 
+def hugging_face(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0):
+    """The distribution that ``generate`` samples from."""
+    chain = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        chain.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        chain.append(TopPLogitsWarper(top_p))
+    return chain(None, logits).softmax(dim=1).numpy()
+
+
+@pytest.mark.usefixtures("_where")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("given", PARAMS, ids=str)
-def test_sample_is_the_inverse_cdf_in_token_order(kind, given):
-    logits = logits_of(kind, vocab=777)
-    transform = SamplingTransform(SamplingParams(**given))
-    probs = transform.probs(logits)
-    cdf = probs.cumsum(axis=1)
-    rng = np.random.default_rng(2)
-    for _ in range(20):
-        uniforms = rng.random(len(logits))
-        expected = (cdf <= uniforms[:, None]).sum(axis=1)
-        edge = np.abs(cdf - uniforms[:, None]).min(axis=1) < 1e-12
-        tokens = transform.sample(logits, uniforms)
-        np.testing.assert_array_equal(tokens[~edge], expected[~edge])
-    rows = np.arange(len(logits))
-    for end in (0.0, LARGEST_DRAW):
-        assert (probs[rows, transform.sample(logits, np.full(len(rows), end))] > 0).all()
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_top_lists_the_best_candidates_with_their_log_probabilities(kind, temperature):
+    """In token-id order where they are equal; top-k and top-p do not apply."""
+    transform = SamplingTransform(SamplingParams(temperature=temperature, top_k=3, top_p=0.5))
+    for vocab in VOCAB_SIZES:
+        logits = logits_of(kind, rows=4, vocab=vocab)
+        expected = (logits / (temperature or 1.0)).log_softmax(dim=1).numpy()
+        for k in (1, 16, 1000):
+            tokens, logprobs = transform.top(logits, k)
+            order = np.argsort(-expected, axis=1, kind="stable")[:, :k]
+            ranked = np.take_along_axis(expected, order, axis=1)
+            np.testing.assert_allclose(logprobs, ranked, atol=1e-12)
+            real = np.isfinite(logprobs)  # banned tokens are no candidates
+            np.testing.assert_array_equal(tokens[real], order[real])
+            assert (logprobs <= 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("given", PARAMS, ids=str)
-def test_lower_precision_logits_are_filtered_as_their_exact_values(dtype, given):
-    logits = logits_of("plain").to(dtype)
-    transform = SamplingTransform(SamplingParams(**given))
-    np.testing.assert_array_equal(transform.probs(logits), transform.probs(logits.double()))
-
-
+@pytest.mark.usefixtures("_where")
 @pytest.mark.parametrize("vocab", [6, 1000, 70_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
 def test_a_row_does_not_depend_on_its_batch(vocab, dtype, given):
     """Bit-identical: otherwise a tree's answers would differ from token-by-token decoding."""
-    logits = logits_of("plain", rows=9, vocab=vocab).to(dtype)
+    logits = logits_of("plain", rows=5, vocab=vocab).to(dtype)
     logits[3] = logits[3].round()
     transform = SamplingTransform(SamplingParams(**given))
-    uniforms = np.random.default_rng(0).random(9)
+    uniforms = np.random.default_rng(0).random(5)
     together, tokens = transform.probs(logits), transform.sample(logits, uniforms)
     best, scores = transform.top(logits, 4)
-    for i in range(9):
+    for i in range(5):
         np.testing.assert_array_equal(transform.probs(logits[i : i + 1])[0], together[i])
         assert transform.sample(logits[i : i + 1], uniforms[i : i + 1])[0] == tokens[i]
         alone, score = transform.top(logits[i : i + 1], 4)
@@ -134,6 +174,10 @@ def test_a_row_does_not_depend_on_its_batch(vocab, dtype, given):
         np.testing.assert_array_equal(score[0], scores[i])
 
 
+# ---------------------------------------------------------------------- edges
+
+
+@pytest.mark.usefixtures("_where")
 @pytest.mark.parametrize("top_k", [0, 4])
 @pytest.mark.parametrize("top_p, kept", [(0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4)])
 def test_top_p_keeps_no_more_than_its_mass_needs(top_p, kept, top_k):
@@ -143,20 +187,12 @@ def test_top_p_keeps_no_more_than_its_mass_needs(top_p, kept, top_k):
     assert probs(logits).tolist() == [[0.0] + [1 / kept] * kept + [0.0] * (5 - kept)]
 
 
-def test_a_draw_beyond_a_blocks_rounded_end_falls_on_its_last_token():
-    """A block's sum and its cumulative sum round differently; a draw may lie between the two."""
-    weights = np.zeros((200, 640))
-    weights[:, 129:190] = np.random.default_rng(0).random((200, 61))
-    block = weights[:, 128:192]
-    assert (block.cumsum(axis=1)[:, -1] < block.sum(axis=1) * LARGEST_DRAW).any()
-    assert (inverse_cdf(weights, np.full(200, LARGEST_DRAW)) == 189).all()
-
-
 def test_a_draw_on_an_edge_of_the_cdf_belongs_to_the_token_above_it():
     weights = np.array([[0.25, 0.0, 0.25, 0.5]] * 4)
     assert inverse_cdf(weights, np.array([0.0, 0.25, 0.5, 0.75])).tolist() == [0, 2, 3, 3]
 
 
+@pytest.mark.usefixtures("_where")
 @pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
 def test_no_rows_give_no_tokens(given):
     """All rows of a request may have been pruned."""
@@ -167,24 +203,23 @@ def test_no_rows_give_no_tokens(given):
     assert sample_candidates(np.zeros((0, 9)), 3, np.zeros((0, 3)))[0].shape == (0, 3)
 
 
-def test_greedy_takes_the_lowest_of_tied_tokens():
-    logits = torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0], [0.0, 1.0, 3.0]])
-    transform = SamplingTransform(SamplingParams())
-    assert transform.sample(logits, np.full(3, 0.99)).tolist() == [1, 0, 2]
-    assert transform.probs(logits).tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]]
-
-
+@pytest.mark.usefixtures("_where")
 @pytest.mark.parametrize("given", [{}, *PARAMS], ids=str)
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf])
-def test_faulty_logits_are_refused(given, fault):
-    logits = logits_of("plain")
-    logits[5, 7] = fault
-    transform = SamplingTransform(SamplingParams(**given))
-    with pytest.raises(ValueError, match="NaN or infinity"):
-        transform.sample(logits, np.zeros(len(logits)))
-    logits[5] = -torch.inf
-    with pytest.raises(ValueError, match="banned every token"):
-        transform.sample(logits, np.zeros(len(logits)))
+@pytest.mark.parametrize("vocab", [40, 20_011])
+def test_faulty_logits_are_refused(given, fault, vocab):
+    logits = logits_of("plain", vocab=vocab)
+    logits[5, -1] = fault
+    transform, draws = SamplingTransform(SamplingParams(**given)), np.zeros(len(logits))
+    for message in ("NaN or infinity", "banned every token"):
+        for call in (
+            lambda: transform.sample(logits, draws),
+            lambda: transform.proposal_probs(logits),
+            lambda: transform.top(logits, 4),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+        logits[5] = -torch.inf
 
 
 @pytest.mark.parametrize(
@@ -207,113 +242,12 @@ def test_parameters_out_of_range_are_refused_by_name(given, key):
         SamplingParams(**given)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 0.6])
-def test_top_lists_the_best_candidates_with_their_log_probabilities(kind, temperature):
-    logits = logits_of(kind)
-    given = SamplingParams(temperature=temperature, top_k=3, top_p=0.5)  # filters do not apply
-    for k in (1, 16, 2000):
-        tokens, logprobs = SamplingTransform(given).top(logits, k)
-        expected = (logits / (temperature or 1.0)).log_softmax(dim=1).numpy()
-        order = np.argsort(-expected, axis=1, kind="stable")[:, :k]
-        ranked = np.take_along_axis(expected, order, axis=1)
-        np.testing.assert_allclose(logprobs, ranked, atol=1e-12)
-        real = np.isfinite(logprobs)  # banned tokens are no candidates
-        np.testing.assert_array_equal(tokens[real], order[real])
-        assert (logprobs <= 0).all()
-
-
 def test_a_proposal_is_the_processed_distribution_or_the_plain_one_if_greedy():
     logits = logits_of("plain")
     sampled = SamplingTransform(SamplingParams(temperature=0.6, top_k=5))
     np.testing.assert_array_equal(sampled.proposal_probs(logits), sampled.probs(logits))
     greedy = SamplingTransform(SamplingParams()).proposal_probs(logits)
     np.testing.assert_allclose(greedy, logits.softmax(dim=1).numpy(), atol=1e-14)
-
-
-# ---------------------------------------------------------------------- histories
-
-
-def random_histories(rng: np.random.Generator, num: int, alphabet: int = 3):
-    """Histories of different lengths over few tokens, so that n-grams repeat."""
-    return [rng.integers(0, alphabet, rng.integers(1, 30)) for _ in range(num)]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_repeated_ngrams_equal_transformers(size):
-    rng = np.random.default_rng(size)
-    histories = random_histories(rng, 60)
-    scores = torch.zeros(60, 8)
-    rows, tokens = repeated_ngrams(histories, size)
-    scores[rows, tokens] = -torch.inf
-    processor = NoRepeatNGramLogitsProcessor(size)
-    for row, history in zip(scores, histories, strict=True):
-        expected = processor(torch.from_numpy(history)[None], torch.zeros(1, 8))
-        assert torch.equal(row[None], expected)
-    assert torch.isinf(scores).any()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_processors_come_in_transformers_order_with_each_nodes_own_history(temperature):
-    rng = np.random.default_rng(5)
-    histories = random_histories(rng, 12, alphabet=5)
-    logits = logits_of("plain", rows=12, vocab=8)
-    penalty = RepetitionPenaltyLogitsProcessor(1.7)
-    params = SamplingParams(
-        temperature=temperature, top_k=4, top_p=0.9, no_repeat_ngram=2, processors=(penalty,)
-    )
-    before = logits.clone()
-    transform = SamplingTransform(params)
-    probs = transform.probs(logits, histories)
-    assert torch.equal(logits, before), "the caller's logits are not changed"
-    for i, history in enumerate(histories):
-        input_ids = torch.from_numpy(history)[None]
-        scores = penalty(input_ids, NoRepeatNGramLogitsProcessor(2)(input_ids, before[i : i + 1]))
-        if temperature:
-            expected = hugging_face(scores, temperature, 4, 0.9)[0]
-        else:
-            expected = np.eye(8)[int(scores.argmax())]
-        np.testing.assert_allclose(probs[i], expected, atol=1e-12)
-        alone = transform.sample(before[i : i + 1], np.array([0.5]), [history])
-        assert alone[0] == transform.sample(logits, np.full(12, 0.5), histories)[i]
-
-
-def test_a_processor_that_writes_into_its_scores_changes_nothing_else():
-    def forbid_first(input_ids, scores):
-        scores[:, 0] = -torch.inf
-        return scores
-
-    logits = torch.tensor([[5.0, 1.0, 0.0]])
-    transform = SamplingTransform(SamplingParams(processors=(forbid_first,)))
-    assert transform.sample(logits, np.zeros(1), [np.array([1])]).tolist() == [1]
-    assert logits[0, 0] == 5.0
-
-
-# ---------------------------------------------------------------------- draws
-
-
-@pytest.mark.parametrize("width", [1, 5, 256, 257, 1000, 4096, 4097])
-def test_inverse_cdf_never_falls_on_a_zero(width):
-    rng = np.random.default_rng(width)
-    weights = rng.random((50, width)) * (rng.random((50, width)) < 0.3)
-    weights[:, rng.integers(width)] = 1e-12
-    weights[:25, -(width // 2) :] = 0.0
-    weights[np.arange(50), rng.integers(0, width, 50)] = 1.0
-    for draw in (0.0, 0.3, 0.999999, LARGEST_DRAW):
-        at = inverse_cdf(weights, np.full(50, draw))
-        assert (weights[np.arange(50), at] > 0).all()
-    cdf = weights.cumsum(axis=1) / weights.sum(axis=1, keepdims=True)
-    uniforms = rng.random(50)
-    expected = (cdf <= uniforms[:, None]).sum(axis=1)
-    np.testing.assert_array_equal(inverse_cdf(weights, uniforms), expected)
-
-
-def test_a_distribution_writes_out_what_it_samples():
-    ids = np.array([[1, 4, 0], [0, 2, 3]])
-    weights = np.array([[1.0, 3.0, 0.0], [1.0, 0.0, 1.0]])
-    distribution = Distribution(ids, weights, 5)
-    assert distribution.probs().tolist() == [[0, 0.25, 0, 0, 0.75], [0.5, 0, 0, 0.5, 0]]
-    assert distribution.sample(np.array([0.3, 0.6])).tolist() == [4, 3]
 
 
 def test_candidates_are_drawn_without_replacement_from_the_remainder():
@@ -332,6 +266,58 @@ def test_candidates_are_drawn_without_replacement_from_the_remainder():
             assert logprobs[i, j] == np.log(probs[i, tokens[i, j]])
             left[tokens[i, j]] = 0.0
         assert (logprobs[i, counts[i] :] == -np.inf).all()
+
+
+def test_candidates_of_a_support_are_those_of_its_array():
+    rng = np.random.default_rng(4)
+    probs = SamplingTransform(SamplingParams(temperature=1.0, top_k=6, top_p=0.9)).distribution(
+        logits_of("tied", rows=40, vocab=50)
+    )
+    assert isinstance(probs, SupportProbs)
+    uniforms = rng.random((40, 4))
+    found, dense = drawn(probs, 4, uniforms), drawn(np.asarray(probs), 4, uniforms)
+    np.testing.assert_array_equal(found.counts, dense.counts)
+    real = np.arange(4) < found.counts[:, None]
+    np.testing.assert_array_equal(found.tokens[real], dense.tokens[real])
+    np.testing.assert_array_equal(found.logprobs, dense.logprobs)
+
+
+# ---------------------------------------------------------------------- histories
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_each_row_is_processed_with_its_own_history(temperature, size):
+    """As by transformers' processors, in their order; histories of few tokens repeat n-grams."""
+    rng = np.random.default_rng(size)
+    histories = [rng.integers(0, 3, rng.integers(1, 30)) for _ in range(40)]
+    logits = logits_of("plain", rows=40, vocab=8)
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=4,
+        top_p=0.9,
+        no_repeat_ngram=size,
+        processors=(RepetitionPenaltyLogitsProcessor(1.7),),
+    )
+    before, transform = logits.clone(), SamplingTransform(params)
+    probs = transform.probs(logits, histories)
+    assert torch.equal(logits, before), "the caller's logits are not changed"
+    for i, history in enumerate(histories):
+        scores = processed(logits[i].numpy(), params, history.tolist())
+        np.testing.assert_allclose(probs[i], reference_probs(scores, params), atol=1e-12)
+        alone = transform.sample(logits[i : i + 1], np.array([0.5]), [history])
+        assert alone[0] == transform.sample(logits, np.full(40, 0.5), histories)[i]
+
+
+def test_a_processor_that_writes_into_its_scores_changes_nothing_else():
+    def forbid_first(input_ids, scores):
+        scores[:, 0] = -torch.inf
+        return scores
+
+    logits = torch.tensor([[5.0, 1.0, 0.0]])
+    transform = SamplingTransform(SamplingParams(processors=(forbid_first,)))
+    assert transform.sample(logits, np.zeros(1), [np.array([1])]).tolist() == [1]
+    assert logits[0, 0] == 5.0
 
 
 # ---------------------------------------------------------------------- the answering rank

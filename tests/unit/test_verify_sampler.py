@@ -12,7 +12,7 @@ import torch
 from specdec.certify import Check, certify
 from specdec.certify.draws import draw_problems
 from specdec.config.job import run_job_of
-from specdec.sampling import host, keyed_draws, transform
+from specdec.sampling import keyed_draws, transform
 from specdec.sampling.keyed_draws import KeyedDraws
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def _shared_scores(_honest: Any) -> Any:
     ("owner", "name", "fault", "message"),
     [
         (keyed_draws, "keyed_uniforms", _low_half_of_the_seed, "t=1, 61 logits, 4 tokens"),
-        (host, "inverse_cdf", _short_rows, "1000 logits"),
+        (transform, "inverse_cdf", _short_rows, "1000 logits"),
         (transform, "apply_processors", _shared_scores, "greedy, two processors"),
     ],
 )

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from specdec.clocks import CONTROLLER, LatencyProfile, SimulatedClock
-from specdec.sampling.host import sample_candidates
 from specdec.sampling.keyed_draws import Purpose
-from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
 from specdec.sources import DraftModelSource
 from specdec.types import NO_NODE, Nodes
 
@@ -223,7 +222,7 @@ def test_sampled_candidates_are_those_of_the_keyed_draws(sampling):
     got = expand(state, source, {7: [0, 1]}, 3)
     assert got.probs is not None
     for row, slot in enumerate((0, 1)):
-        probs = SamplingTransform(sampling).proposal_probs(fresh_logits(request, slot))
+        probs = np.asarray(SamplingTransform(sampling).proposal_probs(fresh_logits(request, slot)))
         np.testing.assert_allclose(got.probs[row], probs[0], atol=1e-12)
         position = np.array([3 + slot])
         uniforms = np.stack(

@@ -7,8 +7,8 @@ import pytest
 
 from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
-from specdec.sampling.host import sample_candidates
 from specdec.sampling.keyed_draws import Purpose
+from specdec.sampling.transform import sample_candidates
 from specdec.sources import MixtureSource, NullSource, PromptLookupSource, RandomSource
 from specdec.types import Candidates
 
