@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specdec.pairs import PretrainedPair, build_pretrained
+from specdec.pairs import PretrainedPair
+from specdec.pairs.build import build_pretrained
 
 
 def pretrained(target: Path, **given: Any) -> PretrainedPair:

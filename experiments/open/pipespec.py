@@ -23,7 +23,7 @@ from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Workbench
 from specdec.data.files import data_folder, read_text
 from specdec.errors import UserError
-from specdec.pairs import RecordedPair
+from specdec.pairs.recorded import RecordedPair
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import Background, ModelChain, SyntheticSource
 from specdec.sources.hashing import hash_u64, hash_uniform

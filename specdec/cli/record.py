@@ -71,8 +71,7 @@ def main(words: Sequence[str]) -> int:
     from specdec.models.bundled import family_path
     from specdec.models.loading import load_model, weight_bytes
     from specdec.models.runner import ModelRunner
-    from specdec.pairs.record import Record, write_record
-    from specdec.pairs.recorder import record_request
+    from specdec.pairs.record import Record, record_request, write_record
     from specdec.report.provenance import provenance
     from specdec.runs.runners import sampling_params
 

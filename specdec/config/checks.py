@@ -60,10 +60,10 @@ _TAKERS: dict[str, str | type] = {
     "clock=paced": _PROFILED,
     "logger=none": _keys(),
     "logger=wandb": "specdec.cli.loggers.WandbLogger",
-    "model=pretrained": "specdec.pairs.build_pretrained",
-    "model=random": "specdec.pairs.build_random",
-    "model=synthetic": "specdec.pairs.build_synthetic",
-    "model=replay": "specdec.pairs.build_replay",
+    "model=pretrained": "specdec.pairs.build.build_pretrained",
+    "model=random": "specdec.pairs.build.build_random",
+    "model=synthetic": "specdec.pairs.recorded.build_synthetic",
+    "model=replay": "specdec.pairs.replay.build_replay",
     "profiling": "specdec.profiling.options.ProfilingOptions",
 }
 """Section, with its ``kind`` or ``_target_`` if there are several -> what takes its keys."""

@@ -3,40 +3,70 @@
 from specdec.integrations.transformers import generate
 
 model.generate(**inputs, custom_generate=generate, strategy="best_first", draft_model=small)
+
+Processors and criteria are called once per node or token with the sequence that leads to it, so
+they must depend on their arguments alone. Shape letters: B rows of the batch, T tokens.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.integrations.refusals import check_batch, check_call, padding_of
-from specdec.integrations.requests import Batch
 from specdec.metrics import RequestResult, summarise
+from specdec.models.cache_argument import CACHE_ARGUMENTS
 from specdec.pairs import LoadedPair
-from specdec.runs.runners import PartsRunner
-from specdec.state import DecodeState, StopRules
+from specdec.runs.runners import PartsRunner, TokenPrompt
+from specdec.sampling.transform import SamplingParams
+from specdec.state import DecodeState, RequestState, StopRules
 
 _SECTIONS = ("source", "policy", "verifier", "executor", "serving", "prefill_chunk")
 """Keys of the configuration that ``overrides`` may change."""
+
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_OTHER_MODES = (
+    *("constraints", "force_words_ids", "prompt_lookup_num_tokens", "assistant_early_exit"),
+    *("use_mtp", "penalty_alpha", "dola_layers"),
+)
+_PREPARED = (
+    *("attention_mask", "position_ids", *CACHE_ARGUMENTS, "logits_to_keep", "use_cache"),
+    "cache_position",
+)
+"""Arguments of the model that ``generate`` prepares itself."""
+
+_WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+_WARPERS = (
+    (TopPLogitsWarper, "top_p", 0.0),
+    (TopKLogitsWarper, "top_k", 0),
+    (TemperatureLogitsWarper, "temperature", 1e-6),
+)
+"""The last processors in reverse order, their key of ``SamplingParams``, and a bound of it."""
 
 
 @dataclass
@@ -61,8 +91,6 @@ def generate(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    synced_gpus: bool = False,
-    streamer: BaseStreamer | None = None,
     strategy: str = "speculative",
     draft_model: PreTrainedModel | None = None,
     eagle_head: str | Path | None = None,
@@ -70,27 +98,29 @@ def generate(
     config_dirs: Sequence[str | Path] = (),
     exact: bool = False,
     seed: int | None = None,
+    token_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """Decodes with a strategy of this library; for ``custom_generate=`` of ``model.generate``.
 
-    transformers prepares the arguments up to ``streamer``; the others are given to
-    ``model.generate``. Greedy tokens are those without it, up to ties within the rounding of the
-    dtype (``exact`` removes these); sampled ones have its distribution.
+    transformers prepares the arguments up to ``generation_config``; the others are given to
+    ``model.generate``, which keeps ``streamer`` and ``assistant_model`` from a function. Greedy
+    tokens are those without it, up to ties within the rounding of the dtype (``exact`` removes
+    these); sampled ones have its distribution.
 
     Args:
         model: the target.
         input_ids: int64[B, T], padded on the left.
         logits_processor: functions of their arguments alone; called per node of the tree.
         stopping_criteria: called with one row, int64[1, T], after each token, and no scores.
-        generation_config, synced_gpus: as prepared by ``model.generate``.
-        streamer: receives each new token of one row.
+        generation_config: as prepared by ``model.generate``.
         strategy: a preset of ``specdec list``.
-        draft_model: with the target's tokenizer; ``assistant_model`` of ``generate`` if omitted.
+        draft_model: a model with the target's tokenizer.
         eagle_head, exact: see ``LoadedPair``.
         overrides: of source, policy, verifier, executor and serving, as on the command line.
         config_dirs: further configuration trees (``--config-dir``).
         seed: of the draws; None: drawn from torch's global generator if tokens are sampled.
+        token_streamer: receives the prompt and each new token of one row.
         model_kwargs: what else transformers prepares; what has an effect here is refused.
 
     Returns:
@@ -99,69 +129,45 @@ def generate(
     Raises:
         UserError: an argument that cannot be honoured, or a strategy that does not fit.
     """
-    caller = _arguments_of_caller()
-    streamer = streamer or caller.get("streamer")
-    draft_model = _one_draft(draft_model, caller.get("assistant_model"))
-    synced_gpus = bool(synced_gpus or caller.get("synced_gpus"))
-    check_call(model, generation_config, model_kwargs, synced_gpus=synced_gpus)
-    padding = padding_of(input_ids, model_kwargs)
-    batch = Batch.of(input_ids, padding, logits_processor, stopping_criteria, generation_config)
+    _check_call(model, generation_config, model_kwargs)
+    batch = _Batch(
+        input_ids,
+        _padding_of(input_ids, model_kwargs),
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+    )
     pair = LoadedPair(target=model, draft=draft_model, eagle_head=eagle_head, exact=exact)
-    check_batch(batch, pair.max_positions, streamer)
+    batch.check(pair.max_positions, token_streamer)
     config = _config(strategy, tuple(overrides), tuple(map(str, config_dirs)), pair.num_layers)
     if seed is None:
         seed = int(torch.randint(2**31, (1,))) if batch.samples else 0
-    config = config | {"seed": seed, "batch_size": len(padding)}
-    output = _decoded(config, pair, batch, streamer)
-    return output if generation_config.return_dict_in_generate else output.sequences
-
-
-def _decoded(
-    config: Mapping[str, Any], pair: LoadedPair, batch: Batch, streamer: BaseStreamer | None
-) -> SpeculativeOutput:
-    """The rows in their order, and the metrics of all."""
     runner = PartsRunner(
-        cfg=config,
+        cfg=config | {"seed": seed, "batch_size": len(batch.padding)},
         pair=pair,
         stop=StopRules(max_new_tokens=1),  # of no request: each has its own
-        on_step=None if streamer is None else _streaming(streamer),
+        on_step=None if token_streamer is None else _streaming(token_streamer),
         new_request=batch.request,
     )
     results: list[RequestResult] = []
+    if token_streamer is not None:
+        token_streamer.put(input_ids.cpu())
     try:
         totals = runner.run(batch.prompts(), results.append)
     finally:
         runner.close()
-    if streamer is not None:
-        streamer.end()
+    if token_streamer is not None:
+        token_streamer.end()
     rows = sorted(results, key=lambda result: result.id)
+    sequences = batch.joined([row.output for row in rows])
+    if not generation_config.return_dict_in_generate:
+        return sequences
     return SpeculativeOutput(
-        sequences=_joined(batch.input_ids, [r.output for r in rows], batch.pad),
-        origins=tuple(r.origins for r in rows),
-        finish_reasons=tuple(r.finish_reason for r in rows),
+        sequences=sequences,
+        origins=tuple(row.origins for row in rows),
+        finish_reasons=tuple(row.finish_reason for row in rows),
         metrics=summarise(rows, totals),
     )
-
-
-def _arguments_of_caller() -> Mapping[str, Any]:
-    """Arguments of the ``model.generate`` that called ``generate``.
-
-    transformers (5.23) does not give ``streamer``, ``assistant_model`` and ``synced_gpus`` to a
-    callable, and says nothing: a streamer would receive the prompt and no end.
-    """
-    frame = inspect.currentframe()
-    for _ in range(2):
-        frame = None if frame is None else frame.f_back
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    return frame.f_locals if frame is not None and frame.f_code is code else {}
-
-
-def _one_draft(
-    draft_model: PreTrainedModel | None, assistant_model: PreTrainedModel | None
-) -> PreTrainedModel | None:
-    if draft_model is not None and assistant_model is not None:
-        raise UserError("draft_model and assistant_model name the same thing: pass one of them")
-    return draft_model if assistant_model is None else assistant_model
 
 
 @cache
@@ -204,9 +210,219 @@ def _streaming(streamer: BaseStreamer) -> Callable[[DecodeState], None]:
     return put
 
 
-def _joined(input_ids: Tensor, outputs: Sequence[Sequence[int]], pad: int) -> Tensor:
-    """int64[B, T']: the rows with their new tokens, padded on the right."""
-    longest = max(map(len, outputs))
-    new = [[*output, *[pad] * (longest - len(output))] for output in outputs]
-    added = torch.tensor(new, dtype=input_ids.dtype, device=input_ids.device)
-    return torch.cat([input_ids, added], dim=1)
+class _Batch:
+    """The rows of a call of ``generate``.
+
+    Attributes:
+        input_ids: int64[B, T], padded on the left.
+        padding: number of padding tokens of each row.
+        samples: whether tokens are drawn.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        padding: Sequence[int],
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+    ) -> None:
+        """Takes a call as prepared by ``generate``, warpers of sampling and pad token included.
+
+        Raises:
+            UserError: a processor that remembers the tokens of earlier calls.
+        """
+        for processor in processors:
+            if isinstance(processor, _WITH_MEMORY):
+                raise UserError(
+                    f"{type(processor).__name__} remembers the tokens of earlier calls, which the"
+                    " branches of a token tree do not share: leave it out"
+                )
+        lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+        self.input_ids, self.padding = input_ids, padding
+        self.samples = bool(config.do_sample)
+        self._processors, self._criteria = processors, criteria
+        self._max_length = min(lengths, default=config.max_length)
+        self._eos_ids = frozenset(_ids(config.eos_token_id))
+        self._pad = next(iter(_ids(config._pad_token_tensor)), 0)
+
+    def check(self, max_positions: int | None, streamer: BaseStreamer | None) -> None:
+        """Checks what depends on the number and the lengths of rows.
+
+        Raises:
+            UserError: a streamer for several rows, rows beyond the model's positions, or rows that
+                end apart without an end token.
+        """
+        if streamer is not None and len(self.padding) > 1:
+            raise UserError(
+                f"token_streamer takes one row, not {len(self.padding)}: stream one prompt"
+            )
+        longest = self._max_length - min(self.padding)
+        if max_positions is not None and longest > max_positions:
+            raise UserError(
+                f"{longest} tokens (prompt and max_new_tokens) exceed the model's {max_positions}"
+                " positions: shorten one of them"
+            )
+        others = [c for c in self._criteria if not isinstance(c, MaxLengthCriteria)]
+        if len(self.padding) > 1 and others and not self._eos_ids:
+            raise UserError(
+                "stopping_criteria may end the rows of a batch apart, which generate pads only with"
+                " an end token: set eos_token_id, or decode one row per call"
+            )
+
+    def prompts(self) -> list[TokenPrompt]:
+        """The rows without their padding; ids are row numbers."""
+        rows = zip(self.input_ids.cpu().numpy(), self.padding, strict=True)
+        return [TokenPrompt(i, np.array(row[pad:], np.int64)) for i, (row, pad) in enumerate(rows)]
+
+    def request(self, prompt: TokenPrompt, arrival_s: float) -> RequestState:
+        """The request of a row, which arrives at that second of the run's clock."""
+        row = self.input_ids[prompt.id]
+        return RequestState(
+            request_id=prompt.id,
+            prompt=prompt.tokens,
+            stop=_CriteriaStop(
+                max_new_tokens=max(self._max_length - len(row), 1),
+                eos_ids=self._eos_ids,
+                criteria=self._criteria,
+                row=row,
+            ),
+            sampling=self._sampling(prompt.id),
+            arrival_s=arrival_s,
+        )
+
+    def _sampling(self, row: int) -> SamplingParams:
+        """How a row's tokens are chosen: by this library's keys where they say the same."""
+        left, keys = list(self._processors), {"temperature": float(self.samples)}
+        for kind, name, bound in _WARPERS if self.samples else ():
+            last = left[-1] if left else None
+            value = getattr(last, name, bound)
+            if type(last) is kind and value > bound and _plain(last):
+                keys[name] = value
+                left.pop()
+        pad, num_rows = self.padding[row], len(self.padding)
+        if left and type(left[0]) is NoRepeatNGramLogitsProcessor and not pad:
+            keys["no_repeat_ngram"] = left.pop(0).ngram_size
+        processors: list[Callable[[Any, Any], Any]] = list(left)
+        if left and (pad or num_rows > 1):
+            padding = self.input_ids[row, :pad]
+            processors = [_InBatch(LogitsProcessorList(left), row, num_rows, padding)]
+        return SamplingParams(**keys, processors=tuple(processors))  # type: ignore[arg-type]
+
+    def joined(self, outputs: Sequence[Sequence[int]]) -> Tensor:
+        """int64[B, T']: the rows with their new tokens, padded on the right."""
+        longest, ids = max(map(len, outputs)), self.input_ids
+        new = [[*output, *[self._pad] * (longest - len(output))] for output in outputs]
+        return torch.cat([ids, torch.tensor(new, dtype=ids.dtype, device=ids.device)], dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CriteriaStop(StopRules):
+    """Stops where transformers' criteria do, asked after every emitted token.
+
+    Attributes:
+        criteria: called with all tokens of the row, int64[1, T], padding included, and no scores.
+        row: int64[T], padding and prompt.
+    """
+
+    criteria: StoppingCriteriaList
+    row: Tensor
+
+    def reason(self, output: Sequence[int]) -> str | None:
+        """ "eos", "length" or "criteria"; None if the row is not complete."""
+        new = torch.tensor(output, dtype=self.row.dtype, device=self.row.device)
+        if not bool(torch.as_tensor(self.criteria(torch.cat([self.row, new])[None], None)).any()):
+            return "length" if len(output) >= self.max_new_tokens else None
+        if output[-1] in self.eos_ids:
+            return "eos"
+        return "length" if len(output) >= self.max_new_tokens else "criteria"
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity, as processors are
+class _InBatch:
+    """Processors of a batch for one of its rows.
+
+    Some keep a value per row, or count the padding; so they get a batch in which every row is this
+    one, with its padding.
+    """
+
+    processors: LogitsProcessorList
+    row: int
+    num_rows: int
+    padding: Tensor
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        whole = torch.cat([self.padding[None], input_ids], dim=1).repeat(self.num_rows, 1)
+        scored: Tensor = self.processors(whole, scores.repeat(self.num_rows, 1))
+        return scored[self.row, None]
+
+
+def _ids(value: int | Sequence[int] | Tensor | None) -> list[int]:
+    return [] if value is None else [int(i) for i in torch.as_tensor(value).flatten().tolist()]
+
+
+def _plain(warper: Any) -> bool:
+    """Whether a warper has the values that ``generate`` gives it without beams."""
+    fills = getattr(warper, "filter_value", -float("inf"))
+    return fills == -float("inf") and getattr(warper, "min_tokens_to_keep", 1) == 1
+
+
+def _check_call(
+    model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> None:
+    """Raises ``UserError`` for the first argument that cannot be honoured."""
+    if model.config.is_encoder_decoder:
+        raise UserError(f"{type(model).__name__} has an encoder: only decoder-only models are run")
+    if (config.num_beams or 1) > 1:
+        raise UserError(f"num_beams={config.num_beams} is not possible: strategies decode one beam")
+    for name in _OUTPUTS:
+        if getattr(config, name, None):
+            raise UserError(
+                f"{name}=True is not possible: values of single steps are not kept; leave it out"
+            )
+    for name in _OTHER_MODES:
+        if getattr(config, name, None):
+            raise UserError(
+                f"{name}={getattr(config, name)!r:.60} chooses a mode of generate's own, which"
+                " custom_generate replaces: leave one of them out"
+            )
+    if config.use_cache is False:
+        raise UserError("use_cache=False is not possible: strategies decode with caches")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise UserError(
+            f"cache_implementation={config.cache_implementation!r} is not possible: strategies have"
+            " caches of their own; leave it out"
+        )
+    for name in CACHE_ARGUMENTS:
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
+            raise UserError(f"{name} is not possible: each call fills caches of its own")
+    for name, value in model_kwargs.items():
+        if name not in _PREPARED and value is not None and value is not False:
+            raise UserError(f"{name} is not possible: the model gets token ids and nothing else")
+
+
+def _padding_of(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
+    """Number of padding tokens on the left of each row.
+
+    Raises:
+        UserError: a row without tokens, padding elsewhere, or positions that do not follow it.
+    """
+    num_rows, length = input_ids.shape
+    mask = model_kwargs.get("attention_mask")
+    seen = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids.dtype)
+    padding = length - seen.sum(dim=1)
+    columns = torch.arange(length, device=input_ids.device)
+    if not torch.equal(seen, (columns >= padding[:, None]).to(seen.dtype)):
+        raise UserError(
+            "attention_mask masks tokens after the first token of a row: pad on the left"
+            " (tokenizer.padding_side='left')"
+        )
+    if not length or int(padding.max()) == length:
+        raise UserError("a row has no tokens: give each at least one (inputs_embeds is not taken)")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None:
+        expected = (columns - padding[:, None]).clamp(min=0)
+        shown = torch.broadcast_to(positions, (num_rows, length))
+        if not torch.equal(shown * seen, expected * seen):
+            raise UserError("position_ids must count the tokens of each row from 0: leave it out")
+    return [int(pad) for pad in padding]

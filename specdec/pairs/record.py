@@ -1,28 +1,35 @@
-"""Files that ``model=replay`` plays (docs/replay.md).
+"""Records of finished runs, and acceptance traces: what ``model=replay`` plays (docs/replay.md).
 
 The record of a run (``record=true``) is one ``.npz`` file with the draft's ranks of the target's
-tokens and its probabilities, without tokens and text. An acceptance trace has, as JSON lines, the
-number of tokens that a chain emits from each position.
+tokens and its probabilities, without tokens and text. It is made by one pass of the draft per
+prompt after the run. An acceptance trace has, as JSON lines, the number of tokens that a chain
+emits from each position.
 
-Shape letters: R requests, P recorded positions of all requests, K candidates.
+Shape letters: L generated tokens of a request, P recorded positions of all requests, K candidates.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
+from specdec.clocks.meter import Meter
 from specdec.data.files import read_records
 from specdec.errors import UserError
+from specdec.executors.models import ModelPair
 from specdec.files import NOT_ARRAYS, parse_json, plain, write_bytes
-from specdec.types import IntArray
+from specdec.metrics import RequestResult, loop_share
+from specdec.models.runner import ModelRunner
+from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.types import IntArray, Lossless
 
 FORMAT = "specdec-record"
 VERSION = 1
@@ -31,6 +38,7 @@ NUM_LOGPROBS = 32
 MAX_RANK = 256
 """Ranks are exact below it; it represents itself and all larger ranks."""
 
+_CHUNK = 512  # rows per pass: their logits are V numbers each
 _LENGTHS = "acc_len"  # key of a trace
 _WHOLE = ("ids", "num_prompt", "num_output", "ranks")  # arrays of whole numbers
 _ARRAYS = (*_WHOLE, "logprobs")
@@ -61,7 +69,7 @@ class RecordedRequest:
 
     @property
     def num_output(self) -> int:
-        """L, number of generated tokens."""
+        """L."""
         return len(self.ranks)
 
 
@@ -85,6 +93,106 @@ class Record:
         """Share of positions whose target token is among the draft's ``k`` best."""
         ranks = np.concatenate([request.ranks for request in self.requests])
         return float((ranks < k).mean())
+
+
+def record_request(
+    runner: ModelRunner,
+    sampling: SamplingParams,
+    *,
+    request_id: int,
+    prompt: IntArray,
+    output: IntArray,
+) -> RecordedRequest:
+    """Ranks the target's tokens under a draft, at every position of a request.
+
+    The draft reads the target's committed tokens, and candidates are scored by the transform of
+    sources (``SamplingTransform.top``). So an entry equals the result of ``expand`` for the node on
+    the target's path at that position.
+
+    Args:
+        runner: of the whole draft, with a separate meter.
+        sampling: of the run.
+        request_id: the request's id.
+        prompt: int64[T >= 1].
+        output: int64[L >= 1], generated tokens.
+    """
+    transform = SamplingTransform(sampling)
+    tokens = np.concatenate([prompt, output])
+    first, num_nodes = len(prompt) - 1, len(tokens) - 1
+    ranks = np.full(len(output), MAX_RANK, np.int64)
+    width = min(NUM_LOGPROBS, runner.vocab_size)
+    logprobs = np.full((len(output), width), -np.inf, np.float16)
+    cache = runner.new_cache(num_nodes)
+    reach = min(num_nodes, runner.max_positions)
+    for start in range(0, reach, _CHUNK):
+        stop = min(start + _CHUNK, reach)
+        positions = np.arange(max(start, first), stop)
+        rows = cache.rows(prefix_tokens=tokens[start:stop])
+        logits = runner.forward([rows], logits_rows=positions - start).logits
+        if logits is None:  # rows of the prompt only
+            continue
+        histories = None
+        if sampling.needs_history:
+            histories = [tokens[: p + 1] for p in positions.tolist()]
+        best, scores = transform.top(logits, MAX_RANK, histories)
+        right = (best == tokens[positions + 1][:, None]) & (scores > -np.inf)
+        entries = positions - first
+        ranks[entries] = np.where(right.any(axis=1), right.argmax(axis=1), MAX_RANK)
+        logprobs[entries] = scores[:, :width]
+    return RecordedRequest(id=request_id, num_prompt=len(prompt), ranks=ranks, logprobs=logprobs)
+
+
+def record_run(
+    *,
+    pair: ModelPair,
+    prompts: Mapping[int, IntArray],
+    results: Iterable[RequestResult],
+    sampling: SamplingParams,
+    about: Mapping[str, Any],
+    on_request: Callable[[int], None] = lambda _: None,
+) -> Record:
+    """Records finished requests without changing the run's tokens or counts.
+
+    Args:
+        pair: the models; the draft runs with a separate meter.
+        prompts: prompt id -> int64[T].
+        results: of the run; requests without a token are skipped.
+        sampling: of the run.
+        about: origin of the run; ``loop_share`` is added, since replayed tokens are made up.
+        on_request: called with the id of every recorded request.
+    """
+    runner = pair.runner("draft", Meter())
+    recorded, outputs = [], []
+    for result in results:
+        if result.output:
+            outputs.append(result.output)
+            text = {"prompt": prompts[result.id], "output": np.array(result.output, np.int64)}
+            recorded.append(record_request(runner, sampling, request_id=result.id, **text))
+        on_request(result.id)
+    return Record(
+        requests=tuple(recorded),
+        vocab_size=pair.vocab_size,
+        weight_bytes=(pair.weight_bytes["target"], pair.weight_bytes.get("draft", 0)),
+        about={**about, "loop_share": loop_share(outputs)},
+    )
+
+
+def check_recordable(pair: ModelPair, name: str, claims: Lossless) -> None:
+    """Checks that a run of the strategy ``name`` can be recorded.
+
+    Raises:
+        UserError: the pair has no models, or the strategy's output is not the target's.
+    """
+    if pair.is_synthetic:
+        raise UserError(
+            "record=true needs a draft model, which this model= does not have; use model=tiny or"
+            " model=hf, or record=false"
+        )
+    if claims is Lossless.LOSSY:
+        raise UserError(
+            f"record=true compares the target's tokens with the draft, but strategy={name} emits"
+            " other tokens (its verifier is lossy); use verifier=match"
+        )
 
 
 def write_record(path: str | Path, record: Record) -> Path:
@@ -154,42 +262,51 @@ def read_record(path: str | Path) -> Record:
 
 
 def _check(name: str, head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    weights, about = head.get("weight_bytes"), head.get("about")
-    damage = [f"it has no {key} of numbers" for key in _WHOLE if arrays[key].dtype.kind not in "iu"]
+    ids, num_prompt, num_output = arrays["ids"], arrays["num_prompt"], arrays["num_output"]
+    ranks, logprobs = arrays["ranks"], arrays["logprobs"]
+    weights = head.get("weight_bytes")
+    damage = [f"it has no {k} of numbers" for k in _WHOLE if arrays[k].dtype.kind not in "iu"]
     damage += [f"its {key} is no list" for key in _WHOLE if arrays[key].ndim != 1]
-    if arrays["logprobs"].dtype.kind != "f":
+    if logprobs.dtype.kind != "f":
         damage.append("its log probabilities are no floating-point numbers")
     if type(head.get("vocab_size")) is not int:
         damage.append("its head has no number vocab_size")
     if not (isinstance(weights, list) and [type(w) for w in weights] == [int, int]):
         damage.append("its head has no two numbers weight_bytes")
-    if not isinstance(about, dict):
+    if not isinstance(head.get("about"), dict):
         damage.append("its head has no section about")
-    _refuse(name, damage)
-    ids, num_prompt, num_output = arrays["ids"], arrays["num_prompt"], arrays["num_output"]
-    ranks, logprobs = arrays["ranks"], arrays["logprobs"]
-    total = int(num_output.sum())
-    problems = {
-        "it has no requests": not len(ids),
-        "a request id occurs twice": len(set(ids.tolist())) != len(ids),
-        "its request arrays differ in length": not len(ids) == len(num_prompt) == len(num_output),
-        "a request has no prompt or no output": (num_prompt < 1).any() or (num_output < 1).any(),
-        "its positions differ in number": ranks.shape != (total,) or len(logprobs) != total,
-        "its log probabilities are not a table": logprobs.ndim != 2 or not logprobs.shape[1:],
-    }
-    wrong = [text for text, is_wrong in problems.items() if is_wrong]
-    if not wrong and ((ranks < 0).any() or num_prompt.max() >= _MOST):
-        wrong.append("a rank is negative, or a length above 2**31")
-    if not wrong and (np.isnan(logprobs).any() or (logprobs > 0).any()):
-        wrong.append("a log probability is above 0 or not a number")
-    if not wrong and (logprobs[:, 1:] > logprobs[:, :-1]).any():
-        wrong.append("candidates are not in descending order")
-    _refuse(name, wrong)
-
-
-def _refuse(name: str, wrong: Sequence[str]) -> None:
-    if wrong:
-        raise UserError(f"model.record={name} is damaged: {wrong[0]}; record the run again")
+    values: list[tuple[str, Callable[[], Any]]] = [  # each presupposes those before it
+        ("it has no requests", lambda: not len(ids)),
+        ("a request id occurs twice", lambda: len(set(ids.tolist())) != len(ids)),
+        (
+            "its request arrays differ in length",
+            lambda: not len(ids) == len(num_prompt) == len(num_output),
+        ),
+        (
+            "a request has no prompt or no output",
+            lambda: (num_prompt < 1).any() or (num_output < 1).any(),
+        ),
+        (
+            "its positions differ in number",
+            lambda: {len(ranks), len(logprobs)} != {int(num_output.sum())},
+        ),
+        ("its log probabilities are not a table", lambda: logprobs.ndim != 2 or not logprobs.size),
+        (
+            "a rank is negative, or a length above 2**31",
+            lambda: (ranks < 0).any() or num_prompt.max() >= _MOST,
+        ),
+        (
+            "a log probability is above 0 or not a number",
+            lambda: not (logprobs <= 0).all(),
+        ),
+        (
+            "candidates are not in descending order",
+            lambda: (logprobs[:, 1:] > logprobs[:, :-1]).any(),
+        ),
+    ]
+    damage = damage or list(islice((text for text, is_so in values if is_so()), 1))
+    if damage:
+        raise UserError(f"model.record={name} is damaged: {damage[0]}; record the run again")
 
 
 def read_traces(path: str | Path, method: str | None = None) -> Record:

@@ -23,7 +23,8 @@ from specdec.distributed.rank_groups import rank_logs_in
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics import RequestResult, comparison_row, summarise
-from specdec.pairs import ModelPair, build_pair, check_recordable, record_run, write_record
+from specdec.pairs import ModelPair, build_pair
+from specdec.pairs.record import check_recordable, record_run, write_record
 from specdec.report import (
     RequestWriter,
     print_table,

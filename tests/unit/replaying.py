@@ -11,8 +11,9 @@ import numpy as np
 
 from specdec.config.hydra import compose_config
 from specdec.metrics import RequestResult, RunTotals
-from specdec.pairs import ModelPair, RandomPair, Record, ReplayModels, record_run
-from specdec.pairs.replay import RecordedSequences
+from specdec.pairs import ModelPair, RandomPair
+from specdec.pairs.record import Record, record_run
+from specdec.pairs.replay import RecordedSequences, ReplayModels
 from specdec.runs.runners import PartsRunner, TokenPrompt, sampling_params
 from specdec.state import StopRules
 

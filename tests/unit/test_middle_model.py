@@ -12,7 +12,8 @@ from specdec.compose.build import plan_executor
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
-from specdec.pairs import RandomPair, build_random
+from specdec.pairs import RandomPair
+from specdec.pairs.build import build_random
 from specdec.policies import BestFirst, Chain, RootOnly
 from specdec.sources.draft_model import DraftModelSource
 from specdec.sources.null import NullSource

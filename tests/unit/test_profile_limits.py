@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.clocks import Work
-from specdec.pairs import build_random
+from specdec.pairs.build import build_random
 from specdec.profiling.limits import Machine, PassWork, measure_machine, passes_of, roofline_png
 from specdec.profiling.passes import Sample
 

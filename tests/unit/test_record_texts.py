@@ -10,7 +10,7 @@ import pytest
 
 from specdec.cli.main import BAD_INPUT, main
 from specdec.config.job import run_job_of
-from specdec.pairs import Record, read_record
+from specdec.pairs.record import Record, read_record
 from specdec.report import read_requests
 from specdec.runs.jobs import prepare
 

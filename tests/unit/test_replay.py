@@ -20,14 +20,8 @@ from replaying import (
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.pairs import (
-    ReplayModels,
-    check_recordable,
-    read_record,
-    record_request,
-    write_record,
-)
-from specdec.pairs.replay import END, build_replay
+from specdec.pairs.record import check_recordable, read_record, record_request, write_record
+from specdec.pairs.replay import END, ReplayModels, build_replay
 from specdec.runs.runners import sampling_params
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource
@@ -112,7 +106,7 @@ def test_long_requests_are_recorded_in_chunks(monkeypatch: pytest.MonkeyPatch) -
     runner = pair().runner("draft", Meter())
     text = {"prompt": tokens[:20], "output": tokens[20:]}
     whole = record_request(runner, params, request_id=1, **text)
-    monkeypatch.setattr("specdec.pairs.recorder._CHUNK", 7)
+    monkeypatch.setattr("specdec.pairs.record._CHUNK", 7)
     parts = record_request(runner, params, request_id=1, **text)
     assert (parts.ranks == whole.ranks).all()
     assert np.allclose(parts.logprobs, whole.logprobs, rtol=2e-3)

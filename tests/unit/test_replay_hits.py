@@ -13,7 +13,8 @@ from replaying import replayed, shifted
 
 from specdec.config.job import run_job_of
 from specdec.metrics import RequestResult, RunTotals
-from specdec.pairs import ModelPair, Record, record_run
+from specdec.pairs import ModelPair
+from specdec.pairs.record import Record, record_run
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt, sampling_params
 

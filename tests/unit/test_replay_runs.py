@@ -11,7 +11,7 @@ import pytest
 from specdec.config.comparison import compose_comparison
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.pairs import read_record
+from specdec.pairs.record import read_record
 from specdec.report import read_requests
 from specdec.runs.jobs import compare_jobs, run_job
 

@@ -16,7 +16,8 @@ from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
-from specdec.pairs import RandomPair, build_pretrained, build_random
+from specdec.pairs import RandomPair
+from specdec.pairs.build import build_pretrained, build_random
 from specdec.verifiers import RejectionVerifier
 from strategies import (
     amusd,

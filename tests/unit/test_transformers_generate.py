@@ -127,7 +127,7 @@ def test_processors_see_what_generate_shows_them(pair: Any, rules: Any, strategy
     plain = target.generate(ids, max_new_tokens=16, pad_token_id=0, attention_mask=mask)
     assert expected.shape != plain.shape or not torch.equal(expected, plain)  # they matter
     found = target.generate(
-        ids, **how, custom_generate=generate, strategy=strategy, assistant_model=draft
+        ids, **how, custom_generate=generate, strategy=strategy, draft_model=draft
     )
     assert torch.equal(found, expected)
 
@@ -205,7 +205,7 @@ def test_streamers_receive_the_same_in_the_same_shapes(pair: Any) -> None:
     target.generate(
         prompt(),
         max_new_tokens=14,
-        streamer=found,
+        token_streamer=found,
         custom_generate=generate,
         strategy="best_first",
         draft_model=draft,
@@ -306,7 +306,6 @@ def test_settings_of_the_model_and_of_a_configuration_are_taken(pair: Any) -> No
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
         ({"max_new_tokens": 5000}, "5009 tokens"),
-        ({"synced_gpus": True}, "synced_gpus"),
         ({"strategy": "best_frist"}, "best_frist"),
         ({"strategy": "hf_assisted"}, "hf_assisted is decoding of another program"),
         ({"strategy": "eagle3"}, "eagle_head="),
@@ -315,7 +314,7 @@ def test_settings_of_the_model_and_of_a_configuration_are_taken(pair: Any) -> No
         ({"overrides": ["max_new_tokens=3"]}, "is not for generate"),
         ({"overrides": ["policy.gama=3"]}, "gama"),
         ({"overrides": ["executor=pipeline", "executor.transport=distributed"]}, "from disk"),
-        ({"streamer": Record(), "input_ids": padded()[0]}, "streamer takes one row"),
+        ({"token_streamer": Record(), "input_ids": padded()[0]}, "streamer takes one row"),
         ({"attention_mask": torch.tensor([[1, 1, 0] + [1] * 6])}, "pad on the left"),
         ({"position_ids": torch.arange(2, 11)[None]}, "position_ids"),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Workbench
-from specdec.pairs import RecordedPair
+from specdec.pairs.recorded import RecordedPair
 from specdec.policies import Adaptive, Arm, BestFirst, Chain, RootOnly
 from specdec.policies.adaptive import _Mean
 from specdec.sampling.transform import SamplingParams

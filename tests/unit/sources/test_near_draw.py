@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec.api import Decoder
-from specdec.pairs import build_random
+from specdec.pairs.build import build_random
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.near_draw import FAR_SHARE, NearDraw
 
