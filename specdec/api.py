@@ -1,27 +1,109 @@
-"""Decoding from Python: ``generate`` and ``stream`` for one prompt, ``Decoder`` for several."""
+"""Decoding from Python: ``generate``, ``stream``, ``Decoder``, ``compare`` and ``verify``."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
+import yaml
 
+from specdec.config.comparison import compose_comparison
 from specdec.config.job import run_job_of
 from specdec.data import Prompt, prompt_tokens
 from specdec.errors import UserError
-from specdec.generation import Follower, Generation, OnStep, Step
+from specdec.files import plain, write_text
 from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
-from specdec.runs.jobs import stop_rules
+from specdec.report import results
+from specdec.report.results import CONFIG_FILE, Result
+from specdec.runs.jobs import compare_jobs, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, RequestState
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from specdec.certify import Report
+
+_INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """Result of ``generate`` for one prompt.
+
+    Attributes:
+        text: the decoded output; empty for pairs without a tokenizer.
+        tokens: output tokens.
+        origins: per token the index of the source that proposed it; -1 for none.
+        finish_reason: eos, stop_string, length or cancelled.
+        metrics: of the call, by the names of docs/metrics.md; prompts of one call share them.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    origins: tuple[int, ...]
+    finish_reason: str
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The tokens decided in one step of the loop.
+
+    Attributes:
+        tokens: at least one.
+        origins: per token the index of the source that proposed it; -1 for none.
+        text: decoded text; a character is complete with its last byte's step. Empty for pairs
+            without a tokenizer.
+        finish_reason: eos, stop_string or length at the last step, else None.
+        prompt_id: of the prompt.
+    """
+
+    tokens: tuple[int, ...]
+    origins: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    prompt_id: int = 0
+
+
+OnStep = Callable[[Step], bool | None]
+"""Called with each step; returning False cancels the request."""
+
+
+class _Progress:
+    """The new tokens and the new text of a request after each step."""
+
+    def __init__(self, pair: ModelPair) -> None:
+        self._tokenizer = pair.tokenizer
+        self._num_tokens = 0
+        self._text = ""
+
+    def step(self, request: RequestState) -> Step | None:
+        """None: there are no new tokens (pipeline filling, prefill)."""
+        first, self._num_tokens = self._num_tokens, len(request.output)
+        if first == self._num_tokens:
+            return None
+        text = "" if self._tokenizer is None else str(self._tokenizer.decode(request.output))
+        new = text[len(self._text) :]
+        if request.finish_reason is None and text.endswith(_INCOMPLETE):
+            new = ""
+        else:
+            self._text = text
+        return Step(
+            tokens=tuple(request.output[first:]),
+            origins=tuple(request.output_origins[first:]),
+            text=new,
+            finish_reason=request.finish_reason,
+            prompt_id=request.id,
+        )
 
 
 class Decoder:
@@ -61,9 +143,9 @@ class Decoder:
         self._max_new_tokens = int(cfg["max_new_tokens"])
         self.pair = pair or build_pair(cfg["model"])
         self._runner = PartsRunner(
-            cfg=cfg, pair=self.pair, stop=stop_rules(cfg, self.pair), on_step=self._tell
+            cfg=cfg, pair=self.pair, stop=stop_rules(cfg, self.pair), on_step=self._report
         )
-        self._followers: dict[int, Follower] = {}  # by prompt id
+        self._progress: dict[int, _Progress] = {}  # by prompt id
         self._on_step: OnStep | None = None
         self._raised: BaseException | None = None  # by on_step
         self._busy = self._broken = False
@@ -118,7 +200,7 @@ class Decoder:
         prompts = [self._tokens(p, prompt_id + i, chat) for i, p in enumerate(given)]
         results: list[RequestResult] = []
         with self._decoding():
-            self._followers = {p.id: Follower(self.pair) for p in prompts}
+            self._progress = {p.id: _Progress(self.pair) for p in prompts}
             self._on_step = on_step
             with self._whole_steps():
                 totals = self._runner.run(prompts, results.append)
@@ -148,11 +230,11 @@ class Decoder:
         tokens = self._tokens(prompt, prompt_id, chat)
         with self._decoding():
             state = self._runner.parts.new_state()
-            follower = Follower(self.pair)
-            steps = self._runner.steps(state, [tokens], _ignore)
+            progress = _Progress(self.pair)
+            steps = self._runner.steps(state, [tokens], lambda _: None)
             try:
                 while self._has_step(steps):
-                    step = follower.step(state.requests[tokens.id])
+                    step = progress.step(state.requests[tokens.id])
                     if step is not None:
                         yield step
             finally:
@@ -179,7 +261,7 @@ class Decoder:
             yield
         finally:
             self._busy = False
-            self._followers, self._on_step = {}, None
+            self._progress, self._on_step = {}, None
 
     @contextmanager
     def _whole_steps(self) -> Iterator[None]:
@@ -194,12 +276,12 @@ class Decoder:
         with self._whole_steps():
             return next(steps, None) is not None
 
-    def _tell(self, state: DecodeState) -> None:
+    def _report(self, state: DecodeState) -> None:
         """Calls ``on_step``; its exception is raised after the requests have ended."""
         for request in state.requests.values():
             if self._on_step is None:
                 break
-            step = self._followers[request.id].step(request)
+            step = self._progress[request.id].step(request)
             try:
                 if step is not None and self._on_step(step) is False:
                     request.cancel()
@@ -260,10 +342,6 @@ def _token_ids(prompt: object) -> list[int]:
             f"a prompt is text or a list of token ids, not {prompt!r:.60}; several prompts are a"
             " list of these"
         ) from error
-
-
-def _ignore(_request: RequestState) -> None:
-    """Does nothing: the last step of a stream has its finish reason."""
 
 
 def generate(
@@ -337,3 +415,106 @@ def _config(overrides: Sequence[str], config_dirs: Sequence[str | Path]) -> dict
         if isinstance(value, str):
             raise UserError(f"{name}={value!r} must be a list, as in {name}=[{value!r}]")
     return run_job_of(list(overrides), [Path(folder) for folder in config_dirs]).config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Result of ``compare``; ``print`` shows its table.
+
+    Attributes:
+        rows: one per strategy, as in ``comparison.json``: metrics by the names of docs/metrics.md.
+        conditions: data, models and environment.
+        results: configuration and finished prompts of each strategy.
+        table: what ``specdec compare`` prints.
+        notes: overrides that do not apply to every row, and notes of the run.
+    """
+
+    rows: tuple[Mapping[str, Any], ...]
+    conditions: Mapping[str, Any]
+    results: tuple[Result, ...]
+    table: str
+    notes: tuple[str, ...]
+
+    def frame(self) -> DataFrame:
+        """One row per strategy; see ``specdec.report.results.frame``."""
+        return results.frame(*self.results)
+
+    def prompt_frame(self) -> DataFrame:
+        """One row per prompt and repeat; see ``specdec.report.results.prompt_frame``."""
+        return results.prompt_frame(*self.results)
+
+    def token_frame(self) -> DataFrame:
+        """One row per generated token; see ``specdec.report.results.token_frame``."""
+        return results.token_frame(*self.results)
+
+    def __str__(self) -> str:
+        return self.table
+
+
+def compare(
+    strategies: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    config_dirs: Sequence[str | Path] = (),
+    pair: ModelPair | None = None,
+    output_dir: str | Path | None = None,
+) -> Compared:
+    """Decodes the same prompts with several strategies, as ``specdec compare`` does.
+
+        print(specdec.compare(["ar", "speculative", "best_first"], ["data.limit=2"]))
+
+    Args:
+        strategies: presets, in the order of the rows; times are compared with those of ``ar``.
+        overrides: as on the command line, ``repeats=`` among them.
+        config_dirs: further configuration trees (``--config-dir``).
+        pair: models to use; built from ``model=`` if omitted.
+        output_dir: a new or empty folder for the result files; None: they are not kept.
+
+    Raises:
+        UserError: anything that the command line refuses, and a folder that is not empty.
+    """
+    if isinstance(strategies, str) or isinstance(overrides, str):
+        raise UserError("strategies and overrides are lists, as in compare(['ar', 'suffix'], [])")
+    words = [f"strategies=[{','.join(strategies)}]", *overrides]
+    comparison = compose_comparison(words, [Path(folder) for folder in config_dirs])
+    if output_dir is None:
+        output_dir = comparison.output_dir
+    configs, notes = [job.config for job in comparison.jobs], _Notes()
+    with _folder(output_dir) as folder, redirect_stdout(StringIO()) as printed:
+        write_text(folder / CONFIG_FILE, yaml.safe_dump(plain(comparison.config), sort_keys=False))
+        compared = compare_jobs(configs, folder, comparison.repeats, notes, pair)
+        rows = results.read(folder)
+    return Compared(
+        rows=tuple(compared["rows"]),
+        conditions=compared["conditions"],
+        results=tuple(rows),
+        table=printed.getvalue(),
+        notes=(*comparison.notices, *notes.texts),
+    )
+
+
+class _Notes:
+    """Progress that collects notes and shows nothing."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def phase(self, label: str, total: int | None) -> None: ...
+
+    def advance(self, count: int = 1, detail: str = "") -> None: ...
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@contextmanager
+def _folder(chosen: str | Path | None) -> Iterator[Path]:
+    """The folder of the result files; a temporary one for None."""
+    if chosen is None:
+        with TemporaryDirectory(prefix="specdec-") as name:
+            yield Path(name)
+        return
+    folder = Path(chosen)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"output_dir={folder} exists and is not an empty folder: name a new one")
+    yield folder

@@ -24,7 +24,8 @@ import torch
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts, Workbench
-from specdec.distributed.executor import DistributedExecutor, Ranks
+from specdec.distributed.executor import DistributedExecutor
+from specdec.distributed.ranks import Ranks
 from specdec.pairs import build_pair
 from specdec.policies import FixedWidth
 from specdec.sampling.transform import SamplingParams

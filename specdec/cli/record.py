@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specdec.cli.arguments import read_arguments, read_keys
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from specdec.pairs.record import RecordedRequest
 
 HELP = """\
 specdec record TEXTS [draft=FOLDER] [sampling=NAME] [target=NAME] [dtype=TYPE] [device=NAME]
@@ -50,8 +49,6 @@ _DEFAULTS = {
     "device": "cpu",
     "output_dir": "outputs/record",
 }
-_IDS = ("prompt_token_ids", "output_token_ids")
-_TEXTS = ("prompt", "completion")
 
 
 def main(words: Sequence[str]) -> int:
@@ -82,7 +79,7 @@ def main(words: Sequence[str]) -> int:
     model = load_model(folder, dtype=values["dtype"], device=values["device"])
     runner = ModelRunner(model=model, name="draft", meter=Meter())
     _check_tokens(texts, runner.vocab_size, path)
-    requests: list[RecordedRequest] = [
+    requests = [
         record_request(runner, sampling, request_id=number, prompt=prompt, output=output)
         for number, prompt, output in texts
     ]
@@ -113,49 +110,23 @@ def main(words: Sequence[str]) -> int:
 
 def _texts(path: Path, folder: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
     """(id, prompt int64[T], output int64[L]) of each line."""
-    import numpy as np
-
-    from specdec.data.files import read_records
+    from specdec.data.texts import read_turns, tokenized
     from specdec.models.loading import load_tokenizer
 
     if not path.is_file():
         raise UserError(f"{path}: no such file of texts")
-    tokenizer: Any = None
-    texts: list[tuple[int, np.ndarray, np.ndarray]] = []
-    for number, (line, entry) in enumerate(read_records(path)):
-        where = f"{path} line {line}"
-        if all(key in entry for key in _IDS):
-            parts = [_token_ids(entry[key], f"{where}: {key}") for key in _IDS]
-        elif all(isinstance(entry.get(key), str) for key in _TEXTS):
-            tokenizer = tokenizer or load_tokenizer(folder)
-            first = tokenizer(entry["prompt"])["input_ids"]
-            second = tokenizer(entry["completion"], add_special_tokens=False)["input_ids"]
-            parts = [np.array(ids, np.int64) for ids in (first, second)]
-        else:
-            raise UserError(f"{where} needs {' and '.join(_IDS)}, or {' and '.join(_TEXTS)}")
-        if not all(map(len, parts)):
-            raise UserError(f"{where} has an empty prompt or output")
-        texts.append((_id(entry, number, where), parts[0], parts[1]))
+    tokenizer = cache(lambda: load_tokenizer(folder))
+    texts = []
+    for number, (where, entry, turn) in enumerate(read_turns(path)):
+        given = entry.get("id", number)
+        if type(given) is not int or given < 0:
+            raise UserError(f"{where}: id={given} is not a whole number of at least 0")
+        texts.append((given, *tokenized(turn, tokenizer, where)))
     if not texts:
         raise UserError(f"{path} has no texts")
     if len({number for number, _, _ in texts}) < len(texts):
         raise UserError(f"{path}: an id occurs twice; give every line a different one")
     return texts
-
-
-def _id(entry: Mapping[str, Any], number: int, where: str) -> int:
-    found = entry.get("id", number)
-    if type(found) is not int or found < 0:
-        raise UserError(f"{where}: id={found} is not a whole number of at least 0")
-    return found
-
-
-def _token_ids(values: Any, where: str) -> np.ndarray:
-    import numpy as np
-
-    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
-        raise UserError(f"{where} is not a list of token ids")
-    return np.array(values, np.int64)
 
 
 def _check_tokens(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec.clocks import Clock, ClockKind, Timeline, WallClock
 from specdec.clocks.build import build_clock
@@ -20,7 +20,6 @@ from specdec.clocks.meter import Meter
 from specdec.compose.planned import Planned, planned
 from specdec.compose.refusals import check_choice
 from specdec.compose.workbench import Parts, Workbench
-from specdec.distributed.executor import Ranks
 from specdec.errors import UserError
 from specdec.executors.layout import FrontPlan
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
@@ -28,6 +27,9 @@ from specdec.pairs import ModelPair
 from specdec.parts.build import build_part, locate
 from specdec.serving.rules import ServingRules, outside_scheduler
 from specdec.serving.scheduler import FifoScheduler
+
+if TYPE_CHECKING:
+    from specdec.distributed.ranks import Ranks
 
 RUNTIME = {
     "latency": "policy: steps from submission to answer; None where answers come when they come",
@@ -152,6 +154,8 @@ def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | Non
             f"clock._target_={cfg['clock']['_target_']} has no method report, which ranks that are"
             " processes need: add it (specdec.clocks.WallClock)"
         )
+    from specdec.distributed.ranks import Ranks  # few runs need processes and their modules
+
     model = dict(cfg["model"])
     if "dtype" in model:  # auto is decided once, not by each rank
         model["dtype"] = pair.dtype or model["dtype"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,17 +21,13 @@ from specdec.clocks import Clock, MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.compose import refusals
 from specdec.compose.planned import Planned, planned
-from specdec.distributed.draft_leader import DraftGroup
-from specdec.distributed.executor import DistributedExecutor, Ranks
-from specdec.distributed.placement import check_gpus
-from specdec.distributed.plan import DraftPlan, ExitPlan, SessionPlan, plan_ranks
 from specdec.errors import UserError
 from specdec.executors import ExitFront, LocalExecutor, PipelineExecutor
 from specdec.executors.layout import FrontPlan, PipelinePlan
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models.runner import ModelRunner
-from specdec.pairs import HuggingFacePair, ModelPair
+from specdec.pairs import ModelPair
 from specdec.parts.build import check_class
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.serving.rules import MakeScheduler, ServingRules
@@ -39,6 +35,9 @@ from specdec.serving.scheduler import FifoScheduler
 from specdec.sources.combined import joined_needs
 from specdec.state import DecodeState, RequestState
 from specdec.types import Commit, ExecutorPlan, Lossless, Needs
+
+if TYPE_CHECKING:
+    from specdec.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +139,6 @@ class Workbench:
         self.clock: Clock = MeasuredClock(meter=self.meter) if clock is None else clock
         self.draws = KeyedDraws(seed=seed)
         self.ranks = ranks
-        self._draft: DraftGroup | None = None
         self._front: ExitFront | None = None
 
     def runner(self, name: str, plan: ExecutorPlan | None = None) -> ModelRunner:
@@ -173,28 +171,11 @@ class Workbench:
         Raises:
             RankFailure: a rank failed while loading.
         """
-        ranks, place = self.ranks, None if plan is None else plan.placements.get("draft")
-        if not getattr(plan, "distributed", False):
-            ranks = None
-        if plan is None or ranks is None or place is None or place.degree == 1:
-            return self.pair.runner("draft", self.meter)
-        assert isinstance(self.pair, HuggingFacePair), "only real drafts are run"
-        if self._draft is None:
-            shared = DraftPlan(
-                peers=place.ranks,
-                model=ranks.model,
-                clock=ranks.clock,
-                threads=ranks.threads,
-                trace=ranks.trace,
-            )
-            self._draft = DraftGroup(
-                plan=shared,
-                pair=self.pair,
-                meter=self.meter,
-                num_ranks=plan.num_ranks,
-                timeout_s=ranks.timeout_s,
-            )
-        return self._draft.runner
+        if self.ranks is not None and isinstance(plan, PipelinePlan) and plan.distributed:
+            place = plan.placements.get("draft")
+            if place is not None and place.degree > 1:
+                return self.ranks.draft_runner(plan, self.pair, self.meter)
+        return self.pair.runner("draft", self.meter)
 
     def source_pair(self) -> ModelPair:
         """The pair for token sources.
@@ -219,9 +200,8 @@ class Workbench:
 
     def release(self) -> None:
         """Shuts down ranks that share a draft and belong to no executor."""
-        if self._draft is not None:
-            self._draft.shutdown(broken=True)
-            self._draft = None
+        if self.ranks is not None:
+            self.ranks.release()
 
     def parts(
         self,
@@ -281,65 +261,18 @@ class Workbench:
 
     def _runtime(self, serving: ServingRules) -> dict[str, Callable[[], Any]]:
         """Objects that ``build`` of an executor may request; see ``RUNTIME``."""
+        blocks = serving.num_blocks, serving.block_tokens
+        run = {"seed": self.draws.seed, "blocks": blocks, "clock": self.clock, "meter": self.meter}
         ranks = self.ranks
         return {
             "pair": lambda: self.pair,
             "clock": lambda: self.clock,
             "meter": lambda: self.meter,
             "draws": lambda: self.draws,
-            "blocks": lambda: (serving.num_blocks, serving.block_tokens),
+            "blocks": lambda: blocks,
             "front": lambda: self._front,
-            "over_ranks": lambda: (
-                None if ranks is None else partial(self._over_ranks, ranks, serving)
-            ),
+            "over_ranks": lambda: None if ranks is None else partial(ranks.executor, **run),
         }
-
-    def _over_ranks(
-        self,
-        ranks: Ranks,
-        serving: ServingRules,
-        plan: PipelinePlan,
-        needs: Needs,
-        *,
-        bounds: Sequence[tuple[int, int]],
-        exits: Sequence[int],
-    ) -> DistributedExecutor:
-        """See ``OverRanks``."""
-        layout = plan.layout
-        if ranks.model.get("device") in ("auto", "cuda") and torch.cuda.is_available():
-            check_gpus(layout, plan.num_ranks + 1, torch.cuda.device_count())
-        parts = plan_ranks(
-            bounds,
-            layout.devices,
-            layout.degree,
-            exits=exits,
-            hidden=needs.hidden,
-            early=needs.early_hidden,
-        )
-        session = SessionPlan(
-            ranks=parts,
-            exits=ExitPlan(candidates=needs.exits, sample=needs.draft_probs) if exits else None,
-            degree=layout.degree,
-            num_ranks=plan.num_ranks if self._draft is not None else len(parts),
-            model=ranks.model,
-            clock=ranks.clock,
-            seed=self.draws.seed,
-            needs_probs=needs.target_probs,
-            threads=ranks.threads,
-            trace=ranks.trace,
-            shared_with_draft=layout.shared,
-            num_blocks=serving.num_blocks,
-            block_tokens=serving.block_tokens,
-        )
-        draft, self._draft = self._draft, None
-        return DistributedExecutor(
-            plan=session,
-            clock=self.clock,
-            meter=self.meter,
-            timeout_s=ranks.timeout_s,
-            draft=draft,
-            group_number=plan.group_number,
-        )
 
 
 def _needs(source: TokenSource, verifier: Verifier) -> Needs:

@@ -18,7 +18,6 @@ from specdec.config.profile_costs import fit, with_caveat
 from specdec.config.profiles import load_profile
 from specdec.data import Request, check_data
 from specdec.errors import UserError
-from specdec.models.bundled import family_path
 from specdec.parts.early import check_early
 
 _COPYING = (".PromptLookupSource", ".SuffixSource", ".NGramSource")
@@ -170,10 +169,12 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
     Returns:
         Layers of the target, and warnings.
     """
-    from specdec.models.inspection import inspect_model
+    from specdec.models.inspection import inspect_pair
 
-    model = config["model"]
-    target = inspect_model(family_path(model["target"]))
+    model, drafts = config["model"], _uses_draft_model(config)
+    needed = drafts or config["record"]
+    infos = inspect_pair(target=model["target"], draft=model["draft"] if needed else None)
+    target = infos["target"]
     check_stages(config, target.num_layers, f"model.target={model['target']}")
     if config["max_new_tokens"] >= target.max_positions:
         raise UserError(
@@ -181,21 +182,14 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
             f" {target.max_positions} positions of model.target={model['target']}: lower it"
         )
     longest = check_prompts(config, target.path, target.max_positions)
-    drafts = _uses_draft_model(config)
-    if not drafts and not config["record"]:
+    if not needed:
         return target.num_layers, ()
-    if model["draft"] is None:
+    draft = infos.get("draft")
+    if draft is None:
         why = f"strategy={name} drafts with a draft model" if drafts else "record=true needs one"
         raise UserError(
             f"{why}, but model.draft is not set: add"
             " model.draft=PATH_OR_ID, or choose a source without one (source=prompt_lookup)"
-        )
-    draft = inspect_model(family_path(model["draft"]))
-    if draft.vocab_size != target.vocab_size:
-        raise UserError(
-            f"model.draft={model['draft']} has a vocabulary of {draft.vocab_size} tokens and"
-            f" model.target={model['target']} one of {target.vocab_size}: speculative decoding"
-            " needs the same; choose a draft of the target's family"
         )
     reach = config["max_new_tokens"] + (target.max_positions if longest is None else longest)
     if not 0 < draft.max_positions < min(reach, target.max_positions):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,24 +44,6 @@ if TYPE_CHECKING:
 
 _NO_TOKENS: IntArray = np.zeros(0, np.int64)
 _EARLY = (Kind.EXITS, Kind.EARLY)  # replies that are of use before the step ends
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """How to run a pipeline's ranks.
-
-    Attributes:
-        model, clock: sections of a resolved configuration, from which ranks build their own.
-        timeout_s: the run fails when no rank has made progress for this long.
-        threads: torch threads per rank; None divides the machine's cores among the ranks.
-        trace: whether ranks record timelines.
-    """
-
-    model: Mapping[str, Any]
-    clock: Mapping[str, Any]
-    timeout_s: float = 60.0
-    threads: int | None = None
-    trace: bool = False
 
 
 class DistributedExecutor(Executor):

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from specdec.errors import UserError
 from specdec.files import parse_json
+from specdec.models.bundled import family_path
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -89,6 +91,40 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
         tied=bool(config.get("tie_word_embeddings", True)),
         tensors=_tensor_files(folder),
     )
+
+
+def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
+    """Checks the models of a pair, without loading them.
+
+    Args:
+        names: ``target``, and others or None: a folder, a hub id or ``bundled:NAME``. All but
+            ``translated``, which has a tokenizer of its own, must number their tokens as the target
+            does.
+
+    Raises:
+        UserError: as ``inspect_model``, or for vocabularies that differ.
+    """
+    infos = {name: inspect_model(family_path(path)) for name, path in names.items() if path}
+    target = infos["target"]
+    for name, info in infos.items():
+        if name in ("target", "translated"):
+            continue
+        if info.vocab_size != target.vocab_size:
+            raise UserError(
+                f"model.{name}={names[name]} has a vocabulary of {info.vocab_size} tokens and"
+                f" model.target={names['target']} one of {target.vocab_size}: speculative decoding"
+                f" needs the same; choose a {name} of the target's family"
+            )
+        files = [one.path / "tokenizer.json" for one in (target, info)]
+        if all(f.is_file() for f in files) and files[0].read_bytes() != files[1].read_bytes():
+            known, other = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+            if known != other:
+                raise UserError(
+                    f"model.{name} ({info.path.name}) and model.target ({target.path.name}) number"
+                    f" their tokens differently; give a {name} model trained with the target's"
+                    " tokenizer, or name it model.translated for source=translated"
+                )
+    return infos
 
 
 def _folder(path_or_id: str | Path) -> Path:

@@ -22,6 +22,7 @@ from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHe
 from specdec.executors.models import A, ModelPair
 from specdec.executors.stage import ModelStage
 from specdec.models.eagle import EagleHead
+from specdec.models.eagle_loading import HeadFiles, load_head
 from specdec.models.eagle_untrained import untrained_head
 from specdec.models.execution import Execution
 from specdec.models.exits import HeadWeights, head_model
@@ -301,15 +302,30 @@ class HuggingFacePair(ModelPair):
     def artefact(self, kind: type[A], **options: Any) -> A:
         return cast(Any, kind).from_pair(self, **options)  # type: ignore[no-any-return]
 
+    @cached_property
+    def eagle_files(self) -> HeadFiles | None:
+        """Files of the EAGLE head; None: it is untrained.
+
+        Raises:
+            UserError: the pair has no head.
+        """
+        return None
+
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
-        """An untrained EAGLE head; pairs with a head on disk return that.
+        """The EAGLE head.
 
         Args:
             version: of an untrained head, see ``EagleConfig``.
+
+        Raises:
+            UserError: there is none, or it does not fit the target.
         """
-        last = self._last_layer()
+        files, last = self.eagle_files, self._last_layer()
         embedding, output = self.input_embedding(), last.get_output_embeddings()
-        return untrained_head(version, last.config, embedding=embedding, output=output)
+        if files is None:
+            return untrained_head(version, last.config, embedding=embedding, output=output)
+        config = files.head_config(last.config)
+        return load_head(files, config, embedding=embedding, output=output)
 
     def input_embedding(self) -> torch.Tensor:
         """[V, E]: the target's embedding matrix."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
-from specdec.models.eagle import EagleHead
-from specdec.models.eagle_loading import HeadFiles, load_head
+from specdec.models.eagle_loading import HeadFiles
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.options import ModelOptions
 from specdec.types import IntArray
@@ -68,11 +66,6 @@ class LoadedPair(HuggingFacePair):
 
     @property
     def draft(self) -> PreTrainedModel:
-        """The draft model.
-
-        Raises:
-            UserError: there is none.
-        """
         if "draft" not in self._models:
             raise UserError(
                 "this strategy drafts with a draft model: pass one (draft_model=), or choose one"
@@ -86,18 +79,13 @@ class LoadedPair(HuggingFacePair):
 
     @property
     def heads_folder(self) -> Path | None:  # type: ignore[override]
-        """Refused: there are no exit or Medusa heads.
-
-        Raises:
-            UserError: always.
-        """
         raise UserError(
             "this strategy drafts with exit or Medusa heads, which models in memory do not have:"
             " choose another one, or use model.exit_heads=FOLDER on the command line"
         )
 
     @cached_property
-    def _eagle_files(self) -> HeadFiles:
+    def eagle_files(self) -> HeadFiles:
         if self._eagle is None:
             raise UserError(
                 "this strategy drafts with an EAGLE head: pass its folder (eagle_head=), or choose"
@@ -105,29 +93,7 @@ class LoadedPair(HuggingFacePair):
             )
         return HeadFiles(Path(family_path(str(self._eagle))))
 
-    def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
-        """The head of ``eagle_head``.
-
-        Args:
-            version: of an untrained head, which this pair never has.
-
-        Raises:
-            UserError: there is none, or it does not fit the target.
-        """
-        files, target = self._eagle_files, self.target
-        return load_head(
-            files,
-            files.head_config(target.config),
-            embedding=self.input_embedding(),
-            output=target.get_output_embeddings(),
-        )
-
     def token_samples(self) -> IntArray:
-        """Refused: models have no n-gram counts.
-
-        Raises:
-            UserError: always.
-        """
         raise UserError(
             "this strategy needs n-gram counts, which models in memory do not have: choose"
             " strategy=prompt_lookup, or use model.ngram=FILE on the command line"

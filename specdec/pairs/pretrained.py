@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -17,9 +17,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
-from specdec.models.eagle import EagleHead
-from specdec.models.eagle_loading import HeadFiles, load_head
-from specdec.models.inspection import ModelInfo, inspect_model
+from specdec.models.eagle_loading import HeadFiles
+from specdec.models.inspection import ModelInfo, inspect_pair
 from specdec.models.loading import (
     Weights,
     end_tokens,
@@ -81,17 +80,13 @@ class PretrainedPair(HuggingFacePair):
         super().__init__(options)
         self.heads_folder = None if exit_heads is None else _heads_folder(exit_heads)
         self._eagle = None if eagle_head is None else Path(family_path(eagle_head))
-        paths = {"target": target, "draft": draft, "middle": middle, TRANSLATED: translated}
-        self._infos = {n: inspect_model(family_path(path)) for n, path in paths.items() if path}
+        self._infos = inspect_pair(target=target, draft=draft, middle=middle, translated=translated)
         self.info = self._infos["target"]
         if options.dtype == "auto" and self.device.startswith("cuda"):
             self.dtype = own_dtype(self.info)
         self._ngram = None if ngram is None else _samples_file(ngram)
         self._weights = Weights()  # parameters in use, which stages share
         self._runs_target = True
-        for name, info in self._infos.items():
-            if name not in ("target", TRANSLATED):
-                check_vocabularies(self.info, info, name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -208,7 +203,7 @@ class PretrainedPair(HuggingFacePair):
         Quantised layers have the share of their plain bytes that a layer in the middle has.
         """
         sizes = {name: self._bytes(info) for name, info in self._infos.items()}
-        if (head := self._eagle_files) is not None:
+        if self._eagle is not None and (head := self.eagle_files) is not None:
             num = head.num_weights + head.num_shared(self.info.vocab_size)
             sizes["eagle"] = num * torch_dtype(self.dtype).itemsize
         return sizes
@@ -227,28 +222,20 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def shared_bytes(self) -> Mapping[str, int]:
-        if (head := self._eagle_files) is None:
+        head = None if self._eagle is None else self.eagle_files
+        if head is None:
             return {}
         shared = head.num_shared(self.info.vocab_size)
         return {"eagle": shared * torch_dtype(self.dtype).itemsize}
 
     @cached_property
-    def _eagle_files(self) -> HeadFiles | None:
-        """The head's files; None without a head from disk."""
-        return None if self._eagle in (None, _UNTRAINED) else HeadFiles(self._eagle)
-
-    def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
+    def eagle_files(self) -> HeadFiles | None:
         if self._eagle is None:
             raise UserError(
                 "this strategy drafts with an EAGLE head; give model.eagle_head=FOLDER (config.json"
                 " and model.safetensors, trained for model.target), or choose another source"
             )
-        if (files := self._eagle_files) is None:
-            return super().eagle_head(version)
-        last = self._last_layer()
-        config = files.head_config(last.config)
-        embedding, output = self.input_embedding(), last.get_output_embeddings()
-        return load_head(files, config, embedding=embedding, output=output)
+        return None if self._eagle == _UNTRAINED else HeadFiles(self._eagle)
 
     def token_samples(self) -> IntArray:
         """The samples of ``model.ngram``, read once per process.
@@ -281,29 +268,6 @@ def _samples_file(ngram: str) -> Path:
     if not path.is_file():
         raise UserError(f"model.ngram={ngram}: no such file; give a safetensors file of samples")
     return path
-
-
-def check_vocabularies(target: ModelInfo, other: ModelInfo, name: str = "draft") -> None:
-    """Checks that the model ``model.<name>`` and the target have the same vocabulary.
-
-    Raises:
-        UserError: naming both sizes, or the differing tokenizers.
-    """
-    remedy = f"give a {name} model trained with the target's tokenizer"
-    remedy += ", or name it model.translated for source=translated"
-    if target.vocab_size != other.vocab_size:
-        raise UserError(
-            f"model.{name} has a vocabulary of {other.vocab_size} tokens, model.target has"
-            f" {target.vocab_size}; {remedy}"
-        )
-    files = [info.path / "tokenizer.json" for info in (target, other)]
-    if all(f.is_file() for f in files) and files[0].read_bytes() != files[1].read_bytes():
-        tokenizers = [load_tokenizer(info.path) for info in (target, other)]
-        if tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
-            raise UserError(
-                f"model.{name} ({other.path.name}) and model.target ({target.path.name}) number"
-                f" their tokens differently; {remedy}"
-            )
 
 
 @cache

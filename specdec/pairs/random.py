@@ -68,10 +68,31 @@ class RandomPair(HuggingFacePair):
             UserError: a draft deeper than the target, uneven heads, a window for a family without.
         """
         super().__init__(options)
-        self._layers = _layers(num_layers, draft_layers, middle_layers)
-        sizes = _sizes(hidden_size, num_heads, vocab_size, max_positions)
-        at: dict[str, Any] = {"seed": seed, "dtype": self.dtype, "device": self.device, **sizes}
-        self._make_model = partial(random_model, family, **at)
+        if hidden_size % num_heads:
+            raise UserError(
+                f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
+            )
+        self._layers = {"target": num_layers, "draft": draft_layers}
+        if middle_layers is not None:
+            self._layers["middle"] = middle_layers
+        for name, number in self._layers.items():
+            if number > num_layers:
+                raise UserError(
+                    f"model.{name}_layers={number} must be between 1 and"
+                    f" model.num_layers={num_layers}"
+                )
+        self._make_model = partial(
+            random_model,
+            family,
+            seed=seed,
+            dtype=self.dtype,
+            device=self.device,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_heads if num_heads % 2 else num_heads // 2,
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+        )
         self._family, self._window = family, sliding_window
         self._options(num_layers)  # refused before models are made
         self._logits = (logit_scale, logit_step)
@@ -137,10 +158,6 @@ class RandomPair(HuggingFacePair):
             self._eagles[version] = fit_head(head, self.target)
         return self._eagles[version]
 
-    def token_samples(self) -> IntArray:
-        """Greedy continuations of the draft."""
-        return self._samples
-
     def _options(self, num_layers: int) -> dict[str, Any] | None:
         if self._window is None:
             return None
@@ -158,6 +175,10 @@ class RandomPair(HuggingFacePair):
             model.get_output_embeddings().register_forward_hook(rescale)
         return model
 
+    def token_samples(self) -> IntArray:
+        """Greedy continuations of the draft."""
+        return self._samples
+
     @cached_property
     def _samples(self) -> IntArray:
         starts = torch.arange(1, min(self.vocab_size, 33), device=self.device)[:, None]
@@ -167,31 +188,3 @@ class RandomPair(HuggingFacePair):
             )
         separated = torch.nn.functional.pad(tokens, (0, 1), value=0)
         return separated.flatten().cpu().numpy()  # type: ignore[no-any-return]
-
-
-def _sizes(hidden_size: int, num_heads: int, vocab_size: int, max_positions: int) -> dict[str, Any]:
-    """Shapes of target and draft: half as many key/value heads as heads if those are even."""
-    if hidden_size % num_heads:
-        raise UserError(
-            f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
-        )
-    return {
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "num_kv_heads": num_heads if num_heads % 2 else num_heads // 2,
-        "vocab_size": vocab_size,
-        "max_positions": max_positions,
-    }
-
-
-def _layers(num_layers: int, draft: int, middle: int | None) -> dict[str, int]:
-    """Name of each model -> its number of layers."""
-    layers = {"target": num_layers, "draft": draft}
-    if middle is not None:
-        layers["middle"] = middle
-    for name, number in layers.items():
-        if not 1 <= number <= num_layers:
-            raise UserError(
-                f"model.{name}_layers={number} must be between 1 and model.num_layers={num_layers}"
-            )
-    return layers

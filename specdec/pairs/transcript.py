@@ -20,7 +20,7 @@ import numpy as np
 
 from specdec.clocks.meter import Meter
 from specdec.data.edits import chosen_turns, edits_provenance
-from specdec.data.files import read_records, text_field
+from specdec.data.texts import Turn, read_turns, tokenized
 from specdec.errors import UserError
 from specdec.executors.models import A
 from specdec.models.bundled import family_path
@@ -36,11 +36,6 @@ EDITS = "edits"
 
 _COPIES = "use source=suffix or source=prompt_lookup, or model=tiny or model=hf"
 _DRAFT = "name its folder in model.draft, or use source=suffix or source=prompt_lookup"
-_IDS = ("prompt_token_ids", "output_token_ids")
-_HINT = f"each line needs the fields prompt and completion, or {' and '.join(_IDS)}"
-
-Turn = tuple[str, str] | tuple[IntArray, IntArray]
-"""Prompt and completion, as text or as token ids int64[T]."""
 
 
 class GivenTexts:
@@ -121,30 +116,25 @@ class TranscriptModels(RecordedPair):
         end = tools.eos_token_id
         if end is None:
             raise UserError(f"model.tokenizer={name} has no end-of-sequence token")
-        pairs, facts = _read(texts, subset)
-        tokenized = []
-        for index, turn in enumerate(pairs):
-            ids = [
-                np.array(tools(part)["input_ids"] if isinstance(part, str) else part, np.int64)
-                for part in turn
-            ]
-            if not len(ids[0]) or not len(ids[1]):
-                raise UserError(f"model.texts={texts}: prompt or completion {index} has no tokens")
-            tokenized.append((index, ids[0], ids[1]))
+        turns, about = _read(texts, subset)
+        tokens = [
+            (i, *tokenized(turn, lambda: tools, f"model.texts={texts}: turn {i}"))
+            for i, turn in enumerate(turns)
+        ]
         self._draft, size, weights = None, len(tools), 0
         if draft is not None:
             folder = family_path(draft)
             self._draft = load_model(folder, dtype=dtype, device=device)
             size, weights = int(self._draft.config.vocab_size), weight_bytes(folder, dtype)
-        most = max(int(ids.max()) for _, *parts in tokenized for ids in parts)
+        most = max(int(ids.max()) for _, *parts in tokens for ids in parts)
         if most >= size:
             raise UserError(
                 f"model.texts={texts} has the token {most}, but {name} has {size}: the texts are of"
                 " another tokenizer; give them as text, or the draft that belongs to them"
             )
-        given = GivenTexts(tokenized, vocab_size=size, end=int(end))
+        given = GivenTexts(tokens, vocab_size=size, end=int(end))
         super().__init__(given, num_layers=num_layers, weight_bytes=(0, weights))  # type: ignore[arg-type]
-        self._facts = facts | ({"draft": draft_name or draft} if draft else {})
+        self._facts = about | ({"draft": draft_name or draft} if draft else {})
         self.eos_ids = frozenset({int(end)})
 
     def prompts(self) -> list[tuple[int, IntArray]]:
@@ -176,32 +166,17 @@ class TranscriptModels(RecordedPair):
 
 
 def _read(texts: str, subset: str | None) -> tuple[list[Turn], dict[str, Any]]:
-    """Prompts and completions, and facts about them."""
+    """The turns, and facts about them."""
     if texts == EDITS:
-        turns = chosen_turns(subset, "model.subset")
+        edits = chosen_turns(subset, "model.subset")
         name = EDITS if subset is None else f"{EDITS}/{subset}"
-        return [(t.prompt, t.completion) for t in turns], {"data": name, **edits_provenance()}
+        return [(t.prompt, t.completion) for t in edits], {"data": name, **edits_provenance()}
     if subset is not None:
         raise UserError(f"model.subset={subset} is only used by model.texts={EDITS}: leave it out")
     path = Path(texts).expanduser()
-    pairs = [_turn(fields, f"{path.name} line {number}") for number, fields in read_records(path)]
-    if not pairs:
-        raise UserError(f"model.texts={texts} has no lines; {_HINT}")
-    parts = (
-        part if isinstance(part, str) else str(part.tolist()) for pair in pairs for part in pair
-    )
+    turns = [turn for _, _, turn in read_turns(path)]
+    if not turns:
+        raise UserError(f"model.texts={texts} has no lines; see docs/replay.md")
+    parts = (part if isinstance(part, str) else str(part.tolist()) for t in turns for part in t)
     digest = zlib.crc32("".join(parts).encode())
-    return pairs, {"data": path.name, "turns": len(pairs), "crc32": digest}
-
-
-def _turn(fields: dict[str, Any], where: str) -> Turn:
-    if not all(key in fields for key in _IDS):
-        prompt, completion = (
-            text_field(fields, key, where=where, hint=_HINT) for key in ("prompt", "completion")
-        )
-        return prompt, completion
-    for key in _IDS:
-        ids = fields[key]
-        if not isinstance(ids, list) or not all(type(v) is int and v >= 0 for v in ids):
-            raise UserError(f"{where}: {key} is not a list of token ids")
-    return tuple(np.array(fields[key], np.int64) for key in _IDS)  # type: ignore[return-value]
+    return turns, {"data": path.name, "turns": len(turns), "crc32": digest}

@@ -13,7 +13,7 @@ from specdec.clocks import Timeline
 from specdec.clocks.wall import MeasuredClock, PacedClock
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Workbench
-from specdec.distributed.executor import Ranks
+from specdec.distributed.ranks import Ranks
 from tests import toys
 from tests.distributed.fake_ranks import thread_ranks
 from tests.sampled import sampled

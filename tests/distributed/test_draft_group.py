@@ -12,7 +12,8 @@ from specdec.clocks import Timeline
 from specdec.clocks.wall import MeasuredClock
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Workbench
-from specdec.distributed.executor import DistributedExecutor, Ranks
+from specdec.distributed.executor import DistributedExecutor
+from specdec.distributed.ranks import Ranks
 from tests import toys
 from tests.sampled import checkered
 

@@ -13,7 +13,8 @@ import pytest
 from specdec.certify.subject import decode_cases
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Workbench
-from specdec.distributed.executor import DistributedExecutor, Ranks
+from specdec.distributed.executor import DistributedExecutor
+from specdec.distributed.ranks import Ranks
 from specdec.executors import PipelineExecutor
 from specdec.interfaces import TreePolicy
 from specdec.metrics.counters import SourceCounters

@@ -8,7 +8,8 @@ import pytest
 
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Workbench
-from specdec.distributed.executor import DistributedExecutor, Ranks
+from specdec.distributed.executor import DistributedExecutor
+from specdec.distributed.ranks import Ranks
 from specdec.executors import PipelineExecutor
 from specdec.types import HiddenName
 from tests import early, toys

@@ -12,8 +12,8 @@ from specdec.certify.subject import decode_cases
 from specdec.clocks.wall import PacedClock
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Workbench
-from specdec.distributed.executor import Ranks
 from specdec.distributed.group import RankGroup
+from specdec.distributed.ranks import Ranks
 from specdec.errors import RankFailure
 from specdec.executors import PipelineExecutor
 from specdec.sources import DraftModelSource

@@ -15,8 +15,8 @@ import torch
 from specdec.clocks.meter import Meter
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
-from specdec.distributed.executor import Ranks
 from specdec.distributed.messages import Kind
+from specdec.distributed.ranks import Ranks
 from specdec.distributed.replies import ReceivedReply, hidden_reply
 from specdec.executors import PipelineExecutor
 from specdec.interfaces import TreePolicy

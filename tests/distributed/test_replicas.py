@@ -13,7 +13,7 @@ from specdec.clocks.wall import MeasuredClock, PacedClock
 from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Workbench
 from specdec.distributed import GroupHandle
-from specdec.distributed.executor import Ranks
+from specdec.distributed.ranks import Ranks
 from specdec.errors import UserError
 from specdec.executors import ReplicasExecutor
 from specdec.types import Batch

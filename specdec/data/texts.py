@@ -1,0 +1,65 @@
+"""Prompts with the text that a model wrote after them, as text or as token ids, from JSON lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.data.files import read_records
+from specdec.errors import UserError
+
+_IDS = ("prompt_token_ids", "output_token_ids")
+_TEXTS = ("prompt", "completion")
+
+IntArray = npt.NDArray[np.int64]
+Turn = tuple[str, str] | tuple[IntArray, IntArray]
+"""Prompt and completion, as text or as token ids int64[T]."""
+
+
+def read_turns(path: Path) -> Iterator[tuple[str, dict[str, Any], Turn]]:
+    """Yields (name of the line for messages, its object, its turn) of a JSON lines file.
+
+    Raises:
+        UserError: the file cannot be read, or a line has no turn.
+    """
+    for number, entry in read_records(path):
+        where = f"{path} line {number}"
+        if all(key in entry for key in _IDS):
+            prompt, output = (_token_ids(entry[key], f"{where}: {key}") for key in _IDS)
+            yield where, entry, (prompt, output)
+        elif all(isinstance(entry.get(key), str) for key in _TEXTS):
+            yield where, entry, (entry["prompt"], entry["completion"])
+        else:
+            raise UserError(f"{where} needs {' and '.join(_IDS)}, or {' and '.join(_TEXTS)}")
+
+
+def tokenized(turn: Turn, tokenizer: Callable[[], Any], where: str) -> tuple[IntArray, IntArray]:
+    """int64[T] each: prompt and completion of a turn.
+
+    Args:
+        turn: as text or as token ids.
+        tokenizer: loads the tokenizer of transformers for text.
+        where: name of the turn for messages.
+
+    Raises:
+        UserError: a part without tokens.
+    """
+    prompt, output = turn
+    if isinstance(prompt, str):
+        tools = tokenizer()
+        prompt = np.array(tools(prompt)["input_ids"], np.int64)
+        output = np.array(tools(output, add_special_tokens=False)["input_ids"], np.int64)
+    assert not isinstance(output, str), "both parts are text, or neither"
+    if not len(prompt) or not len(output):
+        raise UserError(f"{where} has an empty prompt or output")
+    return prompt, output
+
+
+def _token_ids(values: Any, where: str) -> IntArray:
+    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
+        raise UserError(f"{where} is not a list of token ids")
+    return np.array(values, np.int64)

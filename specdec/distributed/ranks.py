@@ -1,0 +1,124 @@
+"""Runs the stages of a pipeline, and the shares of a draft, on processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from specdec.clocks import Clock
+from specdec.clocks.meter import Meter
+from specdec.distributed.draft_leader import DraftGroup
+from specdec.distributed.executor import DistributedExecutor
+from specdec.distributed.placement import check_gpus
+from specdec.distributed.plan import DraftPlan, ExitPlan, SessionPlan, plan_ranks
+from specdec.executors.layout import PipelinePlan
+from specdec.executors.models import ModelPair
+from specdec.models.runner import ModelRunner
+from specdec.pairs import HuggingFacePair
+from specdec.types import Needs
+
+
+class Ranks:
+    """How the ranks of one strategy are run, and the draft that some of them share."""
+
+    def __init__(
+        self,
+        *,
+        model: Mapping[str, Any],
+        clock: Mapping[str, Any],
+        timeout_s: float = 60.0,
+        threads: int | None = None,
+        trace: bool = False,
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            model, clock: sections of a resolved configuration, from which ranks build their own.
+            timeout_s: the run fails when no rank has made progress for this long.
+            threads: torch threads per rank; None divides the machine's cores among the ranks.
+            trace: whether ranks record timelines.
+        """
+        self._timeout_s = timeout_s
+        self._model = model
+        self._shared: dict[str, Any] = {"clock": clock, "threads": threads, "trace": trace}
+        self._draft: DraftGroup | None = None
+
+    def draft_runner(self, plan: PipelinePlan, pair: ModelPair, meter: Meter) -> ModelRunner:
+        """Runner of the draft that the ranks of ``plan`` share; the executor shuts them down.
+
+        Raises:
+            RankFailure: a rank failed while loading.
+        """
+        assert isinstance(pair, HuggingFacePair), "only real drafts are run"
+        if self._draft is None:
+            peers = plan.placements["draft"].ranks
+            self._draft = DraftGroup(
+                plan=DraftPlan(peers=peers, model=self._model, **self._shared),
+                pair=pair,
+                meter=meter,
+                num_ranks=plan.num_ranks,
+                timeout_s=self._timeout_s,
+            )
+        return self._draft.runner
+
+    def executor(
+        self,
+        plan: PipelinePlan,
+        needs: Needs,
+        *,
+        bounds: Sequence[tuple[int, int]],
+        exits: Sequence[int],
+        seed: int,
+        blocks: tuple[int | None, int],
+        clock: Clock,
+        meter: Meter,
+    ) -> DistributedExecutor:
+        """See ``specdec.executors.models.OverRanks``.
+
+        Args:
+            plan, needs, bounds, exits: as there.
+            seed: of all draws.
+            blocks: number of blocks of each stage's paged cache (None: not paged), tokens of one.
+            clock, meter: of rank 0.
+        """
+        layout = plan.layout
+        if self._model.get("device") in ("auto", "cuda") and torch.cuda.is_available():
+            check_gpus(layout, plan.num_ranks + 1, torch.cuda.device_count())
+        parts = plan_ranks(
+            bounds,
+            layout.devices,
+            layout.degree,
+            exits=exits,
+            hidden=needs.hidden,
+            early=needs.early_hidden,
+        )
+        session = SessionPlan(
+            ranks=parts,
+            exits=ExitPlan(candidates=needs.exits, sample=needs.draft_probs) if exits else None,
+            degree=layout.degree,
+            num_ranks=plan.num_ranks if self._draft is not None else len(parts),
+            model=self._model,
+            seed=seed,
+            needs_probs=needs.target_probs,
+            shared_with_draft=layout.shared,
+            num_blocks=blocks[0],
+            block_tokens=blocks[1],
+            **self._shared,
+        )
+        draft, self._draft = self._draft, None
+        return DistributedExecutor(
+            plan=session,
+            clock=clock,
+            meter=meter,
+            timeout_s=self._timeout_s,
+            draft=draft,
+            group_number=plan.group_number,
+        )
+
+    def release(self) -> None:
+        """Shuts down ranks that share a draft and belong to no executor."""
+        if self._draft is not None:
+            self._draft.shutdown(broken=True)
+            self._draft = None
