@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -244,11 +243,14 @@ def read_record(path: str | Path) -> Record:
             f"model.record={name} is not a {FORMAT} of version {VERSION}; record the run again with"
             " record=true"
         )
-    _check(name, head, arrays)
+    for problem in _damage(head, arrays):
+        raise UserError(f"model.record={name} is damaged: {problem}; record the run again")
     starts = np.cumsum(arrays["num_output"])[:-1]
     columns = (
-        *(arrays["ids"].tolist(), arrays["num_prompt"].tolist()),
-        *(np.split(arrays["ranks"].astype(np.int64), starts), np.split(arrays["logprobs"], starts)),
+        arrays["ids"].tolist(),
+        arrays["num_prompt"].tolist(),
+        np.split(arrays["ranks"].astype(np.int64), starts),
+        np.split(arrays["logprobs"], starts),
     )
     return Record(
         requests=tuple(
@@ -261,52 +263,41 @@ def read_record(path: str | Path) -> Record:
     )
 
 
-def _check(name: str, head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def _damage(head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
+    """Yields what is wrong; each test presupposes that those before it found nothing."""
+    for key in _WHOLE:
+        if arrays[key].dtype.kind not in "iu":
+            yield f"it has no {key} of numbers"
+        if arrays[key].ndim != 1:
+            yield f"its {key} is no list"
     ids, num_prompt, num_output = arrays["ids"], arrays["num_prompt"], arrays["num_output"]
-    ranks, logprobs = arrays["ranks"], arrays["logprobs"]
-    weights = head.get("weight_bytes")
-    damage = [f"it has no {k} of numbers" for k in _WHOLE if arrays[k].dtype.kind not in "iu"]
-    damage += [f"its {key} is no list" for key in _WHOLE if arrays[key].ndim != 1]
+    ranks, logprobs, weights = arrays["ranks"], arrays["logprobs"], head.get("weight_bytes")
     if logprobs.dtype.kind != "f":
-        damage.append("its log probabilities are no floating-point numbers")
+        yield "its log probabilities are no floating-point numbers"
     if type(head.get("vocab_size")) is not int:
-        damage.append("its head has no number vocab_size")
+        yield "its head has no number vocab_size"
     if not (isinstance(weights, list) and [type(w) for w in weights] == [int, int]):
-        damage.append("its head has no two numbers weight_bytes")
+        yield "its head has no two numbers weight_bytes"
     if not isinstance(head.get("about"), dict):
-        damage.append("its head has no section about")
-    values: list[tuple[str, Callable[[], Any]]] = [  # each presupposes those before it
-        ("it has no requests", lambda: not len(ids)),
-        ("a request id occurs twice", lambda: len(set(ids.tolist())) != len(ids)),
-        (
-            "its request arrays differ in length",
-            lambda: not len(ids) == len(num_prompt) == len(num_output),
-        ),
-        (
-            "a request has no prompt or no output",
-            lambda: (num_prompt < 1).any() or (num_output < 1).any(),
-        ),
-        (
-            "its positions differ in number",
-            lambda: {len(ranks), len(logprobs)} != {int(num_output.sum())},
-        ),
-        ("its log probabilities are not a table", lambda: logprobs.ndim != 2 or not logprobs.size),
-        (
-            "a rank is negative, or a length above 2**31",
-            lambda: (ranks < 0).any() or num_prompt.max() >= _MOST,
-        ),
-        (
-            "a log probability is above 0 or not a number",
-            lambda: not (logprobs <= 0).all(),
-        ),
-        (
-            "candidates are not in descending order",
-            lambda: (logprobs[:, 1:] > logprobs[:, :-1]).any(),
-        ),
-    ]
-    damage = damage or list(islice((text for text, is_so in values if is_so()), 1))
-    if damage:
-        raise UserError(f"model.record={name} is damaged: {damage[0]}; record the run again")
+        yield "its head has no section about"
+    if not len(ids):
+        yield "it has no requests"
+    if len(set(ids.tolist())) != len(ids):
+        yield "a request id occurs twice"
+    if not len(ids) == len(num_prompt) == len(num_output):
+        yield "its request arrays differ in length"
+    if (num_prompt < 1).any() or (num_output < 1).any():
+        yield "a request has no prompt or no output"
+    if not len(ranks) == len(logprobs) == num_output.sum():
+        yield "its positions differ in number"
+    if logprobs.ndim != 2 or not logprobs.size:
+        yield "its log probabilities are not a table"
+    if (ranks < 0).any() or num_prompt.max() >= _MOST:
+        yield "a rank is negative, or a length above 2**31"
+    if not (logprobs <= 0).all():
+        yield "a log probability is above 0 or not a number"
+    if (logprobs[:, 1:] > logprobs[:, :-1]).any():
+        yield "candidates are not in descending order"
 
 
 def read_traces(path: str | Path, method: str | None = None) -> Record:
