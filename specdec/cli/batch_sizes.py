@@ -123,9 +123,9 @@ def _run(composed: Curves, folder: Path, progress: Any) -> bool:
     from specdec.runs.jobs import run_job
 
     if composed.record is not None:
-        place = folder / "record"
-        if not claim(place, composed.record.config, "summary.json"):
-            run_job(composed.record.config, place, progress)
+        record_folder = folder / "record"
+        if not claim(record_folder, composed.record.config, "summary.json"):
+            run_job(composed.record.config, record_folder, progress)
     rows = {size: composed.rows(size) for size in composed.sizes}
     cross = None if composed.cross is None else composed.cross.name
     repeats, remarks = composed.comparison.repeats, _paper_remarks()

@@ -80,7 +80,7 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
 
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    asked = _read(words)
+    options = _read(words)
     # Imported here: torch and transformers take seconds to import.
     from specdec.metrics.loops import loop_share
     from specdec.models.bundled import family_path
@@ -89,35 +89,37 @@ def main(words: Sequence[str]) -> int:
     from specdec.models.frozen import FrozenModel
     from specdec.models.loading import load_model
 
-    files = HeadFiles(family_path(asked.head))
-    target = family_path(asked.target)
-    frozen = FrozenModel(load_model(target, dtype=asked.dtype, device=asked.device))
+    files = HeadFiles(family_path(options.head))
+    target = family_path(options.target)
+    frozen = FrozenModel(load_model(target, dtype=options.dtype, device=options.device))
     known = readings(files, frozen)
-    texts = _texts(frozen, target, asked)
+    texts = _texts(frozen, target, options)
     counts = []
     for reading in known:
         head = load_reading(files, reading, frozen)
-        counts.append(accepted(frozen, head, texts, asked.tokens, normed=reading.normed))
+        counts.append(accepted(frozen, head, texts, options.tokens, normed=reading.normed))
     if not counts[0].drafts:
         raise UserError(
-            f"the target's texts have no place for a draft of {asked.tokens} tokens outside loops:"
-            " give more --prompts or --new-tokens"
+            f"the target's texts have no place for a draft of {options.tokens} tokens outside"
+            " loops: give more --prompts or --new-tokens"
         )
     report = {
-        "head": asked.head,
-        "target": asked.target,
-        **{key: getattr(asked, key) for key in ("data", "dtype", "seed", "prompts", "new_tokens")},
+        "head": options.head,
+        "target": options.target,
+        **{
+            key: getattr(options, key) for key in ("data", "dtype", "seed", "prompts", "new_tokens")
+        },
         "sampling": "0.6/0.9/80",
         "drafts": counts[0].drafts,
-        "tokens": asked.tokens,
+        "tokens": options.tokens,
         "loop_share": loop_share([text[prompt:].tolist() for text, prompt in texts]),
         **_compared(known, counts),
     }
-    _show(report, asked.json)
+    _show(report, options.json)
     return 0 if report["is_right"] else 1
 
 
-def _texts(frozen: FrozenModel, target: str, asked: Any) -> list[tuple[Tensor, int]]:
+def _texts(frozen: FrozenModel, target: str, options: Any) -> list[tuple[Tensor, int]]:
     """Prompts with the target's own continuations, and the lengths of the prompts."""
     import torch
 
@@ -129,15 +131,15 @@ def _texts(frozen: FrozenModel, target: str, asked: Any) -> list[tuple[Tensor, i
     texts = []
     limit = getattr(frozen.config, "max_position_embeddings", None)
     with torch.random.fork_rng():
-        torch.manual_seed(asked.seed)
-        for prompt in load_prompts(name=asked.data, limit=asked.prompts, tokenizer=tokenizer):
+        torch.manual_seed(options.seed)
+        for prompt in load_prompts(name=options.data, limit=options.prompts, tokenizer=tokenizer):
             ids = torch.from_numpy(prompt_tokens(prompt, tokenizer))
             if limit is not None:
-                ids = ids[-max(2, limit - asked.new_tokens) :]
+                ids = ids[-max(2, limit - options.new_tokens) :]
             text = frozen.model.generate(
                 ids[None].to(frozen.device),
                 attention_mask=torch.ones_like(ids[None]).to(frozen.device),
-                max_new_tokens=asked.new_tokens,
+                max_new_tokens=options.new_tokens,
                 do_sample=True,
                 temperature=0.6,
                 top_p=0.9,
@@ -217,16 +219,16 @@ def _verdict(report: dict[str, Any]) -> list[str]:
         ]
     if report["is_right"]:
         worst = max(others, key=lambda row: row["loss"], default=None)
-        told = "The folder is read as the head was trained: no other accepts clearly more."
+        summary = "The folder is read as the head was trained: no other accepts clearly more."
         if worst is None or worst["loss"] <= 0:
-            return [told]
+            return [summary]
         lost = f"{100 * worst['loss']:.0f} %"
-        return [told, f"Read with {worst['reading']!r} it would lose {lost} of accepted tokens."]
+        return [summary, f"Read with {worst['reading']!r} it would lose {lost} of accepted tokens."]
     best = next(row for row in report["readings"] if row["reading"] == report["best"])
     lost = f"{100 * own['loss']:.0f} %"
-    told = (
+    summary = (
         f"The head was trained for {best['reading']!r}: as on disk it loses {lost} of its tokens."
     )
     if best["remedy"]:
-        return [told, f"Put into its config.json: {best['remedy']}"]
-    return [told]
+        return [summary, f"Put into its config.json: {best['remedy']}"]
+    return [summary]

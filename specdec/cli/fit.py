@@ -176,10 +176,10 @@ def _matching(word: str) -> list[Path]:
     path = Path(word).expanduser()
     if path.exists() or not glob.has_magic(word):
         return [path]
-    found = sorted(glob.glob(str(path)))
-    if not found:
+    matches = sorted(glob.glob(str(path)))
+    if not matches:
         raise UserError(f"no file fits {word!r}")
-    return [Path(name) for name in found]
+    return [Path(name) for name in matches]
 
 
 def _report(fitted: FittedLaw, lengths: Sequence[int]) -> list[str]:

@@ -53,11 +53,11 @@ def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=())
     titles = {group: title for title, group in SECTIONS.items()}  # so `specdec list policy` too
-    asked = [titles.get(word, word) for word in arguments.overrides]
-    for word in asked:
+    chosen = [titles.get(word, word) for word in arguments.overrides]
+    for word in chosen:
         if word not in SECTIONS:
             raise UserError(f"specdec list {word}: {did_you_mean(word, SECTIONS)}")
-    for title in asked or SECTIONS:
+    for title in chosen or SECTIONS:
         group = SECTIONS[title]
         print(f"{title}  ({_USES.get(group, f'{group}=NAME')})")
         paths = options(group, arguments.config_dirs)
@@ -92,5 +92,5 @@ def _needs_and_costs(path: Path, trees: Sequence[Path]) -> str:
         if part is not None:
             needs.append(stated(part, "Needs"))
             costs.append(stated(part, "Costs"))
-    told = {"needs": ", ".join(filter(None, needs)), "costs": ", ".join(filter(None, costs))}
-    return "".join(f"; {word} {text}" for word, text in told.items() if text)
+    facts = {"needs": ", ".join(filter(None, needs)), "costs": ", ".join(filter(None, costs))}
+    return "".join(f"; {word} {text}" for word, text in facts.items() if text)

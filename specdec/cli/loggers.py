@@ -112,8 +112,8 @@ def _rejections(folder: Path) -> dict[str, float]:
     from specdec.trace.rejections import rejections
 
     trees = read_object(folder / TREES_FILE)
-    found = None if trees is None else rejections(trees)
-    figures = {} if found is None else found.figures()
+    rejected = None if trees is None else rejections(trees)
+    figures = {} if rejected is None else rejected.figures()
     return {f"rejections/{name}": value for name, value in figures.items()}
 
 

@@ -114,8 +114,8 @@ def _reporting_errors(words: Sequence[str]) -> int:
         return _dispatch(words)
     except KeyboardInterrupt as error:
         ended = isinstance(error, _Terminated)
-        told = "ended by SIGTERM" if ended else "interrupted"
-        print(f"specdec: {told}; start the same command again to continue", file=sys.stderr)
+        reason = "ended by SIGTERM" if ended else "interrupted"
+        print(f"specdec: {reason}; start the same command again to continue", file=sys.stderr)
         return _TERMINATED if ended else _INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) ended; keep Python from printing an error when it flushes.
@@ -136,7 +136,7 @@ def _explain(error: Exception) -> tuple[str, int]:
         return text, BAD_INPUT
     if isinstance(error, RankFailure):
         return text, _RANK_FAILED
-    out_of_memory = isinstance(error, RuntimeError) and any(told in text for told in _TORCH_FULL)
+    out_of_memory = isinstance(error, RuntimeError) and any(full in text for full in _TORCH_FULL)
     if isinstance(error, MemoryError) or out_of_memory:
         return (
             f"memory is used up ({text[:_MAX_SHOWN]}): choose smaller trees (keys of policy), a"

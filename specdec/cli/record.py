@@ -99,12 +99,12 @@ def main(words: Sequence[str]) -> int:
         weight_bytes=(0, weight_bytes(folder, values["dtype"])),
         about=about,
     )
-    place = Path(values["output_dir"]).expanduser() / "record.npz"
-    write_record(place, record)
+    file = Path(values["output_dir"]).expanduser() / "record.npz"
+    write_record(file, record)
     tokens = sum(request.num_output for request in requests)
     shares = ", ".join(f"top-{k} {record.top_share(k):.3f}" for k in (1, 8, 32))
     print(f"{len(requests)} requests, {tokens} tokens: {shares}")
-    print(f"record: {place}")
+    print(f"record: {file}")
     return 0
 
 

@@ -96,9 +96,9 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
             shutil.rmtree(old, ignore_errors=True)
         with TemporaryDirectory(prefix=_NOTES, dir=folder, ignore_cleanup_errors=True) as name:
             notes, unrecorded = Path(name).resolve(), _LOST
-            place = _Place(folder.resolve(), notes, tuple(varying), len(jobs), time.time())
+            run = _Sweep(folder.resolve(), notes, tuple(varying), len(jobs), time.time())
             try:
-                _launch(overrides, extra, place)
+                _launch(overrides, extra, run)
             except KeyboardInterrupt:
                 unrecorded = _INTERRUPTED
                 raise
@@ -163,7 +163,7 @@ def _has_plugin(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Sweep:
     """A sweep, as its jobs see it; pickled into other processes."""
 
     folder: Path
@@ -173,28 +173,28 @@ class _Place:
     began_s: float  # seconds since 1970
 
 
-def _launch(overrides: Sequence[str], extra: Sequence[Path], place: _Place) -> None:
-    where = f"hydra.sweep.dir={json.dumps(place.folder.as_posix(), ensure_ascii=False)}"
+def _launch(overrides: Sequence[str], extra: Sequence[Path], sweep: _Sweep) -> None:
+    where = f"hydra.sweep.dir={json.dumps(sweep.folder.as_posix(), ensure_ascii=False)}"
     with command_line("specdec run", "--multirun", *overrides, where):
         try:
-            run_hydra(lambda config: run_one(config, place), extra)
+            run_hydra(lambda config: run_one(config, sweep), extra)
         except Exception as error:  # a launcher's: a worker was killed, a queue refused
             print_exc()
             text = f"the launcher failed: {type(error).__name__}: {error}"
             print(f"specdec: {text}; start the same command again to continue", file=sys.stderr)
 
 
-def run_one(config: DictConfig, place: _Place) -> None:
+def run_one(config: DictConfig, sweep: _Sweep) -> None:
     """Runs one job of a sweep in the process that Hydra gives it; records its outcome."""
     merged = OmegaConf.create({"hydra": HydraConfig.get()})
     merged.merge_with(config)
-    name = _job_name(list(HydraConfig.get().overrides.task), place.varying)
+    name = _job_name(list(HydraConfig.get().overrides.task), sweep.varying)
     number = int(HydraConfig.get().job.num) + 1
-    print(f"[{number}/{place.total}] {name}", flush=True)
+    print(f"[{number}/{sweep.total}] {name}", flush=True)
     record: Record = {"job": name, "status": "ok", "error": ""}
     start = time.monotonic()
     try:
-        done = execute(checked_job(plain(merged)), place.folder / name)
+        done = execute(checked_job(plain(merged)), sweep.folder / name)
         record["status"] = "skipped" if done is None else "ok"
     except UserError as error:
         record.update(status="refused", error=str(error))
@@ -204,23 +204,23 @@ def run_one(config: DictConfig, place: _Place) -> None:
         print(f"specdec: {error}" if is_full(error) else format_exc(), file=sys.stderr)
     record["seconds"] = round(time.monotonic() - start, 3)
     try:
-        write_text(place.notes / f"{number}.json", json.dumps(record))
+        write_text(sweep.notes / f"{number}.json", json.dumps(record))
     except OSError as error:
         if not is_full(error):  # of a full disk the sweep's own file tells
             raise
-    remaining = _time_left(place)
+    remaining = _time_left(sweep)
     if remaining:
         print(f"[{remaining}] {name}: {record['status']}", file=sys.stderr, flush=True)
 
 
-def _time_left(place: _Place) -> str:
+def _time_left(sweep: _Sweep) -> str:
     """How many jobs have ended and the time the others may take at the rate so far."""
-    records = _notes(place.notes)
+    records = _notes(sweep.notes)
     num_run = sum(record["status"] != "skipped" for record in records)
-    if not num_run or len(records) >= place.total:
+    if not num_run or len(records) >= sweep.total:
         return ""
-    seconds = (time.time() - place.began_s) / num_run * (place.total - len(records))
-    return f"{len(records)} of {place.total} jobs over, about {duration(seconds)} left"
+    seconds = (time.time() - sweep.began_s) / num_run * (sweep.total - len(records))
+    return f"{len(records)} of {sweep.total} jobs over, about {duration(seconds)} left"
 
 
 def _notes(folder: Path) -> list[Record]:

@@ -76,7 +76,7 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     try:
         picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=title)
         page = tree_page(trees, title=title)
-        found = rejections(trees)
+        rejected = rejections(trees)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from error
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -86,8 +86,8 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
         write_text(folder / "tree.html", page),
         folder / TIMELINE_FILE,
     ]
-    if found is not None:
-        picture = rejections_png(found, title=title)
+    if rejected is not None:
+        picture = rejections_png(rejected, title=title)
         paths.insert(2, write_bytes(folder / "rejections.png", picture))
     return paths
 

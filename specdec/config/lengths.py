@@ -48,13 +48,13 @@ def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: 
             raise UserError(
                 f"prompt {prompt.id} of data={data['name']} is empty: remove it, or give it text"
             )
-        kept, _ = fit_prompt(
+        fitted, _ = fit_prompt(
             tokens,
             max_len=room if bound is None else min(room, bound),
             truncation=data["truncation"],
             label=f"prompt {prompt.id} of data={data['name']}",
         )
-        longest = max(longest, len(kept))
+        longest = max(longest, len(fitted))
     return longest
 
 

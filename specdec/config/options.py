@@ -145,8 +145,8 @@ def chosen_parts(path: Path) -> dict[str, str]:
 
 def _defaults(path: Path) -> list[Any]:
     loaded = read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
-    found = loaded.get("defaults") if isinstance(loaded, dict) else None
-    return found if isinstance(found, list) else []
+    defaults = loaded.get("defaults") if isinstance(loaded, dict) else None
+    return defaults if isinstance(defaults, list) else []
 
 
 def own_values(path: Path) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def load_profile(
         profile["drafts"] = values["drafts"]
     if "origins" in values:
         _check_origins(values["origins"], costs, f"{key}={name}: origins")
-        told = "; ".join(f"{kind} {origin}" for kind, origin in values["origins"].items())
-        profile["note"] = f"{profile['note']} Figures: {told}.".strip()
+        origins = "; ".join(f"{kind} {origin}" for kind, origin in values["origins"].items())
+        profile["note"] = f"{profile['note']} Figures: {origins}.".strip()
     if "stages" in values:
         if type(values["stages"]) is not int or values["stages"] < 1:
             raise UserError(

@@ -92,8 +92,8 @@ class ModelOptions:
         """
         options = [f"{name}={value}" for name, value, _ in self.special()]
         options += ["exact=true"] if self.exact else []
-        found = [*reasons, *(f"it has no model.{option}" for option in options)]
-        reason = next(filter(None, found), None)
+        problems = [*reasons, *(f"it has no model.{option}" for option in options)]
+        reason = next(filter(None, problems), None)
         if reason is not None and self.backend == "onnx":
             raise UserError(f"model.backend=onnx cannot be used: {reason}; use model.backend=eager")
         return "onnx" if reason is None else "eager"

@@ -99,8 +99,8 @@ def _parameters(tree: ast.Module, cls: ast.ClassDef) -> dict[str, Any]:
     for statement in cls.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
             arguments = [*statement.args.args, *statement.args.kwonlyargs]
-            found = {a.arg: _type(tree, a.annotation) for a in arguments if a.annotation}
-            return {name: hint for name, hint in found.items() if hint is not None}
+            hints = {a.arg: _type(tree, a.annotation) for a in arguments if a.annotation}
+            return {name: hint for name, hint in hints.items() if hint is not None}
     return {}
 
 
