@@ -72,7 +72,7 @@ def build(
 
 
 @dataclass(slots=True)
-class _Round:
+class _DraftRound:
     """One request's tree.
 
     Attributes:
@@ -131,11 +131,11 @@ class FlowSpec(TreePolicy):
         self.grown_nodes = grown_nodes
         self.grown_segment = grown_segment or max(nodes, grown_nodes)
         self.idle_depth = idle_depth
-        self._rounds: defaultdict[int, _Round] = defaultdict(_Round)
+        self._rounds: defaultdict[int, _DraftRound] = defaultdict(_DraftRound)
 
     def open(self, request: RequestState) -> None:
         """A round begins."""
-        self._rounds[request.id] = _Round()
+        self._rounds[request.id] = _DraftRound()
 
     def held_nodes(self, in_flight: int) -> int:
         """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
@@ -165,7 +165,7 @@ class FlowSpec(TreePolicy):
             ended = commit.kind is CommitKind.MISS
             past = self._rounds[commit.request]
             chosen = NO_SLOTS if ended else past.chosen[np.isin(past.chosen, commit.kept_ids)]
-            self._rounds[commit.request] = _Round(chosen=chosen, judged=not ended)
+            self._rounds[commit.request] = _DraftRound(chosen=chosen, judged=not ended)
 
     def close(self, request_id: int) -> None:
         """Forgets the request."""

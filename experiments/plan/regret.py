@@ -55,7 +55,7 @@ from specdec.files import write_json, write_text
 from specdec.metrics import RequestResult
 from specdec.metrics.times import decode_phase
 from specdec.models.bundled import family_path
-from specdec.planning.answer import Choice
+from specdec.planning.answer import Recommendation
 from specdec.planning.asked import planning_of
 from specdec.planning.job import plan_job
 from specdec.report.provenance import provenance
@@ -249,7 +249,7 @@ def _result(
     }
 
 
-def tried(choices: Sequence[Choice]) -> list[Tried]:
+def tried(choices: Sequence[Recommendation]) -> list[Tried]:
     """The five best of a plan's choices and three others, plain decoding in any case."""
     best, rest = list(choices[:BEST]), list(choices[BEST:])
     plain = [choice for choice in rest if choice.is_plain]

@@ -223,7 +223,7 @@ def numerics(subject: Subject) -> Check:
     return Check("numerics", True, f"{label}: {equal}, {rest}; {measured}")
 
 
-def _lossy(comparisons: list[_Comparison]) -> Check:
+def _lossy(comparisons: list[_OutputComparison]) -> Check:
     texts = [c.text for c in comparisons if c.text]
     if not texts:
         detail = f"{len(comparisons)} prompts happen to equal plain decoding"
@@ -233,7 +233,7 @@ def _lossy(comparisons: list[_Comparison]) -> Check:
 
 
 @dataclass(frozen=True, slots=True)
-class _Comparison:
+class _OutputComparison:
     """One prompt's output against plain decoding.
 
     Attributes:
@@ -259,17 +259,19 @@ def plain_output(subject: Subject, single: SingleToken, case: Case) -> Decoded:
     )
 
 
-def _compare(subject: Subject, model: PreTrainedModel, case: Case, decoded: Decoded) -> _Comparison:
+def _compare(
+    subject: Subject, model: PreTrainedModel, case: Case, decoded: Decoded
+) -> _OutputComparison:
     single = SingleToken(model)
     expected = plain_output(subject, single, case)
     sequence = (*case.prompt, *expected.output[:-1])
     error = batching_error(model, sequence, single.rows)
     at = first_difference(decoded.output, expected.output)
     if at is None:
-        return _Comparison("", True, error)
+        return _OutputComparison("", True, error)
     where = f"{case.label}, token {at}"
     if at >= len(decoded.output) or at >= len(expected.output):
-        return _Comparison(f"{where}: one output ends", False, error)
+        return _OutputComparison(f"{where}: one output ends", False, error)
     prefix = (*case.prompt, *expected.output[:at])
     logits = processed(single.rows[len(prefix) - 1], case.sampling, prefix)
     draw = target_draw(subject.seed, case.id, len(prefix))
@@ -279,7 +281,7 @@ def _compare(subject: Subject, model: PreTrainedModel, case: Case, decoded: Deco
         f" {expected.output[at]}, {nearest.kind}"
         f" {nearest.value:.1e} ({'a tie' if nearest.is_tie else 'beyond'} {nearest.allowance:.1e})"
     )
-    return _Comparison(text, nearest.is_tie, error)
+    return _OutputComparison(text, nearest.is_tie, error)
 
 
 def _limited(cfg: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from specdec.cli.arguments import read_arguments
 from specdec.errors import UserError
 from specdec.files import write_text
-from specdec.fitting.fit import Check, FittedLaw, fit_logs
+from specdec.fitting.fit import FittedLaw, HeldOutCheck, fit_logs
 from specdec.fitting.logs import FORMATS, Lengths, ReadOptions, read_log
 from specdec.parts.suggest import did_you_mean
 
@@ -216,7 +216,7 @@ def _report(fitted: FittedLaw, lengths: Sequence[int]) -> list[str]:
     return lines
 
 
-def _check_line(check: Check) -> list[str]:
+def _check_line(check: HeldOutCheck) -> list[str]:
     interval = (
         f" (95 % interval {check.low:.3f} to {check.high:.3f},"
         f" {'inside' if check.is_inside else 'outside'})"

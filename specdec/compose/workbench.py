@@ -262,8 +262,7 @@ class Workbench:
     def _runtime(self, serving: ServingRules) -> dict[str, Callable[[], Any]]:
         """Objects that ``build`` of an executor may request; see ``RUNTIME``."""
         blocks = serving.num_blocks, serving.block_tokens
-        run = {"seed": self.draws.seed, "blocks": blocks, "clock": self.clock, "meter": self.meter}
-        ranks = self.ranks
+        ranks, seed = self.ranks, self.draws.seed
         return {
             "pair": lambda: self.pair,
             "clock": lambda: self.clock,
@@ -271,7 +270,13 @@ class Workbench:
             "draws": lambda: self.draws,
             "blocks": lambda: blocks,
             "front": lambda: self._front,
-            "over_ranks": lambda: None if ranks is None else partial(ranks.executor, **run),
+            "over_ranks": lambda: (
+                None
+                if ranks is None
+                else partial(
+                    ranks.executor, seed=seed, blocks=blocks, clock=self.clock, meter=self.meter
+                )
+            ),
         }
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.data.files import fill, text_field
 from specdec.data.prompt import Prompt
-from specdec.data.readers import Record, json_lines, paragraphs, standard_library
+from specdec.data.readers import DataRecord, json_lines, paragraphs, standard_library
 from specdec.data.request import Request, check_request
-from specdec.data.sets import MIXED, OWN, SETS, STDLIB, Hub, Place, holds, place_of
+from specdec.data.sets import MIXED, OWN, SETS, STDLIB, Hub, SetFile, holds, place_of
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _in_order(request: Request) -> Iterable[Prompt]:
     if name in OWN:
         return _from_own_file(request)
     entry = STDLIB if name == "stdlib" else SETS[name]
-    texts: Place | Hub = entry.places[0]
+    texts: SetFile | Hub = entry.places[0]
     if request.origin == "hub":
         assert entry.hub is not None, "check_request refuses sets without one"
         texts = entry.hub
@@ -103,7 +103,7 @@ def _in_order(request: Request) -> Iterable[Prompt]:
     return _of_records(name, records, template, message, f"is this the file of data={name}?")
 
 
-def _hub_records(name: str, hub: Hub) -> Iterator[Record]:
+def _hub_records(name: str, hub: Hub) -> Iterator[DataRecord]:
     """Records of a set's copy on the Hugging Face hub, cached by the library ``datasets``."""
     from datasets import load_dataset
 
@@ -116,7 +116,7 @@ def _hub_records(name: str, hub: Hub) -> Iterator[Record]:
             " check the network, or put the files into the folder that SPECDEC_DATA names"
         ) from error
     for index, fields in enumerate(rows):
-        yield Record(index, f"{hub.repo} row {index}", dict(fields))
+        yield DataRecord(index, f"{hub.repo} row {index}", dict(fields))
 
 
 def _from_own_file(request: Request) -> Iterator[Prompt]:
@@ -134,7 +134,7 @@ def _from_own_file(request: Request) -> Iterator[Prompt]:
 
 
 def _of_records(
-    name: str, records: Iterable[Record], template: str, message: str, hint: str
+    name: str, records: Iterable[DataRecord], template: str, message: str, hint: str
 ) -> Iterator[Prompt]:
     for record in records:
         text, user = (
@@ -153,7 +153,9 @@ def _of_records(
         )
 
 
-def _later(template: str, message: str, record: Record, hint: str) -> tuple[tuple[str, str], ...]:
+def _later(
+    template: str, message: str, record: DataRecord, hint: str
+) -> tuple[tuple[str, str], ...]:
     """Further turns of a record, for templates of the first: those with ``{turns.0}``."""
     turns = record.fields.get("turns")
     if _FIRST_TURN not in template or not isinstance(turns, list):

@@ -1,7 +1,7 @@
 """Readers of file formats.
 
-A reader takes a path and a subset and yields ``Record``s in the order of the set. Records of other
-subsets are skipped but counted, so that an index, which keys randomness, does not depend on
+A reader takes a path and a subset and yields ``DataRecord``s in the order of the set. Records of
+other subsets are skipped but counted, so that an index, which keys randomness, does not depend on
 ``data.subset``. Functions without subsets ignore it.
 """
 
@@ -20,7 +20,7 @@ from specdec.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class DataRecord:
     """One record.
 
     Attributes:
@@ -34,17 +34,17 @@ class Record:
     fields: dict[str, Any]
 
 
-Reader = Callable[[Path, str | None], Iterator[Record]]
+Reader = Callable[[Path, str | None], Iterator[DataRecord]]
 """(path, subset) -> records."""
 
 
-def json_lines(path: Path, _subset: str | None) -> Iterator[Record]:
+def json_lines(path: Path, _subset: str | None) -> Iterator[DataRecord]:
     """One JSON object per line."""
     for index, (number, fields) in enumerate(read_records(path)):
-        yield Record(index, f"{path.name} line {number}", fields)
+        yield DataRecord(index, f"{path.name} line {number}", fields)
 
 
-def json_array(path: Path, _subset: str | None) -> Iterator[Record]:
+def json_array(path: Path, _subset: str | None) -> Iterator[DataRecord]:
     """A JSON array of objects."""
     loaded = read_json(path)
     if not isinstance(loaded, list):
@@ -53,36 +53,36 @@ def json_array(path: Path, _subset: str | None) -> Iterator[Record]:
         where = f"{path.name} item {index}"
         if not isinstance(fields, dict):
             raise UserError(f"{where} is a {type(fields).__name__}, not an object")
-        yield Record(index, where, fields)
+        yield DataRecord(index, where, fields)
 
 
-def text_lines(path: Path, _subset: str | None) -> Iterator[Record]:
+def text_lines(path: Path, _subset: str | None) -> Iterator[DataRecord]:
     """One text per line, in the field ``text``."""
     for index, line in enumerate(read_text(path).splitlines()):
-        yield Record(index, f"{path.name} line {index + 1}", {"text": line})
+        yield DataRecord(index, f"{path.name} line {index + 1}", {"text": line})
 
 
-def paragraphs(path: Path, _subset: str | None) -> Iterator[Record]:
+def paragraphs(path: Path, _subset: str | None) -> Iterator[DataRecord]:
     """Paragraphs, separated by blank lines, in the field ``text``."""
     numbered = enumerate(read_text(path).splitlines(), start=1)
     blocks = groupby(numbered, lambda line: bool(line[1].strip()))
     texts = (list(lines) for is_text, lines in blocks if is_text)
     for index, lines in enumerate(texts):
         text = "\n".join(line for _, line in lines)
-        yield Record(index, f"{path.name} line {lines[0][0]}", {"text": text})
+        yield DataRecord(index, f"{path.name} line {lines[0][0]}", {"text": text})
 
 
-def standard_library(_path: Path, _subset: str | None) -> Iterator[Record]:
+def standard_library(_path: Path, _subset: str | None) -> Iterator[DataRecord]:
     """Function heads of the running Python's standard library, in the field ``text``."""
     for index, head in enumerate(function_heads()):
-        yield Record(index, head.place, {"text": head.text})
+        yield DataRecord(index, head.place, {"text": head.text})
 
 
-def instructions(path: Path, _subset: str | None) -> Iterator[Record]:
+def instructions(path: Path, _subset: str | None) -> Iterator[DataRecord]:
     """Alpaca's array: ``text`` is the instruction, followed by its input if it has one."""
     for record in json_array(path, None):
         parts = [str(record.fields.get(key) or "") for key in ("instruction", "input")]
-        yield Record(record.index, record.where, {"text": "\n\n".join(p for p in parts if p)})
+        yield DataRecord(record.index, record.where, {"text": "\n\n".join(p for p in parts if p)})
 
 
 def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
@@ -92,7 +92,7 @@ def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
         groups: subset -> its categories.
     """
 
-    def read(path: Path, subset: str | None) -> Iterator[Record]:
+    def read(path: Path, subset: str | None) -> Iterator[DataRecord]:
         categories = None if subset is None else groups[subset]
         for record in json_lines(path, None):
             if categories is None or record.fields.get("category") in categories:
@@ -101,7 +101,7 @@ def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
     return read
 
 
-def multiple_choice(path: Path, subset: str | None) -> Iterator[Record]:
+def multiple_choice(path: Path, subset: str | None) -> Iterator[DataRecord]:
     """MMLU's folder: a CSV per subject without header, with question, four choices, answer."""
     index = 0
     for subject, file in _subjects(path, subset):
@@ -111,7 +111,7 @@ def multiple_choice(path: Path, subset: str | None) -> Iterator[Record]:
                 if len(row) != 6:
                     raise UserError(f"{where} has {len(row)} columns, not question, A-D, answer")
                 if subset in (None, subject):
-                    yield Record(index, where, dict(zip(_COLUMNS, row, strict=True)))
+                    yield DataRecord(index, where, dict(zip(_COLUMNS, row, strict=True)))
                 index += 1
 
 
@@ -136,7 +136,7 @@ def books(titles: dict[str, str]) -> Reader:
         titles: file name without suffix -> title, in the order of the set.
     """
 
-    def read(folder: Path, subset: str | None) -> Iterator[Record]:
+    def read(folder: Path, subset: str | None) -> Iterator[DataRecord]:
         for index, (name, title) in enumerate(titles.items()):
             if subset not in (None, name):
                 continue
@@ -146,7 +146,7 @@ def books(titles: dict[str, str]) -> Reader:
                     f"{str(folder)!r} has no {name}.txt[.gz] ({title}): put the book there, or"
                     " choose an existing one with data.subset=NAME"
                 )
-            yield Record(index, path.name, {"text": _body(path), "title": title})
+            yield DataRecord(index, path.name, {"text": _body(path), "title": title})
 
     return read
 

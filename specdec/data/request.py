@@ -20,7 +20,7 @@ from specdec.data.sets import (
     SETS,
     STDLIB,
     Hub,
-    Place,
+    SetFile,
     holds,
     place_of,
     require_known,
@@ -159,7 +159,7 @@ def _templates_of(name: str) -> dict[str, dict[str, str]]:
     if name in OWN:
         return {"": {"template": "{text}", "message": "{text}"}}
     entry = STDLIB if name == "stdlib" else SETS[name]
-    texts: dict[str, Place | Hub] = {place.file: place for place in entry.places}
+    texts: dict[str, SetFile | Hub] = {place.file: place for place in entry.places}
     if entry.hub is not None:
         texts["hub"] = entry.hub
     return {at: {"template": t.template, "message": t.message} for at, t in texts.items()}

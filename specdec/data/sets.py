@@ -28,7 +28,7 @@ from specdec.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SetFile:
     """A possible place of a set's records.
 
     Attributes:
@@ -51,7 +51,7 @@ class Hub:
 
     Attributes:
         repo, config, split: arguments of ``datasets.load_dataset``.
-        template, message: as in ``Place``, with the hub's field names.
+        template, message: as in ``SetFile``, with the hub's field names.
     """
 
     repo: str
@@ -71,7 +71,7 @@ class DataSet:
         subsets: values of ``data.subset``; None without subsets, () where the files name them.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[SetFile, ...]
     hub: Hub | None = None
     subsets: tuple[str, ...] | None = None
 
@@ -91,9 +91,9 @@ class Texts(TypedDict):
 
 def _places(
     *files: str, read: Reader = json_lines, template: str, message: str
-) -> tuple[Place, ...]:
+) -> tuple[SetFile, ...]:
     """Places with the same format and templates."""
-    return tuple(Place(file=f, template=template, message=message, read=read) for f in files)
+    return tuple(SetFile(file=f, template=template, message=message, read=read) for f in files)
 
 
 def _texts(template: str, message: str) -> Callable[[str], Texts]:
@@ -202,8 +202,8 @@ SETS = {
     # instructions: EAGLE's 80, else Alpaca's own (Taori et al. 2023)
     "alpaca": DataSet(
         places=(
-            Place(file="eagle/alpaca/question.jsonl", **_open_question("turns.0")),
-            Place(file="alpaca/alpaca_data.json", read=instructions, **_open_question("text")),
+            SetFile(file="eagle/alpaca/question.jsonl", **_open_question("turns.0")),
+            SetFile(file="alpaca/alpaca_data.json", read=instructions, **_open_question("text")),
         ),
         hub=Hub(repo="tatsu-lab/alpaca", split="train", **_open_question("instruction")),
     ),
@@ -218,8 +218,8 @@ SETS = {
     # 3,610 open questions without passages, NQ-open dev (Lee et al. 2019)
     "natural_questions": DataSet(
         places=(
-            Place(file="natural_questions/NQ-open.dev.jsonl", **_question("question")),
-            Place(file="eagle/qa/question.jsonl", **_question("turns.0")),
+            SetFile(file="natural_questions/NQ-open.dev.jsonl", **_question("question")),
+            SetFile(file="eagle/qa/question.jsonl", **_question("turns.0")),
         ),
         hub=Hub(
             repo="google-research-datasets/nq_open", split="validation", **_question("question")
@@ -314,7 +314,7 @@ def require_known(name: str) -> None:
 
 def place_of(
     name: str, *, subset: str | None = None, data_dir: str | Path | None = None
-) -> tuple[Place, Path]:
+) -> tuple[SetFile, Path]:
     """The place of one of ``SETS``, and its path on this machine.
 
     Args:

@@ -12,17 +12,17 @@ import numpy as np
 from specdec.errors import UserError
 from specdec.fitting.em import Fit, Size, calibrated, choose_law, fit_law, log_likelihood
 from specdec.fitting.law import HitLaw
-from specdec.fitting.observations import Sample, observe, samples_of
+from specdec.fitting.observations import DraftedRequest, observe, samples_of
 from specdec.fitting.predict import measured, predicted, simulated_spread
 from specdec.fitting.requests import AcceptanceLog
-from specdec.fitting.tails import RankVector, Tail, class_decays, fit_tail, tail_of
+from specdec.fitting.tails import RankTail, RankVector, class_decays, fit_tail, tail_of
 
 _Z = 1.96  # of a 95 % interval
 _LEAST = 20.0  # verified draft tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class HeldOutCheck:
     """Tokens per pass of requests beside a law's prediction.
 
     Attributes:
@@ -65,7 +65,7 @@ class Goodness:
         binomial_spread: the same under one constant hit rate.
     """
 
-    check: Check
+    check: HeldOutCheck
     gain: float
     spread: float
     law_spread: float
@@ -88,13 +88,13 @@ class FittedLaw:
     """
 
     law: HitLaw
-    tail: Tail
+    tail: RankTail
     tail_source: str
     covers_tree: bool
     requests: int
     draft_tokens: float
     goodness: Goodness | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[HeldOutCheck, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     def model_option(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def fit_logs(
     if len(vectors) > 1:
         raise UserError("a law has one rank vector: give one file of them")
     vector = vectors[0] if vectors else None
-    samples: list[Sample] = []
+    samples: list[DraftedRequest] = []
     notes: list[str] = []
     for log in logs:
         found, note = samples_of(log)
@@ -196,7 +196,7 @@ def _of_vector(vector: RankVector) -> FittedLaw:
     )
 
 
-def _chosen(samples: Sequence[Sample], covers_tree: bool) -> Fit:
+def _chosen(samples: Sequence[DraftedRequest], covers_tree: bool) -> Fit:
     part = measured(samples)
     return choose_law(
         observe(samples),
@@ -207,13 +207,13 @@ def _chosen(samples: Sequence[Sample], covers_tree: bool) -> Fit:
     )
 
 
-def _error_on(samples: Sequence[Sample]) -> Callable[[HitLaw], float]:
+def _error_on(samples: Sequence[DraftedRequest]) -> Callable[[HitLaw], float]:
     """Law -> relative error of its tokens per pass on the samples."""
     mean = measured(samples).mean
     return lambda law: predicted(law, samples) / mean - 1.0
 
 
-def _goodness(samples: Sequence[Sample], chosen: Fit, holdout: int) -> Goodness | None:
+def _goodness(samples: Sequence[DraftedRequest], chosen: Fit, holdout: int) -> Goodness | None:
     if len(samples) < 4:
         return None
     held = [s for at, s in enumerate(samples) if at % holdout == holdout - 1]
@@ -232,20 +232,22 @@ def _goodness(samples: Sequence[Sample], chosen: Fit, holdout: int) -> Goodness 
     )
 
 
-def _further(law: HitLaw, fitted: Sequence[Sample], log: AcceptanceLog) -> Check:
+def _further(law: HitLaw, fitted: Sequence[DraftedRequest], log: AcceptanceLog) -> HeldOutCheck:
     if not log.requests:
         raise UserError(f"{log.path!r} has ranks and no passes, so it cannot be a check")
     return _check(law, log.path, fitted, samples_of(log)[0])
 
 
-def _check(law: HitLaw, name: str, fitted: Sequence[Sample], new: Sequence[Sample]) -> Check:
+def _check(
+    law: HitLaw, name: str, fitted: Sequence[DraftedRequest], new: Sequence[DraftedRequest]
+) -> HeldOutCheck:
     """The interval has the sampling errors of both parts, relative to their means."""
     value, old, fresh = predicted(law, new), measured(fitted), measured(new)
     parts = [part.standard_error / part.mean for part in (old, fresh)]
     known = [part for part in parts if not math.isnan(part)]
     error = value * math.sqrt(sum(part**2 for part in known)) if known else float("nan")
     drafted = [(float(s.drafted @ s.request.counts), s.passes) for s in new if s.passes]
-    return Check(
+    return HeldOutCheck(
         name=name,
         requests=len(new),
         draft_tokens=sum(d for d, _ in drafted) / max(sum(p for _, p in drafted), 1e-9),

@@ -47,7 +47,7 @@ class Observations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class DraftedRequest:
     """A request with the number of draft tokens of every pass.
 
     Attributes:
@@ -71,7 +71,7 @@ class Sample:
         return float((self.request.counts * (self.request.accepted + 1)).sum())
 
 
-def samples_of(log: AcceptanceLog) -> tuple[list[Sample], str]:
+def samples_of(log: AcceptanceLog) -> tuple[list[DraftedRequest], str]:
     """The requests of a log with their numbers of draft tokens, and a note on inferred numbers.
 
     Where the log does not say them: transformers' schedule, if every pass obeys it and the longest
@@ -84,7 +84,7 @@ def samples_of(log: AcceptanceLog) -> tuple[list[Sample], str]:
         planned = [_heuristic(request) for request in requests]
         pairs = [(r, p) for r, p in zip(requests, planned, strict=True) if p is not None]
         if len(pairs) == len(requests):
-            return [Sample(request=r, drafted=p, schedule=HEURISTIC) for r, p in pairs], (
+            return [DraftedRequest(request=r, drafted=p, schedule=HEURISTIC) for r, p in pairs], (
                 "draft tokens per pass by the schedule of transformers' assisted generation, which"
                 " every pass obeys"
             )
@@ -94,7 +94,7 @@ def samples_of(log: AcceptanceLog) -> tuple[list[Sample], str]:
         drafted = request.drafted
         if drafted is None:
             drafted = np.full(len(request.accepted), max(most, 1))
-        samples.append(Sample(request=request, drafted=drafted))
+        samples.append(DraftedRequest(request=request, drafted=drafted))
     return samples, note
 
 
@@ -121,7 +121,7 @@ def _heuristic(request: RequestLog) -> IntArray | None:
     return planned
 
 
-def observe(samples: Sequence[Sample]) -> Observations:
+def observe(samples: Sequence[DraftedRequest]) -> Observations:
     """The observations of requests."""
     rows: list[tuple[list[int], list[int], int, float]] = []
     for number, sample in enumerate(samples):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specdec.fitting.law import HitLaw
-from specdec.fitting.observations import HEURISTIC, Sample, heuristic_next
+from specdec.fitting.observations import HEURISTIC, DraftedRequest, heuristic_next
 from specdec.fitting.requests import UNKNOWN
 from specdec.types import FloatArray, IntArray
 
@@ -22,7 +22,7 @@ _MATCH_DRAFT = 7  # draft tokens of the passes that match sequences are played w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredPasses:
     """Tokens per pass of requests.
 
     Attributes:
@@ -53,14 +53,14 @@ class Measured:
         return float(each.std(ddof=1)) if len(each) > 1 else float("nan")
 
 
-def measured(samples: Sequence[Sample]) -> Measured:
+def measured(samples: Sequence[DraftedRequest]) -> MeasuredPasses:
     """Tokens and passes of requests; match sequences are played with chains of 7 draft tokens."""
     pairs = [_played(sample) for sample in samples]
     tokens, passes = np.array(pairs, float).T
-    return Measured(tokens=tokens, passes=passes)
+    return MeasuredPasses(tokens=tokens, passes=passes)
 
 
-def predicted(law: HitLaw, samples: Sequence[Sample]) -> float:
+def predicted(law: HitLaw, samples: Sequence[DraftedRequest]) -> float:
     """Tokens per pass of such passes under a law.
 
     Numbers of draft tokens are those of the samples, exactly for one number, in proportion for
@@ -79,7 +79,7 @@ def predicted(law: HitLaw, samples: Sequence[Sample]) -> float:
     return sum(law.tokens_per_pass(k) * count for k, count in counts.items()) / total
 
 
-def simulated_spread(law: HitLaw, samples: Sequence[Sample], seed: int = 0) -> float:
+def simulated_spread(law: HitLaw, samples: Sequence[DraftedRequest], seed: int = 0) -> float:
     """Standard deviation of tokens per pass between requests under a law, of median length."""
     if any(sample.request.matches is not None or sample.schedule for sample in samples):
         return float("nan")
@@ -131,7 +131,7 @@ def _walk(
     return at.astype(float), passes
 
 
-def _played(sample: Sample) -> tuple[float, float]:
+def _played(sample: DraftedRequest) -> tuple[float, float]:
     matches = sample.request.matches
     if matches is None:
         return sample.tokens, sample.passes

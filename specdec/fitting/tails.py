@@ -27,7 +27,7 @@ _MOST_DECAY, _LEAST_DECAY = 4.0, 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tail:
+class RankTail:
     """Parameters of the tail: see the module."""
 
     decay: float
@@ -55,12 +55,12 @@ class RankVector:
     miss: float
 
 
-def fit_tail(vector: RankVector) -> Tail:
+def fit_tail(vector: RankVector) -> RankTail:
     """The tail of largest likelihood; ``miss`` so that the share beyond the R ranks agrees."""
     below = vector.shares[1:MAX_RANK]
     wrong = float(below.sum() + vector.miss)
     if len(below) < 2 or below.sum() <= 0.0:
-        return Tail(decay=2.0, miss=min(vector.miss / wrong, 1.0) if wrong > 0.0 else 0.0)
+        return RankTail(decay=2.0, miss=min(vector.miss / wrong, 1.0) if wrong > 0.0 else 0.0)
     ranks = np.arange(2, 2 + len(below))
     decays = np.linspace(_LEAST_DECAY, _MOST_DECAY, 401)
     shapes = ranks[None] ** -decays[:, None]
@@ -69,7 +69,7 @@ def fit_tail(vector: RankVector) -> Tail:
     whole = np.arange(2, MAX_RANK + 1) ** -decay
     inside = whole[: len(below)].sum() / whole.sum()
     miss = 1.0 - min(below.sum() / wrong / inside, 1.0)
-    return Tail(decay=decay, miss=float(miss))
+    return RankTail(decay=decay, miss=float(miss))
 
 
 def fit_tails(vectors: Sequence[RankVector]) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -81,21 +81,21 @@ def fit_tails(vectors: Sequence[RankVector]) -> tuple[tuple[float, float], tuple
     return (float(decay[0]), float(decay[1])), (float(miss[0]), float(miss[1]))
 
 
-def tail_of(hit_rate: float) -> Tail:
+def tail_of(hit_rate: float) -> RankTail:
     """The tail of a draft of this hit rate, by the regressions."""
     odds = float(_odds(np.array([hit_rate]))[0])
     decay = float(np.clip(_DECAY[0] + _DECAY[1] * odds, 0.5, 3.0))
     miss = 1.0 / (1.0 + np.exp(-(_MISS[0] + _MISS[1] * odds)))
-    return Tail(decay=decay, miss=float(miss))
+    return RankTail(decay=decay, miss=float(miss))
 
 
-def class_decays(top1: FloatArray, tail: Tail) -> FloatArray:
+def class_decays(top1: FloatArray, tail: RankTail) -> FloatArray:
     """float64[C]: the tail's decay, less in classes where rank 2 would beat rank 1 otherwise."""
     decays = np.full(len(top1), tail.decay)
     grid = np.linspace(tail.decay, 0.0, 200)
     for at, rate in enumerate(top1):
         for decay in grid:
-            second = Tail(decay=float(decay), miss=tail.miss).shares()[0]
+            second = RankTail(decay=float(decay), miss=tail.miss).shares()[0]
             decays[at] = decay
             if (1.0 - rate) * second <= rate:
                 break

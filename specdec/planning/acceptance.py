@@ -11,7 +11,7 @@ import numpy as np
 
 from specdec.errors import UserError
 from specdec.fitting import HitLaw, ReadOptions, fit_logs, read_log
-from specdec.fitting.tails import Tail, class_decays
+from specdec.fitting.tails import RankTail, class_decays
 from specdec.models.bundled import record_path
 from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import Record, read_record, read_traces
@@ -131,7 +131,7 @@ class OfLaw:
         top1 = _sigmoid(_odds(np.asarray(self.section["top1"], float)) + odds)
         tails = zip(top1, self.section["decay"], self.section["miss"], strict=True)
         decay = [
-            float(class_decays(np.array([rate]), Tail(decay=at, miss=miss))[0])
+            float(class_decays(np.array([rate]), RankTail(decay=at, miss=miss))[0])
             for rate, at, miss in tails
         ]
         return replace(self, section={**self.section, "top1": top1.tolist(), "decay": decay})

@@ -16,7 +16,7 @@ from specdec.planning.simulate import Candidate, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Recommendation:
     """A candidate of the ranking.
 
     Attributes:
@@ -73,7 +73,7 @@ class Plan:
         folder: where it is written; empty for none.
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[Recommendation, ...]
     objective: str
     batch: int
     context: int
@@ -98,7 +98,7 @@ class Plan:
     overrides: tuple[str, ...] = field(default_factory=tuple)
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> Recommendation:
         """The first choice."""
         return self.choices[0]
 
@@ -135,7 +135,7 @@ class Ranked:
 
 def choices_of(
     ranked: Sequence[Ranked], *, objective: str, requests: float, drawn: bool, plain: str
-) -> tuple[Choice, ...]:
+) -> tuple[Recommendation, ...]:
     """The choices, fastest first; a preset that decodes exactly like an earlier one is dropped.
 
     Args:
@@ -180,7 +180,7 @@ def _choice(
     gain_interval: tuple[float, float],
     first: float,
     is_plain: bool,
-) -> Choice:
+) -> Recommendation:
     units, candidate = ranked.units, ranked.candidate
     together = Times.of(units, "throughput", 1)
     alone = Times.of(units, "latency", 1)
@@ -190,7 +190,7 @@ def _choice(
     low, high = interval(1.0 / speed.resampled(num))
     low_ms, high_ms = interval(1e3 * alone.resampled(num))
     answers = sum(unit.answers for unit in units)
-    return Choice(
+    return Recommendation(
         strategy=candidate.name,
         sizes=candidate.sizes,
         layout=candidate.layout.told(),
@@ -209,10 +209,10 @@ def _choice(
     )
 
 
-def compared(first: Choice, second: Choice) -> str:
+def compared(first: Recommendation, second: Recommendation) -> str:
     """What the first choice does more often or faster than the next preset."""
 
-    def of(choice: Choice) -> str:
+    def of(choice: Recommendation) -> str:
         every = choice.ms_per_token * choice.tokens_per_answer
         return f"{choice.strategy} {choice.tokens_per_answer:.2f} every {every:.1f} ms"
 

@@ -46,7 +46,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class PlanVerdict:
     """The result of a check.
 
     Attributes:
@@ -85,7 +85,7 @@ def expectation(
     }
 
 
-def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> Verdict:
+def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
     """Compares a run of the first choice with the plan.
 
     The intervals are those of as many prompts as the run has, drawn anew (bootstrap over the plan's
@@ -121,7 +121,7 @@ def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> Verdict:
     answer = figure("ms per answer", "seconds", "later_answers", 1e3, error)
     # Whole trees have no hits, and their answers no refills.
     whole = not any(unit.hits for unit in units)
-    return Verdict(
+    return PlanVerdict(
         figures=(time, emitted, hits, answer),
         warnings=tuple(_warnings(time, [emitted, hits], answer, whole)),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.errors import UserError
 from specdec.planning.acceptance import chain_table
-from specdec.planning.answer import Choice, Plan, Ranked, choices_of, compared
+from specdec.planning.answer import Plan, Ranked, Recommendation, choices_of, compared
 from specdec.planning.asked import Planning
 from specdec.planning.candidates import (
     OTHER_PROGRAM,
@@ -140,7 +140,7 @@ def _changed(
 
 
 def _decides(
-    search: Search, winner: Candidate, units: Sequence[Unit], choices: Sequence[Choice]
+    search: Search, winner: Candidate, units: Sequence[Unit], choices: Sequence[Recommendation]
 ) -> list[str]:
     drafting = sum(unit.draft_s for unit in units)
     hidden = sum(unit.hidden_s for unit in units) / drafting if drafting else None

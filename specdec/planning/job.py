@@ -19,7 +19,7 @@ from specdec.planning.answer import Plan
 from specdec.planning.asked import Planning, planning_of
 from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, decoded_families, families
 from specdec.planning.chains import chain_cell
-from specdec.planning.checking import Verdict, check_run, units_of_run
+from specdec.planning.checking import PlanVerdict, check_run, units_of_run
 from specdec.planning.conclusion import conclude
 from specdec.planning.controller import with_controller
 from specdec.planning.measuring import Measured, ModelsHere, measured_costs, memory_here
@@ -188,7 +188,7 @@ def _layers(asked: Planning) -> int:
     return int(build_pair(asked.config["model"]).num_layers)
 
 
-def check_job(asked: Planning, folder: Path, progress: Progress) -> Verdict:
+def check_job(asked: Planning, folder: Path, progress: Progress) -> PlanVerdict:
     """Compares the plan in a folder with a run, which it starts where ``check=true``.
 
     On the wall clock where the profile was measured and one device suffices, else on the paced

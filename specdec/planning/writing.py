@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.files import write_json, write_text
-from specdec.planning.answer import Choice, Plan
+from specdec.planning.answer import Plan, Recommendation
 from specdec.planning.chains import ChainCell
 from specdec.planning.simulate import Candidate
 
@@ -191,7 +191,7 @@ def _gb(size: float) -> str:
     return f"{size:.1f}" if size >= 1.0 else f"{size:.2g}"
 
 
-def _named(choice: Choice) -> str:
+def _named(choice: Recommendation) -> str:
     sizes = " ".join(
         f"{key}={json.dumps(value).replace(' ', '')}" for key, value in choice.sizes.items()
     )

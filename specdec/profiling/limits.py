@@ -32,7 +32,7 @@ _REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineLimits:
     """Measured limits of one device with the threads of the run.
 
     Attributes:
@@ -48,7 +48,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassWork:
+class PassCost:
     """What a pass must move and compute.
 
     Attributes:
@@ -66,23 +66,23 @@ class PassWork:
     flops: int
     ms: float
 
-    def bound_ms(self, machine: Machine) -> float:
+    def bound_ms(self, machine: MachineLimits) -> float:
         """The least time on this machine."""
         moving, computing = self.times_ms(machine)
         return max(moving, computing)
 
-    def times_ms(self, machine: Machine) -> tuple[float, float]:
+    def times_ms(self, machine: MachineLimits) -> tuple[float, float]:
         """Milliseconds of moving the bytes, and of computing the operations."""
         return (
             1e3 * self.num_bytes / machine.bytes_per_s,
             1e3 * self.flops / machine.flops_per_s,
         )
 
-    def share(self, machine: Machine) -> float | None:
+    def share(self, machine: MachineLimits) -> float | None:
         """Least time over measured time; None where no time was measured."""
         return self.bound_ms(machine) / self.ms if self.ms else None
 
-    def to_json(self, machine: Machine) -> dict[str, Any]:
+    def to_json(self, machine: MachineLimits) -> dict[str, Any]:
         """Plain values, with the bound and the share."""
         moving, computing = self.times_ms(machine)
         return {
@@ -93,7 +93,7 @@ class PassWork:
         }
 
 
-def measure_machine(*, num_bytes: int, dtype: torch.dtype, device: torch.device) -> Machine:
+def measure_machine(*, num_bytes: int, dtype: torch.dtype, device: torch.device) -> MachineLimits:
     """Measures a copy of ``num_bytes`` (at least 4 MiB) and a product of 1024 x 1024 matrices."""
     size = max(num_bytes, _LEAST_COPY) // dtype.itemsize
     source = torch.ones(size, dtype=dtype, device=device)
@@ -102,7 +102,7 @@ def measure_machine(*, num_bytes: int, dtype: torch.dtype, device: torch.device)
     product = torch.empty_like(matrix)
     copy_s = _seconds(lambda: target.copy_(source), device)
     gemm_s = _seconds(lambda: torch.mm(matrix, matrix, out=product), device)
-    return Machine(
+    return MachineLimits(
         copy_bytes=size * dtype.itemsize,
         bytes_per_s=2 * size * dtype.itemsize / copy_s,
         flops_per_s=2 * _GEMM_SIZE**3 / gemm_s,
@@ -159,7 +159,7 @@ def passes_of(
     *,
     stages: int,
     context: int,
-) -> list[PassWork]:
+) -> list[PassCost]:
     """The measured passes of stage, head and draft, with what each must move and compute.
 
     Args:
@@ -183,7 +183,7 @@ def passes_of(
         for sample in samples[kind]:
             num_bytes, flops = work_of(layers, head, config, rows=sample.tokens, context=context)
             found.append(
-                PassWork(
+                PassCost(
                     kind=kind.value,
                     rows=sample.tokens,
                     num_bytes=num_bytes,
@@ -198,7 +198,7 @@ def _layers(model: Any) -> list[nn.Module]:
     return list(model.get_submodule(layers_name(model)))
 
 
-def roofline_png(machine: Machine, passes: Sequence[PassWork]) -> bytes:
+def roofline_png(machine: MachineLimits, passes: Sequence[PassCost]) -> bytes:
     """Reached FLOP/s against FLOPs per byte, under the machine's limits; both axes logarithmic."""
     figure = figure_of(6.5, 4.0)
     axes = figure.subplots()

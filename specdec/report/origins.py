@@ -36,7 +36,7 @@ _MARGIN, _HEAD = 0.15, 0.55  # inches
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A part of the output from one source: its text, and the source's index (-1: target)."""
 
     text: str
@@ -85,7 +85,7 @@ def write_token_ends(
     return write_json(Path(folder) / ENDS_FILE, ends)
 
 
-def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[Piece]:
+def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]:
     """The output as pieces; consecutive tokens of one source are joined.
 
     Without ``ends`` (no tokenizer, or an interrupted run) tokens are shown as ``#<id>``.
@@ -98,7 +98,7 @@ def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[Piece]:
         texts = [result.text[a:b] for a, b in pairwise(bounds)]
     tokens = zip(result.origins, texts, strict=True)
     runs = groupby(tokens, key=itemgetter(0))
-    return [Piece("".join(text for _, text in run), origin) for origin, run in runs]
+    return [TextPiece("".join(text for _, text in run), origin) for origin, run in runs]
 
 
 def origin_names(config: Mapping[str, Any]) -> dict[int, str]:

@@ -41,7 +41,7 @@ _MAX_TREES_BYTES = 12_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ResultsReport:
     """Results of a folder, ready for display.
 
     Attributes:
@@ -56,7 +56,7 @@ class Report:
     conditions: Mapping[str, Any]
 
 
-def load_report(folder: str | Path) -> Report:
+def load_report(folder: str | Path) -> ResultsReport:
     """Reads a folder; jobs of a sweep are compared with its ``ar`` job of the same conditions.
 
     Raises:
@@ -68,7 +68,7 @@ def load_report(folder: str | Path) -> Report:
     curves = [_curve(result, results) for result in results]
     rows = [_row(curve) for curve in curves if curve.result.summary is not None]
     conditions = _shared([r.conditions for r in results if r.conditions])
-    return Report(Path(folder), tuple(curves), tuple(rows), conditions)
+    return ResultsReport(Path(folder), tuple(curves), tuple(rows), conditions)
 
 
 def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _several(value: Any, values: Sequence[str]) -> str:
     return " or ".join(values) if not isinstance(value, Mapping) else "several"
 
 
-def write_report(report: Report, *, num_texts: int = 4) -> list[Path]:
+def write_report(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
     """Writes ``report.html``, with ``num_texts`` texts per strategy, and its pictures."""
     curves = [curve for curve in report.curves if curve.result.records]
     clock = str(report.conditions.get("clock", "measured"))
@@ -108,7 +108,7 @@ def write_report(report: Report, *, num_texts: int = 4) -> list[Path]:
 
 
 def text_of(
-    report: Report, prompt: int
+    report: ResultsReport, prompt: int
 ) -> list[tuple[Result, RequestResult, Sequence[int] | None]]:
     """Per strategy, the output of one prompt and its ``token_ends``.
 
@@ -141,7 +141,7 @@ def _row(curve: Curve) -> Mapping[str, Any]:
     return {**row, "loop_share": summary.get("loop_share")}
 
 
-def _text_pictures(report: Report) -> dict[str, bytes]:
+def _text_pictures(report: ResultsReport) -> dict[str, bytes]:
     """The first outputs in colour, by file name without extension."""
     pictures = {}
     for i, result in enumerate((c.result for c in report.curves[:_MAX_PICTURES]), start=1):
@@ -152,7 +152,7 @@ def _text_pictures(report: Report) -> dict[str, bytes]:
     return pictures
 
 
-def _trace(report: Report) -> tuple[dict[str, bytes], dict[str, Any]]:
+def _trace(report: ResultsReport) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Of the first traced run: its pictures by name, and what the template shows of its trees.
 
     The trees of the first two traced runs are side by side where they decode the same prompts.
@@ -193,7 +193,7 @@ def _pictures_of(folder: Path, name: str, trees: Mapping[str, Any]) -> dict[str,
 
 
 def _page(
-    report: Report, pictures: Mapping[str, bytes], trees: Mapping[str, Any], num_texts: int
+    report: ResultsReport, pictures: Mapping[str, bytes], trees: Mapping[str, Any], num_texts: int
 ) -> str:
     path = report.folder / "sweep.json"
     jobs = read_json(path) or []
@@ -224,7 +224,7 @@ def _page(
     )
 
 
-def _provenance(report: Report) -> dict[Path, str]:
+def _provenance(report: ResultsReport) -> dict[Path, str]:
     """Run folder -> its configuration and provenance, as YAML."""
     texts: dict[Path, str] = {}
     for result in (curve.result for curve in report.curves):

@@ -2,13 +2,13 @@
 
 from specdec.rivals.endpoint import Endpoint, EndpointOptions
 from specdec.rivals.environments import RUNTIMES, Runtime, install
-from specdec.rivals.process import Generation, RivalProcess
+from specdec.rivals.process import RivalOutput, RivalProcess
 
 __all__ = [
     "RUNTIMES",
     "Endpoint",
     "EndpointOptions",
-    "Generation",
+    "RivalOutput",
     "RivalProcess",
     "Runtime",
     "install",

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.parts.fields import Positive, Text, expects, validated
-from specdec.rivals.process import Generation
+from specdec.rivals.process import RivalOutput
 
 _SHOWN = 300  # characters of a server's answer that a message shows
 _COUNTERS = ("draft_tokens", "accepted_tokens")  # vllm:spec_decode_num_NAME_total
@@ -142,7 +142,7 @@ class Endpoint:
 
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
-    ) -> Generation:
+    ) -> RivalOutput:
         """Decodes one prompt; see ``RivalProcess.generate``.
 
         Without the server's counters of draft tokens every chunk counts as a pass.
@@ -167,7 +167,7 @@ class Endpoint:
             drafts = {name: after[name] - before[name] for name in _COUNTERS}
         accepted = min(drafts.get("accepted_tokens", 0), max(0, len(tokens) - 1))
         by_chunk = sum(bool(chunk.text or chunk.ids) for chunk in chunks)
-        return Generation(
+        return RivalOutput(
             tokens=tuple(tokens),
             times_s=tuple(times),
             wall_s=chunks[-1].at_s,

@@ -21,7 +21,7 @@ _SHOWN = 400  # characters of a worker's error that a message shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class RivalOutput:
     """What a worker returns for one prompt.
 
     Attributes:
@@ -82,7 +82,7 @@ class RivalProcess:
 
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
-    ) -> Generation:
+    ) -> RivalOutput:
         """Decodes one prompt.
 
         Args:
@@ -101,8 +101,8 @@ class RivalProcess:
                 "sampling": dict(sampling),
             }
         )
-        values = {name: reply[name] for name in Generation.__dataclass_fields__}
-        return Generation(
+        values = {name: reply[name] for name in RivalOutput.__dataclass_fields__}
+        return RivalOutput(
             **{**values, "tokens": tuple(reply["tokens"]), "times_s": tuple(reply["times_s"])}
         )
 

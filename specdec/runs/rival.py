@@ -20,7 +20,7 @@ from specdec.errors import UserError
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.pairs import ModelPair, PretrainedPair
 from specdec.parts.fields import Count, validated
-from specdec.rivals import RUNTIMES, Generation, RivalProcess
+from specdec.rivals import RUNTIMES, RivalOutput, RivalProcess
 from specdec.rivals.endpoint import Endpoint, EndpointOptions
 from specdec.rivals.environments import converted
 from specdec.runs.runners import (
@@ -71,7 +71,7 @@ class Server(Protocol):
 
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
-    ) -> Generation:
+    ) -> RivalOutput:
         """See ``RivalProcess.generate``."""
         ...
 
@@ -306,7 +306,7 @@ def _refuse(name: str, reasons: Sequence[tuple[bool, str]]) -> None:
             raise UserError(f"strategy={name} {reason}: leave that option or this row out")
 
 
-def _emit(request: RequestState, found: Generation, sizes: Sequence[int]) -> None:
+def _emit(request: RequestState, found: RivalOutput, sizes: Sequence[int]) -> None:
     """Emits the tokens; the last one of a pass is the target's own."""
     origins = [origin for size in sizes for origin in [*[0] * (size - 1), TARGET_ORIGIN]]
     for token, origin, at in zip(found.tokens, origins, found.times_s, strict=True):
@@ -316,7 +316,7 @@ def _emit(request: RequestState, found: Generation, sizes: Sequence[int]) -> Non
             request.emit(token, origin, request.arrival_s + at)
 
 
-def _count(request: RequestState, sizes: Sequence[int], found: Generation) -> None:
+def _count(request: RequestState, sizes: Sequence[int], found: RivalOutput) -> None:
     """Counts answers; drafts that were not accepted are spread evenly over the passes."""
     refused = max(0, found.proposed - sum(sizes) + len(sizes))
     for i, size in enumerate(sizes):

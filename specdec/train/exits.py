@@ -68,7 +68,7 @@ class HeadSpec:
         return f"{self.kind}-{self.layer}" + (f"-{self.offset}" if self.offset else "")
 
 
-class ExitHead(nn.Module):
+class TrainedExitHead(nn.Module):
     """One head; parameter names are those of its file."""
 
     def __init__(self, spec: HeadSpec, target: Target) -> None:
@@ -123,9 +123,9 @@ class ExitHeads(nn.Module):
         if not names or len(set(names)) != len(names):
             raise UserError(f"heads must be named once each, got {names}")
         self.shape = target.shape
-        self.heads = nn.ModuleDict({spec.name: ExitHead(spec, target) for spec in specs})
+        self.heads = nn.ModuleDict({spec.name: TrainedExitHead(spec, target) for spec in specs})
 
-    def __iter__(self) -> Iterator[ExitHead]:
+    def __iter__(self) -> Iterator[TrainedExitHead]:
         return iter(self.heads.values())  # type: ignore[arg-type]
 
     @property

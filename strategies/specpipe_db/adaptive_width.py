@@ -38,7 +38,7 @@ _PRIOR_MISSES = 8.0  # initial misses, with their idle steps: the correction sta
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
+class _WidthLevel:
     """The candidates for the next level of one request.
 
     Attributes:
@@ -150,7 +150,7 @@ class AdaptiveWidth(TreePolicy):
             self._idle += 0 < before == now and not request.finished
             self._num_output[request.id] = now
 
-    def _level(self, request: RequestState) -> _Level | None:
+    def _level(self, request: RequestState) -> _WidthLevel | None:
         """The best candidates below the deepest level; None if there are none."""
         tree = request.tree
         bottom = growable_level(request)
@@ -164,9 +164,9 @@ class AdaptiveWidth(TreePolicy):
         picks = picks[np.argsort(-scores.take(picks), kind="stable")]
         probs = np.exp(scores.take(picks))
         mass = float(np.exp(above).sum())
-        return _Level(request, bottom, picks, probs, probs / mass, logprobs.shape[1])
+        return _WidthLevel(request, bottom, picks, probs, probs / mass, logprobs.shape[1])
 
-    def _append(self, levels: list[_Level], num_live: int, num_roots: int) -> None:
+    def _append(self, levels: list[_WidthLevel], num_live: int, num_roots: int) -> None:
         """Turns the candidates that are worth their cost into nodes."""
         owners = np.repeat(np.arange(len(levels)), [len(level.probs) for level in levels])
         probs = np.concatenate([level.probs for level in levels])
@@ -198,7 +198,7 @@ class AdaptiveWidth(TreePolicy):
                 shares=level.shares[:count],
             )
 
-    def _mean_omitted(self, omitted: FloatArray, levels: list[_Level]) -> FloatArray:
+    def _mean_omitted(self, omitted: FloatArray, levels: list[_WidthLevel]) -> FloatArray:
         """float64[width]: running mean of the probability that all requests omit, by nodes each."""
         each = omitted / len(levels)
         if self._omitted is None:

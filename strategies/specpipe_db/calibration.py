@@ -22,7 +22,7 @@ _PRIOR = 2.0  # initial count of nodes on the path, observed and expected: a cor
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
+class _CalibratedLevel:
     """A submitted level whose nodes are not decided yet; see ``RankCalibration.add_level``."""
 
     position: int
@@ -42,7 +42,7 @@ class RankCalibration:
     def __init__(self) -> None:
         self._observed = np.full(_BINS, _PRIOR)
         self._predicted = np.full(_BINS, _PRIOR)
-        self._pending: dict[int, deque[_Level]] = {}
+        self._pending: dict[int, deque[_CalibratedLevel]] = {}
 
     def open(self, request_id: int) -> None:
         """Starts a request."""
@@ -59,7 +59,7 @@ class RankCalibration:
             ids: int64[W], node ids, most probable first.
             shares: float64[W], their shares.
         """
-        self._pending[request_id].append(_Level(position, ids, shares))
+        self._pending[request_id].append(_CalibratedLevel(position, ids, shares))
 
     def corrected(self, shares: FloatArray) -> FloatArray:
         """float64[W]: the shares of a level, best first, times the correction of their bins."""

@@ -7,14 +7,20 @@ import torch
 
 from specdec.clocks import Work
 from specdec.pairs.build import build_random
-from specdec.profiling.limits import Machine, PassWork, measure_machine, passes_of, roofline_png
+from specdec.profiling.limits import (
+    MachineLimits,
+    PassCost,
+    measure_machine,
+    passes_of,
+    roofline_png,
+)
 from specdec.profiling.passes import Sample
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "vocab_size": 61, "dtype": "float32"}
-MACHINE = Machine(copy_bytes=1, bytes_per_s=1e9, flops_per_s=2e9)
+MACHINE = MachineLimits(copy_bytes=1, bytes_per_s=1e9, flops_per_s=2e9)
 
 
-def _passes(stages: int, context: int, rows: tuple[int, ...]) -> dict[tuple[str, int], PassWork]:
+def _passes(stages: int, context: int, rows: tuple[int, ...]) -> dict[tuple[str, int], PassCost]:
     pair = build_random(**SIZES)
     samples = {
         kind: [Sample(num, (2.0, 4.0, 3.0)) for num in rows]
@@ -51,14 +57,14 @@ def test_counts_are_those_by_hand(stages: int) -> None:
 
 
 def test_the_longer_time_bounds() -> None:
-    moving = PassWork(kind="stage", rows=1, num_bytes=4_000_000, flops=2_000_000, ms=8.0)
+    moving = PassCost(kind="stage", rows=1, num_bytes=4_000_000, flops=2_000_000, ms=8.0)
     assert moving.to_json(MACHINE)["bound"] == "bytes"
     assert moving.bound_ms(MACHINE) == pytest.approx(4.0)
     assert moving.share(MACHINE) == pytest.approx(0.5)
-    computing = PassWork(kind="stage", rows=9, num_bytes=4_000_000, flops=12_000_000, ms=8.0)
+    computing = PassCost(kind="stage", rows=9, num_bytes=4_000_000, flops=12_000_000, ms=8.0)
     assert computing.to_json(MACHINE)["bound"] == "flops"
     assert computing.share(MACHINE) == pytest.approx(0.75)
-    unmeasured = PassWork(kind="head", rows=1, num_bytes=1, flops=1, ms=0.0)
+    unmeasured = PassCost(kind="head", rows=1, num_bytes=1, flops=1, ms=0.0)
     assert unmeasured.share(MACHINE) is None
 
 
@@ -67,5 +73,5 @@ def test_the_machine_is_measured_and_drawn() -> None:
     assert found.copy_bytes == 5_000_000
     assert min(found.bytes_per_s, found.flops_per_s) > 0
     works = [*_passes(1, 8, (1, 4, 16)).values()]
-    works.append(PassWork(kind="head", rows=32, num_bytes=9, flops=9, ms=0.0))  # noise: no time
+    works.append(PassCost(kind="head", rows=32, num_bytes=9, flops=9, ms=0.0))  # noise: no time
     assert roofline_png(found, works).startswith(b"\x89PNG")

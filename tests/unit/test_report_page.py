@@ -14,7 +14,7 @@ from specdec.config.job import run_job_of
 from specdec.metrics.compare import comparison_row, prompt_speedups
 from specdec.metrics.rates import drafted_by_context, drafted_by_position
 from specdec.report.origins import (
-    Piece,
+    TextPiece,
     html_text,
     origin_names,
     pieces,
@@ -53,10 +53,10 @@ def test_token_texts_add_up_to_the_text() -> None:
     found = pieces(result, ends)
     assert "".join(p.text for p in found) == result.text
     assert found == [
-        Piece("caf", 0),
-        Piece("\u00e9", -1),  # completed by the target's token
-        Piece(" <b>\u20ac", 1),
-        Piece("\n  x", -1),
+        TextPiece("caf", 0),
+        TextPiece("\u00e9", -1),  # completed by the target's token
+        TextPiece(" <b>\u20ac", 1),
+        TextPiece("\n  x", -1),
     ]
 
 
