@@ -25,9 +25,9 @@ def test_generate_equals_plain_decoding_and_streams_the_same() -> None:
     assert tuple(o for step in steps for o in step.origins) == ours.origins
     assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["length"]
     assert len(steps) == ours.metrics["target_passes"] <= 9
-    told: list[specdec.Step] = []
-    specdec.generate([1, 2, 3], overrides=OVERRIDES, pair=PAIR, on_step=told.append)
-    assert told == steps
+    steps_seen: list[specdec.Step] = []
+    specdec.generate([1, 2, 3], overrides=OVERRIDES, pair=PAIR, on_step=steps_seen.append)
+    assert steps_seen == steps
 
 
 PIPELINE = ["strategy=specpipe", "executor.stages=3", "clock=simulated"]
@@ -43,11 +43,11 @@ def test_cancelling_leaves_nothing_behind(more: list[str]) -> None:
             first = step
             break
         assert first.finish_reason is None
-        asked: list[specdec.Step] = []
+        seen: list[specdec.Step] = []
 
         def until_four(step: specdec.Step) -> bool:
-            asked.append(step)
-            return sum(len(s.tokens) for s in asked) < 4
+            seen.append(step)
+            return sum(len(s.tokens) for s in seen) < 4
 
         part = decoder.generate([1, 2, 3], on_step=until_four)
         assert part.finish_reason == "cancelled"
@@ -66,9 +66,9 @@ def test_an_error_of_the_callback_ends_its_request_only(more: list[str]) -> None
         whole = decoder.generate([4, 5, 6])
 
         def fail(_step: specdec.Step) -> None:
-            raise ArithmeticError("told so")
+            raise ArithmeticError("its own error")
 
-        with pytest.raises(ArithmeticError, match="told so"):
+        with pytest.raises(ArithmeticError, match="its own error"):
             decoder.generate([1, 2, 3], on_step=fail)
         assert decoder.generate([4, 5, 6]).tokens == whole.tokens
 
