@@ -1,6 +1,6 @@
 """Early exits on ranks give the candidates, steps and counts of the in-process pipeline.
 
-Ranks are threads here; ``test_parity.py`` uses processes.
+Ranks are threads here; ``test_equality.py`` also uses processes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import pytest
 import torch
 
 from specdec.clocks.meter import Meter
-from specdec.executors import ExitStage
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, save_hf
 from specdec.types import NO_NODE, Batch, Exits, Output, PrefillChunk, TreeRows
 from tests.distributed.fake_ranks import ThreadGroup, thread_ranks
 from tests.distributed.support import PROMPTS, config, counted, rejection, runner
-from tests.exits import going_on
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
@@ -121,24 +119,6 @@ def test_stages_of_several_devices(groups: list[int]) -> None:
     three = exits("ppsd_multi", 2, 2, executor__groups=groups)
     three["source"]["further_exits"] = [3, 7]  # of [2, 1], two ranks of one stage have them
     same_exits(three)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "layer", "found"), [("ppsd", 3, [0, 1, 0, 0]), ("ppsd_multi", 2, [1, 1, 0, 0])]
-)
-def test_ranks_have_their_own_heads_alone(
-    strategy: str, layer: int, found: list[int], group: ThreadGroup
-) -> None:
-    with runner(exits(strategy, 4, layer, executor__transport="distributed")):
-        stages = [session._stage for session in group.sessions.values()]
-    assert [s.num_exits if isinstance(s, ExitStage) else 0 for s in stages] == found
-
-
-def test_tokens_come_from_both_exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above covers both cases: some nodes wait for the second rank's exit."""
-    waited = going_on(monkeypatch)
-    decoded(exits("ppsd_multi", 4, 2), "distributed")
-    assert set(waited) == {False, True}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Hidden states from ranks equal those of the in-process pipeline.
 
-Ranks are threads here; ``test_parity.py`` uses processes.
+Ranks are threads here; ``test_equality.py`` also uses processes.
 """
 
 from __future__ import annotations
@@ -137,17 +137,6 @@ def test_rows_are_those_of_one_process(layout: Layout) -> None:
     """Rows in flight are pruned on the ranks and in rank 0's records."""
     policy = LEVELS if layout["stages"] > 1 else Static(branching=[3, 2])
     assert same_rows(policy, layout) >= 24
-
-
-@pytest.mark.parametrize(
-    ("stages", "policy", "sampling"),
-    [(2, "medusa", "t06"), (3, "medusa", "no_repeat4"), (8, "specpipe", "greedy")],
-)
-def test_medusa_counts_what_it_does_in_one_process(stages: int, policy: str, sampling: str) -> None:
-    values = config("medusa", stages, sampling, batch_size=2)
-    if policy != "medusa":
-        values["policy"] = config(policy, stages)["policy"]
-    same(values)
 
 
 def test_heads_that_sample_count_what_they_do_in_one_process() -> None:
