@@ -15,16 +15,6 @@ from tests.matrix.cells import option
 STEPS = 5  # between the steps of the two numbers of nodes that are compared
 
 
-@pytest.mark.parametrize("group", ["source", "executor"])
-def test_every_option_says_what_it_needs(group: str) -> None:
-    assert [name for name, path in options(group).items() if not stated(path, "Needs")] == []
-
-
-def test_every_policy_says_what_it_costs() -> None:
-    silent = [name for name, path in options("policy").items() if not stated(path, "Costs")]
-    assert silent == []
-
-
 WITHOUT_ROWS = {"adaptive", "amusd", "dsi", "flowspec", "pearl", "pipespec", "ssd", "staged_tree"}
 """Policies whose number of rows is none of their keys."""
 
@@ -54,22 +44,6 @@ def test_a_preset_has_what_its_parts_say(capsys: pytest.CaptureFixture[str]) -> 
                 assert stated(options(group)[part], "Needs") in lines[name]
             elif group == "policy":
                 assert stated(options(group)[part], "Costs") in lines[name]
-
-
-def test_a_tree_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Parts without such lines are listed too."""
-    for group in ("policy", "strategy"):
-        (tmp_path / group).mkdir()
-    (tmp_path / "policy" / "mine.yaml").write_text("# Mine.\n_target_: mine.Policy\n")
-    preset = "# @package _global_\ndefaults:\n  - override /policy: mine\n"
-    (tmp_path / "strategy" / "mine.yaml").write_text(
-        f"{preset}  - override /executor: ppsd\nstrategy: {{name: mine, title: my own}}\n"
-    )
-    assert main(["list", "--config-dir", str(tmp_path), "strategies"]) == 0
-    (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["mine"]
-    ]
-    assert line.strip().endswith("my own; needs a device per stage")
 
 
 def test_an_option_has_the_lines_of_the_one_that_it_extends(tmp_path: Path) -> None:

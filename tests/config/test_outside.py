@@ -10,13 +10,9 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.main import main
-from specdec.clocks import Clock, MeasuredClock
-from specdec.clocks.build import clock_kind
 from specdec.config.comparison import compose_comparison
 from specdec.config.job import run_job_of
-from specdec.data import DataReader
 from specdec.errors import UserError
-from specdec.interfaces import Logger, Scheduler
 from specdec.testing import assert_lossless, certify_overrides
 from tests.config.outside import OUTSIDE, Outside, make_folder
 
@@ -64,50 +60,6 @@ def test_run_and_compare_find_it(own_tree: Path) -> None:
     assert [job.name for job in rows.jobs] == ["ar", "mine"]
 
 
-def test_list_shows_it(own_tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "--config-dir", str(own_tree), "strategies"]) == 0
-    assert "my own" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("_target_: mypolicies.Greedy\nreech: 3\n", "reach"),
-        ("_target_: mypolicies.Greedy\n", "lacks reach"),
-        ("_target_: mypolicies.Greedy\nreach: far\n", "reach='far'.*valid integer"),
-        ("_target_: mypolicies.Greedy\nreach: 3\nshapes: [a]\n", r"shapes\[0\]='a'"),
-        ("_target_: mypolicies.Greedy\nreach: 3\nrunner: 7\n", "runner"),
-        ("_target_: mypolicies.Gredy\nreach: 3\n", "Gredy"),
-        ("_target_: nowhere.Greedy\nreach: 3\n", "nowhere"),
-        ("_target_: os.system\nreach: 3\n", "not a class"),
-        ("_target_: math.pi\nreach: 3\n", "math.pi"),
-        ("reach: 3\n", "_target_"),
-    ],
-)
-def test_a_wrong_yaml_is_refused_before_anything_is_built(
-    own_tree: Path, text: str, word: str
-) -> None:
-    (own_tree / "policy" / "greedy.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=word):
-        run_job_of(["strategy=mine", "model=random"], [own_tree])
-
-
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("executor.groups=[1,2]", "names 2 stages"),
-        ("executor.stages=0", "at least 1"),
-        ("+executor.stagse=2", "did you mean stages"),
-        ("trace=true", "needs a process per stage"),
-    ],
-)
-def test_an_executor_states_and_checks_its_own_keys(word: str, reason: str) -> None:
-    """Under any path of its class, so also one from outside."""
-    target = "executor._target_=specdec.executors.pipeline.PipelineExecutor"
-    with pytest.raises(UserError, match=reason):
-        run_job_of(["model=random", "executor=pipeline", target, word])
-
-
 SMALL = ["model=random", "data.limit=3", "max_new_tokens=12"]
 
 
@@ -135,12 +87,6 @@ def lines(path: Path) -> list[dict[str, object]]:
     """The requests; of a prompt that was measured again, on a busy machine, the last line."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return list({line["id"]: line for line in found}.values())
-
-
-def test_each_kind_lists(folder: Path, part: Outside, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("list", part.title) == 0
-    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:] if line.strip()]
-    assert part.option in rows
 
 
 @pytest.mark.slow
@@ -183,20 +129,6 @@ def test_an_alias_of_the_author_bounds_the_key(folder: Path, part: Outside) -> N
         run_job_of([*SMALL, *part.overrides, part.bad], [folder / "conf"])
 
 
-def test_the_objects_have_the_methods_of_their_protocols(folder: Path) -> None:
-    from csv_logger import CsvLogger
-    from csv_prompts import CsvPrompts
-    from roofline import Roofline
-    from shortest import ShortestFirst
-
-    clock = Roofline(stage_gb=1.0, draft_gb=1.0, bandwidth_gb_s=1.0, tflops=1.0)
-    assert isinstance(clock, Clock)
-    assert isinstance(MeasuredClock(), Clock)
-    assert isinstance(CsvPrompts(path="prompts.csv", column="prompt"), DataReader)
-    assert isinstance(CsvLogger(path="x.csv", metrics=["a"]), Logger)
-    assert issubclass(ShortestFirst, Scheduler)
-
-
 def test_an_outside_clock_gives_the_times(folder: Path) -> None:
     """Virtual times do not depend on the machine: a pass reads 14 GB at 2000 GB/s."""
     words = [*SMALL, "strategy=ar", "clock=roofline", "trace=true", "output_dir=out"]
@@ -219,11 +151,6 @@ def test_an_outside_scheduler_chooses_the_order(folder: Path) -> None:
     assert lines(folder / "fifo" / "requests.jsonl")[0]["id"] == 0
 
 
-def test_an_outside_scheduler_says_what_it_does_not_follow(folder: Path) -> None:
-    words = [*SMALL, "serving=shortest", "serving.feeding=iteration", "output_dir=out"]
-    assert command("run", *words) == 2
-
-
 @pytest.mark.slow
 def test_an_outside_reader_gives_prompts_and_provenance(folder: Path) -> None:
     words = ["data=csv", "data.path=prompts.csv", "data.limit=2", "max_new_tokens=4"]
@@ -234,22 +161,6 @@ def test_an_outside_reader_gives_prompts_and_provenance(folder: Path) -> None:
     assert len(record["data"]["sha256"]) == 64
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["data.path=nowhere.csv"], "data.path='nowhere.csv' is not a file"),
-        (["data.path=prompts.csv", "data.column=text"], "choose one of prompt, topic"),
-        (["data.path=prompts.csv", "data.subset=a"], r"data\.subset=a is not used by data=csv"),
-        ([], r"data\.path"),
-    ],
-)
-def test_an_outside_reader_is_refused_before_models_are_loaded(
-    folder: Path, words: list[str], reason: str
-) -> None:
-    with pytest.raises(UserError, match=reason):
-        run_job_of(["data=csv", *words], [folder / "conf"])
-
-
 @pytest.mark.slow
 def test_an_outside_logger_gets_every_row(folder: Path) -> None:
     words = [*SMALL, "strategies=[ar,speculative]", "logger=csv", "output_dir=out"]
@@ -258,8 +169,3 @@ def test_an_outside_logger_gets_every_row(folder: Path) -> None:
         rows = list(csv.DictReader(stream))
     assert [row["strategy"] for row in rows] == ["ar", "speculative"]
     assert float(rows[0]["acceptance_length"]) == 1.0
-
-
-def test_a_clock_without_a_kind_is_refused() -> None:
-    with pytest.raises(UserError, match="set the class attribute kind"):
-        clock_kind({"_target_": "fractions.Fraction"})

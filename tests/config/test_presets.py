@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from flat import flat_text
@@ -15,8 +12,7 @@ from flat import flat_text
 from specdec.config.comparison import compose_comparison
 from specdec.config.hydra import compose_config
 from specdec.config.job import Job, run_job_of
-from specdec.config.options import GROUPS, PARTS, first_comment, flatten, options, own_values
-from specdec.errors import UserError
+from specdec.config.options import GROUPS, PARTS, flatten, options, own_values
 
 PRESETS = sorted(options("strategy"))
 OURS = [name for name in PRESETS if not name.startswith(("hf_", "ort_", "openvino_", "endpoint"))]
@@ -102,34 +98,6 @@ def test_a_replaced_part_is_wholly_replaced(preset: str) -> None:
             assert job.config["choices"][group] == option
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", ["sampling", "clock", "data", "logger"])
-def test_every_option_of_a_group_composes(
-    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extra = ModuleType("wandb")  # an extra, which need not be installed to compose its option
-    extra.__spec__ = ModuleSpec("wandb", None)
-    monkeypatch.setitem(sys.modules, "wandb", extra)
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"q": "text"}\n', encoding="utf-8")
-    needs = {"jsonl": [f"data.path={file}", "data.field=q"], "text": [f"data.path={file}"]}
-    for option in options(group):
-        job = run_job_of([*RANDOM, f"{group}={option}", *needs.get(option, [])])
-        assert job.config["choices"][group] == option
-
-
-@pytest.mark.parametrize("name", sorted(options("profile")))
-def test_every_profile_crosses_the_door_with_its_costs(name: str) -> None:
-    from specdec.clocks import CostCurve
-
-    clock = run_job_of([*RANDOM, "clock=simulated", f"clock.profile={name}"]).config["clock"]
-    assert clock["profile"] == name
-    assert clock["note"]
-    for curve in clock["costs"].values():
-        tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in curve.items()}
-        assert CostCurve(**tuples)(1) > 0
-
-
 def test_the_pinned_profile_gives_the_pinned_stage_times() -> None:
     """T(1) = 37.8 ms, T(64) = 48 ms with prune and transfer, 6 ms per 64 more."""
     from specdec.clocks import CostCurve
@@ -163,32 +131,6 @@ def test_default_configuration_has_not_drifted() -> None:
     """A changed default changes everybody's results: it has to be seen in a diff."""
     kept = (Path(__file__).parent / "flat.yaml").read_text(encoding="utf-8")
     assert kept == flat_text(), "run: python tests/config/flat.py > tests/config/flat.yaml"
-
-
-def test_every_option_says_what_it_is_and_every_key_has_a_comment() -> None:
-    for group in GROUPS:
-        for path in options(group).values():
-            assert first_comment(path), path
-            if group == "strategy":
-                assert own_values(path)["strategy"]["name"] == path.stem
-            for line in path.read_text(encoding="utf-8").splitlines():
-                key = line.partition(":")[0].strip()
-                told = "#" in line or key in (
-                    "_target_", "kind", "defaults", "name", "title", "strategy", "method", "seed",
-                    "draft", "cheap", "sources", "inner", "options", "strategy", "children",
-                )  # fmt: skip
-                assert told or not key or key.startswith("- "), f"{path.name}: {line}"
-
-
-def test_every_key_of_a_recipe_has_a_comment() -> None:
-    """But the shares of named streams and sizes of packages, which say what they are."""
-    for path in options("train").values():
-        section = ""
-        for line in path.read_text(encoding="utf-8").splitlines():
-            key = line.partition(":")[0]
-            section = section if line.startswith((" ", "#")) else key
-            told = "#" in line or section in ("packages", "weights", "distill_weights")
-            assert told or not key or line.lstrip().startswith("- "), f"{path.name}: {line}"
 
 
 class TestCompare:
@@ -227,27 +169,3 @@ class TestCompare:
         for job in rows.jobs:
             assert job.config["executor"]["_target_"] == "specdec.executors.PipelineExecutor"
             assert job.config["executor"]["stages"] == 4
-
-    def test_executor_is_applied_to_every_row(self) -> None:
-        rows = compose_comparison(["strategies=[ar,specpipe]", *RANDOM, "executor=local"])
-        assert all("stages" not in job.config["executor"] for job in rows.jobs)
-
-    @pytest.mark.parametrize(
-        ("overrides", "word"),
-        [
-            (["strategies=[ar,speculativ]"], "speculative"),
-            (["strategies=[ar,ar]"], "twice"),
-            (["strategies=[]"], "list"),
-            (["strategies=ar"], "list"),
-            (["strategy=ar"], "strategies"),
-            (["strategies=[ar,staged]", "policy.widht=3"], "none of the rows"),
-            (["strategies=[ar]", "policy=chain"], "none of the rows"),
-            (["strategies=[ar,staged]", "policy=chian"], "chain"),
-            (["strategies=[ar]", "repeats=0"], "repeats"),
-            (["strategies=[ar,hf_generate]", "executor.stages=4"], "hf_generate"),
-            (["strategies=[ar,hf_generate]", "clock=simulated"], "hf_generate"),
-        ],
-    )
-    def test_what_cannot_be_compared_is_refused(self, overrides: list[str], word: str) -> None:
-        with pytest.raises(UserError, match=word):
-            compose_comparison([*RANDOM, *overrides])

@@ -90,33 +90,6 @@ def test_python_blocks_are_python(page: str) -> None:
             ast.parse(block.text, filename=block.place)
 
 
-def test_the_harness_finds_and_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A harness that found nothing, or took everything, would pass for ever."""
-    page = tmp_path / "p.md"
-    page.write_text(
-        "Text.\n\n<!-- run -->\n\n    A=1 specdec list   # words\n    specdec run \\\n"
-        "        strategy=nowhere\n\n    drawing --> here\n\n"
-        "```bash\nmake nothing-of-the-kind\n```\n"
-    )
-    monkeypatch.setattr("tests.docs.blocks.ROOT", tmp_path)
-    found = blocks(page)
-    assert [block.mark for block in found] == ["run", ""]
-    words = [command.words for block in found for command in commands(block)]
-    assert words == [
-        ("specdec", "list"),
-        ("specdec", "run", "strategy=nowhere"),
-        ("make", "nothing-of-the-kind"),
-    ]
-    check(words[0])
-    with pytest.raises(UserError, match="nowhere"):
-        check(words[1])
-    with pytest.raises(AssertionError):
-        check(words[2])
-    shown = Block(page, 1, "", "strategy  tokens/s\nar  12.5", "output")
-    assert not not_printed(shown, "strategy tokens/s\n----\nar 3.25\n")
-    assert not_printed(shown, "strategy tokens/s\nspeculative 3.25\n") == ["ar  12.5"]
-
-
 def test_there_are_commands_to_check() -> None:
     found = [c for page in pages() for block in blocks(page) for c in commands(block)]
     assert len(found) > 30

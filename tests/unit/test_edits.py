@@ -6,7 +6,6 @@ import ast
 import json
 import re
 
-import numpy as np
 import pytest
 
 from specdec.config.job import run_job_of
@@ -14,7 +13,6 @@ from specdec.data.edits import KINDS, MAX_CHARS, TURNS, EditPrompts, edit_turns
 from specdec.errors import UserError
 from specdec.metrics import summarise
 from specdec.pairs import build_pair
-from specdec.pairs.transcript import TranscriptModels
 from specdec.runs.jobs import prepare
 from specdec.runs.runners import PartsRunner
 from specdec.state import StopRules
@@ -116,11 +114,3 @@ def test_suffix_decoding_copies_what_prompt_lookup_cannot():
         assert summary["loop_share"] < 0.1
     assert outputs["suffix"] == outputs["prompt_lookup"]
     assert lengths["suffix"] > 1.3 * lengths["prompt_lookup"]
-
-
-def test_positions_beyond_the_text_repeat_the_end(texts):
-    pair = TranscriptModels(texts=str(texts[0]))
-    (request, prompt), _ = pair.prompts()
-    after = pair.hidden.tokens(request, np.arange(len(prompt) + 200))
-    assert after[: len(prompt)].tolist() == prompt.tolist()
-    assert set(after[-50:].tolist()) == pair.eos_ids

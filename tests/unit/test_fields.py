@@ -15,7 +15,6 @@ import pytest
 from pydantic import Field
 
 from specdec.config.options import options, own_values
-from specdec.errors import UserError
 from specdec.parts.build import build_part
 from specdec.parts.fields import (
     Count,
@@ -78,12 +77,6 @@ def test_values_are_strict(hint: Any, good: list[Any], bad: list[Any], message: 
     assert message in error
 
 
-def test_the_element_that_is_wrong_is_named() -> None:
-    make = make_dataclass("Values", [("branching", Sequence[Count])])
-    (error,) = errors_of(make, {"branching": [1, 0]}, "policy.")
-    assert error.startswith("policy.branching[1]=0 cannot be used")
-
-
 class Part:
     @validated
     def __init__(
@@ -123,49 +116,6 @@ def test_a_constructor_keeps_to_its_signature() -> None:
         Part()  # type: ignore[call-arg]
 
 
-def test_objects_stay_out_of_the_schema() -> None:
-    known = signature_of(Part)
-    assert tuple(known.plain) == ("size", "shares", "low", "word", "width", "free")
-    assert known.objects.keys() == {"inner", "runner", "handle", "load"}
-    assert known.objects["runner"] is None, "imported under TYPE_CHECKING only"
-
-
-@pytest.mark.parametrize(
-    ("values", "word"),
-    [
-        ({"size": 0}, r"p.size=0 cannot be used"),
-        ({"size": "3"}, r"p.size='3'"),
-        ({"size": 1, "width": 0}, r"p.width=0"),
-        ({"size": 1, "sise": 2}, r"no key 'sise': did you mean size"),
-        ({"size": 1, "runner": 2}, r"no key 'runner'"),
-        ({"size": 1, "handle": {"size": 2}}, r"no key 'handle'"),
-        ({}, r"lacks size: add p.size=VALUE"),
-        ({"size": 1, "inner": {"_target_": f"{__name__}.Part", "size": 0}}, r"p.inner.size=0"),
-        ({"size": 1, "inner": {"_target_": "subprocess.Popen", "args": "x"}}, "is not a Part"),
-    ],
-)
-def test_a_node_is_checked_against_the_same_signature(values: dict[str, Any], word: str) -> None:
-    node = {"_target_": f"{__name__}.Part", **values}
-    with pytest.raises(UserError, match=word):
-        build_part(node, None, "p")
-    with pytest.raises(UserError, match=word):
-        build_part(node, {}, "p")
-
-
-class Sized:
-    def __init__(self, *, vocab_size: Width) -> None:
-        self.vocab_size = vocab_size
-
-
-def test_keys_that_the_program_fills_depend_on_the_section() -> None:
-    node = {"_target_": f"{__name__}.Sized", "vocab_size": 3}
-    build_part(node, None, "model")
-    assert build_part(node, {}, "model").vocab_size == 3
-    for at in ("source", "source.draft"):
-        with pytest.raises(UserError, match="no key 'vocab_size'"):
-            build_part(node, None, at)
-
-
 def test_nodes_become_parts() -> None:
     inner = {"_target_": f"{__name__}.Part", "size": 1}
     node = {"_target_": f"{__name__}.Part", "size": 2, "width": 3, "inner": inner}
@@ -174,18 +124,6 @@ def test_nodes_become_parts() -> None:
     assert part.given[0] == 2, "a key of the node is not replaced"
     assert part.given[3].given == (1, (), None, None)
     assert build_part({**node, "size": 4}, {}, "p").given[0] == 4
-
-
-def test_evaluated_annotations_are_read_alike() -> None:
-    """A module without ``from __future__ import annotations`` has objects in place of texts."""
-    scope: dict[str, Any] = {"Annotated": Annotated, "Field": Field, "Size": Count}
-    source = "def make(self, *, a: Size, b: Annotated[float, Field(gt=0)] | None = None): pass"
-    exec(compile(source, "<own>", "exec", dont_inherit=True), scope)
-    make = validated(scope["make"])
-    make(None, a=1, b=0.5)
-    for wrong in ({"a": 0}, {"a": 1, "b": 0.0}):
-        with pytest.raises(ValueError, match="cannot be used"):
-            make(None, **wrong)
 
 
 def test_every_part_with_bounds_also_keeps_them_from_python() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import yaml
 
 from specdec.cli.main import main
-from specdec.config.options import options
 
 RANDOM = "model=random"
 EXPERIMENT = """# @package _global_
@@ -51,16 +49,6 @@ class TestCfg:
         assert "choices" in config
         assert "hydra" not in config
 
-    def test_hydra(self, capsys) -> None:
-        (config,) = printed(capsys, "--cfg", "hydra")
-        assert config.keys() == {"hydra"}
-        assert config["hydra"]["job"]["chdir"] is False
-
-    def test_all(self, capsys) -> None:
-        (config,) = printed(capsys, "--cfg=all", "hydra.job.name=x")
-        assert config["hydra"]["job"]["name"] == "x"
-        assert config["policy"]["gamma"]
-
     @pytest.mark.parametrize("command", ["run", "verify", "profile", "compare"])
     def test_invalid_values_are_shown_with_the_reason(self, command: str, capsys) -> None:
         assert main([command, "--cfg", RANDOM, "sampling.top_p=7"]) == 0
@@ -68,70 +56,12 @@ class TestCfg:
         assert yaml.safe_load(out)["sampling"]["top_p"] == 7
         assert err.startswith("note: this configuration cannot be run: sampling.top_p=7")
 
-    def test_missing_values_are_shown(self, capsys) -> None:
-        assert main(["run", "--cfg", "model=hf"]) == 0
-        assert yaml.safe_load(capsys.readouterr().out)["model"]["target"] == "???"
-
     def test_a_sweep_shows_every_job_and_runs_none(self, capsys) -> None:
         jobs = printed(capsys, "-m", "--cfg", "job", "policy.gamma=2,4", "seed=range(2)")
         assert [(j["policy"]["gamma"], j["seed"]) for j in jobs] == [(2, 0), (2, 1), (4, 0), (4, 1)]
 
-    def test_another_word_is_refused(self, capsys) -> None:
-        assert main(["run", "--cfg=everything"]) == 2
-        assert "job, hydra, all" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        (["--hydra-help"], "--help"),
-        (["--shell-completion", "install=bash"], "specdec list"),
-        (["-sc", "install=bash"], "specdec list"),
-        (["--config-name", "mine"], "+experiment=NAME"),
-        (["--config-name=mine"], "+experiment=NAME"),
-        (["-cn", "mine"], "+experiment=NAME"),
-        (["--config-path", "conf"], "--config-dir"),
-        (["--package", "model"], "--cfg"),
-        (["--run"], "leave it out"),
-        (["--mutlirun"], "--multirun"),
-        (["hydra.run.dir=x"], "output_dir"),
-        (["-m", "seed=1,2", "hydra.sweep.dir=x"], "output_dir=DIR"),
-        (["-m", "seed=1,2", "hydra.sweep.subdir=x"], "output_dir=DIR"),
-        (["-m", "seed=1,2", "hydra/sweeper=optuna"], "policy.gamma=2,4,8"),
-        (["-m", "seed=interval(0,1)"], "seed=1,2,3"),
-        (["+experiment=none"], "--config-dir"),
-        (["-cd", "tree", "+experiment=tabel"], "table"),
-        (["-cd", "tree", "experiment=table"], "+experiment=table"),
-    ],
-)
-def test_what_does_not_apply_is_refused_with_the_way(words, remedy, capsys) -> None:
-    assert main(["run", RANDOM, *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert remedy in err
-    assert not Path("outputs").exists()
-
-
-def test_info_prints_what_hydra_knows(elsewhere: Path) -> None:
-    """In a process of its own, since Hydra sets up logging for it."""
-    words = ["run", "--info", "searchpath", "-cd", "tree", "strategy=ar"]
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec.cli.main", *words],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0
-    assert str(elsewhere / "tree") in done.stdout + done.stderr
-    assert not Path("outputs").exists()
-
 
 class TestExperiment:
-    def test_it_adds_its_values(self, capsys) -> None:
-        (config,) = printed(capsys, "--cfg", "-cd", "tree", "+experiment=single")
-        assert (config["seed"], config["strategy"]["name"]) == (7, "ar")
-
     @pytest.mark.parametrize("flags", [["+experiment=table"], ["-m", "+experiment=single"]])
     def test_its_sweep_is_shown(self, flags: list[str], capsys) -> None:
         jobs = printed(capsys, "--cfg", "--config-dir=tree", *flags)
@@ -147,13 +77,6 @@ class TestExperiment:
         assert main(["run", RANDOM, *words]) == 0
         assert [name for _, name in seen] == ["max_new_tokens=3", "max_new_tokens=4"]
         assert all(config["seed"] == 7 for config, _ in seen)
-
-
-def test_all_options_of_a_group_are_swept_by_glob(capsys) -> None:
-    jobs = printed(capsys, "-m", "--cfg", "verifier=glob(r*)")
-    names = [name for name in options("verifier") if name.startswith("r")]
-    assert len(names) > 1
-    assert [job["choices"]["verifier"] for job in jobs] == names
 
 
 class TestTargets:
@@ -180,14 +103,6 @@ class TestTargets:
             assert f"{group}._target_=subprocess.Popen" in capsys.readouterr().err
         assert not Path("X").exists()
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("key", ["source.draft", "source.cheap"])
-    def test_inside_another_part(self, key: str, capsys) -> None:
-        words = [f"{key}._target_=subprocess.Popen", f"+{key}.args=[touch,X]"]
-        assert main(["run", RANDOM, "strategy=staged", *words]) == 2
-        assert f"{key}._target_=subprocess.Popen is not a TokenSource" in capsys.readouterr().err
-        assert not Path("X").exists()
-
     def test_in_a_job_file_of_a_worker(self, capsys) -> None:
         words = ["strategy=specpipe", "executor.transport=distributed", "executor.stages=2"]
         (config,) = printed(capsys, "--cfg", *words)
@@ -197,19 +112,6 @@ class TestTargets:
             assert main(["worker", "job.yaml", "out"]) == 2
             assert f"{group}._target_=subprocess.Popen" in capsys.readouterr().err
         assert not Path("X").exists()
-
-    def test_of_a_launcher_in_an_experiment(self, capsys) -> None:
-        text = "# @package _global_\nhydra:\n  launcher: {_target_: subprocess.Popen}\n"
-        (Path("tree") / "experiment" / "bad.yaml").write_text(text, encoding="utf-8")
-        assert main(["run", "-m", RANDOM, "-cd", "tree", "+experiment=bad", "seed=1,2"]) == 2
-        assert "hydra.launcher._target_=subprocess.Popen" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        "word", ["source=../../x", "source=../source/ngram", "strategy=a/../b", "strategy=/etc/x"]
-    )
-    def test_options_do_not_leave_the_tree(self, word: str, capsys) -> None:
-        assert main(["run", RANDOM, word]) == 2
-        assert word in capsys.readouterr().err
 
 
 @pytest.mark.slow

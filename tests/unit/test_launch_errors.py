@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -36,22 +34,6 @@ def test_torchrun_of_a_command_that_starts_its_own_ranks(
     assert main(["run", "--help"]) == 0
 
 
-def test_srun_of_a_command_that_starts_its_own_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    assert main(["compare", "model=random"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "srun has started `specdec compare` 8 times" in line
-    assert "give srun the command `specdec worker CONFIG OUTPUT_DIR`" in line
-    monkeypatch.setenv("SLURM_PROCID", "5")
-    assert main(["compare", "model=random"]) == 2
-    assert capsys.readouterr().err == "", "one process tells"
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert main(["compare", "--help"]) == 0
-
-
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -79,35 +61,3 @@ def test_a_level_per_step_on_one_stage_gains_nothing() -> None:
     (note,) = notes
     assert note.startswith("specpipe feeds one tree level per step")
     assert "executor.stages=2" in note
-
-
-def test_ctrl_c_during_training(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(what: str, _config: dict[str, Any]) -> int:
-        assert what == "tokenizer"
-        os.kill(os.getpid(), signal.SIGINT)
-        return 0
-
-    monkeypatch.setattr("specdec.train.cli.run", run)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert main(["train", "tokenizer"]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "specdec: interrupted; start the same command again to continue"
-
-
-def test_a_message_keeps_its_remedy_whatever_the_value(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(_words: list[str]) -> int:
-        raise UserError(f"model.target={'a' * 9000} does not exist: give a folder")
-
-    monkeypatch.setattr("specdec.cli.list.main", refuse)
-    assert main(["list"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert len(line) < 1100
-    assert line.startswith("specdec: model.target=aaa")
-    assert line.endswith("does not exist: give a folder")

@@ -18,7 +18,7 @@ from specdec.train.draft import DistillationLoss, divergence
 from specdec.train.lm import Pretraining, held_out_loss
 from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
 from specdec.train.plan import Phase, RunPlan
-from specdec.train.samples import Sampling, generate, pick
+from specdec.train.samples import Sampling, generate
 from specdec.train.sections import build
 from specdec.train.session import Session
 from specdec.train.streams import Mixture, encode
@@ -132,16 +132,6 @@ def test_distillation_lowers_the_divergence(tmp_path):
     after = gap(run.run())
     assert after < 0.6 * before
     assert divergence(target(tokens)[0], target(tokens)[0]).abs() < 1e-6
-
-
-def test_pick_follows_top_k_top_p_and_temperature():
-    logits = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1])).expand(4000, 4)
-    generator = torch.Generator().manual_seed(0)
-    assert set(pick(logits, Sampling(), generator).tolist()) == {0}
-    picked = pick(logits, Sampling(temperature=1.0, top_p=0.65, top_k=3), generator)
-    counts = torch.bincount(picked, minlength=4) / 4000
-    # 4/9 and 3/9 of the top three reach 0.65; five standard deviations are 0.04.
-    assert torch.allclose(counts, torch.tensor([4 / 7, 3 / 7, 0.0, 0.0]), atol=0.04)
 
 
 def test_yaml_defaults_are_the_recipes_arguments():

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.metrics.loops import repeated_ngrams
-from specdec.train.lm import Pretraining
 from specdec.train.model import LanguageModel, ModelShape
 from specdec.train.plan import Phase, RunPlan
-from specdec.train.samples import Sampling, generate
 from specdec.train.streams import Mixture
 from specdec.train.unlikelihood import UnlikelihoodLoss, mark_repeated
 
@@ -37,33 +33,6 @@ def test_a_token_is_marked_when_a_repetition_covers_it(tokens, n):
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     again = [i for i, gram in enumerate(grams) if gram in grams[:i]]
     assert marked.tolist() == [any(i <= t < i + n for i in again) for t in range(len(tokens))]
-
-
-@pytest.mark.slow
-def test_loops_fade_and_text_that_does_not_repeat_stays_likely(tmp_path):
-    """A model of two lines: 1 to 10 over and over, and 50 to 249; the first is trained away."""
-    lines = {"short": np.arange(4000) % 10 + 1, "long": np.arange(6000) % 200 + 50}
-    streams = {name: line.astype(np.uint16) for name, line in lines.items()}
-    both = Mixture(streams, {"short": 0.5, "long": 0.5}, 1)
-    model = Pretraining(toy(), both, plan(100), tmp_path / "a").run()
-    prompts = torch.arange(8)[:, None] + torch.arange(1, 4)
-
-    def continued() -> tuple[np.ndarray, float]:
-        generator = torch.Generator().manual_seed(1)
-        new = generate(model, prompts, 40, [Sampling()], generator).numpy()
-        return new, float(np.mean([repeated_ngrams(row.tolist(), 6).mean() for row in new]))
-
-    new, before = continued()
-    assert before > 0.4
-    rows = [np.concatenate(([0], mark_repeated(row, vocab_size=VOCAB, ngram=6))) for row in new]
-    samples = Mixture({"samples": np.concatenate(rows).astype(np.uint16)}, {"samples": 1.0}, 4)
-    loss = UnlikelihoodLoss(samples, weight=1.0, batch=4, length=32)
-    text = Mixture(streams, {"long": 1.0}, 2)
-    inputs, targets = text.batch(8, 32)
-    fluent = model.loss(inputs, targets).item()
-    Pretraining(model, text, plan(40), tmp_path / "b", loss=loss).run()
-    assert model.loss(inputs, targets).item() < fluent + 0.1
-    assert continued()[1] < 0.4 * before
 
 
 def test_without_marks_the_loss_is_that_of_the_text():

@@ -20,7 +20,7 @@ from specdec.train.plan import RunPlan
 from specdec.train.sections import build
 from specdec.train.streams import Mixture, compact
 from specdec.train.tokenizer import save_tokenizer, train_tokenizer
-from specdec.train.unlikelihood import UnlikelihoodLoss, mark_repeated, minus_log_rest
+from specdec.train.unlikelihood import UnlikelihoodLoss, minus_log_rest
 from tests.shapes import small_llama
 
 SHAPE = small_llama(2)  # 48 tokens, 64 positions
@@ -134,12 +134,6 @@ class TestNumbers:
         found.sum().backward()
         p = logits.detach().softmax(-1)[0, :, 2]
         torch.testing.assert_close(logits.grad[0, :, 2], p)
-
-    def test_marks_above_sixteen_bits(self) -> None:
-        """A vocabulary of 40,000 is marked by ids up to 80,000."""
-        marked = compact(mark_repeated(np.array([1, 2, 39_999] * 4), vocab_size=40_000, ngram=3))
-        assert int(marked.max()) == 79_999
-        assert compact(LINE).dtype == np.uint16
 
 
 class TestProcesses:

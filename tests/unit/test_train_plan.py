@@ -8,28 +8,8 @@ import pytest
 import torch
 
 from specdec.train.draft import DistillationLoss, divergence
-from specdec.train.model import LanguageModel, ModelShape, with_layers
+from specdec.train.model import LanguageModel, ModelShape
 from specdec.train.plan import Phase, RunPlan
-
-
-def test_a_draft_begins_as_layers_of_its_target():
-    sizes = {"hidden": 16, "feed_forward": 24, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
-    shape = ModelShape(num_layers=4, vocab_size=32, **sizes)
-    target = LanguageModel(shape, generator=torch.Generator().manual_seed(0))
-    whole = with_layers(target, range(4))
-    tokens = torch.arange(12)[None]
-    assert torch.equal(whole(tokens), target(tokens))
-    two = with_layers(target, [3, 0])
-    assert two.shape.num_layers == 2
-    kept = [name for name in two.state_dict() if name.startswith("model.layers.0")]
-    assert kept
-    for name in kept:
-        source = name.replace("layers.0", "layers.3")
-        assert torch.equal(two.state_dict()[name], target.state_dict()[source])
-    two.model.embed_tokens.weight.data.zero_()
-    assert float(target.model.embed_tokens.weight.detach().abs().sum()) > 0, "weights are copies"
-    with pytest.raises(ValueError, match="layers of a model of 4"):
-        with_layers(target, [4])
 
 
 def test_distillation_compares_at_its_temperature():
