@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from specdec.attention.tree_attention import RequestPart, _dense_mask
 from specdec.pairs import build_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
@@ -52,16 +50,3 @@ def test_no_mask_is_copied(attention):
     assert tokens == decoded(device="cpu", attention=attention)
     assert max(device.to_device) <= CHUNK * CHUNK  # bits of a chunk's rows
     assert set(device.waits) <= {"a copy to the host"}
-
-
-@pytest.mark.slow
-def test_masks_from_the_host_would_be_noticed(monkeypatch):
-    """Control: the mask [R, n] of a chunk is larger than all else."""
-
-    def from_the_host(self, window, folds=1):
-        spec = self.rows.cache.spec
-        return torch.from_numpy(_dense_mask(self.rows, window)).to(spec.dtype).to(spec.device)
-
-    monkeypatch.setattr(RequestPart, "mask", from_the_host)
-    _, device = on_the_device(attention="two_level")
-    assert max(device.to_device) > 2 * CHUNK * CHUNK

@@ -116,15 +116,6 @@ def test_a_growing_context_needs_few_kinds_of_launches(monkeypatch):
     assert splits_of(torch.device("cuda"), 1000, 260) == 1
 
 
-def test_another_layout_is_refused():
-    query, key, value, visible = _attention_problem(
-        heads=2, groups=1, dim=16, rows=3, first=4, end=7, capacity=9, columns=3
-    )
-    lengths = torch.tensor([4, 7], device=DEVICE)
-    with pytest.raises(ValueError, match="not contiguous in its last"):
-        TreeAttention()(query, key.mT.contiguous().mT, value, lengths=lengths, visible=visible)
-
-
 def test_tree_attention_needs_its_mask():
     """Control: another mask gives other values."""
     query, key, value, visible = _attention_problem(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from specdec.certify.subject import decode_cases
-from specdec.clocks import Clock, ClockKind, MeasuredClock, SimulatedClock
+from specdec.clocks import Clock, ClockKind, MeasuredClock
 from specdec.clocks.wall import PacedClock
 from specdec.compose.planned import Planned, planned
 from specdec.compose.workbench import Parts, Workbench
@@ -183,20 +183,6 @@ def test_enough_copies_of_the_target_hide_it() -> None:
     """DSI: with a copy for each draft pass of a target pass, token i comes at (i - 1) d + t."""
     times = emitted_ms(10.0, 2.0, replicas(5 + 1))
     np.testing.assert_allclose(times, 10.0 + 2.0 * np.arange(80), rtol=1e-9)
-
-
-def test_waiting_for_the_draft_would_be_seen() -> None:
-    """A control: a draft on the target's own device takes turns with it, and is slower."""
-    models = toys.pair(4)
-    bench = Workbench(models, seed=toys.SEED, clock=toys.simulated(10.0, 3.0))
-    executor = planned(PipelineExecutor, models, stages=1)
-    source = Background(source=DraftModelSource(runner=bench.draft_runner()), free_rank=1)
-    policy = FreeRunning()
-    parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier(), executor=executor)
-    wanted = toys.cases(12)[:2]
-    toys.assert_plain(decode_cases(parts, wanted), wanted)
-    assert isinstance(parts.clock, SimulatedClock)
-    assert parts.clock.now() > 0.95 * parts.clock.busy_s[1]
 
 
 # ---------------------------------------------------------------------- passes in a thread

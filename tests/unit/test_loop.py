@@ -170,28 +170,6 @@ def test_a_prompt_as_long_as_the_context_allows(name: str) -> None:
     assert outputs(serve(name, Work(prompt, prefill_chunk=7))) == expected
 
 
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt 4 has no tokens"):
-        RequestState(
-            request_id=4,
-            prompt=np.zeros(0, np.int64),
-            stop=StopRules(max_new_tokens=1),
-            sampling=T06,
-        )
-
-
-def test_two_requests_of_one_id_are_refused() -> None:
-    """They shared their caches, and the first to end took the other's along."""
-    stop = StopRules(max_new_tokens=2)
-    twins = [
-        RequestState(request_id=4, prompt=np.array([1]), stop=stop, sampling=T06) for _ in range(2)
-    ]
-    bench = Workbench(RandomPair(num_layers=1))
-    parts = bench.parts(source=NullSource(), policy=RootOnly(), verifier=MatchVerifier())
-    with pytest.raises(ValueError, match="two requests have the id 4"):
-        parts.decode(parts.new_state(), twins, batch_size=2)
-
-
 def test_a_long_prefill_in_small_chunks_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "_MAX_IDLE_STEPS", 5)
     assert len(outputs(serve("ar", Work({1: [1] * 20}, prefill_chunk=1)))[1]) > 0

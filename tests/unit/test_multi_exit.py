@@ -12,8 +12,6 @@ import torch
 
 from experiments.ppsd.laws import eq4_speedup, eq6_speedup
 from specdec.compose.workbench import Workbench
-from specdec.interfaces import TokenSource
-from specdec.policies import FixedWidth
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.serving.rules import ServingRules
@@ -200,20 +198,6 @@ class TestSampled:
         """Whether a child stands when its parent is judged must not hang on whose turn it is."""
         alone, together = (self.sampled(rules, batch_size) for batch_size in (1, 3))
         assert alone == together
-
-    def test_a_chain_that_grows_by_turns_only_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Control: as with trees, which choose late and under ``match`` alone."""
-        alone = self.sampled(TURNS[0], 1)
-        grown_late = FixedWidth.select
-
-        def select(self: FixedWidth, state: DecodeState, source: TokenSource) -> Nodes:
-            self.value_dependent = True
-            found = grown_late(self, state, source)
-            self.value_dependent = False
-            return found
-
-        monkeypatch.setattr(FixedWidth, "select", select)
-        assert self.sampled(TURNS[0], 3) != alone
 
     def sampled(self, rules: ServingRules, batch_size: int) -> dict[int, tuple[int, ...]]:
         """Tokens by request, of a pipeline whose exits are of its first and third stage."""

@@ -96,14 +96,3 @@ def test_every_cache_is_in_blocks_and_gives_them_back(
     for pool in pools:
         assert pool.num_used == 0
         assert 4 < pool.peak <= pool.num_blocks == 20
-
-
-def test_a_head_that_keeps_its_blocks_shows(
-    pools: list[BlockPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planted: the head of a request that ends is not told."""
-    parts = _paged("ppsd")
-    stage = parts.executor._stages[0]  # type: ignore[attr-defined]
-    monkeypatch.setattr(stage, "close", stage.body.close)
-    _decoded(parts)
-    assert [pool.num_used > 0 for pool in pools].count(True) == 1

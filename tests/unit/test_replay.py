@@ -19,14 +19,13 @@ from replaying import (
 
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
-from specdec.errors import UserError
-from specdec.pairs.record import check_recordable, read_record, record_request, write_record
+from specdec.pairs.record import read_record, record_request, write_record
 from specdec.pairs.replay import END, ReplayModels, build_replay
 from specdec.runs.runners import sampling_params
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
-from specdec.types import Answers, Lossless, Nodes, Output, Verdict
+from specdec.types import Answers, Nodes, Output, Verdict
 
 pytestmark = pytest.mark.slow
 
@@ -146,32 +145,6 @@ def test_beyond_the_end_of_the_record_positions_are_drawn_from_it() -> None:
     assert set(beyond.tolist()) == set(hidden.classes(request.id, inside).tolist())
 
 
-REFUSED = (
-    (("source=ngram",), "NGramSource"),
-    (("source=prompt_lookup",), "PromptLookupSource"),
-    (("source=random",), "RandomSource"),
-    (("strategy=staged",), "StagedSource"),
-    (("strategy=mixture",), "MixtureSource"),
-    (("source.guess_draw=true",), "guess_draw"),
-    (("verifier=rejection",), "distribution that candidates"),
-    (("verifier=typical",), "distributions"),
-    (("executor=pipeline", "executor.stages=9"), "stages=9"),
-)
-
-
-@pytest.mark.parametrize(("words", "reason"), REFUSED)
-def test_what_a_record_does_not_hold_is_refused(words: tuple[str, ...], reason: str) -> None:
-    with pytest.raises(UserError, match=reason) as caught:
-        run(replayed(recorded("greedy")), words)
-    assert "use " in str(caught.value) or "choose" in str(caught.value)
-
-
-def test_a_prompt_that_was_not_recorded_is_refused() -> None:
-    hidden = replayed(recorded("greedy")).hidden
-    with pytest.raises(UserError, match="no prompt 99"):
-        hidden.tokens(99, np.arange(3))
-
-
 def test_records_are_written_and_read_without_loss(tmp_path) -> None:
     record = recorded("no_repeat4")
     found = read_record(write_record(tmp_path / "record.npz", record))
@@ -182,38 +155,6 @@ def test_records_are_written_and_read_without_loss(tmp_path) -> None:
         assert (a.id, a.num_prompt) == (b.id, b.num_prompt)
         assert (a.ranks == b.ranks).all()
         assert np.array_equal(a.logprobs, b.logprobs)
-
-
-@pytest.mark.parametrize(
-    ("damage", "complaint"),
-    [
-        (lambda a: a.pop("ranks"), "not a record"),
-        (lambda a: a.update(ranks=a["ranks"][1:]), "differ in number"),
-        (lambda a: a.update(ids=a["ids"] * 0), "occurs twice"),
-        (lambda a: a.update(logprobs=a["logprobs"][:, ::-1]), "descending order"),
-        (lambda a: a.update(logprobs=-a["logprobs"]), "above 0"),
-        (lambda a: a.update(num_prompt=a["num_prompt"] * 0), "no prompt"),
-        (lambda a: a.update(head=np.array('{"format": "other"}')), "version"),
-        (lambda a: a.update(head=np.array([{}], dtype=object)), "not a record"),
-    ],
-)
-def test_damaged_records_are_refused(tmp_path, damage, complaint: str) -> None:
-    path = write_record(tmp_path / "record.npz", recorded("greedy"))
-    with np.load(path) as file:
-        arrays = dict(file)
-    damage(arrays)
-    np.savez(path, **arrays)
-    with pytest.raises(UserError, match=complaint):
-        read_record(path)
-
-
-def test_only_the_target_s_own_output_can_be_recorded() -> None:
-    check_recordable(pair(), "speculative", Lossless.TOKEN)
-    check_recordable(pair(), "speculative", Lossless.DISTRIBUTION)
-    with pytest.raises(UserError, match="lossy"):
-        check_recordable(pair(), "strategy", Lossless.LOSSY)
-    with pytest.raises(UserError, match="draft model"):
-        check_recordable(replayed(recorded("greedy")), "ar", Lossless.TOKEN)
 
 
 def test_the_shipped_record_plays() -> None:

@@ -323,19 +323,6 @@ def test_typical_compares_with_the_entropy_and_takes_the_longest_path():
     assert verdict.next_token == tree.tokens[6] == 0
 
 
-@pytest.mark.parametrize(
-    "make, value",
-    [
-        (lambda: StrictVerifier(top_p=0.0), "top_p=0.0"),
-        (lambda: TypicalVerifier(epsilon=1.5), "epsilon=1.5"),
-        (lambda: TypicalVerifier(delta=0.0), "delta=0.0"),
-    ],
-)
-def test_thresholds_out_of_range_are_refused_by_name(make, value):
-    with pytest.raises(ValueError, match=value):
-        make()
-
-
 # ---------------------------------------------------------------------- histories
 
 

@@ -144,18 +144,3 @@ def test_means_fade():
     for value in (1.0, 3.0):
         mean.add(value)
     assert mean.value == pytest.approx((0.5 * 1.0 + 3.0) / 1.5)
-
-
-@pytest.mark.parametrize(
-    ("made", "complaint"),
-    [
-        ([], "at least one arm"),
-        (
-            [Arm(name="a", policy=BestFirst(bs=4, w=2, d=2, asynchronous=True))],
-            "does not draft before it submits",
-        ),
-    ],
-)
-def test_bad_arms_are_refused(made, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        Adaptive(arms=made)

@@ -54,8 +54,3 @@ def test_nothing_is_drafted_beyond_the_last_token() -> None:
     found = submitted(policy, source, max_new_tokens=2)
     assert max(map(len, found)) == len(ROOT) + 2
     assert len(source.calls) == 2
-
-
-def test_a_tree_of_one_node_is_refused() -> None:
-    with pytest.raises(ValueError, match="nodes"):
-        BestOfBeam(nodes=1, width=3, children=3, depth=2)

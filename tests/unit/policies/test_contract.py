@@ -14,7 +14,6 @@ from strategies.pipeinfer import PipeInfer
 from strategies.specpipe_bf import PipelineBestFirst
 from strategies.ssd import Ssd
 from strategies.staged import StagedTree
-from strategies.staged.policy import cheap_source
 
 from .bench import TableSource, autoregressive, children_of, new_request, new_state, run
 from .readiness import READY
@@ -157,59 +156,3 @@ def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
     ahead = {"ahead"}  # which nodes it drafts under depends on the values
     assert dependent == {n for n in made if "fixed" in n or "best" in n} | staged | ahead
     assert all(isinstance(policy, TreePolicy) for policy in made.values())
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Chain(gamma=0), ["gamma=0", "at least 1", "policy=root_only"]),
-        (lambda: Chain(gamma=True), ["gamma=True"]),
-        (lambda: Chain(gamma=2.5), ["gamma=2.5", "whole number"]),  # type: ignore[arg-type]
-        (lambda: Static(branching=[]), ["policy.branching=[]", "at least one entry"]),
-        (lambda: Static(branching="113"), ["branching='113'", "list"]),
-        (lambda: Static(branching=[1, 0]), ["branching[1]=0", "whole number of at least 1"]),
-        (lambda: FixedWidth(width=0, children=1), ["width=0", "policy=root_only"]),
-        (lambda: FixedWidth(width=1, children=-3), ["children=-3"]),
-        (
-            lambda: FixedWidth(width=1, children=1, levels_per_step=0),
-            ["levels_per_step=0", "or null"],
-        ),
-        (
-            lambda: FixedWidth(width=1, children=1, depth=3),
-            ["policy.depth=3", "policy.levels_per_step=null"],
-        ),
-        (
-            lambda: FixedWidth(width=1, children=1, levels_per_step=None),
-            ["policy.levels_per_step=null", "needs policy.depth"],
-        ),
-        (lambda: BestFirst(bs=1, w=1, d=1), ["bs=1", "at least 2"]),
-        (lambda: BestFirst(bs=8, w=0, d=1), ["w=0"]),
-        (lambda: BestFirst(bs=8, w=1, d=0, asynchronous=True), ["d=0"]),
-        (
-            lambda: BestFirst(bs=8, w=1, d=1, min_mass=1.2),
-            ["min_mass=1.2", "and at most 1"],
-        ),
-        (lambda: BestFirst(bs=8, w=1, d=1, min_prob=-0.1), ["min_prob=-0.1"]),
-        (lambda: BestFirst(bs=8, w=8, d=None), ["d=until_ready", "policy.asynchronous=true"]),
-        (
-            lambda: StagedTree(inner=Chain(gamma=1), extend_leaves=0, extend_depth=1),
-            ["extend_leaves=0", "inner policy alone"],
-        ),
-        (
-            lambda: StagedTree(inner=Chain(gamma=1), extend_leaves=1, extend_depth=0),
-            ["extend_depth=0"],
-        ),
-        (
-            lambda: StagedTree(
-                inner=FixedWidth(width=2, children=2), extend_leaves=1, extend_depth=1
-            ),
-            ["policy.inner=FixedWidth", "policy.inner.levels_per_step=null"],
-        ),
-        (lambda: cheap_source(TableSource()), ["policy=staged", "TableSource", "source=staged"]),
-    ],
-)
-def test_refusals_name_key_value_and_remedy(make: Callable[[], object], words: list[str]) -> None:
-    with pytest.raises(ValueError) as refusal:
-        make()
-    for word in words:
-        assert word in str(refusal.value)

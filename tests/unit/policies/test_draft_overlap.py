@@ -7,16 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.clocks import CostCurve, LatencyProfile, MeasuredClock, SimulatedClock
+from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Workbench
-from specdec.errors import UserError
 from specdec.pairs import build_pair
 from specdec.policies import Static
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import SyntheticSource
 from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
-from tests.matrix.cells import Cell, config, runner
 
 from .bench import run
 
@@ -108,19 +106,3 @@ def test_drafting_ahead_changes_no_tree(latency: int) -> None:
         calls.append(sum(s.calls for s in done.policy.log))
     assert trees[0] == trees[1]
     assert calls[1] < calls[0], "no guess was right: the test shows nothing"
-
-
-def test_invalid_overlaps_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"draft_overlap='half' .* 'none', 'rule' or 'full'"):
-        Static(draft_overlap="half")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="guesses=0"):
-        Static(draft_overlap="rule", guesses=0)
-    pair = build_pair({"kind": "synthetic"})
-    with pytest.raises(UserError, match=r"clock=simulated"):
-        Workbench(pair, clock=MeasuredClock()).parts(
-            source=SyntheticSource(pair=pair),
-            policy=Static(draft_overlap="full"),
-            verifier=MatchVerifier(),
-        )
-    with pytest.raises(UserError, match=r"Static .* bias .*draft_overlap=none"):
-        runner(config(Cell("draft_model", "static_ahead", "rejection", "local", "t06")))

@@ -9,7 +9,7 @@ from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import sample_candidates
-from specdec.sources import MixtureSource, NullSource, PromptLookupSource, RandomSource
+from specdec.sources import MixtureSource, NullSource, RandomSource
 from specdec.types import Candidates
 
 from .support import VOCAB, expand, make_request, make_state, open_request
@@ -128,30 +128,3 @@ def test_counts_that_a_source_adds_in_commit_are_included():
     ask(source, 2)
     source.commit([], None)
     assert source.counters.passes == 7
-
-
-@pytest.mark.parametrize(
-    ("keys", "complaint"),
-    [
-        ({"sources": []}, "at least one source"),
-        ({"sources": [NullSource()], "weights": [0.0]}, "greater than 0"),
-        ({"sources": [NullSource()], "weights": [1.0, 1.0]}, "one entry for each of 1"),
-        ({"sources": [NullSource()], "confident": 1.5}, "confident=1.5 .* above 0 and at most 1"),
-        (
-            {
-                "sources": [RandomSource(vocab_size=5, sample=True)],
-                "confident": 0.5,
-                "sample": True,
-            },
-            "would bias",
-        ),
-        ({"sources": [PromptLookupSource()], "sample": True}, "PromptLookupSource cannot give"),
-        (
-            {"sources": [Fixed([], vocab_size=5), Fixed([], vocab_size=6)]},
-            r"differ in size \(\[5, 6\]\)",
-        ),
-    ],
-)
-def test_bad_mixtures_are_refused(keys, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        MixtureSource(**keys)

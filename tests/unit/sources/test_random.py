@@ -60,11 +60,6 @@ def test_shares_of_quality_and_silence():
     assert abs(hit - 0.375) < 5 * np.sqrt(0.375 * 0.625 / 400)
 
 
-def test_quality_needs_a_target():
-    with pytest.raises(ValueError, match="target_token"):
-        RandomSource(vocab_size=VOCAB, quality=0.5)
-
-
 def test_null_source_proposes_nothing():
     state, source = make_state(), NullSource()
     open_request(state, source, make_request(1, [3]))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from specdec.metrics.counters import SourceCounters
 from specdec.policies import BestFirst, Chain, Static
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import (
     DraftModelSource,
-    EarlyExitSource,
     KatzModel,
-    MixtureSource,
     NGramSource,
     NullSource,
     PromptLookupSource,
@@ -239,20 +234,3 @@ def test_guesses_survive_a_miss_of_the_real_tree():
     alone = make_draft()
     alone.open(request)
     assert (alone.expand(state, type_nodes(state, {1: [0]}), 3).tokens == got.tokens).all()
-
-
-def test_bad_sizes_and_vocabularies_are_refused():
-    with pytest.raises(ValueError, match="guess_depth=0"):
-        StagedSource(draft=make_draft(), cheap=NullSource(), guess_depth=0)
-    with pytest.raises(ValueError, match="vocabulary"):
-        StagedSource(draft=make_draft(), cheap=RandomSource(vocab_size=VOCAB + 1))
-
-
-@pytest.mark.parametrize("front", [None, SimpleNamespace(counters=SourceCounters())])
-def test_a_source_in_the_executor_s_own_trees_cannot_be_staged(front):
-    """Its answers are known by the ids of the real trees, which scratch nodes do not have."""
-    pair = SimpleNamespace(vocab_size=VOCAB, exit_layer=1)
-    exits = EarlyExitSource(pair=pair, exit_front=front and (lambda _layers: front))
-    inside = MixtureSource(sources=[exits, NullSource()])
-    with pytest.raises(ValueError, match="source=mixture"):
-        StagedSource(draft=make_draft(), cheap=inside)

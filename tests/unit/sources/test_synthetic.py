@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import resources
 
 import numpy as np
-import pytest
 import yaml
 
 from specdec.clocks import MeasuredClock
@@ -137,18 +136,3 @@ def test_deep_trees_and_long_outputs_stay_inside_the_tables():
         slot = request.tree.append(slot, np.array([1]), np.array([0.0]))
     got = source.expand(state, Nodes(((5, request.tree.ids[slot]),)), 4)
     assert got.counts.tolist() == [4]
-
-
-@pytest.mark.parametrize(
-    ("keys", "complaint"),
-    [
-        ({"top1": (0.9,)}, "equal lengths"),
-        ({"weights": (0.0, 0.0, 0.0)}, "must not all be 0"),
-        ({"miss": (0.1, 2.0, 0.1)}, r"miss\[1\]=2.0 .* at least 0 and at most 1"),
-        ({"top1": (0.9, 0.5, 0.01)}, "raise top1"),
-        ({"vocab_size": 100}, "vocab_size=100"),
-    ],
-)
-def test_bad_laws_are_refused(keys, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        SyntheticPair(**keys)
