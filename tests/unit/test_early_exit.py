@@ -102,21 +102,6 @@ class TestLaws:
         assert ppsd_law(6, 24, 8).speedup(0.5) == pytest.approx(24 / (3 + 12))
 
 
-class TestLossless:
-    @pytest.mark.parametrize("head", ["norm", "transformer"])
-    @pytest.mark.parametrize("stages", [2, 3, 4])
-    def test_ppsd_equals_plain_decoding(self, head: str, stages: int) -> None:
-        """Also where stages are smaller than the exit's depth, and where it lies inside one."""
-        models = pair(exit_layer=3 if head == "norm" else 2, exit_head=head)
-        assert_equal_to_plain(models, ppsd.build(Workbench(models, seed=1), stages=stages))
-
-    @pytest.mark.parametrize("head", ["norm", "transformer"])
-    def test_eesd_equals_plain_decoding(self, head: str) -> None:
-        models = pair(exit_head=head, exit_layer=2)
-        assert_equal_to_plain(models, eesd.build(Workbench(models, seed=1), gamma=3))
-        assert_equal_to_plain(models, eesd.build(Workbench(models, seed=1), max_gamma=4))
-
-
 class TestOncePerLayer:
     def test_eesd_passes_every_row_through_every_layer_once(self) -> None:
         """Drafted rows are not computed again, and every submitted row passes the rest."""

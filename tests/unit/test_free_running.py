@@ -16,7 +16,6 @@ import pytest
 
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Clock, ClockKind, MeasuredClock
-from specdec.clocks.wall import PacedClock
 from specdec.compose.planned import Planned, planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.executors import PipelineExecutor
@@ -81,21 +80,6 @@ def test_the_output_is_that_of_plain_decoding(times: str, executor: str, batch_s
         busy = parts.clock.busy_s  # type: ignore[attr-defined]
         of_draft = busy.pop(plan.plan.num_ranks + 1)
         assert parts.clock.now() < 0.95 * (of_draft + max(busy.values())), "they took turns"
-
-
-@pytest.mark.parametrize("executor", ["one stage", "two replicas"])
-def test_lossless_on_a_paced_clock(executor: str) -> None:
-    models, wanted = toys.pair(), toys.cases(12)[:3]
-    clock: Clock = PacedClock(toys.profile(4.0, 3.0))
-    if executor == "one stage":  # of this process: a pipeline of ranks is paced elsewhere
-        bench = Workbench(models, seed=toys.SEED, clock=clock)
-        source = Background(source=DraftModelSource(runner=bench.draft_runner()), free_rank=1)
-        policy = FreeRunning()
-        parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier())
-    else:
-        parts, policy = composed(models, EXECUTORS[executor](models), clock)
-    toys.assert_plain(decode_cases(parts, wanted, batch_size=3), wanted)
-    assert policy.log.count(EventKind.DRAFT) > 5
 
 
 # ---------------------------------------------------------------------- times by hand

@@ -13,11 +13,9 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
 from specdec.pairs.build import build_random
-from specdec.policies import BestFirst, Chain, RootOnly
+from specdec.policies import Chain
 from specdec.sources.draft_model import DraftModelSource
-from specdec.sources.null import NullSource
 from specdec.verifiers import MatchVerifier
-from strategies.staged import StagedSource
 
 CASES = parity_cases(
     {"greedy": GREEDY, **TEMPERATURES_AND_FILTERS}, per_sampling=2, vocab_size=64, num_tokens=16
@@ -46,34 +44,6 @@ def simulated(costs: dict[str, CostCurve] | None = None) -> SimulatedClock:
 def alone(bench: Workbench) -> Parts:
     source = DraftModelSource(runner=bench.runner, model="middle")
     return bench.parts(source=source, policy=Chain(gamma=3), verifier=MatchVerifier())
-
-
-def cascade(bench: Workbench) -> Parts:
-    """The draft guesses for the middle model, whose candidates the target verifies."""
-    source = StagedSource(
-        draft=DraftModelSource(runner=bench.runner, model="middle"),
-        cheap=DraftModelSource(runner=bench.runner),
-    )
-    policy = BestFirst(bs=8, w=4, d=2)
-    return bench.parts(source=source, policy=policy, verifier=MatchVerifier())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [alone, cascade])
-@pytest.mark.parametrize("clock", ["measured", "simulated"])
-def test_tokens_equal_plain_decoding(build, clock: str) -> None:
-    models = pair()
-    plain = Workbench(models, seed=3).parts(
-        source=NullSource(), policy=RootOnly(), verifier=MatchVerifier()
-    )
-    expected = {i: out.output for i, out in decode_cases(plain, CASES).items()}
-    bench = Workbench(models, seed=3, clock=simulated() if clock == "simulated" else None)
-    parts = build(bench)
-    outputs = decode_cases(parts, CASES, batch_size=3)
-    assert {i: out.output for i, out in outputs.items()} == expected
-    assert sum(out.accepted for out in outputs.values()) > 20
-    assert bench.meter.calls["middle"] == parts.source.counters.by_level["middle"] > 0
-    assert (bench.meter.calls["draft"] > 0) is (build is cascade)
 
 
 def test_a_pass_costs_the_middle_models_price() -> None:

@@ -73,30 +73,6 @@ class TestChoice:
         assert chances.expected(0, 0, 0.8) == pytest.approx(0.8)  # nothing seen there
 
 
-class TestLossless:
-    @pytest.mark.parametrize("head", ["norm", "transformer"])
-    @pytest.mark.parametrize(("stages", "further"), [(2, None), (3, [3, 5]), (6, [4])])
-    def test_a_pipeline_equals_plain_decoding(
-        self, head: str, stages: int, further: list[int] | None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Also with two exits in a stage, and with stages smaller than an exit's depth."""
-        chosen_by(monkeypatch, by_token)
-        models = pair(num_layers=6, exit_layer=2, exit_head=head)
-        bench = Workbench(models, seed=1)
-        parts = multi_exit.build(bench, stages=stages, further_exits=further)
-        assert_equal_to_plain(models, parts)
-
-    @pytest.mark.parametrize("head", ["norm", "transformer"])
-    @pytest.mark.parametrize("further", [None, [3, 5]])
-    def test_drafting_first_equals_plain_decoding(
-        self, head: str, further: list[int] | None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        chosen_by(monkeypatch, by_token)
-        models = pair(num_layers=6, exit_layer=2, exit_head=head)
-        parts = multi_exit.build(Workbench(models, seed=1), gamma=3, further_exits=further)
-        assert_equal_to_plain(models, parts)
-
-
 class TestCost:
     @pytest.mark.parametrize("at", [0, 1])
     def test_a_token_costs_the_way_to_its_exit(

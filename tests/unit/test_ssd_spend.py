@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specdec.certify.subject import decode_cases
 from specdec.compose.workbench import Workbench
 from specdec.pairs import build_pair
 from strategies import pearl, ssd
@@ -58,13 +57,6 @@ def test_scores_are_spent_on_the_most_probable_outcomes() -> None:
     for _ in parts.decode(parts.new_state(), [one]):
         pass
     assert checked > 5
-
-
-def test_the_output_is_that_of_plain_decoding() -> None:
-    bench = Workbench(toys.pair(), seed=toys.SEED, clock=toys.simulated(10.0, 3.0))
-    parts = ssd.build(bench, gamma=3, outcomes=6, spend="scores")
-    wanted = toys.cases(12)
-    toys.assert_plain(decode_cases(parts, wanted, batch_size=3), wanted)
 
 
 @pytest.mark.parametrize(
