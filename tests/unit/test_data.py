@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from specdec.data import (
-    Request,
-    check_data,
     fit_prompt,
     load_prompts,
 )
@@ -138,39 +136,6 @@ def test_text_is_split_at_blank_lines(tmp_path: Path) -> None:
 def test_jsonl_field_goes_deeper_with_dots(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [{"a": {"b": ["x", "deep"]}}])
     assert load_prompts(name="jsonl", path=path, field="a.b.1")[0].text == "deep"
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('{"prompt": "a"', ["line 1", "JSON"]),
-        ('["a"]', ["line 1", "list"]),
-        ('{"text": "a"}', ["'prompt'", "text", "data.field"]),
-        ('{"prompt": 3}', ["'prompt'", "int"]),
-        ('{"prompt": "  "}', ["empty prompt", "line 1"]),
-        ("", ["no prompts"]),
-    ],
-)
-def test_bad_lines_are_named(line: str, words: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text(line + "\n", encoding="utf-8")
-    with pytest.raises(UserError) as caught:
-        check_data(Request(name="jsonl", path=path))
-    assert all(word in str(caught.value) for word in words), caught.value
-    with pytest.raises(UserError):
-        load_prompts(name="jsonl", path=path)
-
-
-def test_limit_below_one_and_prompt_without_tokens_are_refused(tmp_path: Path) -> None:
-    class Nothing:
-        def encode(self, text: str) -> list[int]:
-            return [] if "b" in text else [1]
-
-    with pytest.raises(UserError, match=r"data.limit=0"):
-        load_prompts(name="stdlib", limit=0)
-    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
-    with pytest.raises(UserError, match=r"jsonl/1 .*line 2"):
-        load_prompts(name="jsonl", path=path, tokenizer=Nothing())
 
 
 def test_fit_prompt_drops_the_oldest_tokens_and_counts_them() -> None:

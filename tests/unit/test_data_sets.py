@@ -100,16 +100,6 @@ def test_wmt14_and_triviaqa(data_dir: Path) -> None:
     assert prompts[0].text == f"Question: {asked[0]['question']}\nAnswer:"
 
 
-def test_a_missing_book_is_named_unless_another_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "gutenberg").mkdir()
-    text = "*** START OF THE BOOK ***\nWords.\n*** END OF THE BOOK ***"
-    (tmp_path / "gutenberg/great_gatsby.txt").write_text(text)
-    with pytest.raises(UserError, match=r"dolls_house\.txt\[\.gz\].*put the book there"):
-        load_prompts(name="gutenberg", data_dir=tmp_path)
-    (one,) = load_prompts(name="gutenberg", subset="great_gatsby", data_dir=tmp_path)
-    assert one.text.startswith("Words.\n")
-
-
 def test_mixed_takes_the_sets_that_are_named(data_dir: Path) -> None:
     names = ["drop", "gsm8k", "stdlib"]
     prompts = load_prompts(name="mixed", sets=names, limit=7, data_dir=data_dir)

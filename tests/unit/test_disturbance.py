@@ -189,13 +189,6 @@ class TestRepeating:
         assert store.disturbed_ids("ar") == [{*range(8)}] * 2
         assert all(record.disturbed for record in read_requests(path))
 
-    def test_the_better_attempt_is_kept(self, tmp_path: Path) -> None:
-        worse, better = replace(TWO_LOOPS, wall_s=2.0), replace(TWO_LOOPS, wall_s=1.5)
-        store, *_ = measured(tmp_path / "r.jsonl", [worse, *[QUIET] * 7, better])
-        kept = store.records["ar"][0][0].cpu
-        assert kept is not None
-        assert kept.wall_s == 1.5
-
     def test_a_slow_repeat_is_marked_though_its_cpu_time_looks_fine(self, tmp_path: Path) -> None:
         path = tmp_path / "r.jsonl"
         slow = replace(QUIET, wall_s=3.0, cpu_s=5.9)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import yaml
 
-from specdec.errors import UserError
 from specdec.files import write_json, write_text
 from specdec.metrics import Run, RunTotals, comparison_row, summarise
 from specdec.report import RequestWriter, results
@@ -119,15 +118,3 @@ def test_the_baseline_differs_only_in_its_parts(sweep: Path) -> None:
     assert plain is found["strategy=ar,seed=1"], "another seed is another experiment"
     found["strategy=ar,seed=1"].config["executor"] = {"stages": 8}
     assert results.baseline_of(found["strategy=speculative,seed=1"], found.values()) is None
-
-
-def test_unreadable_folders_are_refused(tmp_path: Path, sweep: Path) -> None:
-    with pytest.raises(UserError, match="not a folder"):
-        results.read(tmp_path / "none")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no results"):
-        results.read(tmp_path / "empty")
-    summary = sweep / "strategy=ar,seed=0" / "summary.json"
-    summary.write_text(summary.read_text(encoding="utf-8")[:-20], encoding="utf-8")
-    with pytest.raises(UserError, match="damaged"):
-        results.read(sweep)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from specdec.cli.trace import draw
-from specdec.clocks import ClockReport, MeasuredClock, Span, Timeline, Work
+from specdec.clocks import ClockReport, MeasuredClock, Span, Timeline
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, StopRules
 from specdec.trace import RunTrace, write_trace
-from specdec.trace.files import PHASES, chrome_events
+from specdec.trace.files import chrome_events
 from specdec.trace.page import commit_kinds
 from specdec.types import Commit
 from tests.matrix.cells import Cell, config, pair
@@ -71,27 +71,6 @@ def test_a_trace_changes_nothing() -> None:
         totals = runner.run(PROMPTS, results.append)
         found.append(([(r.output, r.emitted_s, r.counters) for r in results], totals.steps))
     assert found[0] == found[1]
-
-
-def test_an_early_exit_is_recorded() -> None:
-    """Each kind of work has a phase; an exit belongs to the level computed by its stage."""
-    assert set(PHASES) == set(Work)
-    cell = Cell("early_exit", "ppsd", "match", "pipeline", "greedy")
-    costs = {**COSTS, "exit": {"tokens": [1], "ms": [4.0]}}
-    clock = {"kind": "simulated", "profile": "test", "scale": 1.0, "costs": costs}
-    values = {**config(cell, stages=4), "clock": clock, "trace": True}
-    runner = PartsRunner(cfg=values, pair=pair(), stop=StopRules(max_new_tokens=6))
-    runner.run(PROMPTS, lambda _: None)
-    assert runner.trace is not None
-    places = {rank: rank for rank in range(1, 5)}
-    events = chrome_events(runner.trace.spans(), runner.trace.trees.fed, places)
-    found = [e for e in events if e["name"] == "exit"]
-    stage = pair().exit_layer  # of one layer each
-    assert {e["tid"] for e in found} == {stage}
-    for event in found:
-        args = event["args"]
-        assert args["level"] == args["step"] - (stage - 1)
-        assert args["requests"], "an exit is read of nodes only"
 
 
 @pytest.mark.parametrize(
