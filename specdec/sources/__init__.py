@@ -9,13 +9,12 @@ from specdec.sources.eagle import EagleSource
 from specdec.sources.early_exit import EarlyExitSource
 from specdec.sources.hit_law import SyntheticPair
 from specdec.sources.katz import KatzModel
-from specdec.sources.lookup import PromptLookupSource
 from specdec.sources.mixture import MixtureSource
 from specdec.sources.model_chain import ModelChain
 from specdec.sources.ngram import NGramSource
 from specdec.sources.null import NullSource
 from specdec.sources.random import RandomSource
-from specdec.sources.suffix_source import SuffixSource
+from specdec.sources.suffix_source import PromptLookupSource, SuffixSource
 from specdec.sources.synthetic import SyntheticSource
 from specdec.sources.translated import TranslatedSource
 

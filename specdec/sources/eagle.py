@@ -9,31 +9,26 @@ When a feature arrives late, the row that was computed without it is computed ag
 pass of the next nodes: at the latest when it enters the prefix. Candidates that its node already
 has stay in the tree, and so do the outputs of rows below it.
 
-Shape letters: W nodes, U draft vocabulary, V vocabulary.
+Shape letters: W nodes, C nodes that a pass computes, T positions, S feature size, E hidden size of
+the head, U draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.clocks import CONTROLLER, Work
+from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.device import to_host
-from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
-from specdec.models.eagle_runner import METER_NAME, EagleRunner
+from specdec.models.eagle_runner import METER_NAME, EagleRunner, rewritten
 from specdec.parts.fields import Count, validated
-from specdec.sampling.candidates import counts_of, top_candidates
-from specdec.sampling.transform import SamplingParams, SamplingTransform
-from specdec.sources.eagle_passes import HeadPass
-from specdec.sources.eagle_state import Draft, Features
-from specdec.sources.sampled import Histories, by_transform, sampled_candidates
-from specdec.types import Candidates, Commit, IntArray, Needs, Nodes, Output
+from specdec.sources.model_source import CachedModelSource
+from specdec.types import BoolArray, Commit, HiddenName, IntArray, Needs, NodeMap, Output
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
@@ -41,37 +36,18 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 _VERSIONS: dict[str, Literal[1, 3]] = {"eagle": 1, "eagle3": 3}
-_SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
+_DROPPED = 32  # positions forgotten at a time: every step would take a copy per stream
+_NONE: IntArray = np.zeros(0, np.int64)
+_EMPTY = torch.zeros(0, 0)
 
 
-@dataclass(slots=True)
-class _Work:
-    """The part of one ``expand`` that concerns one request.
-
-    Attributes:
-        request: the request.
-        draft: the head's state for it.
-        slots: int64[W], the nodes to expand.
-        pending: int64[C], slots without an entry in the cache that a pass must compute.
-    """
-
-    request: RequestState
-    draft: Draft
-    slots: IntArray
-    pending: IntArray
-
-
-class EagleSource(TokenSource):
+class EagleSource(CachedModelSource):
     """Proposes the candidates of an EAGLE head of any version; keeps the head's own cache.
 
     A request has candidates once the hidden states of its prompt have arrived. One ``expand`` is
     one packed pass, preceded by passes over a long prompt, and by one per level of ancestors that
     other sources have proposed. A latency profile prices a pass as one of the draft model.
-
-    Attributes:
-        gives_probs: whether candidates are sampled and returned with their distribution.
-        counters: passes and rows; catch-up rows are those of committed tokens, and of nodes that
-            were computed again.
+    Catch-up rows are those of committed tokens, and of nodes that were computed again.
     """
 
     @validated
@@ -100,179 +76,402 @@ class EagleSource(TokenSource):
         Raises:
             UserError: the pair has no hidden states, or no head that fits its target.
         """
-        self._runner = pair.artefact(EagleRunner, version=_VERSIONS[untrained], meter=meter)
-        names = self._runner.names
-        self._names = names
-        self.needs = Needs(
-            hidden=() if early else names, early_hidden=names if early else (), real_nodes=True
+        runner = pair.artefact(EagleRunner, version=_VERSIONS[untrained], meter=meter)
+        self._names = names = runner.names
+        super().__init__(
+            runner=runner,
+            label=METER_NAME,
+            needs=Needs(
+                hidden=() if early else names, early_hidden=names if early else (), real_nodes=True
+            ),
+            vocab_size=runner.vocab_size,
+            sample=sample,
+            prefill_chunk=prefill_chunk,
         )
-        self.vocab_size: int | None = self._runner.vocab_size
-        self.gives_probs = sample
-        self.counters = SourceCounters(by_level={METER_NAME: 0})
-        self._chunk = prefill_chunk
-        self._drafts: dict[int, Draft] = {}
-        self._transforms: dict[SamplingParams, SamplingTransform] = {}
+        if runner.target_ids is not None:
+            self._token_ids = to_host(runner.target_ids)
+        self._drafts: dict[int, HeadState] = {}
+        self._states: NodeMap[Tensor] = NodeMap()  # [E], which the children of a node read
 
     @property
     def pass_bytes(self) -> int:
         """Bytes of weights that one pass of the head reads."""
-        return self._runner.weight_bytes
+        return int(self._runner.weight_bytes)
 
     def open(self, request: RequestState) -> None:
         """Allocates the request's cache; the first ``expand`` computes the prompt."""
-        params = request.sampling
-        transform = self._transforms.setdefault(params, SamplingTransform(params))
-        capacity = request.num_prompt + request.stop.max_new_tokens + _SPARE_NODES
-        cache = self._runner.new_cache(capacity)
-        self._drafts[request.id] = Draft(cache, transform, Features(self._names))
-
-    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Candidates of each node; count 0 for requests without hidden states."""
-        works = []
-        served = np.zeros(len(nodes), np.bool_)
-        for request_id, ids, rows in nodes.packed():
-            request = state.requests[request_id]
-            if self._is_ready(request):
-                works.append(self._plan(request, ids))
-                served[rows] = True
-        if not works:
-            return Candidates.empty(len(nodes))
-        logits = self._compute(state, works)
-        k = min(k, logits.shape[1])
-        if served.all():
-            return self._candidates(state, nodes, works, logits, k)
-        return self._candidates(state, nodes.where(served), works, logits, k).spread(served)
+        super().open(request)
+        self._states.open(request.id)
+        self._drafts[request.id] = HeadState(
+            request=request,
+            cache=self._caches[request.id],
+            features=Features(self._names),
+            states=self._states[request.id],
+            logits=self._logits[request.id],
+        )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Takes hidden states; moves accepted entries into the prefix, drops pruned nodes."""
         for chunk in output.prompts:
             if (draft := self._drafts.get(chunk.request)) is not None:
                 draft.features.add(chunk.hidden, chunk.start)
+        # Positions in the head's cache are one less than the tree's.
+        super().commit([replace(c, prefix_len=c.prefix_len - 1) for c in commits], output)
+        self._states.commit(commits)
         for commit in commits:
             if (draft := self._drafts.get(commit.request)) is not None:
-                _commit(draft, commit)
+                draft.commit(commit)
 
     def close(self, request_id: int) -> None:
         """Frees the request's cache."""
+        super().close(request_id)
+        self._states.close(request_id)
         self._drafts.pop(request_id, None)
 
-    # ------------------------------------------------------------------ rows to compute
+    # ------------------------------------------------------------------ the head
 
-    def _is_ready(self, request: RequestState) -> bool:
-        """Whether the feature before the root has arrived.
+    def _target_logits(self, logits: Tensor) -> Tensor:
+        full: Tensor = self._runner.target_logits(logits)
+        return full
+
+    def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
+        """bool[W]: whether the feature before the root has arrived.
 
         Sampled candidates begin with the second root: in a pipeline the prompt's features arrive
         after the first one was submitted, and outputs are the same on every executor.
         """
-        if self.gives_probs and not request.output:
-            return False
-        return 0 < request.prefix_len <= self._drafts[request.id].features.known
+        has_feature = 0 < request.prefix_len <= self._drafts[request.id].features.known
+        return np.full(len(ids), has_feature and bool(request.output or not self.gives_probs))
 
-    def _plan(self, request: RequestState, ids: IntArray) -> _Work:
-        """The rows to compute for ``ids``, int64[W]; see ``_Work``."""
-        draft, tree = self._drafts[request.id], request.tree
-        slots = tree.live_slots(ids)
-        entered = draft.cache.has(ids)
-        if entered.any() and any(i not in draft.logits for i in ids[entered].tolist()):
-            # Expanded a second time: compute all nodes again, since a row's logits are not stored.
-            draft.cache.truncate(draft.cache.cached_len)
-            draft.logits.clear()
-            draft.true_nodes.clear()
-            entered[:] = False
-        pending = tree.with_missing_ancestors(slots[~entered], draft.cache.has)
-        return _Work(request, draft, slots, np.sort(pending))
-
-    # ------------------------------------------------------------------ the head
-
-    def _compute(self, state: DecodeState, works: Sequence[_Work]) -> Tensor:
-        """[W, U]: logits of all nodes to expand, in packed order."""
-        self._catch_up(state, works)
+    def _compute(
+        self, state: DecodeState, selected: Sequence[tuple[RequestState, IntArray]]
+    ) -> Tensor:
+        """[W, U]: logits of the nodes (request, ids) to expand, in packed order."""
+        pending = {r.id: self._missing(r, ids) for r, ids in selected}
+        drafts = [self._drafts[request.id] for request, _ in selected]
+        self._catch_up_prompts(state, drafts, pending)
         current = HeadPass(self._runner)
-        for work in works:
-            current.add_prefix(work.request, work.draft)
-            current.add_corrections(work.request, work.draft)
-        in_order = not current.num_logits
-        in_order &= all(np.array_equal(work.slots, work.pending) for work in works)
+        for draft in drafts:
+            if not draft.cache.num_nodes:
+                draft.true_nodes.clear()
+            current.add_prefix(draft)
+            current.add_corrections(draft)
+        in_order = not current.num_logits and all(
+            np.array_equal(request.tree.ids[pending[request.id]], ids) for request, ids in selected
+        )
         while True:
-            for work in works:
-                work.pending = current.add_nodes(work.request, work.draft, work.pending)
-            in_order = in_order and not any(len(work.pending) for work in works)
+            for draft in drafts:
+                slots = pending[draft.request.id]
+                pending[draft.request.id] = current.add_nodes(draft, slots)
+            remaining = any(map(len, pending.values()))
+            in_order = in_order and not remaining
             if current.num_rows:
                 logits = current.run(keep=not in_order)
-                self._count(state, current)
+                self._charge(state, current.num_rows, current.num_rows - current.num_nodes)
                 if in_order:
                     return logits
-            if not any(len(work.pending) for work in works):
+            if not remaining:
                 break
             current = HeadPass(self._runner)
-        rows = [
-            work.draft.logits.pop(node)
-            for work in works
-            for node in work.request.tree.ids[work.slots].tolist()
-        ]
-        return torch.stack(rows)
+        wanted = [(self._logits[request.id], ids.tolist()) for request, ids in selected]
+        return torch.stack([stored.pop(node) for stored, ids in wanted for node in ids])
 
-    def _catch_up(self, state: DecodeState, works: Sequence[_Work]) -> None:
+    def _catch_up_prompts(
+        self, state: DecodeState, drafts: Sequence[HeadState], pending: Mapping[int, IntArray]
+    ) -> None:
         """Computes committed tokens while more than a chunk of them is missing."""
         while True:
             current = HeadPass(self._runner)
-            for work in works:
-                missing = work.request.prefix_len - 1 - work.draft.true_len
-                if missing + len(work.pending) > self._chunk:
-                    current.add_prefix(work.request, work.draft, limit=self._chunk)
+            for draft in drafts:
+                missing = draft.request.prefix_len - 1 - draft.true_len
+                if missing + len(pending[draft.request.id]) > self._chunk:
+                    current.add_prefix(draft, limit=self._chunk)
             if not current.num_rows:
                 return
             current.run(keep=False)
-            self._count(state, current)
-
-    def _count(self, state: DecodeState, done: HeadPass) -> None:
-        self.counters.passes += 1
-        self.counters.rows += done.num_rows
-        self.counters.catch_up_rows += done.num_rows - done.num_nodes
-        self.counters.by_level[METER_NAME] += 1
-        state.clock.charge(CONTROLLER, Work.DRAFT, done.num_rows)
-
-    # ------------------------------------------------------------------ from logits to candidates
-
-    def _candidates(
-        self, state: DecodeState, nodes: Nodes, works: Sequence[_Work], logits: Tensor, k: int
-    ) -> Candidates:
-        head = self._runner
-
-        def propose(
-            nodes: Nodes, logits: Tensor, transform: SamplingTransform, histories: Histories
-        ) -> Candidates:
-            if self.gives_probs:
-                probs = transform.proposal_probs(head.target_logits(logits), histories)
-                return sampled_candidates(state, nodes, probs, k)
-            if head.target_ids is None:
-                return top_candidates(transform, logits, k, histories)
-            if histories is None:  # the draft vocabulary alone, which is smaller
-                top = top_candidates(transform, logits, k, None)
-                return replace(top, tokens=to_host(head.target_ids)[top.tokens])
-            top = top_candidates(transform, head.target_logits(logits), k, histories)
-            return replace(top, counts=counts_of(transform, top.logprobs))
-
-        transforms = [work.draft.transform for work in works]
-        return by_transform(state, nodes, transforms, logits, propose)
+            self._charge(state, current.num_rows, current.num_rows)
 
 
-def _commit(draft: Draft, commit: Commit) -> None:
-    """Applies one commit to the head's cache, whose positions are one less than the tree's."""
-    num_retired = len(commit.retired_ids)
-    draft.features.add(commit.hidden, commit.prefix_len - num_retired)
-    cache, true_len = draft.cache, draft.true_len
-    cache.commit(replace(commit, prefix_len=commit.prefix_len - 1))
-    # Entries computed from features extend the part of the prefix that is final.
-    position = commit.prefix_len - num_retired - 1
-    for node in commit.retired_ids.tolist():
-        if position == true_len < cache.cached_len and node in draft.true_nodes:
-            true_len += 1
-        position += 1
-    draft.true_len = true_len
-    draft.true_nodes &= set(cache.node_ids.tolist())
-    draft.states.keep(commit.kept_ids)
-    if draft.logits:
-        kept = set(commit.kept_ids.tolist())
-        draft.logits = {node: row for node, row in draft.logits.items() if node in kept}
-    draft.features.drop(draft.needed_from(commit.prefix_len))
+class Features:
+    """The target's hidden states of consecutive positions that are still needed.
+
+    The streams of one position may arrive at different times (early hidden states).
+
+    Attributes:
+        names: the streams, concatenated in this order.
+        first: position of the first stored row.
+    """
+
+    def __init__(self, names: Sequence[HiddenName]) -> None:
+        """Stores the streams ``names``; one may occur twice."""
+        self.names = tuple(names)
+        self._streams: dict[HiddenName, list[Tensor]] = {name: [] for name in names}
+        self._counts = dict.fromkeys(self._streams, 0)
+        self.first = 0
+
+    @property
+    def known(self) -> int:
+        """Number of positions, from 0, whose streams have all arrived."""
+        return self.first + min(self._counts.values())
+
+    def add(self, hidden: Mapping[HiddenName, Tensor], start: int) -> None:
+        """Appends rows [T, ..] of the positions from ``start`` on, of any of the streams."""
+        for name, rows in hidden.items():
+            if name in self._streams:
+                end = self.first + self._counts[name]
+                assert start == end, f"states of position {start} follow those of {end - 1}"
+                self._streams[name].append(rows)
+                self._counts[name] += len(rows)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """[stop - start, S]: features of the positions ``start`` .. ``stop`` - 1."""
+        at = slice(start - self.first, stop - self.first)
+        assert 0 <= at.start <= at.stop <= min(self._counts.values()), "positions not stored"
+        return torch.cat([self._joined(name)[at] for name in self.names], -1)
+
+    def drop(self, start: int) -> None:
+        """Forgets the positions before ``start``, once they are more than a few."""
+        num = min(start, self.known) - self.first
+        if num < _DROPPED:
+            return
+        for name in self._streams:
+            rest = self._joined(name)[num:]
+            # A copy: the rows may be a view of a whole chunk, or of a whole batch.
+            self._streams[name] = [rest.clone()]
+            self._counts[name] -= num
+        self.first += num
+
+    def _joined(self, name: HiddenName) -> Tensor:
+        parts = self._streams[name]
+        if len(parts) > 1:
+            parts[:] = [torch.cat(parts)]
+        return parts[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class HeadState:
+    """The head's state for one request.
+
+    Attributes:
+        cache: keys and values; slot s has the token at position s + 1.
+        features: the target's.
+        states: node id -> [E], the head's own output.
+        logits: node id -> [U], of nodes computed as ancestors and not expanded yet.
+        true_len: entries of the cache's prefix that were computed from the target's features.
+        true_nodes: nodes whose entries were.
+    """
+
+    request: RequestState
+    cache: TreeCache
+    features: Features
+    states: dict[int, Tensor]
+    logits: dict[int, Tensor]
+    true_len: int = 0
+    true_nodes: set[int] = field(default_factory=set)
+
+    def commit(self, commit: Commit) -> None:
+        """Takes the features of a commit that the cache has followed."""
+        num_retired = len(commit.retired_ids)
+        self.features.add(commit.hidden, commit.prefix_len - num_retired)
+        # Entries computed from features extend the part of the prefix that is final.
+        position = commit.prefix_len - num_retired - 1
+        for node in commit.retired_ids.tolist():
+            if position == self.true_len < self.cache.cached_len and node in self.true_nodes:
+                self.true_len += 1
+            position += 1
+        self.true_nodes &= set(self.cache.node_ids.tolist())
+        # A later pass reads features from here on.
+        self.features.drop(min(self.true_len, commit.prefix_len - 1))
+
+    def feature(self, slot: int) -> Tensor | None:
+        """[1, S]: the target's feature of the position before a node; None if it is not there."""
+        tree = self.request.tree
+        if slot == 0:
+            return self.features.rows(self.request.prefix_len - 1, self.request.prefix_len)
+        found = tree.hidden.get(int(tree.ids[tree.parents[slot]]))
+        if found is None or any(name not in found for name in self.features.names):
+            return None
+        return torch.cat([found[name] for name in self.features.names])[None]
+
+
+class HeadPass:
+    """Collects rows, runs them once and stores what they give.
+
+    Attributes:
+        num_rows: rows of the pass.
+        num_nodes: those of nodes that are computed for the first time.
+    """
+
+    def __init__(self, runner: EagleRunner) -> None:
+        """Begins an empty pass of ``runner``."""
+        self.num_rows = self.num_nodes = 0
+        self._runner = runner
+        self._rows: list[Rows] = []
+        self._features: list[Tensor] = []
+        self._feature_rows: list[IntArray] = [_NONE]
+        self._states: list[Tensor] = []
+        self._nodes: list[tuple[HeadState, list[int], BoolArray, int]] = []  # and their first row
+        self._logits_rows: list[IntArray] = [_NONE]
+        self._logits_of: list[tuple[HeadState, int]] = []
+
+    @property
+    def num_logits(self) -> int:
+        """Rows whose logits the pass computes."""
+        return len(self._logits_of)
+
+    def add_prefix(self, draft: HeadState, limit: int | None = None) -> None:
+        """Adds committed tokens whose entries are missing, or were computed without features.
+
+        Args:
+            draft: the head's state for a request.
+            limit: maximum number of rows. Default: all.
+        """
+        request, cache, start = draft.request, draft.cache, draft.true_len
+        stop = request.prefix_len - 1
+        stop = stop if limit is None else min(stop, start + limit)
+        if start >= stop:
+            return
+        tokens = request.tokens[start + 1 : stop + 1]
+        num_old = min(stop, cache.cached_len) - start
+        if num_old > 0:
+            self._append(rewritten(cache, tokens[:num_old], start))
+        if num_old < len(tokens):
+            self._append(cache.rows(prefix_tokens=tokens[num_old:]))
+        self._add_features(draft.features.rows(start, stop), np.arange(stop - start) - len(tokens))
+        draft.true_len = stop
+
+    def add_corrections(self, draft: HeadState) -> None:
+        """Adds nodes whose entries were computed before the feature above them had arrived.
+
+        An entry is computed again in place if the entries of its ancestors lie before it.
+        """
+        cache, tree = draft.cache, draft.request.tree
+        if not cache.num_nodes or (not tree.hidden and tree.root_id in draft.true_nodes):
+            return
+        answered = tree.slots(np.array(list(tree.hidden), np.int64))
+        late = [0, *np.flatnonzero(np.isin(tree.parents, answered)).tolist()]
+        ids = [int(tree.ids[slot]) for slot in late]
+        held = cache.has(np.array(ids, np.int64))
+        for slot, node, is_held in zip(late, ids, held.tolist(), strict=True):
+            if not is_held or node in draft.true_nodes:
+                continue
+            feature = draft.feature(slot)
+            entry = cache.cached_len + int(np.flatnonzero(cache.node_ids == node)[0])
+            columns = tree.slots(cache.node_ids[: entry + 1 - cache.cached_len])
+            visible = tree.ancestor_mask(np.array([slot]))[:, columns]
+            if feature is None or int(visible.sum()) != int(tree.depths[slot]) + 1:
+                continue
+            rows = Rows(
+                cache=cache,
+                tokens=tree.tokens[[slot]],
+                positions=tree.positions[[slot]] - 1,
+                node_ids=np.array([node]),
+                num_prefix=0,
+                start=entry,
+                first_masked=cache.cached_len,
+                visible=visible,
+            )
+            wants = [node] if node in draft.logits else []
+            self._append(rows, nodes=(draft, [node], np.ones(1, np.bool_)), wants=wants)
+            self._add_features(feature, np.array([-1]))
+
+    def add_nodes(self, draft: HeadState, pending: IntArray) -> IntArray:
+        """Adds the nodes of ``pending`` whose parents' states are known.
+
+        Args:
+            draft: the head's state for a request.
+            pending: int64[C], slots, sorted.
+
+        Returns:
+            The others, which a later pass computes.
+        """
+        if not len(pending):
+            return pending
+        tree, cache = draft.request.tree, draft.cache
+        parent_ids = tree.rows_of(pending)[2]
+        features = {
+            row: feature
+            for row, slot in enumerate(pending.tolist())
+            if (not slot or tree.hidden) and (feature := draft.feature(slot)) is not None
+        }
+        above = parent_ids.tolist()
+        now = [row for row in range(len(above)) if row in features or above[row] in draft.states]
+        if not now:
+            return pending
+        slots, late = pending, _NONE
+        if len(now) < len(pending):
+            slots, late = pending[now], np.delete(pending, now)
+        node_ids, tokens, parent_ids, positions = tree.rows_of(slots)
+        rows = cache.rows(
+            node_ids=node_ids,
+            node_tokens=tokens,
+            parent_ids=parent_ids,
+            node_positions=positions - 1,
+        )
+        ids = node_ids.tolist()
+        is_true = np.array([row in features for row in now])
+        self._append(rows, nodes=(draft, ids, is_true), wants=ids)
+        if features:
+            at = np.flatnonzero(is_true) - len(ids)
+            self._add_features(torch.cat([features[r] for r in now if r in features]), at)
+        if not is_true.all():
+            parents = [above[row] for row in now if row not in features]
+            self._states.append(torch.stack([draft.states[node] for node in parents]))
+        self.num_nodes += len(ids)
+        return late
+
+    def run(self, *, keep: bool) -> Tensor:
+        """[.., U]: logits of all nodes of the pass, in the order in which they were added.
+
+        Args:
+            keep: also store them with the drafts.
+        """
+        out = self._runner.forward(
+            self._rows,
+            features=_joined(self._features),
+            feature_rows=np.concatenate(self._feature_rows),
+            states=_joined(self._states),
+            logits_rows=np.concatenate(self._logits_rows),
+        )
+        for draft, ids, is_true, start in self._nodes:
+            draft.states.update(zip(ids, out.states[start : start + len(ids)], strict=True))
+            draft.true_nodes.update(node for node, t in zip(ids, is_true, strict=True) if t)
+        for row, (draft, node) in enumerate(self._logits_of):
+            if keep or node in draft.logits:
+                draft.logits[node] = out.logits[row]
+        return out.logits
+
+    def _append(
+        self,
+        rows: Rows,
+        *,
+        nodes: tuple[HeadState, list[int], BoolArray] | None = None,
+        wants: list[int] | None = None,
+    ) -> None:
+        """Appends rows to the pass.
+
+        Args:
+            rows: of one request.
+            nodes: (draft, node ids, which of them are computed from a feature) if they are nodes.
+            wants: all of the nodes if their logits are needed, else none.
+        """
+        start = self.num_rows
+        self.num_rows += len(rows)
+        self._rows.append(rows)
+        if nodes is not None:
+            self._nodes.append((*nodes, start))
+            if wants:
+                self._logits_rows.append(np.arange(start, self.num_rows))
+                self._logits_of += [(nodes[0], node) for node in wants]
+
+    def _add_features(self, features: Tensor, from_end: IntArray) -> None:
+        """Sets the features [F, S] of rows, counted from the end of the rows added so far."""
+        self._features.append(features)
+        self._feature_rows.append(self.num_rows + from_end)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; no rows of any size without parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else _EMPTY

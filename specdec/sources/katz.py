@@ -10,7 +10,7 @@ the uniform distribution. N-grams form a trie: an m-gram has the key ``id(first 
 w`` in a sorted array, so keys are exact for any order and vocabulary, and the id of a context takes
 one bisection per token.
 
-Shape letters: W contexts, K candidates, V vocabulary, G n-grams of one order.
+Shape letters: W contexts, V vocabulary, G n-grams of one order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specdec.sources.contexts import NO_TOKEN
-from specdec.sources.discounts import discounts
 from specdec.types import FloatArray, IntArray
 
-_LIGHT = 16  # contexts of at most this many continuations are merged with their back-off on lookup
-_LIST = 48  # length of the cached list of other contexts; exact for k <= _LIST - _LIGHT
+NO_TOKEN = -1
+"""Placeholder for tokens before the start of a sequence."""
+
+_MAX_DISCOUNTED = 5  # Katz 1987: counts above 5 are taken as reliable
 _COUNTED: WeakKeyDictionary[Any, KatzModel] = WeakKeyDictionary()
 _NOTHING_LEFT = 1e-9  # discounted mass below this is taken as 0
 
@@ -88,7 +88,7 @@ class KatzModel:
         self._counts = list(counts)
         self._levels: list[_Level] = []
         self._derive()
-        self._index()
+        self._ranking = np.argsort(-self._unigrams, kind="stable")
 
     # ------------------------------------------------------------------ building
 
@@ -201,21 +201,27 @@ class KatzModel:
         """Whole distributions.
 
         Args:
-            contexts: W token sequences of any length, or int64[W, >= order - 1] with ``NO_TOKEN``
-                on the left where a sequence is shorter; their last ``order - 1`` tokens count.
+            contexts: W token sequences of any length, of which the last ``order - 1`` tokens count;
+                ``NO_TOKEN`` on the left of shorter ones is ignored.
 
         Returns:
             float64[W, V], rows sum to 1.
         """
-        ids = self._context_ids(self._windows(contexts))
-        return np.stack([self._row(ids[:, i]) for i in range(ids.shape[1])])
+        rows = np.tile(self._unigrams, (len(contexts), 1))
+        for row, context in zip(rows, contexts, strict=True):
+            for level, grams, alpha in self._chain(context):
+                row *= alpha
+                row[level.tokens[grams]] = level.probs[grams]
+        return rows
 
     def top(self, contexts: Sequence[IntArray] | IntArray, k: int) -> tuple[IntArray, FloatArray]:
         """The ``k`` most probable continuations, best first.
 
+        Of equally probable ones, those seen after a longer context come first, then lower tokens.
+
         Args:
             contexts: as for ``probs``.
-            k: 1 .. V; above 32 it costs a whole distribution per context.
+            k: 1 .. V.
 
         Returns:
             (tokens int64[W, k], log-probabilities float64[W, k]).
@@ -225,156 +231,71 @@ class KatzModel:
         """
         if not 1 <= k <= self.vocab_size:
             raise ValueError(f"k={k} must be between 1 and the vocabulary size {self.vocab_size}")
-        ids = self._context_ids(self._windows(contexts))
-        if k > _LIST - _LIGHT:
-            dense = np.stack([self._row(ids[:, i]) for i in range(ids.shape[1])])
-            return _best(np.broadcast_to(np.arange(self.vocab_size), dense.shape), dense, k)
-        tokens, scores = self._heavy_lists(ids)
-        if self.order > 1:
-            tokens, scores = self._with_light(ids, tokens, scores, k)
-        return _best(tokens, scores, k)
+        tokens, probs = np.zeros((len(contexts), k), np.int64), np.zeros((len(contexts), k))
+        for row, context in enumerate(contexts):
+            tokens[row], probs[row] = self._best(context, k)
+        with np.errstate(divide="ignore"):
+            return tokens, np.log(probs)
 
-    def _windows(self, contexts: Sequence[IntArray] | IntArray) -> IntArray:
-        """int64[W, order - 1], right-aligned."""
-        length = self.order - 1
-        if isinstance(contexts, np.ndarray) and contexts.ndim == 2:
-            missing = length - contexts.shape[1]
-            if missing <= 0:
-                return contexts[:, contexts.shape[1] - length :]
-            return np.pad(contexts, ((0, 0), (missing, 0)), constant_values=NO_TOKEN)
-        windows = np.full((len(contexts), length), NO_TOKEN, np.int64)
-        for row, context in zip(windows, contexts, strict=True):
-            tail = context[max(0, len(context) - length) :]
-            row[length - len(tail) :] = tail
-        return windows
+    def _best(self, context: IntArray, k: int) -> tuple[IntArray, FloatArray]:
+        """int64 and float64[k]: the best continuations of one context and their probabilities."""
+        tokens, probs, scale = np.zeros(0, np.int64), np.zeros(0), 1.0
+        chain = self._chain(context)
+        parts = [(level.tokens[g], level.probs[g], alpha) for level, g, alpha in reversed(chain)]
+        best = self._ranking[: k + sum(len(part[0]) for part in parts)]
+        for own_tokens, own_probs, alpha in [*parts, (best, self._unigrams[best], 1.0)]:
+            new = ~np.isin(own_tokens, tokens)  # a token counts where its context is longest
+            tokens = np.concatenate([tokens, own_tokens[new]])
+            probs = np.concatenate([probs, own_probs[new] * scale])
+            scale *= alpha
+        order = np.argsort(-probs, kind="stable")[:k]
+        return tokens[order], probs[order]
 
-    def _context_ids(self, windows: IntArray) -> IntArray:
-        """int64[order, W]: global index of the context of each length 0 .. order - 1.
-
-        The index after all contexts means unseen.
-        """
-        length = self.order - 1
-        ids = np.zeros((self.order, len(windows)), np.int64)
-        if not length:
-            return ids
-        newest_first = windows[:, ::-1].T
-        local = (
-            newest_first.copy()
-        )  # row i: first token of the context of length i + 1, then its id
-        ids[1] = np.where(local[0] == NO_TOKEN, self._unseen, self._offsets[1] + local[0])
-        for step in range(1, length):
-            # All contexts longer than ``step`` are extended by one token, in one bisection.
-            keys = self._keys[step]
-            want = local[step:] * self.vocab_size + newest_first[: length - step]
-            at = np.searchsorted(keys, want)
-            hit = (keys.take(at, mode="clip") == want) if len(keys) else at < 0
-            local[step:] = np.where(hit, at, NO_TOKEN)
-            ids[step + 1] = np.where(hit[0], at[0] + self._offsets[step + 1], self._unseen)
-        return ids
-
-    def _index(self) -> None:
-        """Flat arrays over the contexts of all lengths; the last row is 'unseen'."""
-        lengths = [len(level.alphas) for level in self._levels]
-        self._offsets = np.concatenate([[0], np.cumsum(lengths)])
-        self._unseen = int(self._offsets[-1])
-        grams = np.concatenate([[0], np.cumsum([len(level.keys) for level in self._levels])])
-        begin = [level.starts[:-1] + g for level, g in zip(self._levels, grams[:-1], strict=True)]
-        count = [np.diff(level.starts) for level in self._levels]
-        self._begin = np.concatenate([*begin, [0]])
-        self._count = np.concatenate([*count, [0]])
-        self._alpha = np.concatenate([*(level.alphas for level in self._levels), [1.0]])
-        self._heavy = self._count > _LIGHT
-        self._heavy[0] = True  # the empty context: every chain of back-offs ends in a list
-        self._light_count = np.where(self._heavy, 0, self._count)
-        self._light_alpha = np.where(self._heavy, 1.0, self._alpha)
-        pad = np.zeros(_LIGHT, np.int64)  # so that the window of the last context stays inside
-        self._gram_tokens = np.concatenate([*(level.tokens for level in self._levels), pad])
-        self._gram_probs = np.concatenate([*(level.probs for level in self._levels), pad])
-        self._list_row = np.full(self._unseen + 1, -1, np.int64)
-        self._list_tokens = np.zeros((0, 0), np.int64)
-        self._list_probs = np.zeros((0, 0))
-        self._num_lists = 0
-
-    def _row(self, ids: IntArray) -> FloatArray:
-        """float64[V]: the distribution after the contexts ``ids``[order], shortest first."""
-        row = self._unigrams.copy()
-        for index in ids[1:].tolist():
-            grams = slice(self._begin[index], self._begin[index] + self._count[index])
-            if self._count[index]:
-                row *= self._alpha[index]
-                row[self._gram_tokens[grams]] = self._gram_probs[grams]
-        return row
-
-    def _heavy_lists(self, ids: IntArray) -> tuple[IntArray, FloatArray]:
-        """[W, T]: best continuations of each row's longest context that is heavy.
-
-        A context's continuations were all seen after its suffixes, so heaviness only grows with
-        back-off: everything above the longest heavy context is light or unseen.
-        """
-        longest = self._heavy[ids].sum(axis=0) - 1
-        columns = np.arange(ids.shape[1])
-        contexts = ids[longest, columns]
-        rows = self._list_row[contexts]
-        if (rows < 0).any():
-            for column in np.flatnonzero(rows < 0).tolist():
-                if self._list_row[contexts[column]] < 0:
-                    self._make_list(ids[: longest[column] + 1, column])
-            rows = self._list_row[contexts]
-        return self._list_tokens[rows], self._list_probs[rows]
-
-    def _make_list(self, ids: IntArray) -> None:
-        """Stores the list of one heavy context, on first use."""
-        probs = self._row(ids)[None]
-        everything = np.arange(self.vocab_size)[None]
-        tokens, logprobs = _best(everything, probs, min(_LIST, self.vocab_size))
-        if self._num_lists == len(self._list_tokens):
-            extra = max(64, self._num_lists)
-            blank = np.zeros((extra, tokens.shape[1]), np.int64)
-            old = self._list_tokens.reshape(-1, tokens.shape[1])
-            self._list_tokens = np.concatenate([old, blank])
-            self._list_probs = np.concatenate([self._list_probs.reshape(old.shape), blank + 0.0])
-        self._list_tokens[self._num_lists] = tokens[0]
-        self._list_probs[self._num_lists] = np.exp(logprobs[0])
-        self._list_row[ids[-1]] = self._num_lists
-        self._num_lists += 1
-
-    def _with_light(
-        self, ids: IntArray, tokens: IntArray, probs: FloatArray, k: int
-    ) -> tuple[IntArray, FloatArray]:
-        """Merges the light contexts' own continuations with the list they back off to.
-
-        Exact for the first ``k``: of a list only those tokens are taken out that follow a light
-        context, and these are all among the continuations of the shortest one, at most ``width``.
-        """
-        contexts = ids[:0:-1]  # longest first
-        counts = self._light_count.take(contexts)
-        scale = self._light_alpha.take(contexts).cumprod(axis=0)
-        width = int(counts.max())
-        tokens, probs = tokens[:, : k + width], probs[:, : k + width] * scale[-1][:, None]
-        if not width:
-            return tokens, probs
-        window = np.arange(width)
-        at = self._begin.take(contexts)[..., None] + window
-        own = window < counts[..., None]  # [L, W, width]
-        own_tokens = np.where(own, self._gram_tokens.take(at), NO_TOKEN)
-        own_probs = np.where(own, self._gram_probs.take(at), 0.0)
-        own_probs[1:] *= scale[:-1, :, None]
-        for upper in range(len(contexts) - 1):  # a token counts where its context is longest
-            taken = own_tokens[upper + 1 :, :, :, None] == own_tokens[upper, None, :, None, :]
-            own_probs[upper + 1 :][taken.any(-1)] = 0.0
-        parts_tokens, parts_probs = [*own_tokens, tokens], [*own_probs, probs]
-        for part in own_tokens:
-            probs[(tokens[:, :, None] == part[:, None, :]).any(-1)] = 0.0
-        return np.concatenate(parts_tokens, axis=1), np.concatenate(parts_probs, axis=1)
+    def _chain(self, context: IntArray) -> list[tuple[_Level, slice, float]]:
+        """Continuations and back-off weights of the context's seen suffixes, shortest first."""
+        recent = context[max(0, len(context) - self.order + 1) :].tolist()
+        tail = [token for token in recent if token != NO_TOKEN]
+        chain: list[tuple[_Level, slice, float]] = []
+        for length in range(1, len(tail) + 1):
+            index, *following = tail[-length:]
+            for keys, token in zip(self._keys[1:], following, strict=False):
+                key = index * self.vocab_size + token
+                index = int(keys.searchsorted(key))
+                if index == len(keys) or keys[index] != key:
+                    return chain  # longer ones were not seen either
+            level = self._levels[length]
+            grams = slice(int(level.starts[index]), int(level.starts[index + 1]))
+            if grams.start < grams.stop:
+                chain.append((level, grams, float(level.alphas[index])))
+        return chain
 
 
-def _best(tokens: IntArray, probs: FloatArray, k: int) -> tuple[IntArray, FloatArray]:
-    """The ``k`` most probable of each row, best first: (tokens, log-probabilities) [W, k]."""
-    if probs.shape[1] > 4 * _LIST:
-        part = np.argpartition(-probs, min(k, probs.shape[1] - 1), axis=1)[:, :k]
-        part.sort(axis=1)  # ties in token order
-        tokens, probs = np.take_along_axis(tokens, part, 1), np.take_along_axis(probs, part, 1)
-    order = np.argsort(-probs, axis=1, kind="stable")[:, :k]
-    order += np.arange(0, probs.size, probs.shape[1])[:, None]
-    with np.errstate(divide="ignore"):
-        return tokens.ravel().take(order), np.log(probs.ravel().take(order))
+def discounts(counts: IntArray) -> FloatArray:
+    """Good-Turing discount factors in Katz's form.
+
+    With n_r n-grams counted r times, k = 5 and r* = (r+1) n_{r+1}/n_r:
+    d_r = (r*/r - (k+1) n_{k+1}/n_1) / (1 - (k+1) n_{k+1}/n_1) for r <= k, and 1 above. Where a
+    count-of-counts is missing or a factor leaves (0, 1), k is lowered until none does; where no
+    k >= 2 is left, absolute discounting takes its place: d_r = 1 - D/r for all r, with
+    D = n_1 / (n_1 + 2 n_2), or 1/2 where n_1 or n_2 is 0.
+
+    Args:
+        counts: int64[G >= 1], the counts of one order's n-grams, all positive.
+
+    Returns:
+        float64[G], the factor of each n-gram.
+    """
+    num = np.bincount(np.minimum(counts, _MAX_DISCOUNTED + 2), minlength=_MAX_DISCOUNTED + 3)
+    for k in range(_MAX_DISCOUNTED, 1, -1):
+        if not num[1 : k + 2].all():
+            continue
+        r = np.arange(1, k + 1)
+        rest = (k + 1) * num[k + 1] / num[1]
+        if rest >= 1.0:
+            continue
+        factors = ((r + 1) * num[2 : k + 2] / (num[1 : k + 1] * r) - rest) / (1.0 - rest)
+        if (factors > 0.0).all() and (factors < 1.0).all():
+            table = np.concatenate([[1.0], factors, [1.0]])
+            return table[np.minimum(counts, k + 1)]
+    absolute = num[1] / (num[1] + 2 * num[2]) if num[1] and num[2] else 0.5
+    return 1.0 - absolute / counts

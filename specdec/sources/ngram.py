@@ -5,14 +5,14 @@ Shape letters: W nodes, K candidates, V vocabulary, L context tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
-from specdec.sources.contexts import tails
-from specdec.sources.katz import KatzModel
+from specdec.sources.katz import NO_TOKEN, KatzModel
 from specdec.sources.sampled import sampled_candidates
 from specdec.types import Candidates, FloatArray, IntArray, Nodes
 
@@ -108,3 +108,27 @@ class NGramSource(TokenSource):
     def _windows(self, contexts: list[tuple[int, ...]]) -> IntArray:
         """int64[W, L]."""
         return np.array(contexts, np.int64).reshape(len(contexts), self.katz.order - 1)
+
+
+def tails(request: RequestState, slots: Sequence[int], length: int) -> list[tuple[int, ...]]:
+    """The last ``length`` tokens up to and including each node, oldest first.
+
+    Args:
+        request: its committed tokens and tree are read.
+        slots: tree slots.
+        length: tokens of each tuple, ``NO_TOKEN`` before the start of the sequence.
+    """
+    tree, committed = request.tree, request.tokens
+    above = [NO_TOKEN] * length + committed[max(0, len(committed) - length) :].tolist()
+    tokens, parents = tree.tokens, tree.parents
+    contexts = []
+    for slot in slots:
+        path: list[int] = []
+        node = int(slot)
+        while node > 0 and len(path) < length:
+            path.append(int(tokens[node]))
+            node = int(parents[node])
+        path.reverse()
+        missing = length - len(path)
+        contexts.append((*above[len(above) - missing :], *path))
+    return contexts

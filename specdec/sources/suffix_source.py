@@ -1,7 +1,7 @@
-"""Suffix decoding: continuations of the current suffix in this request and in finished ones.
+"""Prompt lookup and suffix decoding: continuations of the current suffix in known texts.
 
-SuffixDecoding (Oliaro et al., arXiv 2411.04975) keeps one suffix tree per request and one of all
-finished requests, and drafts what followed earlier occurrences of the last tokens.
+Prompt lookup proposes what followed earlier occurrences of the last tokens in prompt and output.
+SuffixDecoding (Oliaro et al., arXiv 2411.04975) also looks in a suffix tree of finished requests.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, Positive, Text, validated
-from specdec.sources.lookup import extend
-from specdec.sources.matches import Confidence, TreeMatches, continuations, ranked_candidates
-from specdec.sources.suffix import SuffixAutomaton
+from specdec.sources.suffix import (
+    Confidence,
+    SuffixAutomaton,
+    TreeMatches,
+    continuations,
+    ranked_candidates,
+)
 from specdec.sources.suffix_cache import CachedText, SuffixCache, read_texts
 from specdec.types import Candidates, Commit, Nodes, Output
 
@@ -23,24 +26,81 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
-@dataclass(slots=True)
-class _Texts:
-    """What a request is matched against.
+class PromptLookupSource(TokenSource):
+    """Proposes the continuations of each node's longest match in prompt and output.
 
-    Attributes:
-        own: prompt and output of the request itself.
-        cache: finished requests.
-        cached: tokens of the request that ``cache`` has followed.
-        version: of the cache that ``cache`` refers to.
+    Needs no model and no corpus. Nodes without a match of ``min_match`` tokens get count 0.
     """
 
+    @validated
+    def __init__(self, *, min_match: Count = 1, max_match: Count = 16) -> None:
+        """Sets the lengths of matches.
+
+        Args:
+            min_match: minimum number of matching tokens. Default: 1.
+            max_match: maximum number; longer matches count as this length. Default: 16.
+
+        Raises:
+            ValueError: unless 1 <= min_match <= max_match.
+        """
+        if min_match > max_match:
+            raise ValueError(
+                f"min_match={min_match} is more than max_match={max_match}; lower source.min_match"
+            )
+        self._min, self._max = min_match, max_match
+        self._own: dict[int, TreeMatches] = {}
+
+    def open(self, request: RequestState) -> None:
+        """Builds the automaton of the prompt."""
+        self._own[request.id] = self._matches(SuffixAutomaton(), Confidence())
+        self._own[request.id].extend(request.tokens.tolist())
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Up to ``k`` continuations of each node's longest matches."""
+        rows = []
+        for request_id, ids in nodes.items:
+            tree = state.requests[request_id].tree
+            for slot in tree.slots(ids).tolist():
+                texts = self._texts(request_id, int(tree.depths[slot]))
+                rows.append(continuations(texts, tree, slot, k, min_match=self._min))
+        return ranked_candidates(rows, k)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Appends the committed tokens; a repeated commit is ignored."""
+        for commit in self._new(commits):
+            self._own[commit.request].extend(commit.new_tokens)
+
+    def close(self, request_id: int) -> None:
+        """Drops the request."""
+        self._own.pop(request_id, None)
+
+    def _matches(self, automaton: SuffixAutomaton, confidence: Confidence) -> TreeMatches:
+        return TreeMatches(automaton, confidence, min_match=self._min, max_match=self._max)
+
+    def _texts(self, request_id: int, depth: int) -> list[TreeMatches]:
+        """The texts in which nodes at ``depth`` are matched."""
+        return [self._own[request_id]]
+
+    def _new(self, commits: Sequence[Commit]) -> list[Commit]:
+        """The commits of open requests that continue their texts."""
+        return [
+            commit
+            for commit in commits
+            if (own := self._own.get(commit.request)) is not None
+            and commit.prefix_len + 1 - len(commit.new_tokens) == own.automaton.size
+        ]
+
+
+@dataclass(slots=True)
+class _CachedMatches:
+    """A request's matches in the cache of the given version."""
+
     request: RequestState
-    own: TreeMatches
-    cache: TreeMatches
+    matches: TreeMatches
     version: int = -1
 
 
-class SuffixSource(TokenSource):
+class SuffixSource(PromptLookupSource):
     """Proposes continuations of each node's longest matches, in its request and in finished ones.
 
     Each of the two texts gives a node's match to the continuations that followed it, by frequency
@@ -91,19 +151,14 @@ class SuffixSource(TokenSource):
             ValueError: unless 1 <= min_match <= max_match.
             UserError: ``path`` cannot be read, or belongs to another vocabulary.
         """
-        if min_match > max_match:
-            raise ValueError(
-                f"min_match={min_match} is more than max_match={max_match}; lower source.min_match"
-            )
-        self.counters = SourceCounters()
-        self.vocab_size: int | None = vocab_size
+        super().__init__(min_match=min_match, max_match=max_match)
+        self.vocab_size = vocab_size
         self.cache = SuffixCache(max_tokens)
         self._vocab_size = vocab_size
-        self._bounds = {"min_match": min_match, "max_match": max_match}
         self._factor, self._max_depth = factor, max_depth
         self._repeats, self._save = repeats, save
         self._confidence = Confidence()  # of the cache, over all requests
-        self._texts: dict[int, _Texts] = {}
+        self._cached: dict[int, _CachedMatches] = {}
         for text in [] if path is None else read_texts(path, vocab_size=vocab_size):
             self.cache.add(text)
 
@@ -111,61 +166,45 @@ class SuffixSource(TokenSource):
         """Builds the automaton of the prompt."""
         if not self._repeats:
             self.cache.forget(request.tokens)
-        own = TreeMatches(SuffixAutomaton(), Confidence(), **self._bounds)
-        extend(own, request.tokens.tolist())
-        cache = TreeMatches(self.cache.automaton, self._confidence, **self._bounds)
-        self._texts[request.id] = _Texts(request, own, cache)
-
-    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Up to ``k`` continuations of each node's longest matches."""
-        rows = []
-        for request_id, ids in nodes.items:
-            tree = state.requests[request_id].tree
-            texts = self._texts[request_id]
-            for slot in tree.slots(ids).tolist():
-                deep = self._deep_enough(self._current(texts), int(tree.depths[slot]))
-                rows.append(continuations(deep, tree, slot, k, min_match=self._bounds["min_match"]))
-        return ranked_candidates(rows, k)
+        super().open(request)
+        matches = self._matches(self.cache.automaton, self._confidence)
+        self._cached[request.id] = _CachedMatches(request, matches)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Appends the committed tokens; a repeated commit is ignored."""
-        for commit in commits:
-            texts = self._texts.get(commit.request)
-            if texts is None:
-                continue
-            tokens = commit.new_tokens
-            if commit.prefix_len + 1 - len(tokens) != texts.own.automaton.size:
-                continue
-            self._current(texts)
-            for token in tokens:
-                texts.cache.observe(token)
-                texts.cache.follow([token])
-            extend(texts.own, tokens)
+        for commit in self._new(commits):
+            matches = self._current(commit.request)
+            for token in commit.new_tokens:
+                matches.observe(token)
+                matches.follow([token])
+        super().commit(commits, output)
 
     def close(self, request_id: int) -> None:
         """Moves the request's text to the cache; saves it if no other request is open."""
-        texts = self._texts.pop(request_id, None)
-        if texts is None:
+        cached, own = self._cached.pop(request_id, None), self._own.get(request_id)
+        super().close(request_id)
+        if cached is None or own is None:
             return
-        tokens = texts.request.tokens[: texts.own.automaton.size].copy()
-        self.cache.add(CachedText(tokens, texts.request.num_prompt))
-        if self._save is not None and not self._texts:
+        tokens = cached.request.tokens[: own.automaton.size].copy()
+        self.cache.add(CachedText(tokens, cached.request.num_prompt))
+        if self._save is not None and not self._own:
             self.cache.save(self._save, vocab_size=self._vocab_size)
 
-    def _current(self, texts: _Texts) -> _Texts:
-        """The request's texts; matches are found again where the cache has changed."""
-        if texts.version != self.cache.version:
-            texts.version, texts.cache.automaton = self.cache.version, self.cache.automaton
-            texts.cache.at_root((0, 0))
-            size = texts.own.automaton.size
-            recent = texts.request.tokens[max(0, size - self._bounds["max_match"]) : size]
-            texts.cache.follow(recent.tolist())
-        return texts
-
-    def _deep_enough(self, texts: _Texts, depth: int) -> list[TreeMatches]:
+    def _texts(self, request_id: int, depth: int) -> list[TreeMatches]:
         """The texts whose match at the root is long enough for children of a node at ``depth``."""
         limits = [
             (text, min(self._max_depth, max(1, int(self._factor * text.root[1]))))
-            for text in (texts.own, texts.cache)
+            for text in (self._own[request_id], self._current(request_id))
         ]
         return [text for text, limit in limits if depth < limit]
+
+    def _current(self, request_id: int) -> TreeMatches:
+        """The request's matches in the cache, found again where the cache has changed."""
+        cached = self._cached[request_id]
+        if cached.version != self.cache.version:
+            cached.version, cached.matches.automaton = self.cache.version, self.cache.automaton
+            cached.matches.at_root((0, 0))
+            size = self._own[request_id].automaton.size
+            recent = cached.request.tokens[max(0, size - self._max) : size]
+            cached.matches.follow(recent.tolist())
+        return cached.matches

@@ -3,94 +3,46 @@
 The draft reads the target's text in its own tokens and proposes the tokens that both vocabularies
 have (token-level intersection, Timor et al. 2025, arXiv 2502.05202, algorithm 4).
 
-Shape letters: W nodes, K candidates, R rows of a pass, U draft vocabulary, V target vocabulary.
+``DraftText`` has a request in draft tokens: what is final, and a trie of what is not. Several
+target nodes may end in the same draft token (the same text by other target tokens), and one target
+node may need several draft tokens, so the draft's cache has entries per trie node. The id of a trie
+node is never reused, and greater than that of its parent.
+
+Shape letters: W target nodes, R trie nodes that a pass computes, U draft vocabulary, V target
+vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from specdec.attention.kv_cache import Rows, TreeCache
-from specdec.clocks import CONTROLLER, Work
-from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
-from specdec.models.runner import NO_ROWS
 from specdec.models.translated import TranslatedDraft
+from specdec.models.vocabulary import Tail, Translation
 from specdec.parts.fields import Count, validated
-from specdec.sampling.candidates import top_candidates
-from specdec.sampling.transform import SamplingParams, SamplingTransform
-from specdec.sources.draft_text import DraftText, Place, reachable
-from specdec.sources.sampled import Histories, by_transform, sampled_candidates
-from specdec.types import Candidates, Commit, IntArray, Needs, Nodes, Output
+from specdec.sources.model_source import CachedModelSource, PassWork
+from specdec.tree import TokenTree
+from specdec.types import BoolArray, Commit, IntArray, Needs, Output
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
     from specdec.executors.models import ModelPair
-    from specdec.state import DecodeState, RequestState
-
-_SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
+    from specdec.state import RequestState
 
 
-@dataclass(slots=True)
-class _Draft:
-    """The draft's state for one request.
-
-    Attributes:
-        text: the request in draft tokens.
-        cache: keys and values of final tokens and of trie nodes.
-        transform: the request's sampling transform.
-        logits: trie node -> [U].
-    """
-
-    text: DraftText
-    cache: TreeCache
-    transform: SamplingTransform
-    logits: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def behind(self) -> IntArray:
-        """Final tokens that are missing in the cache."""
-        return np.array(self.text.final[self.cache.cached_len :], np.int64)
-
-
-@dataclass(slots=True)
-class _Work:
-    """The part of one ``expand`` that concerns one request.
-
-    Attributes:
-        request: the request.
-        draft: the draft's state for it.
-        slots: int64[W], the nodes to expand.
-        places: where their texts end.
-        compute: trie nodes that a pass computes, parents first.
-    """
-
-    request: RequestState
-    draft: _Draft
-    slots: IntArray
-    places: list[Place]
-    compute: list[int]
-
-
-class TranslatedSource(TokenSource):
+class TranslatedSource(CachedModelSource):
     """Proposes the tokens of a draft with another tokenizer that the target's vocabulary has too.
 
-    One ``expand`` is one packed forward over the draft tokens of all nodes' texts that are not in
-    the cache; final tokens that are missing precede them. The draft's distribution is renormalised
-    over the intersection, so rejection sampling is exact for it. A node has no candidates inside an
-    unfinished character that the draft cannot write, and beyond the draft's positions. A latency
-    profile prices a pass as one of the draft model.
-
-    Attributes:
-        gives_probs: whether candidates are sampled and returned with their distribution.
-        counters: passes and rows of draft tokens; catch-up rows are those of final ones.
+    The draft's distribution is renormalised over the intersection, so rejection sampling is exact
+    for it. A node has no candidates inside an unfinished character that the draft cannot write, and
+    beyond the draft's positions. Counted rows are draft tokens, catch-up rows final ones.
     """
+
+    _shares_entries = True  # nodes with the same text in other tokens
 
     @validated
     def __init__(
@@ -114,14 +66,17 @@ class TranslatedSource(TokenSource):
                 no token in common.
         """
         self._model = pair.artefact(TranslatedDraft, meter=meter)
-        self._runner = self._model.runner
-        self.needs = Needs()
-        self.vocab_size: int | None = self._model.vocab_size
-        self.gives_probs = sample
-        self.counters = SourceCounters(by_level={self._runner.name: 0})
-        self._chunk = prefill_chunk
-        self._drafts: dict[int, _Draft] = {}
-        self._transforms: dict[SamplingParams, SamplingTransform] = {}
+        runner = self._model.runner
+        super().__init__(
+            runner=runner,
+            label=runner.name,
+            needs=Needs(),
+            vocab_size=self._model.vocab_size,
+            sample=sample,
+            prefill_chunk=prefill_chunk,
+        )
+        self._token_ids = self._model.translation.target_ids
+        self._texts: dict[int, DraftText] = {}
 
     @property
     def pass_bytes(self) -> int:
@@ -130,114 +85,215 @@ class TranslatedSource(TokenSource):
 
     def open(self, request: RequestState) -> None:
         """Tokenises the prompt; the first ``expand`` computes it."""
-        params = request.sampling
-        transform = self._transforms.setdefault(params, SamplingTransform(params))
+        super().open(request)
         text = DraftText(self._model.translation, request.tokens.tolist())
-        capacity = len(text.final) + request.stop.max_new_tokens + _SPARE_NODES
-        self._drafts[request.id] = _Draft(text, self._runner.new_cache(capacity), transform)
-
-    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Candidates of each node; one forward unless the cache must catch up first."""
-        works = []
-        served = np.zeros(len(nodes), np.bool_)
-        for request_id, ids, rows in nodes.packed():
-            work, served[rows] = self._plan(state.requests[request_id], ids)
-            if work.places:
-                works.append(work)
-        if not works:
-            return Candidates.empty(len(nodes))
-        self._compute(state, works)
-        logits = torch.stack([w.draft.logits[p.leaf] for w in works for p in w.places])
-        if served.all():
-            return self._candidates(state, nodes, works, logits, k)
-        return self._candidates(state, nodes.where(served), works, logits, k).spread(served)
+        self._texts[request.id] = text
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Advances the texts; moves final tokens into the prefix and drops pruned ones."""
-        for commit in commits:
-            draft = self._drafts.get(commit.request)
-            if draft is None:
-                continue
-            own = draft.text.commit(commit)
-            draft.cache.commit(own)
-            kept = set(own.kept_ids.tolist())
-            draft.logits = {node: row for node, row in draft.logits.items() if node in kept}
+        known = [commit for commit in commits if commit.request in self._texts]
+        super().commit([self._texts[commit.request].commit(commit) for commit in known], output)
 
     def close(self, request_id: int) -> None:
         """Frees the request's cache."""
-        self._drafts.pop(request_id, None)
+        super().close(request_id)
+        self._texts.pop(request_id, None)
 
-    # ------------------------------------------------------------------ rows to compute
+    def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
+        """bool[W]: whether the draft can continue the nodes' texts."""
+        text, most = self._texts[request.id], self._runner.max_positions
+        places = text.places(request.tree, ids)
+        return np.array([text.can_draft(place, most) for place in places], np.bool_)
 
-    def _plan(self, request: RequestState, ids: IntArray) -> tuple[_Work, np.ndarray]:
-        """The work for ``ids``, int64[W], and bool[W]: which of them the draft can continue."""
-        draft, tree = self._drafts[request.id], request.tree
+    def _plan(self, request: RequestState, ids: IntArray) -> PassWork:
+        """The rows of a pass that expands the nodes; its entries are trie nodes."""
+        text, cache = self._texts[request.id], self._caches[request.id]
+        stored = self._logits[request.id]
+        leaves = [place.leaf for place in text.places(request.tree, ids)]
+        new = [leaf for leaf in leaves if leaf not in stored]
+        entries = text.rows(text.missing(new, set(cache.node_ids.tolist())))
+        prefix = np.array(text.final[cache.cached_len :], np.int64)
+        return PassWork(request, cache, np.array(leaves), prefix, entries)
+
+    def _target_logits(self, logits: Tensor) -> Tensor:
+        return self._model.target_logits(logits)
+
+    def _proposed_logits(self, logits: Tensor) -> Tensor:
+        return self._model.shared_logits(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a target node's text ends in the trie.
+
+    Attributes:
+        anchor: trie node before the tail; its tokens and those above are final.
+        tail: draft tokens that further text may change.
+        leaf: trie node of the last draft token.
+    """
+
+    anchor: int
+    tail: Tail
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TrieNode:
+    parent: int
+    token: int
+    position: int
+
+
+class DraftText:
+    """Committed text and candidates of one request, in draft tokens.
+
+    Attributes:
+        final: draft tokens of the committed text that no further text changes.
+        root: the place of the target tree's root.
+    """
+
+    def __init__(self, translation: Translation, prompt: Iterable[int]) -> None:
+        """Tokenises a prompt.
+
+        Args:
+            translation: from target to draft.
+            prompt: target tokens; the last one is the root.
+        """
+        self._translation = translation
+        self._nodes: dict[int, _TrieNode] = {}
+        self._children: dict[tuple[int, int], int] = {}
+        self._next = 1
+        self._end = 0  # trie id of the last final token
+        self._places: dict[int, Place] = {}  # target node -> its place
+        self._root_id = -1
+        tail = translation.translated(prompt)
+        num = translation.num_final(tail.tokens)
+        self.final: list[int] = list(tail.tokens[:num])
+        self.root = self._placed(self._end, replace(tail, tokens=tail.tokens[num:]))
+
+    # ------------------------------------------------------------------ places
+
+    def places(self, tree: TokenTree, ids: IntArray) -> list[Place]:
+        """The places of target nodes, int64[W]."""
         slots = tree.slots(ids)
-        assert int(slots.min()) >= 0, f"nodes {ids} of request {request.id} are not in the tree"
-        places = [draft.text.place(tree, slot) for slot in slots.tolist()]
-        served = reachable(draft.text, places, self._runner.max_positions)
-        places = [place for place, can in zip(places, served.tolist(), strict=True) if can]
-        new = [place.leaf for place in places if place.leaf not in draft.logits]
-        compute = draft.text.missing(new, set(draft.cache.node_ids.tolist()))
-        return _Work(request, draft, slots[served], places, compute), served
+        assert (slots >= 0).all(), f"nodes {ids} are not in the tree"
+        return [self._place(tree, slot) for slot in slots.tolist()]
 
-    # ------------------------------------------------------------------ the model
+    def _place(self, tree: TokenTree, slot: int) -> Place:
+        """The place of a target node, from that of its nearest known ancestor."""
+        missing: list[int] = []
+        found: Place | None = None
+        ids, parents, tokens = tree.ids, tree.parents, tree.tokens
+        while slot > 0 and (found := self._places.get(int(ids[slot]))) is None:
+            missing.append(slot)
+            slot = int(parents[slot])
+        place = self.root if found is None else found
+        for below in reversed(missing):
+            place = self._below(place, int(tokens[below]))
+            self._places[int(ids[below])] = place
+        return place
 
-    def _compute(self, state: DecodeState, works: Sequence[_Work]) -> None:
-        """One packed pass over all draft tokens that are missing; stores their logits."""
-        works = [work for work in works if work.compute]
-        while behind := [w for w in works if len(w.draft.behind) + len(w.compute) > self._chunk]:
-            short = [w for w in behind if len(w.draft.behind)]
-            if not short:
-                break
-            prefixes = [
-                w.draft.cache.rows(prefix_tokens=w.draft.behind[: self._chunk]) for w in short
-            ]
-            self._forward(state, prefixes, NO_ROWS)
-        rows, indices, owners, offset = [], [], [], 0
-        for work in works:
-            prefix = work.draft.behind
-            described = work.draft.text.rows(work.compute)
-            rows.append(work.draft.cache.rows(prefix_tokens=prefix, **described))
-            first = offset + len(prefix)
-            offset = first + len(work.compute)
-            indices.append(np.arange(first, offset))
-            owners += [(work.draft, node) for node in work.compute]
-        if not rows:
-            return
-        logits = self._forward(state, rows, np.concatenate(indices))
-        for (draft, node), row in zip(owners, logits, strict=True):
-            draft.logits[node] = row
+    def can_draft(self, place: Place, max_positions: int) -> bool:
+        """Whether the draft can continue a text: it has tokens, and no character is unfinished."""
+        if place.tail.rest or not place.tail.tokens:
+            return False
+        return self._nodes[place.leaf].position < max_positions
 
-    def _forward(self, state: DecodeState, rows: Sequence[Rows], wanted: IntArray) -> Tensor:
-        """One pass, counted; the logits of the packed rows ``wanted``."""
-        logits = self._runner.forward(rows, logits_rows=wanted).logits
-        num_rows = sum(map(len, rows))
-        self.counters.passes += 1
-        self.counters.rows += num_rows
-        self.counters.catch_up_rows += num_rows - len(wanted)
-        self.counters.by_level[self._runner.name] += 1
-        state.clock.charge(CONTROLLER, Work.DRAFT, num_rows)
-        return torch.zeros(0) if logits is None else logits
+    def _below(self, place: Place, token: int) -> Place:
+        return self._placed(place.anchor, self._translation.extended(place.tail, token))
 
-    # ------------------------------------------------------------------ from logits to candidates
+    def _placed(self, anchor: int, tail: Tail) -> Place:
+        """Enters the tail's tokens below ``anchor``, and moves the anchor over the final ones."""
+        final = self._translation.num_final(tail.tokens)
+        leaf = anchor
+        for number, token in enumerate(tail.tokens):
+            if number == final:
+                anchor = leaf
+            leaf = self._child(leaf, token)
+        return Place(anchor, replace(tail, tokens=tail.tokens[final:]), leaf)
 
-    def _candidates(
-        self, state: DecodeState, nodes: Nodes, works: Sequence[_Work], logits: Tensor, k: int
-    ) -> Candidates:
-        model = self._model
-        k = min(k, len(model.translation.target_ids))
+    def _child(self, parent: int, token: int) -> int:
+        node = self._children.get((parent, token))
+        if node is None:
+            node, self._next = self._next, self._next + 1
+            above = self._nodes.get(parent)
+            position = len(self.final) if above is None else above.position + 1
+            self._children[parent, token] = node
+            self._nodes[node] = _TrieNode(parent, token, position)
+        return node
 
-        def propose(
-            nodes: Nodes, logits: Tensor, transform: SamplingTransform, histories: Histories
-        ) -> Candidates:
-            if self.gives_probs:
-                probs = transform.proposal_probs(model.target_logits(logits), histories)
-                return sampled_candidates(state, nodes, probs, k)
-            if histories is None:  # the intersection alone, which is smaller
-                top = top_candidates(transform, model.shared_logits(logits), k, None)
-                return replace(top, tokens=model.translation.target_ids[top.tokens])
-            return top_candidates(transform, model.target_logits(logits), k, histories)
+    # ------------------------------------------------------------------ rows
 
-        transforms = [work.draft.transform for work in works]
-        return by_transform(state, nodes, transforms, logits, propose)
+    def missing(self, leaves: Sequence[int], held: set[int]) -> list[int]:
+        """``leaves`` and their ancestors that are not in ``held``, parents first.
+
+        Args:
+            leaves: trie nodes to compute, in any order.
+            held: trie nodes that a cache has.
+        """
+        needed: set[int] = set()
+        for node in leaves:
+            while node in self._nodes and node not in held and node not in needed:
+                needed.add(node)
+                node = self._nodes[node].parent
+        return sorted(needed)
+
+    def rows(self, nodes: Sequence[int]) -> dict[str, IntArray]:
+        """Arguments of ``TreeCache.rows`` for trie nodes, int64[R] each."""
+        found = [self._nodes[node] for node in nodes]
+        return {
+            "node_ids": np.array(nodes, np.int64),
+            "node_tokens": np.array([node.token for node in found], np.int64),
+            "parent_ids": np.array([node.parent for node in found], np.int64),
+            "node_positions": np.array([node.position for node in found], np.int64),
+        }
+
+    # ------------------------------------------------------------------ commits
+
+    def commit(self, commit: Commit) -> Commit:
+        """Advances the root and drops what left the tree.
+
+        Returns:
+            The same state change in trie nodes, for the draft's cache.
+        """
+        ids = [*commit.retired_ids[1:].tolist(), commit.root_id]
+        place = self.root
+        for node, token in zip(ids, commit.new_tokens, strict=True):
+            place = self._places.get(node) or self._below(place, token)
+        self.root = place
+        retired = self._path(place.anchor)
+        tokens = [self._nodes[node].token for node in retired]
+        kept = commit.keeps(np.array(list(self._places), np.int64)).tolist()
+        places = zip(list(self._places.items()), kept, strict=True)
+        self._places = {node: place for (node, place), keep in places if keep}
+        self.final.extend(tokens)
+        self._end = place.anchor
+        live = self._live(retired)
+        return replace(
+            commit,
+            retired_ids=np.array(retired, np.int64),
+            retired_tokens=np.array(tokens, np.int64),
+            prefix_len=len(self.final),
+            kept_ids=np.array(live, np.int64),
+        )
+
+    def _path(self, node: int) -> list[int]:
+        """Trie nodes from the first one that was not final down to ``node``."""
+        path: list[int] = []
+        while node != self._end:
+            path.append(node)
+            node = self._nodes[node].parent
+        return path[::-1]
+
+    def _live(self, retired: Sequence[int]) -> list[int]:
+        """Drops trie nodes that no place needs; returns the others, sorted."""
+        for node in retired:
+            self._drop(node)
+        live = self.missing([p.leaf for p in (self.root, *self._places.values())], set())
+        for node in self._nodes.keys() - set(live):
+            self._drop(node)
+        return live
+
+    def _drop(self, node: int) -> None:
+        gone = self._nodes.pop(node)
+        del self._children[gone.parent, gone.token]

@@ -25,12 +25,10 @@ import numpy as np
 import torch
 
 from specdec.clocks import CONTROLLER, Clock, Work
-from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
 from specdec.models.medusa import MedusaHeads
 from specdec.parts.fields import Count, Positive, validated
-from specdec.sampling.candidates import candidates_of
 from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.sources.model_source import ModelSource
 from specdec.types import Candidates, Commit, HiddenName, Needs, Nodes, Output
 
 if TYPE_CHECKING:
@@ -55,15 +53,11 @@ class _Last:
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class MedusaSource(TokenSource):
+class MedusaSource(ModelSource):
     """Proposes the candidates of Medusa heads; has no model and no cache.
 
     A node has candidates once its request has a hidden state, down to a depth of as many levels as
-    heads.
-
-    Attributes:
-        gives_probs: whether candidates are sampled and returned with their distribution.
-        counters: passes of single heads, and hidden states computed in them.
+    heads. Counted are passes of single heads, and hidden states computed in them.
     """
 
     @validated
@@ -95,13 +89,13 @@ class MedusaSource(TokenSource):
         """
         self._heads = pair.artefact(MedusaHeads, num_heads=heads, meter=meter)
         self._clock, self._temperature = clock, temperature
-        self.needs = Needs(hidden=(HiddenName(self._heads.layer),), real_nodes=True)
-        self.vocab_size: int | None = self._heads.vocab_size
-        self.gives_probs = sample
-        self.counters = SourceCounters()
+        super().__init__(
+            needs=Needs(hidden=(HiddenName(self._heads.layer),), real_nodes=True),
+            vocab_size=self._heads.vocab_size,
+            sample=sample,
+        )
         self._last: dict[int, _Last | None] = {}
         self._prompt_ends: dict[int, int] = {}  # positions before the first roots
-        self._transforms: dict[SamplingParams, SamplingTransform] = {}
 
     @property
     def pass_bytes(self) -> int:
@@ -117,14 +111,25 @@ class MedusaSource(TokenSource):
         """Candidates by depth; count 0 below the last head and without a hidden state."""
         numbers = [self._numbers(state, request_id, ids) for request_id, ids in nodes.items]
         self._compute(nodes, numbers)
-        parts = [
-            self._proposed(state, request_id, ids[heads > 0], heads[heads > 0], k)
-            for (request_id, ids), heads in zip(nodes.items, numbers, strict=True)
-            if (heads > 0).any()
-        ]
-        if not parts:
+        has_head = np.concatenate(numbers) > 0
+        logits: list[torch.Tensor] = []
+        chosen: list[tuple[int, IntArray]] = []
+        rows: list[IntArray] = []
+        for (request_id, ids), heads in zip(nodes.items, numbers, strict=True):
+            last, ids, heads = self._last[request_id], ids[heads > 0], heads[heads > 0]
+            if last is None or not len(ids):
+                continue
+            first = row = np.arange(len(ids))
+            if not state.requests[request_id].sampling.needs_history:
+                # One row per depth for all its nodes.
+                _, first, row = np.unique(heads, return_index=True, return_inverse=True)
+            rows.append(row + len(logits))
+            logits += [last.logits[number] for number in heads[first].tolist()]
+            chosen.append((request_id, ids[first]))
+        if not logits:
             return Candidates.empty(len(nodes))
-        return Candidates.joined(parts).spread(np.concatenate(numbers) > 0)
+        candidates = self._candidates(state, Nodes(tuple(chosen)), torch.stack(logits), k)
+        return candidates.take(np.concatenate(rows)).spread(has_head)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Takes the hidden states of prompts and of the last retired nodes."""
@@ -163,42 +168,11 @@ class MedusaSource(TokenSource):
             self._clock.start(CONTROLLER)
             logits = self._heads.logits(number, torch.stack([last.hidden for last in rows]))
             self._clock.charge(CONTROLLER, Work.HEAD, len(rows))
-            self.counters.passes += 1
-            self.counters.rows += len(rows)
+            self._count(len(rows))
             for last, row in zip(rows, logits, strict=True):
                 last.logits[number] = row
 
-    def _proposed(
-        self, state: DecodeState, request_id: int, ids: IntArray, numbers: IntArray, k: int
-    ) -> Candidates:
-        """Candidates of a request's nodes that have a head; computed once per depth if possible."""
-        request, last = state.requests[request_id], self._last[request_id]
-        assert last is not None, "a node without a hidden state has no head"
-        transform = self._transform(request.sampling)
-        slots = request.tree.slots(ids)
-        histories = None
-        rows = np.arange(len(ids))
-        if transform.params.needs_history:
-            histories = [request.path_tokens(slot) for slot in slots.tolist()]
-        else:  # one row per depth for all its nodes
-            _, first, rows = np.unique(numbers, return_index=True, return_inverse=True)
-            numbers, slots = numbers[first], slots[first]
-        candidates = candidates_of(
-            transform,
-            torch.stack([last.logits[number] for number in numbers.tolist()]),
-            k,
-            histories,
-            draws=state.draws if self.gives_probs else None,
-            request_id=request_id,
-            positions=request.tree.positions[slots],
-        )
-        return candidates.take(rows)
-
     def _transform(self, sampling: SamplingParams) -> SamplingTransform:
-        """The transform of the heads' logits; made once, since parameters are validated."""
-        if sampling not in self._transforms:
-            own = sampling
-            if self._temperature is not None and not self.gives_probs:
-                own = replace(sampling, temperature=self._temperature)
-            self._transforms[sampling] = SamplingTransform(own)
-        return self._transforms[sampling]
+        if self._temperature is not None and not self.gives_probs:
+            sampling = replace(sampling, temperature=self._temperature)
+        return super()._transform(sampling)

@@ -6,19 +6,15 @@ Shape letters: W nodes, K candidates, X exits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.device import on_host
 from specdec.errors import UserError
-from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
-from specdec.sources.candidate_cache import CandidateCache
-from specdec.sources.early_exit import exit_pass_bytes, read_front
-from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, Nodes, Output
+from specdec.sources.early_exit import ExitSource
+from specdec.types import BoolArray, Candidates, Commit, IntArray, NodeMap, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.executors.early_exit import ExitFront
@@ -26,7 +22,7 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
-class MultiExitSource(TokenSource):
+class MultiExitSource(ExitSource):
     """Takes each token from the first exit that no later exit is expected to improve on.
 
     PPSD B.3 only names the idea; the rule is ours. An exit's saving weighs its expected acceptance
@@ -41,11 +37,6 @@ class MultiExitSource(TokenSource):
     The choice depends on distributions and on decided tokens, never on sampled candidates. With
     sampled candidates (rejection verifiers) it does not learn either: it depends on the preceding
     tokens alone, and the verifier stays unbiased.
-
-    Attributes:
-        layers: number of layers before each exit.
-        gives_probs: whether candidates are sampled and returned with their distribution.
-        counters: passes and rows by exit, see ``EarlyExitSource``.
     """
 
     @validated
@@ -61,41 +52,29 @@ class MultiExitSource(TokenSource):
         """Composes the source.
 
         Args:
-            pair, exit_front: see ``EarlyExitSource``.
+            pair, exit_front, candidates, sample: see ``ExitSource``.
             further_exits: number of layers before each exit after the pair's own; None for one
                 exit at twice its depth.
-            candidates: maximum tokens per node and exit that a pipeline returns.
-            sample: sample candidates and return their distribution, for rejection verifiers.
 
         Raises:
             ValueError: fewer than one candidate.
             UserError: exits that do not rise, or are not inside the target.
         """
-        self.layers = _exit_layers(pair, further_exits)
-        self._front = None if exit_front is None else exit_front(self.layers)
-        self._pair, self._num_layers = pair, pair.num_layers
-        self.needs = Needs(real_nodes=True)
-        self.counters = SourceCounters()
-        if self._front is None:
-            self.needs = Needs(exits=candidates, further_exits=self.layers[1:], real_nodes=True)
-        else:
-            self.counters = self._front.counters
-        self.vocab_size: int | None = pair.vocab_size
-        self.gives_probs = sample
-        self._books = [CandidateCache() for _ in self.layers]
-        self._tops: dict[int, dict[int, dict[int, tuple[int, float]]]] = {}
+        super().__init__(
+            pair=pair,
+            layers=_exit_layers(pair, further_exits),
+            exit_front=exit_front,
+            candidates=candidates,
+            sample=sample,
+        )
+        self._num_layers = pair.num_layers
+        self._tops: NodeMap[dict[int, tuple[int, float]]] = NodeMap()  # by exit: token, confidence
         self._chances: dict[int, ExitChances] = {}
-
-    @cached_property
-    def pass_bytes(self) -> int:
-        """Bytes of weights that a pass of the first exit reads; see ``EarlyExitSource``."""
-        return exit_pass_bytes(self._pair, with_layers=self._front is not None)
 
     def open(self, request: RequestState) -> None:
         """Starts a request; the executor has the caches."""
-        for book in self._books:
-            book.open(request.id)
-        self._tops[request.id] = {}
+        super().open(request)
+        self._tops.open(request.id)
         self._chances[request.id] = ExitChances(len(self.layers))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
@@ -103,11 +82,9 @@ class MultiExitSource(TokenSource):
         left, rows = nodes, np.arange(len(nodes))
         parts: list[Candidates] = []
         placed: list[IntArray] = []
-        for at, book in enumerate(self._books):
-            if self._front is None:
-                answer = book.recall(left, k)
-            else:
-                answer = read_front(self._front, state, left, k, at=at, sample=self.gives_probs)
+        for at in range(len(self.layers)):
+            answer = self._read(state, left, k, at)
+            if self._front is not None:
                 self._note(at, left, answer)
             waits = self._prefers_later(state, left, at)
             taken = (answer.counts > 0) & ~waits
@@ -125,38 +102,34 @@ class MultiExitSource(TokenSource):
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Stores arrived exits, learns from decided tokens, removes nodes that left the trees."""
+        super().commit(commits, output)
         for exits in output.exits:
-            at, nodes = self.layers.index(exits.layer), Nodes(((exits.request, exits.node_ids),))
-            self._books[at].keep(nodes, exits.candidates)
-            self._note(at, nodes, exits.candidates)
-            self.counters.rows += len(exits.node_ids)
-        self.counters.passes += len({exits.layer for exits in output.exits})
-        for book in self._books:
-            book.commit(commits)
+            nodes = Nodes(((exits.request, exits.node_ids),))
+            self._note(self.layers.index(exits.layer), nodes, exits.candidates)
         for commit in commits:
             self._learn(commit)
+        self._tops.commit(commits)
 
     def close(self, request_id: int) -> None:
         """Removes a request."""
-        for book in self._books:
-            book.close(request_id)
-        self._tops.pop(request_id, None)
+        super().close(request_id)
+        self._tops.close(request_id)
         self._chances.pop(request_id, None)
 
     def _note(self, at: int, nodes: Nodes, answer: Candidates) -> None:
         """Stores each node's best token at an exit, and the exit's confidence in it."""
         row = 0
         for request_id, ids in nodes.items:
-            tops = self._tops.get(request_id)
             for node_id in ids.tolist():
-                if tops is not None and answer.counts[row]:
+                if request_id in self._tops and answer.counts[row]:
                     if answer.probs is None:
                         best = int(answer.tokens[row, 0])
                         sure = float(np.exp(answer.logprobs[row, 0]))
                     else:
                         probs = on_host(answer.probs[row])
                         best, sure = int(probs.argmax()), float(probs.max())
-                    tops.setdefault(node_id, {})[at] = best, min(1.0, sure)
+                    tops = self._tops[request_id].setdefault(node_id, {})
+                    tops[at] = best, min(1.0, sure)
                 row += 1
 
     def _prefers_later(self, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
@@ -191,8 +164,6 @@ class MultiExitSource(TokenSource):
             top = tops.pop(node_id, None)
             if top is not None and not self.gives_probs:
                 chances.learn(top, token)
-        kept = set(commit.kept_ids.tolist())
-        self._tops[commit.request] = {i: top for i, top in tops.items() if i in kept}
 
 
 def _exit_layers(pair: ModelPair, further: Sequence[int] | None) -> tuple[int, ...]:

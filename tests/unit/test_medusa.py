@@ -220,13 +220,13 @@ class TestLossless:
 
     def test_another_law_than_the_sampled_one_shows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Control: the test of rejection needs the distribution that was sampled from."""
-        right = MedusaSource._proposed
+        right = MedusaSource._candidates
 
         def other(self, *args):  # type: ignore[no-untyped-def]
             found = right(self, *args)
             return replace(found, probs=np.roll(found.probs, 1, axis=1))
 
-        monkeypatch.setattr(MedusaSource, "_proposed", other)
+        monkeypatch.setattr(MedusaSource, "_candidates", other)
         assert rejecting_p_value() < FALSE_ALARM
 
 

@@ -105,8 +105,8 @@ def test_rows_computed_in_vain_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     def forgets(self, commits, output):  # type: ignore[no-untyped-def]
         honest(self, commits, output)
         for commit in commits:
-            if commit.request in self._drafts:
-                self._drafts[commit.request].cache.truncate(1)
+            if commit.request in self._caches:
+                self._caches[commit.request].truncate(1)
 
     monkeypatch.setattr(DraftModelSource, "commit", forgets)
     report = certify(config("strategy=speculative"), checks=["draft_rows", "greedy_parity"])

@@ -134,7 +134,7 @@ def take_some(tree, rng):
 
 
 def assert_prefix_is_fresh(source, request, runner):
-    cache = source._drafts[request.id].cache
+    cache = source._caches[request.id]
     assert cache.cached_len <= request.prefix_len
     if not cache.cached_len:
         return
@@ -253,7 +253,7 @@ def test_guess_draw_puts_the_draft_at_the_targets_draw_first():
         plain += int(transform.top(logits, 1)[0][0, 0]) == guess
         token = guess if rng.random() < 0.7 else (guess + 1) % VOCAB  # a target that agrees at 70 %
         commit(state, [source], 7, [], token)
-    guesser = source._guesser
+    guesser = source.guesser
     assert guesser is not None
     assert guesser.trials.sum() == 40
     assert 18 <= guesser.hits.sum() <= 38  # binomial(40, 0.7): false alarm below 1e-4

@@ -23,7 +23,7 @@ from specdec.models.eagle import EagleHead
 from specdec.models.eagle_fitting import hidden_states, sampled_text
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sources import EagleSource, MixtureSource, RandomSource
-from specdec.sources.eagle_passes import HeadPass
+from specdec.sources.eagle import HeadPass
 from specdec.state import DecodeState
 from specdec.testing import TablePair
 from specdec.types import Candidates, Nodes
@@ -219,9 +219,10 @@ def test_an_entry_that_is_not_corrected_would_be_seen(monkeypatch: pytest.Monkey
     """A control: entries that were drafted from the head's own output stay as they are."""
     right = HeadPass.add_prefix
 
-    def lazy(self: HeadPass, request: Any, draft: Any, limit: int | None = None) -> None:
-        draft.true_len = max(draft.true_len, min(draft.cache.cached_len, request.prefix_len - 1))
-        right(self, request, draft, limit)
+    def lazy(self: HeadPass, draft: Any, limit: int | None = None) -> None:
+        last = min(draft.cache.cached_len, draft.request.prefix_len - 1)
+        draft.true_len = max(draft.true_len, last)
+        right(self, draft, limit)
 
     monkeypatch.setattr(HeadPass, "add_prefix", lazy)
     monkeypatch.setattr(HeadPass, "add_corrections", lambda *_: None)

@@ -7,10 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specdec.sources.contexts import NO_TOKEN
-from specdec.sources.discounts import discounts
 from specdec.sources.hashing import hash_uniform
-from specdec.sources.katz import KatzModel
+from specdec.sources.katz import NO_TOKEN, KatzModel, discounts
 from specdec.sources.ngram import NGramSource
 
 from .support import VOCAB, commit, expand, make_request, make_state, open_request

@@ -34,7 +34,7 @@ from specdec.models.vocabulary import Tail, Translation, Vocabulary
 from specdec.pairs import PretrainedPair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sources import MixtureSource, RandomSource, TranslatedSource
-from specdec.sources.draft_text import DraftText
+from specdec.sources.translated import DraftText
 from specdec.state import DecodeState
 from specdec.testing import TablePair
 from specdec.types import Candidates, Nodes

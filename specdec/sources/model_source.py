@@ -1,0 +1,306 @@
+"""Bases of the token sources that run a model, or heads of the target.
+
+``ModelSource`` turns logits into candidates and counts passes. ``CachedModelSource`` adds a
+key-value cache per request. After a pass the cache has the committed tokens before the root and the
+nodes that were expanded, with their ancestors; a commit moves accepted entries into its prefix.
+
+Shape letters: W nodes, K candidates, C entries that a pass computes, A rows whose logits are
+computed, U draft vocabulary, V vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.clocks import CONTROLLER, Work
+from specdec.interfaces import TokenSource
+from specdec.metrics.counters import SourceCounters
+from specdec.models.runner import NO_ROWS
+from specdec.sampling.candidates import top_candidates
+from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.sources.sampled import sampled_candidates
+from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, NodeMap, Nodes, Output
+
+if TYPE_CHECKING:
+    from specdec.state import DecodeState, RequestState
+
+Histories = Sequence[IntArray] | None
+"""Tokens up to and including each of W nodes; None where the sampling transform needs none."""
+
+_SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
+
+
+class ModelSource(TokenSource):
+    """Candidates from logits: the most probable tokens, or sampled ones with their distribution.
+
+    Attributes:
+        gives_probs: whether candidates are sampled and returned with their distribution.
+        counters: passes and rows; catch-up rows are those of committed tokens.
+    """
+
+    def __init__(
+        self, *, needs: Needs, vocab_size: int | None, sample: bool, label: str | None = None
+    ) -> None:
+        """Sets the attributes of ``TokenSource``.
+
+        Args:
+            needs, vocab_size: see ``TokenSource``.
+            sample: sample candidates without replacement from the draft's distribution, processed
+                by the target's transform, and return that distribution (rejection verifiers).
+            label: key of the passes in ``SourceCounters.by_level``. Default: none.
+        """
+        self.needs, self.vocab_size, self.gives_probs = needs, vocab_size, sample
+        self.counters = SourceCounters(by_level={} if label is None else {label: 0})
+        self._transforms: dict[SamplingParams, SamplingTransform] = {}
+        self._token_ids: IntArray | None = None
+        """int64[U]: the target's ids of the columns of ``_proposed_logits``; None: the same."""
+
+    def _candidates(self, state: DecodeState, nodes: Nodes, logits: Tensor, k: int) -> Candidates:
+        """Candidates of W nodes from their logits [W, U], in one call per sampling transform."""
+        if self._token_ids is not None:
+            k = min(k, len(self._token_ids))
+        transforms = [self._transform(state.requests[i].sampling) for i, _ in nodes.items]
+        transform = transforms[0]
+        if any(other is not transform for other in transforms):
+            parts = [
+                self._candidates(state, Nodes(((request_id, ids),)), logits[rows], k)
+                for request_id, ids, rows in nodes.packed()
+            ]
+            return Candidates.joined(parts)
+        histories = None
+        if transform.params.needs_history:
+            requests = [(state.requests[i], ids) for i, ids in nodes.items]
+            histories = [r.path_tokens(s) for r, ids in requests for s in r.tree.slots(ids)]
+        return self._propose(state, nodes, logits, transform, histories, k)
+
+    def _propose(
+        self,
+        state: DecodeState,
+        nodes: Nodes,
+        logits: Tensor,
+        transform: SamplingTransform,
+        histories: Histories,
+        k: int,
+    ) -> Candidates:
+        """Candidates of nodes with one sampling transform."""
+        if self.gives_probs:
+            probs = transform.proposal_probs(self._target_logits(logits), histories)
+            return sampled_candidates(state, nodes, probs, k)
+        if histories is not None or self._token_ids is None:
+            return top_candidates(transform, self._target_logits(logits), k, histories)
+        top = top_candidates(transform, self._proposed_logits(logits), k, None)
+        return replace(top, tokens=self._token_ids[top.tokens])
+
+    def _transform(self, sampling: SamplingParams) -> SamplingTransform:
+        """One object per set of parameters, by which requests with the same ones are found."""
+        if sampling not in self._transforms:
+            self._transforms[sampling] = SamplingTransform(sampling)
+        return self._transforms[sampling]
+
+    def _target_logits(self, logits: Tensor) -> Tensor:
+        """[W, V] of logits [W, U]; -inf for tokens that the model cannot propose."""
+        return logits
+
+    def _proposed_logits(self, logits: Tensor) -> Tensor:
+        """Of logits [W, U] the columns of the tokens that the source can propose."""
+        return logits
+
+    def _count(self, num_rows: int, num_catch_up: int = 0) -> None:
+        """Counts one pass, of which ``num_catch_up`` rows are committed tokens."""
+        self.counters.passes += 1
+        self.counters.rows += num_rows
+        self.counters.catch_up_rows += num_catch_up
+        for label in self.counters.by_level:
+            self.counters.by_level[label] += 1
+
+
+class CacheRunner(Protocol):
+    """Runs passes over caches: ``ModelRunner``, or ``EagleRunner`` by other arguments."""
+
+    def new_cache(self, capacity: int, /) -> TreeCache: ...
+
+
+@dataclass(slots=True)
+class PassWork:
+    """What one ``expand`` computes of one request.
+
+    Attributes:
+        wanted: int64[W], entries of the cache (node ids) whose logits are needed, in the order of
+            the nodes to expand; an entry may occur twice.
+        prefix: committed tokens that are missing in the cache.
+        entries: arguments of ``TreeCache.rows`` for the C entries to compute, parents first.
+    """
+
+    request: RequestState
+    cache: TreeCache
+    wanted: IntArray
+    prefix: IntArray
+    entries: dict[str, IntArray]
+
+    @property
+    def ids(self) -> IntArray:
+        """int64[C]: the entries to compute."""
+        return self.entries["node_ids"]
+
+
+class CachedModelSource(ModelSource):
+    """A model with a key-value cache per request.
+
+    One ``expand`` is one packed pass over the nodes of all requests and their ancestors that are
+    not in the caches, preceded by the committed tokens that are missing. Nodes for which
+    ``_can_expand`` is false get count 0.
+    """
+
+    _shares_entries = False
+    """Whether several nodes may have one entry, whose logits are then stored while it lives."""
+
+    def __init__(
+        self,
+        *,
+        runner: CacheRunner,
+        label: str,
+        needs: Needs,
+        vocab_size: int | None,
+        sample: bool,
+        prefill_chunk: int,
+        work: Work = Work.DRAFT,
+    ) -> None:
+        """Takes the model.
+
+        Args:
+            runner: of the whole model.
+            label, needs, vocab_size, sample: see ``ModelSource``.
+            prefill_chunk: maximum number of prompt rows per request and pass.
+            work: by which a latency profile prices a pass. Default: one of the draft model.
+        """
+        super().__init__(needs=needs, vocab_size=vocab_size, sample=sample, label=label)
+        self._runner: Any = runner
+        self._work, self._chunk = work, prefill_chunk
+        self._caches: dict[int, TreeCache] = {}
+        # [U] of entries that were computed as ancestors, and whose nodes are not expanded yet.
+        self._logits: NodeMap[Tensor] = NodeMap()
+
+    def open(self, request: RequestState) -> None:
+        """Allocates the request's cache; the first ``expand`` computes the prompt."""
+        capacity = request.num_prompt + request.stop.max_new_tokens + _SPARE_NODES
+        self._caches[request.id] = self._runner.new_cache(capacity)
+        self._logits.open(request.id)
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Candidates of each node; see ``TokenSource``."""
+        requests = state.requests
+        can = np.concatenate([self._can_expand(requests[i], ids) for i, ids in nodes.items])
+        served = nodes if can.all() else nodes.where(can)
+        if not served.items:
+            return Candidates.empty(len(nodes))
+        logits = self._compute(state, [(requests[i], ids) for i, ids in served.items])
+        candidates = self._candidates(state, served, logits, k)
+        return candidates if served is nodes else candidates.spread(can)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Moves accepted entries into the prefixes and drops pruned nodes."""
+        for commit in commits:
+            if (cache := self._caches.get(commit.request)) is not None:
+                cache.commit(commit)
+        self._logits.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        """Frees the request's cache."""
+        self._caches.pop(request_id, None)
+        self._logits.close(request_id)
+
+    # ------------------------------------------------------------------ rows to compute
+
+    def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
+        """bool[W]: whether the model can continue the nodes (here: has their positions)."""
+        tree = request.tree
+        can: BoolArray = tree.positions[tree.slots(ids)] < self._runner.max_positions
+        return can
+
+    def _plan(self, request: RequestState, ids: IntArray) -> PassWork:
+        """The rows of a pass that expands the nodes ``ids``, int64[W]."""
+        cache = self._caches[request.id]
+        slots = self._missing(request, ids)
+        node_ids, tokens, parent_ids, positions = request.tree.rows_of(slots)
+        entries = {
+            "node_ids": node_ids,
+            "node_tokens": tokens,
+            # A root has no parent entry: an id that is not in the cache means the prefix's end.
+            "parent_ids": parent_ids,
+            "node_positions": positions,
+        }
+        prefix = request.tokens[cache.cached_len : request.prefix_len]
+        return PassWork(request, cache, ids, prefix, entries)
+
+    def _missing(self, request: RequestState, ids: IntArray) -> IntArray:
+        """int64[C], sorted: slots of nodes and of their ancestors that the cache does not have."""
+        tree, cache, stored = request.tree, self._caches[request.id], self._logits[request.id]
+        slots, entered = tree.slots(ids), cache.has(ids)
+        assert (slots >= 0).all(), f"nodes {ids} of request {request.id} are not in the tree"
+        if any(i not in stored for i in ids[entered].tolist()):
+            # Expanded a second time: compute all nodes again, since a row's logits are not stored.
+            cache.truncate(cache.cached_len)
+            stored.clear()
+            entered[:] = False
+        return tree.with_missing_ancestors(slots[~entered], cache.has)
+
+    # ------------------------------------------------------------------ the model
+
+    def _compute(
+        self, state: DecodeState, selected: Sequence[tuple[RequestState, IntArray]]
+    ) -> Tensor:
+        """[W, U]: logits of the nodes (request, ids) to expand, in packed order."""
+        works = [self._plan(request, ids) for request, ids in selected]
+        active = [work for work in works if len(work.ids)]
+        self._catch_up(state, active)
+        logits = self._forward(state, active) if active else None
+        in_order = all(np.array_equal(work.ids, work.wanted) for work in works)
+        if logits is not None and in_order and not self._shares_entries:
+            return logits
+        rows: list[Tensor] = []
+        start = 0
+        for work in works:
+            stored = self._logits[work.request.id]
+            if logits is not None:
+                stop = start + len(work.ids)
+                stored.update(zip(work.ids.tolist(), logits[start:stop], strict=True))
+                start = stop
+            take = stored.__getitem__ if self._shares_entries else stored.pop
+            rows += [take(entry) for entry in work.wanted.tolist()]
+        return torch.stack(rows)
+
+    def _catch_up(self, state: DecodeState, works: Sequence[PassWork]) -> None:
+        """Computes missing committed tokens while they and the nodes exceed one chunk."""
+        chunk = self._chunk
+        while behind := [w for w in works if len(w.prefix) and len(w.prefix) + len(w.ids) > chunk]:
+            rows = [work.cache.rows(prefix_tokens=work.prefix[:chunk]) for work in behind]
+            num_rows = sum(map(len, rows))
+            self._runner.forward(rows, logits_rows=NO_ROWS)
+            self._charge(state, num_rows, num_rows)
+            for work in behind:
+                work.prefix = work.prefix[chunk:]
+
+    def _forward(self, state: DecodeState, works: Sequence[PassWork]) -> Tensor:
+        """[sum C, U]: logits of one pass over missing tokens and entries."""
+        rows: list[Rows] = []
+        is_entry: list[BoolArray] = []
+        for work in works:
+            rows.append(work.cache.rows(prefix_tokens=work.prefix, **work.entries))
+            is_entry.append(np.arange(len(rows[-1])) >= len(work.prefix))
+        chosen = np.concatenate(is_entry)
+        logits_rows = None if chosen.all() else np.flatnonzero(chosen)
+        logits: Tensor = self._runner.forward(rows, logits_rows=logits_rows).logits
+        self._charge(state, len(chosen), int((~chosen).sum()))
+        return logits
+
+    def _charge(self, state: DecodeState, num_rows: int, num_catch_up: int) -> None:
+        """Counts a pass and charges the controller's clock for it."""
+        self._count(num_rows, num_catch_up)
+        state.clock.charge(CONTROLLER, self._work, num_rows)
