@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import specdec
@@ -144,19 +142,3 @@ def test_another_prompt_id_draws_other_tokens() -> None:
 def test_bad_input_names_value_and_remedy(prompt, overrides, message) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(specdec.UserError, match=message):
         specdec.generate(prompt, overrides=[*OVERRIDES, *overrides], pair=PAIR)
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"overrides": "strategy=ar"}, r"\['strategy=ar'\]"),
-        ({"config_dirs": "conf"}, r"config_dirs=\['conf'\]"),
-        ({"prompt": ["one", "two"]}, "no tokenizer"),
-        ({"prompt": None}, "not None"),
-        ({"prompt": [1.5]}, r"not \[1\.5\]"),
-    ],
-)
-def test_what_is_no_prompt_and_no_list_is_refused(given: dict[str, Any], reason: str) -> None:
-    """A text is a sequence of texts, too: its first letter was refused as an override."""
-    with pytest.raises(specdec.UserError, match=reason):
-        specdec.generate(**{"prompt": [1], "overrides": OVERRIDES, "pair": PAIR, **given})

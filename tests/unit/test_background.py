@@ -28,14 +28,6 @@ from specdec.types import Candidates, Commit, CommitKind, Event, Output
 
 
 class TestBackgroundOnPlannedTime:
-    def test_it_is_an_asynchronous_source(self) -> None:
-        source = Source()
-        made = Background(source=source, free_rank=DRAFT_RANK)
-        assert made.asynchronous
-        assert made.needs is source.needs
-        assert made.counters is source.counters
-        assert not made.gives_probs, "its source's"
-
     def test_passes_follow_each_other_and_never_begin_before_they_are_started(self) -> None:
         state = new_state(SimulatedClock(PROFILE))
         source = Background(source=Source(), free_rank=DRAFT_RANK)

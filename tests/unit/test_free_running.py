@@ -6,9 +6,7 @@ others work. Both with a target that is faster than its draft, and slower.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,12 @@ from specdec.clocks import Clock, ClockKind, MeasuredClock
 from specdec.compose.planned import Planned, planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.executors import PipelineExecutor
-from specdec.interfaces import TokenSource
 from specdec.pairs import RandomPair
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
 from specdec.sources.background import Background
 from specdec.state import RequestState, StopRules
-from specdec.types import Candidates, EventKind, Nodes, Output
+from specdec.types import EventKind
 from specdec.verifiers import MatchVerifier
 from tests import toys
 from tests.toys import FreeRunning, Replicas
@@ -167,136 +164,3 @@ def test_enough_copies_of_the_target_hide_it() -> None:
     """DSI: with a copy for each draft pass of a target pass, token i comes at (i - 1) d + t."""
     times = emitted_ms(10.0, 2.0, replicas(5 + 1))
     np.testing.assert_allclose(times, 10.0 + 2.0 * np.arange(80), rtol=1e-9)
-
-
-# ---------------------------------------------------------------------- passes in a thread
-
-
-class Gated(TokenSource):
-    """A source whose passes wait for a signal, and which logs what reaches it.
-
-    Attributes:
-        log: calls, in order.
-        gate: lets one pass end.
-    """
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.gate = threading.Semaphore(0)
-
-    def open(self, request: Any) -> None:
-        self.log.append(f"open {request.id}")
-
-    def expand(self, state: Any, nodes: Nodes, k: int) -> Candidates:
-        self.log.append(f"begin {nodes.items[0][0]}")
-        assert self.gate.acquire(timeout=30)
-        self.log.append(f"end {nodes.items[0][0]}")
-        return Candidates.empty(len(nodes))
-
-    def commit(self, commits: Any, output: Any) -> None:
-        self.log.append("commit")
-
-    def close(self, request_id: int) -> None:
-        self.log.append(f"close {request_id}")
-
-
-def gated() -> tuple[Background, Gated, Any]:
-    """A source in the background with requests 1 and 2, and a state of a measured clock."""
-    inner = Gated()
-    source: Any = Background(source=inner, free_rank=1)  # type: ignore[arg-type]
-    bench = Workbench(toys.pair(), clock=MeasuredClock())
-    parts = SimpleNamespace(draws=bench.draws, clock=bench.clock, meter=bench.meter)
-    state = toys.DecodeState(**vars(parts))
-    for number in (1, 2):
-        state.requests[number] = RequestState(
-            request_id=number,
-            prompt=np.array([1]),
-            stop=StopRules(max_new_tokens=4),
-            sampling=SamplingParams(),
-        )
-    return source, inner, state
-
-
-def finished(source: Any, ticket: Any) -> Candidates:
-    """The candidates of a pass that is let through."""
-    while (candidates := source.poll(ticket)) is None:
-        threading.Event().wait(0.001)
-    return candidates  # type: ignore[no-any-return]
-
-
-def test_calls_wait_for_the_running_pass_and_precede_the_next() -> None:
-    """The second pass is queued while the first one runs: what came between must come before it."""
-    source, inner, state = gated()
-    root = np.array([0])
-    source.open(state.requests[1])
-    first = source.start(state, Nodes(((1, root),)), 1)
-    source.commit((), Output(step=0))
-    source.open(state.requests[2])
-    second = source.start(state, Nodes(((2, root),)), 1)
-    source.commit((), Output(step=1))
-    source.close(1)
-    assert source.poll(first) is None
-    assert source.poll(second) is None
-    inner.gate.release()
-    finished(source, first)
-    assert source.poll(second) is None, "the second pass has not been let through"
-    inner.gate.release()
-    finished(source, second)
-    assert inner.log == [
-        "open 1",
-        "begin 1",
-        "end 1",
-        "commit",
-        "open 2",
-        "begin 2",
-        "end 2",
-        "commit",
-        "close 1",
-    ]
-
-
-def test_a_pass_reads_the_trees_as_they_were_when_it_began() -> None:
-    source, inner, state = gated()
-    seen: list[int] = []
-    inner.expand = lambda view, nodes, k: (  # type: ignore[method-assign]
-        inner.gate.acquire(timeout=30),
-        seen.append(len(view.requests[1].tree)),
-        Candidates.empty(1),
-    )[2]
-    ticket = source.start(state, Nodes(((1, np.array([0])),)), 1)
-    zero = np.array([0])
-    state.requests[1].tree.append(zero, np.array([7]), np.array([-1.0]))
-    inner.gate.release()
-    finished(source, ticket)
-    assert seen == [1]
-    assert len(state.requests[1].tree) == 2
-
-
-def test_a_pass_that_fails_is_reported_where_it_is_polled() -> None:
-    source, inner, state = gated()
-
-    def failing(view: Any, nodes: Nodes, k: int) -> Candidates:
-        raise RuntimeError("planted")
-
-    inner.expand = failing  # type: ignore[method-assign]
-    ticket = source.start(state, Nodes(((1, np.array([0])),)), 1)
-    with pytest.raises(RuntimeError, match="planted"):
-        finished(source, ticket)
-
-
-def test_the_wakeup_comes_when_the_pass_can_be_polled() -> None:
-    """A signal before that would be lost: the loop would look again only after its timeout."""
-    source, inner, state = gated()
-    found: list[bool] = []
-    woken = threading.Event()
-
-    class Wakeup(threading.Event):
-        def set(self) -> None:
-            found.append(source.poll(ticket) is not None)
-            woken.set()
-
-    ticket = source.start(state, Nodes(((1, np.array([0])),)), 1)
-    source.set_wakeup(Wakeup())
-    inner.gate.release()
-    assert woken.wait(30)
-    assert found == [True]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.open import asynchronous_text
-from experiments.open.asynchronous_cases import Case, cases, hits_of, numbers
+from experiments.open.asynchronous_cases import Case, hits_of, numbers
 from experiments.open.asynchronous_text import along, duel, leaders
 from experiments.reproduce.items import all_items
 from specdec.pairs import build_pair
@@ -21,33 +21,6 @@ CONFIG = ITEM.config
 def case(**changes: Any) -> Case:
     base = {"layout": "group", "hits": "synthetic", **CONFIG["base"]}
     return Case(**{**base, **changes})
-
-
-def test_names_of_the_config_are_those_of_its_methods_and_claims() -> None:
-    methods, layouts = CONFIG["methods"], CONFIG["layouts"]
-    assert set(CONFIG["claims"]) == set(ITEM.stated.claims)
-    assert {name for spec in CONFIG["claims"].values() for name in spec["rows"]} <= set(methods)
-    for first, second, _, _, layout in CONFIG["duels"]:
-        for name in (first, second):
-            assert layout in methods[name].get("layouts", layouts), name
-    assert {spec["hits"] for spec in CONFIG["claims"].values()} <= set(CONFIG["laws"])
-
-
-@pytest.mark.parametrize("quick", [True, False])
-def test_the_axes_cross_at_the_base_and_the_grid_is_full(quick: bool) -> None:
-    found = cases(CONFIG, quick=quick)
-    assert len(found) == len(set(found))
-    size = "quick" if quick else "full"
-    for layout in CONFIG["layouts"]:
-        assert case(layout=layout) in found
-        grid, base = CONFIG["grid"][size], CONFIG["base"]
-        on_grid = {
-            (c.ratio, c.acceptance)
-            for c in found
-            if (c.layout, c.link_ms, c.batch) == (layout, base["link_ms"], base["batch"])
-        }
-        wanted = {(r, a) for r in grid["ratio"] for a in grid["acceptance"]}
-        assert on_grid == wanted | {(base["ratio"], base["acceptance"])}
 
 
 @pytest.mark.parametrize(

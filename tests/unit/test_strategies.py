@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 import strategies
-from specdec.compose.presets import build_preset
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
-from specdec.errors import UserError
 from specdec.pairs import RandomPair
 from specdec.pairs.build import build_pretrained, build_random
 from specdec.verifiers import RejectionVerifier
@@ -133,14 +131,6 @@ def test_the_example_runs(name: str) -> None:
     names = {name: module, "bench": Workbench(models), "RejectionVerifier": RejectionVerifier}
     exec(textwrap.dedent("\n".join(example)), names)
     assert isinstance(names["parts"], Parts)
-
-
-def test_unknown_presets_and_keys_are_refused(pair: RandomPair) -> None:
-    bench = Workbench(pair)
-    with pytest.raises(UserError, match="spec_pipe is unknown"):
-        build_preset("spec_pipe", bench)
-    with pytest.raises(UserError, match="widht"):
-        build_preset("specpipe", bench, {"policy.widht": 3})
 
 
 def test_a_verifier_replaces_the_preset_s(pair: RandomPair) -> None:
