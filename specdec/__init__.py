@@ -3,12 +3,10 @@
 Importing the package is cheap: torch and transformers are imported when a part that needs them is.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specdec.errors import UserError
+from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from specdec.api import (
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
         stream,
         verify,
     )
-    from specdec.planning import plan
+    from specdec.planning.job import plan
 
 __version__ = "0.1.0"
 
@@ -38,13 +36,4 @@ __all__ = [
     "stream",
     "verify",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
-    return getattr(import_module("specdec.planning" if name == "plan" else "specdec.api"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -405,7 +405,7 @@ def verify(
     Raises:
         UserError: anything that the command line refuses.
     """
-    from specdec.certify import certify as run_checks
+    from specdec.certify.certify import certify as run_checks
 
     return run_checks(_config(overrides, config_dirs), checks=checks, depth=depth)
 

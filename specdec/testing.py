@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec.api import verify as certify_overrides
-from specdec.certify import CHECKS, Check, Report, certify
+from specdec.certify import CHECKS, Check, Report
 from specdec.certify.cases import Case, ending_cases, parity_cases
+from specdec.certify.certify import certify
 from specdec.certify.invariants import Fresh
 from specdec.certify.laws import (
     FALSE_ALARM,

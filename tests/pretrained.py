@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.pairs import PretrainedPair
-from specdec.pairs.build import build_pretrained
+from specdec.pairs.pretrained import build_pretrained
 
 
 def pretrained(target: Path, **given: Any) -> PretrainedPair:

@@ -33,7 +33,7 @@ from specdec.files import write_json
 from specdec.metrics import RequestResult
 from specdec.metrics.loops import loop_share
 from specdec.metrics.parity import first_difference
-from specdec.report import provenance
+from specdec.report.provenance import provenance
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 

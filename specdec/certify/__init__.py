@@ -1,16 +1,12 @@
 """Checks whether a configuration is lossless: ``specdec verify`` and ``specdec.testing``."""
 
-from specdec.certify.certify import CHECKS, DEPTHS, certify
-from specdec.certify.report import Check, Report, print_report, write_report
-from specdec.certify.subject import refuse
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "CHECKS",
-    "DEPTHS",
-    "Check",
-    "Report",
-    "certify",
-    "print_report",
-    "refuse",
-    "write_report",
-]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.certify.certify import CHECKS, DEPTHS
+    from specdec.certify.report import Check, Report, print_report, write_report
+    from specdec.certify.subject import refuse
+
+__getattr__, __dir__ = lazy_exports(__name__)

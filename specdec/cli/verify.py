@@ -61,11 +61,11 @@ def main(words: Sequence[str]) -> int:
         CHECKS,
         DEPTHS,
         Report,
-        certify,
         print_report,
         refuse,
         write_report,
     )
+    from specdec.certify.certify import certify
 
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override
 
 from specdec.config.checks import check_config
 from specdec.config.hydra import Composed, compose_config, parse
-from specdec.config.job import Job, check_parts_early, checked_job
+from specdec.config.job import Job, checked_job
 from specdec.config.options import PARTS, flatten, has_key, options
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
@@ -63,8 +63,6 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
     base = compose_config(common, name="compare", extra=extra)
     names = _row_names(base.values["strategies"], extra)
     rows = [_compose_row([f"strategy={name}", *common], of_parts, extra) for name in names]
-    for composed, _ in rows:
-        check_parts_early(composed.values)
     check_config(base.values, base.choices)
     if base.values["trace"]:
         raise UserError("trace=true is for one strategy at a time: use it with `specdec run`")

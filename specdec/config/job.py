@@ -18,7 +18,6 @@ from specdec.config.profile_costs import fit, with_caveat
 from specdec.config.profiles import load_profile
 from specdec.data import Request, check_data
 from specdec.errors import UserError
-from specdec.parts.early import check_early
 
 _COPYING = (".PromptLookupSource", ".SuffixSource", ".NGramSource")
 """Sources that continue with what earlier text says, by the end of their path."""
@@ -63,7 +62,6 @@ def checked_job(composed: Composed) -> Job:
         UserError: a value, a file or a combination that cannot be used.
     """
     values, choices = composed.values, dict(composed.choices)
-    check_parts_early(values)
     check_config(values, choices)
     if values["logger"].get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
         raise UserError(  # before a long run, whose end logs
@@ -98,17 +96,6 @@ def checked_job(composed: Composed) -> Job:
     config["clock"] = with_caveat(config, num_layers)
     config["choices"] = choices
     return Job(name, config, values["output_dir"], notices)
-
-
-def check_parts_early(values: Mapping[str, Any]) -> None:
-    """Checks values of parts before torch is imported; see ``check_early``.
-
-    Args:
-        values: of a composed configuration. An executor's keys are left out: they are those of its
-            first phase, not of its class.
-    """
-    for part in PARTS[:-1] if values["strategy"].get("kind") == "parts" else ():
-        check_early(part, values.get(part))
 
 
 def _refuse_foreign_keys(overrides: Sequence[str]) -> None:

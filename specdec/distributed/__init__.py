@@ -1,6 +1,11 @@
 """Pipelines over processes: rank launch, messages, stage and draft workers, failure detection."""
 
-from specdec.distributed.plan import RankPlan, SessionPlan, plan_ranks
-from specdec.distributed.rank_groups import GroupHandle
+from typing import TYPE_CHECKING
 
-__all__ = ["GroupHandle", "RankPlan", "SessionPlan", "plan_ranks"]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.distributed.plan import RankPlan, SessionPlan, plan_ranks
+    from specdec.distributed.rank_groups import GroupHandle
+
+__getattr__, __dir__ = lazy_exports(__name__)

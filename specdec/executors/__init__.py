@@ -1,25 +1,16 @@
 """Executors: asynchronous verification services that run the target model."""
 
-from specdec.executors.answerer import Answerer, ModelAnswerer
-from specdec.executors.early_exit import EarlyExitExecutor, ExitFront
-from specdec.executors.exits import ExitHead, ExitReader, ExitStage
-from specdec.executors.local import LocalExecutor
-from specdec.executors.pipeline import PipelineExecutor
-from specdec.executors.replicas import ReplicasExecutor
-from specdec.executors.stage import ModelStage, NullStage, Stage
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Answerer",
-    "EarlyExitExecutor",
-    "ExitFront",
-    "ExitHead",
-    "ExitReader",
-    "ExitStage",
-    "LocalExecutor",
-    "ModelAnswerer",
-    "ModelStage",
-    "NullStage",
-    "PipelineExecutor",
-    "ReplicasExecutor",
-    "Stage",
-]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.executors.answerer import Answerer, ModelAnswerer
+    from specdec.executors.early_exit import EarlyExitExecutor, ExitFront
+    from specdec.executors.exits import ExitHead, ExitReader, ExitStage
+    from specdec.executors.local import LocalExecutor
+    from specdec.executors.pipeline import PipelineExecutor
+    from specdec.executors.replicas import ReplicasExecutor
+    from specdec.executors.stage import ModelStage, NullStage, Stage
+
+__getattr__, __dir__ = lazy_exports(__name__)

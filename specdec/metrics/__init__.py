@@ -1,20 +1,15 @@
 """Metrics: raw counts (``results``), rates (``rates``), ratios to ``ar`` (``compare``)."""
 
-from specdec.clocks.meter import Meter
-from specdec.metrics.compare import comparison_row, speed_ratio_interval
-from specdec.metrics.loops import loop_share
-from specdec.metrics.parity import lossless_against
-from specdec.metrics.rates import summarise
-from specdec.metrics.results import RequestResult, Run, RunTotals
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Meter",
-    "RequestResult",
-    "Run",
-    "RunTotals",
-    "comparison_row",
-    "loop_share",
-    "lossless_against",
-    "speed_ratio_interval",
-    "summarise",
-]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.clocks.meter import Meter
+    from specdec.metrics.compare import comparison_row, speed_ratio_interval
+    from specdec.metrics.loops import loop_share
+    from specdec.metrics.parity import lossless_against
+    from specdec.metrics.rates import summarise
+    from specdec.metrics.results import RequestResult, Run, RunTotals
+
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -1,9 +1,8 @@
 """Pairs of a target and its draft: pretrained, random, loaded, tables, synthetic or recorded."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from specdec.executors.models import ModelPair
@@ -15,31 +14,4 @@ if TYPE_CHECKING:
     from specdec.pairs.random import RandomPair
     from specdec.pairs.table import TablePair
 
-__all__ = [
-    "HuggingFacePair",
-    "LoadedPair",
-    "ModelOptions",
-    "ModelPair",
-    "PretrainedPair",
-    "RandomPair",
-    "TablePair",
-    "build_pair",
-]
-
-_MODULES = {
-    "HuggingFacePair": "specdec.pairs.huggingface",
-    "LoadedPair": "specdec.pairs.loaded",
-    "ModelOptions": "specdec.pairs.options",
-    "ModelPair": "specdec.executors.models",
-    "PretrainedPair": "specdec.pairs.pretrained",
-    "RandomPair": "specdec.pairs.random",
-    "TablePair": "specdec.pairs.table",
-    "build_pair": "specdec.pairs.build",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used: a table of logits needs no transformers."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -34,7 +34,7 @@ from specdec.models.slicing import layers_name
 from specdec.models.translated import MODEL as TRANSLATED
 from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
-from specdec.pairs.options import ModelOptions
+from specdec.pairs.options import ModelOptions, with_flat_options
 from specdec.parts.fields import Text, validated
 from specdec.tensor_parallel import Collective
 from specdec.types import IntArray
@@ -279,3 +279,6 @@ def _read_samples(path: Path) -> IntArray:
             f"model.ngram={path.name} cannot be used ({type(error).__name__}: {error}); give a"
             " safetensors file with a 1-d integer tensor `tokens`, as `specdec train ngram` writes"
         ) from error
+
+
+build_pretrained = with_flat_options(PretrainedPair)

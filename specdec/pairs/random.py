@@ -24,7 +24,7 @@ from specdec.models.random import random_model, window_options
 from specdec.models.translated import MODEL as TRANSLATED
 from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
-from specdec.pairs.options import ModelOptions
+from specdec.pairs.options import Dtype, ModelOptions, with_flat_options
 from specdec.parts.fields import Count, Index, Text, validated
 from specdec.types import IntArray
 
@@ -188,3 +188,6 @@ class RandomPair(HuggingFacePair):
             )
         separated = torch.nn.functional.pad(tokens, (0, 1), value=0)
         return separated.flatten().cpu().numpy()  # type: ignore[no-any-return]
+
+
+build_random = with_flat_options(RandomPair, dtype=Dtype)

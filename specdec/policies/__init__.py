@@ -5,21 +5,17 @@ a request only when all its submitted nodes are answered. Constructors raise ``V
 arguments outside their annotated bounds.
 """
 
-from specdec.policies.adaptive import Adaptive, Arm
-from specdec.policies.beam import BestOfBeam
-from specdec.policies.best_first import BestFirst
-from specdec.policies.chain import Chain
-from specdec.policies.fixed_width import FixedWidth
-from specdec.policies.root_only import RootOnly
-from specdec.policies.static import Static
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Adaptive",
-    "Arm",
-    "BestFirst",
-    "BestOfBeam",
-    "Chain",
-    "FixedWidth",
-    "RootOnly",
-    "Static",
-]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.policies.adaptive import Adaptive, Arm
+    from specdec.policies.beam import BestOfBeam
+    from specdec.policies.best_first import BestFirst
+    from specdec.policies.chain import Chain
+    from specdec.policies.fixed_width import FixedWidth
+    from specdec.policies.root_only import RootOnly
+    from specdec.policies.static import Static
+
+__getattr__, __dir__ = lazy_exports(__name__)

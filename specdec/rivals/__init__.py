@@ -1,15 +1,12 @@
 """Other CPU runtimes as baselines, each in a separate Python environment."""
 
-from specdec.rivals.endpoint import Endpoint, EndpointOptions
-from specdec.rivals.environments import RUNTIMES, Runtime, install
-from specdec.rivals.process import RivalOutput, RivalProcess
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "RUNTIMES",
-    "Endpoint",
-    "EndpointOptions",
-    "RivalOutput",
-    "RivalProcess",
-    "Runtime",
-    "install",
-]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.rivals.endpoint import Endpoint, EndpointOptions
+    from specdec.rivals.environments import RUNTIMES, Runtime, install
+    from specdec.rivals.process import RivalOutput, RivalProcess
+
+__getattr__, __dir__ = lazy_exports(__name__)

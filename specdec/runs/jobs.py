@@ -28,11 +28,11 @@ from specdec.pairs.record import check_recordable, record_run, write_record
 from specdec.report import (
     RequestWriter,
     print_table,
-    provenance,
     write_comparison,
     write_run,
 )
 from specdec.report.origins import write_token_ends
+from specdec.report.provenance import provenance
 from specdec.report.spec_bench import Answer, answers_of, by_category, write_answers
 from specdec.runs.conditions import (
     conditions_of,

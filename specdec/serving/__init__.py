@@ -1,8 +1,13 @@
 """Many requests at a time: scheduling, arrivals, prefill and paged admission (SpecPipe-DB)."""
 
-from specdec.serving.arrivals import arrival_times
-from specdec.serving.blocks import BlockBudget
-from specdec.serving.feeding import Feeding, Turns
-from specdec.serving.rules import ServingRules
+from typing import TYPE_CHECKING
 
-__all__ = ["BlockBudget", "Feeding", "ServingRules", "Turns", "arrival_times"]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.serving.arrivals import arrival_times
+    from specdec.serving.blocks import BlockBudget
+    from specdec.serving.feeding import Feeding, Turns
+    from specdec.serving.rules import ServingRules
+
+__getattr__, __dir__ = lazy_exports(__name__)

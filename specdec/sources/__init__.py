@@ -3,35 +3,24 @@
 Constructors raise ``ValueError`` for arguments outside their annotated bounds.
 """
 
-from specdec.sources.background import Background
-from specdec.sources.draft_model import DraftModelSource
-from specdec.sources.eagle import EagleSource
-from specdec.sources.early_exit import EarlyExitSource
-from specdec.sources.hit_law import SyntheticPair
-from specdec.sources.katz import KatzModel
-from specdec.sources.mixture import MixtureSource
-from specdec.sources.model_chain import ModelChain
-from specdec.sources.ngram import NGramSource
-from specdec.sources.null import NullSource
-from specdec.sources.random import RandomSource
-from specdec.sources.suffix_source import PromptLookupSource, SuffixSource
-from specdec.sources.synthetic import SyntheticSource
-from specdec.sources.translated import TranslatedSource
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Background",
-    "DraftModelSource",
-    "EagleSource",
-    "EarlyExitSource",
-    "KatzModel",
-    "MixtureSource",
-    "ModelChain",
-    "NGramSource",
-    "NullSource",
-    "PromptLookupSource",
-    "RandomSource",
-    "SuffixSource",
-    "SyntheticPair",
-    "SyntheticSource",
-    "TranslatedSource",
-]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.sources.background import Background
+    from specdec.sources.draft_model import DraftModelSource
+    from specdec.sources.eagle import EagleSource
+    from specdec.sources.early_exit import EarlyExitSource
+    from specdec.sources.hit_law import SyntheticPair
+    from specdec.sources.katz import KatzModel
+    from specdec.sources.mixture import MixtureSource
+    from specdec.sources.model_chain import ModelChain
+    from specdec.sources.ngram import NGramSource
+    from specdec.sources.null import NullSource
+    from specdec.sources.random import RandomSource
+    from specdec.sources.suffix_source import PromptLookupSource, SuffixSource
+    from specdec.sources.synthetic import SyntheticSource
+    from specdec.sources.translated import TranslatedSource
+
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -1,6 +1,11 @@
 """Traces of a run: recording, files and plots of the ranks' timeline and the trees' growth."""
 
-from specdec.trace.files import write_trace
-from specdec.trace.recorder import MAX_STEPS, ObservedExecutor, RunTrace
+from typing import TYPE_CHECKING
 
-__all__ = ["MAX_STEPS", "ObservedExecutor", "RunTrace", "write_trace"]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.trace.files import write_trace
+    from specdec.trace.recorder import MAX_STEPS, ObservedExecutor, RunTrace
+
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -1,5 +1,10 @@
 """The token tree of one request."""
 
-from specdec.tree.tree import TokenTree
+from typing import TYPE_CHECKING
 
-__all__ = ["TokenTree"]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.tree.tree import TokenTree
+
+__getattr__, __dir__ = lazy_exports(__name__)

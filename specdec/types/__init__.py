@@ -7,42 +7,19 @@ What the controller owns (trees, candidates, commits) is numpy: the arrays are s
 sizes a numpy call costs a fifth of a torch call. Model values (logits, hidden states) are torch.
 """
 
-from specdec.types.arrays import NO_NODE, BoolArray, FloatArray, IntArray
-from specdec.types.decisions import Commit, CommitKind, Verdict
-from specdec.types.events import Event, EventKind, Ticket
-from specdec.types.needs import HiddenName, Lossless, Needs
-from specdec.types.node_map import NodeMap
-from specdec.types.nodes import Candidates, Nodes
-from specdec.types.plans import ExecutorPlan, Placement
-from specdec.types.results import NO_TOKEN, Answers, EarlyHidden, Exits, Output, PromptHidden
-from specdec.types.rows import Batch, PrefillChunk, TreeRows
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "NO_NODE",
-    "NO_TOKEN",
-    "Answers",
-    "Batch",
-    "BoolArray",
-    "Candidates",
-    "Commit",
-    "CommitKind",
-    "EarlyHidden",
-    "Event",
-    "EventKind",
-    "ExecutorPlan",
-    "Exits",
-    "FloatArray",
-    "HiddenName",
-    "IntArray",
-    "Lossless",
-    "Needs",
-    "NodeMap",
-    "Nodes",
-    "Output",
-    "Placement",
-    "PrefillChunk",
-    "PromptHidden",
-    "Ticket",
-    "TreeRows",
-    "Verdict",
-]
+from specdec.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from specdec.types.arrays import NO_NODE, BoolArray, FloatArray, IntArray
+    from specdec.types.decisions import Commit, CommitKind, Verdict
+    from specdec.types.events import Event, EventKind, Ticket
+    from specdec.types.needs import HiddenName, Lossless, Needs
+    from specdec.types.node_map import NodeMap
+    from specdec.types.nodes import Candidates, Nodes
+    from specdec.types.plans import ExecutorPlan, Placement
+    from specdec.types.results import NO_TOKEN, Answers, EarlyHidden, Exits, Output, PromptHidden
+    from specdec.types.rows import Batch, PrefillChunk, TreeRows
+
+__getattr__, __dir__ = lazy_exports(__name__)

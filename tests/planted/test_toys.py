@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.certify import CHECKS, Report, certify
+from specdec.certify import CHECKS, Report
+from specdec.certify.certify import certify
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config

@@ -22,7 +22,7 @@ from specdec.models.eagle_loading import HeadFiles, load_head, save_head
 from specdec.models.eagle_runner import EagleRunner, rewritten
 from specdec.models.eagle_untrained import untrained_config
 from specdec.pairs import RandomPair
-from specdec.pairs.build import build_pretrained
+from specdec.pairs.pretrained import build_pretrained
 from tests import eagle, toys
 
 T = 9  # tokens of a sequence

@@ -25,7 +25,7 @@ from specdec.models.exits import (
 )
 from specdec.models.random import random_model
 from specdec.models.slicing import final_norm
-from specdec.pairs.build import build_random
+from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams
 from specdec.sources.exit_laws import ppsd_law
 from specdec.state import RequestState, StopRules

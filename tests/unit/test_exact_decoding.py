@@ -13,7 +13,8 @@ import specdec.attention.exact as exact_module
 from specdec.attention.backends import capped_attention
 from specdec.attention.exact import BLOCK, Context
 from specdec.attention.tree_attention import ScoreOptions
-from specdec.certify import Check, certify
+from specdec.certify import Check
+from specdec.certify.certify import certify
 from specdec.certify.exact_dtype import plain_config
 from specdec.config.job import run_job_of
 from specdec.pairs import build_pair

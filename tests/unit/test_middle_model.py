@@ -12,7 +12,7 @@ from specdec.compose.build import plan_executor
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
-from specdec.pairs.build import build_random
+from specdec.pairs.random import build_random
 from specdec.policies import Chain
 from specdec.sources.draft_model import DraftModelSource
 from specdec.verifiers import MatchVerifier

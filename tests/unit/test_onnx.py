@@ -20,7 +20,7 @@ from specdec.models import onnx_graph, onnx_session
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
-from specdec.pairs.build import build_random
+from specdec.pairs.random import build_random
 from specdec.tensor_parallel import Collective
 from specdec.types import NO_NODE, HiddenName
 

@@ -16,7 +16,7 @@ from specdec.errors import UserError
 from specdec.models import onnx_eagle, onnx_graph, onnx_session
 from specdec.models.eagle import EagleConfig
 from specdec.models.eagle_runner import EagleRunner, rewritten
-from specdec.pairs.build import build_random
+from specdec.pairs.random import build_random
 from tests import eagle
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")

@@ -15,7 +15,7 @@ from specdec.errors import UserError
 from specdec.models import onnx_graph, onnx_medusa
 from specdec.models.medusa import MedusaHeads
 from specdec.models.random import random_model
-from specdec.pairs.build import build_random
+from specdec.pairs.random import build_random
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 

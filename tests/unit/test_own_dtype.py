@@ -11,7 +11,7 @@ from specdec.errors import UserError
 from specdec.models.inspection import inspect_model
 from specdec.models.loading import own_dtype
 from specdec.models.random import random_model
-from specdec.pairs.build import build_pretrained
+from specdec.pairs.pretrained import build_pretrained
 
 
 @pytest.fixture(scope="module")

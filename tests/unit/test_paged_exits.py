@@ -12,7 +12,7 @@ from specdec.attention.kv_storage import BlockPool
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
 from specdec.executors import EarlyExitExecutor, PipelineExecutor
-from specdec.pairs.build import build_random
+from specdec.pairs.random import build_random
 from specdec.policies import Chain, FixedWidth, RootOnly
 from specdec.sampling.transform import SamplingParams
 from specdec.serving import ServingRules

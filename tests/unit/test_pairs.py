@@ -12,7 +12,7 @@ from specdec.compose.workbench import Workbench
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
 from specdec.pairs import PretrainedPair, build_pair
-from specdec.pairs.build import build_pretrained
+from specdec.pairs.pretrained import build_pretrained
 from specdec.pairs.recorded import RecordedPair
 from specdec.sampling.transform import SamplingParams
 from specdec.sources.katz import KatzModel

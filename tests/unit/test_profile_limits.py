@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.clocks import Work
-from specdec.pairs.build import build_random
+from specdec.pairs.random import build_random
 from specdec.profiling.limits import (
     MachineLimits,
     PassCost,

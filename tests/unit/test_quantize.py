@@ -13,7 +13,7 @@ from specdec.errors import UserError
 from specdec.models.exits import head_model, untrained_head
 from specdec.models.quantize import num_bytes, quantize
 from specdec.models.random import random_model
-from specdec.pairs.build import build_random
+from specdec.pairs.random import build_random
 from specdec.policies import Chain, RootOnly
 from specdec.profiling.limits import work_of
 from specdec.sampling.transform import SamplingParams

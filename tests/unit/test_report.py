@@ -17,11 +17,10 @@ from specdec.report import (
     best_row,
     finished,
     print_table,
-    provenance,
     read_requests,
     write_comparison,
 )
-from specdec.report.provenance import redact
+from specdec.report.provenance import provenance, redact
 from specdec.report.tables import notes_of
 from specdec.types import Lossless
 from tests.unit.test_metrics import make_result, timed_run

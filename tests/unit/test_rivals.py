@@ -16,7 +16,7 @@ import pytest
 
 from specdec.errors import UserError
 from specdec.metrics.rates import summarise
-from specdec.pairs.build import build_pretrained
+from specdec.pairs.pretrained import build_pretrained
 from specdec.rivals import RivalProcess, process
 from specdec.runs import rival
 from specdec.runs.rival import RivalOptions, pass_sizes, runtime_baseline

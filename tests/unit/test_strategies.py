@@ -15,7 +15,8 @@ import strategies
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
-from specdec.pairs.build import build_pretrained, build_random
+from specdec.pairs.pretrained import build_pretrained
+from specdec.pairs.random import build_random
 from specdec.verifiers import RejectionVerifier
 from strategies import (
     amusd,

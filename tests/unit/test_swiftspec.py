@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdec.certify import certify
+from specdec.certify.certify import certify
 from specdec.cli.main import main
 from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of

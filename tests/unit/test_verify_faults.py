@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specdec.certify import Report, certify, print_report
+from specdec.certify import Report, print_report
+from specdec.certify.certify import certify
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.errors import UserError

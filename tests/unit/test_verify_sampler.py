@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.certify import Check, certify
+from specdec.certify import Check
+from specdec.certify.certify import certify
 from specdec.certify.draws import draw_problems
 from specdec.config.job import run_job_of
 from specdec.sampling import keyed_draws, transform

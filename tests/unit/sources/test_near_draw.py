@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec.api import Decoder
-from specdec.pairs.build import build_random
+from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.guess_draw import FAR_SHARE, NearDraw
 

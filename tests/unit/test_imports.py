@@ -1,0 +1,62 @@
+"""A program imports the modules of what it uses; a subprocess each, so that nothing is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+AR_AND_SUFFIX = """
+import numpy as np
+from specdec.config.job import run_job_of
+from specdec.pairs import build_pair
+from specdec.runs.runners import PartsRunner, TokenPrompt
+from specdec.state import StopRules
+
+for strategy in ("ar", "suffix"):
+    config = run_job_of([f"strategy={strategy}", "model=random", "model.num_layers=2"]).config
+    pair = build_pair(config["model"])
+    runner = PartsRunner(cfg=config, pair=pair, stop=StopRules(max_new_tokens=8))
+    runner.run([TokenPrompt(0, np.array([1, 2, 3]))], lambda result: None)
+"""
+NOT_USED = {"distributed", "planning", "fitting", "train", "rivals"}
+
+
+def modules_after(program: str) -> set[str]:
+    """Modules of specdec that a program has loaded."""
+    shown = (
+        f"{program}\nimport sys\nprint(*[m for m in sys.modules if m.split('.')[0] == 'specdec'])"
+    )
+    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_loop_needs_few_modules() -> None:
+    assert len(modules_after("import specdec.loop")) <= 40
+
+
+def test_plain_decoding_and_suffix_load_what_they_use() -> None:
+    loaded = modules_after(AR_AND_SUFFIX)
+    assert not NOT_USED & {name.split(".")[1] for name in loaded if "." in name}
+    assert len(loaded) <= 152
+
+
+def test_packages_list_and_import_their_exports() -> None:
+    import specdec.policies
+
+    assert {"Chain", "Static"} <= set(dir(specdec.policies))
+    assert specdec.policies.Chain.__module__ == "specdec.policies.chain"
+    assert not hasattr(specdec.policies, "Chian")
+
+
+def test_list_answers_at_once() -> None:
+    """Of five tries the best, since the machine may be busy."""
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "specdec.cli.main", "list", "strategies"]
+        subprocess.run(command, capture_output=True, check=True)
+        seconds.append(time.perf_counter() - began)
+        if seconds[-1] < 1.0:
+            return
+    raise AssertionError(f"specdec list took {min(seconds):.1f} s")
