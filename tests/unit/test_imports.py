@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 AR_AND_SUFFIX = """
 import numpy as np
@@ -49,14 +48,8 @@ def test_packages_list_and_import_their_exports() -> None:
     assert not hasattr(specdec.policies, "Chian")
 
 
-def test_list_answers_at_once() -> None:
-    """Of five tries the best, since the machine may be busy."""
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        command = [sys.executable, "-m", "specdec.cli.main", "list", "strategies"]
-        subprocess.run(command, capture_output=True, check=True)
-        seconds.append(time.perf_counter() - began)
-        if seconds[-1] < 1.0:
-            return
-    raise AssertionError(f"specdec list took {min(seconds):.1f} s")
+def test_list_answers_without_the_packages_of_models() -> None:
+    """Importing torch takes seconds."""
+    program = "from specdec.cli.main import main\nmain(['list', 'strategies'])\n"
+    shown = f"{program}import sys\nassert not {{'torch', 'transformers'}} & {{*sys.modules}}"
+    subprocess.run([sys.executable, "-c", shown], capture_output=True, check=True)
