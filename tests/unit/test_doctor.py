@@ -169,3 +169,22 @@ def test_accepted_tokens_are_those_of_drafting_one_by_one(
     assert counts.mean == pytest.approx(
         sum(k * n for k, n in enumerate(counts.lengths)) / counts.drafts
     )
+
+
+def test_the_bundled_target_continues_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An untrained head of the bundled target: a whole run, with figures on the screen."""
+    from specdec.models.bundled import family_path
+
+    target = load_hf(Path(family_path("bundled:target")))
+    save_head(new_head(target, head_config(target, Eagle3Spec()), None, 0), tmp_path)
+    words = ["doctor", str(tmp_path), "--prompts", "1", "--new-tokens", "12"]
+    assert main([*words, "--json", "-"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["drafts"] > 0
+    assert report["readings"][0]["reading"] == "as on disk"
+    assert not report["fits"]
+    assert main(words) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "trained for another target, or not at all" in shown

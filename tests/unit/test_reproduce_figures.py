@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from experiments.pipelines.schedule import _facts
 from experiments.reproduce.intervals import beside, hits_of, interval, share
+from experiments.reproduce.stated import ROOT
+from specdec.cli.main import BAD_INPUT, main
 from specdec.metrics import RequestResult
 from specdec.metrics.counters import RequestCounters
 
@@ -75,3 +81,22 @@ def test_a_schedule_is_held_against_every_line() -> None:
     assert not counts(late)["stages"]
     one_rank = {**good, 1: [e for e in good[1] if (e["tid"], e["cat"]) != (2, "prune")]}
     assert not counts(one_rank)["prune"]
+
+
+def test_a_stored_picture_is_drawn_again_without_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the results that are checked in; an item whose builder draws says to run it."""
+    stored = ROOT / "specpipe" / "results"
+    folder = tmp_path / "specpipe" / "results"
+    folder.mkdir(parents=True)
+    for name in ("fig11", "fig14"):
+        shutil.copy(stored / f"{name}.json", folder)
+    words = ["reproduce", "--redraw", f"output_dir={tmp_path}"]
+    assert main([*words, "specpipe/fig11"]) == 0
+    (path,) = capsys.readouterr().out.splitlines()
+    assert Path(path).read_bytes().startswith(b"\x89PNG")
+    assert main([*words, "specpipe/fig14"]) == BAD_INPUT
+    assert "run it (specdec reproduce specpipe/fig14)" in capsys.readouterr().err
+    assert main([*words, "specpipe/fig13"]) == BAD_INPUT
+    assert "has no results in" in capsys.readouterr().err

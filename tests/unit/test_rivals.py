@@ -14,10 +14,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from specdec.cli.main import main
 from specdec.errors import UserError
 from specdec.metrics.rates import summarise
+from specdec.models.bundled import family_path
 from specdec.pairs.pretrained import build_pretrained
 from specdec.rivals import RivalProcess, process
+from specdec.rivals.environments import RUNTIMES, converted, python_of
 from specdec.runs import rival
 from specdec.runs.rival import RivalOptions, pass_sizes, runtime_baseline
 from specdec.runs.runners import TokenPrompt
@@ -187,3 +190,18 @@ def test_a_worker_that_fails_is_told(stand_in):
     worker = RivalProcess("ort", OPEN)
     with pytest.raises(UserError, match=r"failed: .*out of luck"):
         worker.generate([9], max_new_tokens=6, sampling={})
+
+
+def test_what_is_not_installed_is_said(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    for name in RUNTIMES:
+        with pytest.raises(UserError, match=f"run `specdec rivals install {name}`"):
+            python_of(name)
+        with pytest.raises(UserError, match="is not installed"):
+            converted(name, Path(family_path("bundled:draft")), print)
+    capsys.readouterr()
+    assert main(["rivals"]) == 0
+    assert "not installed: specdec rivals install ort" in capsys.readouterr().out
+    assert main(["rivals", "install", "ortt"]) == 2
+    assert "ortt is no runtime" in capsys.readouterr().err
+    assert main(["rivals", "remove"]) == 2
