@@ -12,7 +12,6 @@ from specdec.certify.certify import certify
 from specdec.cli.main import main
 from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of
-from specdec.errors import UserError
 from specdec.runs.runners import PartsRunner
 from specdec.state import StopRules
 from tests.matrix.cells import PROMPTS, Cell, config, pair
@@ -121,24 +120,6 @@ def test_degrees_choose_times_and_times_choose_d(
     assert profile.costs["draft"](8) == pytest.approx(times[1])
     assert found["policy"]["d"] == d
     assert ("6 devices, interpolated" in found["clock"]["note"]) == (times[0] == 11.54)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["executor.target_degree=9", "clock.profile=swiftspec_table1"], "1 to 8 devices"),
-        (["clock=measured", "policy.d=ratio"], "until_ready"),
-        (
-            ["policy.d=soon"],
-            "policy.d='soon' .* a whole number .* 'until_ready', 'complete', 'ratio'",
-        ),
-        (["executor.groups=[2]", "executor.stages=1"], "set one of the two"),
-        (["executor=tensor_parallel_shared", "executor.draft_degree=9"], "lower it"),
-    ],
-)
-def test_what_does_not_fit_is_refused(words: list[str], reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
-        PartsRunner(cfg=job(*words), pair=pair(), stop=StopRules(max_new_tokens=4))
 
 
 def test_the_search_finds_the_fastest_split_and_writes_it(
