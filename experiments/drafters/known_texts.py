@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specdec.attention.kv_cache import Rows
 from specdec.clocks.meter import Meter
-from specdec.executors.answerer import AnsweredRequest
+from specdec.executors.answerer import AnsweredRequest, Answerer
 from specdec.executors.row_packing import RowItem, row_items
 from specdec.executors.stage import StageOutput
 from specdec.models.runner import NO_ROWS, ModelRunner
@@ -193,7 +193,7 @@ class _Stage:
         return states
 
 
-class _Answerer:
+class _Answerer(Answerer):
     """Answers each row with the token that follows in the text."""
 
     def __init__(self, requests: _Requests) -> None:

@@ -88,7 +88,7 @@ class ReplayedShapes(ModelPair):
         )
 
 
-class _Answerer:
+class _Answerer(Answerer):
     """Computes the target's own answers and returns the record's."""
 
     def __init__(self, real: Answerer, replayed: Answerer, pair: ReplayedShapes) -> None:

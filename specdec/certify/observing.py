@@ -20,6 +20,7 @@ from specdec.clocks import ClockKind
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
 from specdec.executors.stage import ModelStage
+from specdec.models.config_values import config_value
 from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
 from specdec.pairs.options import with_flat_options
@@ -297,7 +298,7 @@ def _heads(
     """Key/value heads of a rank's share, -1 for padding; None if the family's are not split."""
     config = model.config.get_text_config()
     num_heads = int(config.num_attention_heads)
-    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
+    num_kv_heads = int(config_value(config, "num_key_value_heads", num_heads))
     share = HeadSplit.of(num_heads, num_kv_heads, rank=group.rank, size=group.size).key_value
     if runner.spec.num_kv_heads != len(share):
         return None

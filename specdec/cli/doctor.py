@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from specdec.errors import UserError
+from specdec.models.config_values import config_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,9 +107,7 @@ def main(words: Sequence[str]) -> int:
     report = {
         "head": options.head,
         "target": options.target,
-        **{
-            key: getattr(options, key) for key in ("data", "dtype", "seed", "prompts", "new_tokens")
-        },
+        **{key: vars(options)[key] for key in ("data", "dtype", "seed", "prompts", "new_tokens")},
         "sampling": "0.6/0.9/80",
         "drafts": counts[0].drafts,
         "tokens": options.tokens,
@@ -129,7 +128,7 @@ def _texts(frozen: FrozenModel, target: str, options: Any) -> list[tuple[Tensor,
 
     tokenizer = load_tokenizer(target)
     texts = []
-    limit = getattr(frozen.config, "max_position_embeddings", None)
+    limit = config_value(frozen.config, "max_position_embeddings")
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
         for prompt in load_prompts(name=options.data, limit=options.prompts, tokenizer=tokenizer):

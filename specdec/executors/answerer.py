@@ -33,26 +33,27 @@ class AnsweredRequest(Protocol):
         ...
 
 
-class Answerer(Protocol):
-    """Turns a batch that left the last stage into answers.
+class Answerer:
+    """Turns a batch that left the last stage into answers."""
 
-    Optional attributes (default in parentheses):
+    def follow(self) -> None:
+        """From now on, answers may leave out the tokens that ``Needs.all_answers`` names."""
 
-    follow() (none): from now on, answers may leave out the tokens that ``Needs.all_answers`` names.
-    """
-
-    def open(self, request: AnsweredRequest) -> None: ...
+    def open(self, request: AnsweredRequest) -> None:
+        """A request is admitted."""
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """One ``Answers`` per request with tree rows; ``logits``: [tree rows, V]."""
-        ...
+        raise NotImplementedError
 
-    def commit(self, commits: Sequence[Commit]) -> None: ...
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Follows the commits of a step."""
 
-    def close(self, request_id: int) -> None: ...
+    def close(self, request_id: int) -> None:
+        """A request has finished."""
 
 
-class ModelAnswerer:
+class ModelAnswerer(Answerer):
     """Samples from the target's logits with each request's own transform and keyed draws."""
 
     def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:

@@ -83,9 +83,8 @@ class LocalExecutor(Executor):
         needs = deliverable(needs, pair.num_layers)
         layers = pair.stage(0, pair.num_layers, meter, capture=needs.hidden + needs.early_hidden)
         answerer = pair.answerer(draws=draws, needs_probs=needs.target_probs)
-        follow = getattr(answerer, "follow", None)
-        if follow is not None and not needs.all_answers:
-            follow()
+        if not needs.all_answers:
+            answerer.follow()
         return cls(
             stage=paged(layers, *blocks),
             answerer=answerer,

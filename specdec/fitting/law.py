@@ -128,8 +128,13 @@ class HitLaw:
 
     def as_lists(self) -> dict[str, Any]:
         """The parameters as plain lists, for YAML."""
-        fields = ("group_shares", "weights", "stay", "top1", "depth")
-        return {name: getattr(self, name).tolist() for name in fields}
+        return {
+            "group_shares": self.group_shares.tolist(),
+            "weights": self.weights.tolist(),
+            "stay": self.stay.tolist(),
+            "top1": self.top1.tolist(),
+            "depth": self.depth.tolist(),
+        }
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> HitLaw:

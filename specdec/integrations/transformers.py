@@ -363,8 +363,9 @@ def _ids(value: int | Sequence[int] | Tensor | None) -> list[int]:
 
 def _plain(warper: Any) -> bool:
     """Whether a warper has the values that ``generate`` gives it without beams."""
-    fills = getattr(warper, "filter_value", -float("inf"))
-    return fills == -float("inf") and getattr(warper, "min_tokens_to_keep", 1) == 1
+    values = vars(warper)
+    fills = values.get("filter_value", -float("inf"))
+    return fills == -float("inf") and values.get("min_tokens_to_keep", 1) == 1
 
 
 def _check_call(
@@ -375,15 +376,16 @@ def _check_call(
         raise UserError(f"{type(model).__name__} has an encoder: only decoder-only models are run")
     if (config.num_beams or 1) > 1:
         raise UserError(f"num_beams={config.num_beams} is not possible: strategies decode one beam")
+    values = vars(config)
     for name in _OUTPUTS:
-        if getattr(config, name, None):
+        if values.get(name):
             raise UserError(
                 f"{name}=True is not possible: values of single steps are not kept; leave it out"
             )
     for name in _OTHER_MODES:
-        if getattr(config, name, None):
+        if values.get(name):
             raise UserError(
-                f"{name}={getattr(config, name)!r:.60} chooses a mode of generate's own, which"
+                f"{name}={values[name]!r:.60} chooses a mode of generate's own, which"
                 " custom_generate replaces: leave one of them out"
             )
     if config.use_cache is False:

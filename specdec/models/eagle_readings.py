@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.metrics.loops import repeated_ngrams
+from specdec.models.config_values import config_value
 from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle_loading import HeadFiles, load_head
 from specdec.models.eagle_unroll import unroll
@@ -111,7 +112,7 @@ def _of_flags(config: EagleConfig) -> Iterator[Reading]:
 
 
 def _of_rope(config: EagleConfig, frozen: FrozenModel) -> Iterator[Reading]:
-    target = dict(getattr(frozen.config, "rope_parameters", None) or {})
+    target = dict(config_value(frozen.config, "rope_parameters", {}))
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     for rope, name, read_by in (
         (target, "the target's rope", "vLLM, SSD"),

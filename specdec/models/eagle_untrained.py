@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.errors import UserError
+from specdec.models.config_values import config_value
 from specdec.models.eagle import EagleConfig, EagleHead, default_layers
 
 _SEED = 0
@@ -38,14 +39,14 @@ def untrained_config(version: Literal[1, 3], target: Any, **variants: Any) -> Ea
         "version": version,
         "layers": default_layers(num_layers) if version == 3 else (num_layers - 1,),
         "hidden_size": hidden,
-        "intermediate_size": int(getattr(text, "intermediate_size", None) or 4 * hidden),
+        "intermediate_size": int(config_value(text, "intermediate_size", 4 * hidden)),
         "num_heads": heads,
-        "num_kv_heads": int(getattr(text, "num_key_value_heads", None) or heads),
-        "head_dim": int(getattr(text, "head_dim", None) or hidden // heads),
+        "num_kv_heads": int(config_value(text, "num_key_value_heads", heads)),
+        "head_dim": int(config_value(text, "head_dim", hidden // heads)),
         "target_hidden_size": hidden,
         "vocab_size": vocab,
         "draft_vocab_size": vocab,
-        "eps": float(getattr(text, "rms_norm_eps", 1e-6)),
+        "eps": float(config_value(text, "rms_norm_eps", 1e-6)),
         "max_positions": positions,
         "own_output": version == 3,
     }

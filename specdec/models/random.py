@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec.errors import UserError
+from specdec.models.config_values import config_value
 from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import torch_dtype, usable_device
 
@@ -70,7 +71,7 @@ def random_model(
         raise UserError(
             f"model family {family!r} is unknown; choose one of {', '.join(sorted(CERTIFIED))}"
         ) from error
-    capped = getattr(config, "attn_logit_softcapping", None)
+    capped = config_value(config, "attn_logit_softcapping")
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(
             config, dtype=kind, attn_implementation="eager" if capped else "sdpa"

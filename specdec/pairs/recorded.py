@@ -11,7 +11,7 @@ import torch
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answerer import AnsweredRequest, Answerer
+from specdec.executors.answerer import Answerer
 from specdec.executors.models import ModelPair
 from specdec.executors.stage import NullStage, Stage
 from specdec.parts.fields import Count, Index, Share, Text
@@ -25,7 +25,7 @@ from specdec.sources.hit_law import (
     SyntheticPair,
     VocabSize,
 )
-from specdec.types import Answers, Batch, Commit, HiddenName, IntArray
+from specdec.types import Answers, Batch, HiddenName, IntArray
 
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
 SYNTHETIC = "specdec.sources.SyntheticSource"
@@ -168,15 +168,12 @@ def build_synthetic(
     return models
 
 
-class SyntheticAnswerer:
+class SyntheticAnswerer(Answerer):
     """Answers from given sequences instead of a model."""
 
     def __init__(self, hidden: HiddenPair) -> None:
         self._hidden = hidden
         self._tokens: dict[int, IntArray] = {}  # request id -> hidden tokens by position
-
-    def open(self, request: AnsweredRequest) -> None:
-        """Does nothing: the sequence is keyed by the request's id."""
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """The hidden token after every row's position.
@@ -201,9 +198,6 @@ class SyntheticAnswerer:
             known = self._hidden.tokens(request_id, np.arange(last + _TABLE))
             self._tokens[request_id] = known
         return known.take(positions)
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Does nothing."""
 
     def close(self, request_id: int) -> None:
         """Drops the request's tokens."""

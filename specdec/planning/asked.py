@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Planning:
     @property
     def claimed(self) -> dict[str, Any]:
         """Content of the folder's config.yaml: all but the check, which may follow later."""
-        kept = {name: getattr(self.chosen, name) for name in self.chosen.__dataclass_fields__}
+        kept = asdict(self.chosen)
         del kept["check"]
         lists = {k: list(v) if isinstance(v, tuple) else v for k, v in kept.items()}
         words = [word for word in self.words if not word.startswith("output_dir=")]

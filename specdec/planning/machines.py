@@ -340,9 +340,8 @@ def _described(chosen: PlanOptions, path: Path, loaded: Mapping[str, Any]) -> De
                 f" {did_you_mean(str(key), known)}"
             )
     values = {**loaded}
-    for key in ("devices", "link_ms", "link_gb_s"):
-        if getattr(chosen, key) is not None:
-            values[key] = getattr(chosen, key)
+    own = {"devices": chosen.devices, "link_ms": chosen.link_ms, "link_gb_s": chosen.link_gb_s}
+    values |= {key: value for key, value in own.items() if value is not None}
     needed = [item.name for item in fields(Description) if item.default is MISSING]
     missing = [name for name in needed if name not in values]
     if missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ class Judgement:
 
     def row(self) -> list[Any]:
         """The values in the order of the attributes."""
-        return [getattr(self, name) for name in self.__dataclass_fields__]
+        return list(astuple(self))
 
 
 def judgement(proposal: Proposal | None, children: Mapping[int, float], token: int) -> Judgement:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from specdec.errors import UserError
 from specdec.files import write_json
+from specdec.models.config_values import config_value
 from specdec.models.eagle import EagleConfig, EagleHead, default_layers
 from specdec.models.eagle_loading import HeadFiles, load_head, save_head
 from specdec.models.eagle_unroll import unroll
@@ -101,7 +102,7 @@ def head_config(target: Target, spec: Eagle3Spec) -> EagleConfig:
             f"the target's embeddings have width {width}, its hidden states {shape.hidden}: an"
             " EAGLE-3 head needs equal widths"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = config_value(config, "rope_parameters", {})
     if "rope_theta" not in rope:  # learned positions, or frequencies by kind of layer
         rope = {"rope_type": "default", "rope_theta": 10000.0}
     return EagleConfig(
@@ -115,7 +116,7 @@ def head_config(target: Target, spec: Eagle3Spec) -> EagleConfig:
         target_hidden_size=shape.hidden,
         vocab_size=shape.vocab_size,
         draft_vocab_size=vocabulary,
-        eps=getattr(config, "rms_norm_eps", 1e-6),
+        eps=config_value(config, "rms_norm_eps", 1e-6),
         rope=rope,
         max_positions=shape.max_positions,
         norm_before_residual=spec.norm_before_residual,

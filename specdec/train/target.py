@@ -12,6 +12,7 @@ from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from specdec.errors import UserError
 from specdec.models.cache_argument import cache_argument
+from specdec.models.config_values import config_value
 from specdec.models.frozen import FrozenModel
 from specdec.models.loading import load_model
 from specdec.train.model import LanguageModel, ModelShape, is_own_format
@@ -52,7 +53,7 @@ def _shape_of(config: PretrainedConfig) -> ModelShape:
     """Sizes that a model's text config states; heads read those of its layers from the layers."""
 
     def stated(name: str, default: int) -> int:
-        return int(getattr(config, name, None) or default)
+        return int(config_value(config, name, default))
 
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
     return ModelShape(

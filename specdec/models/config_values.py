@@ -1,0 +1,12 @@
+"""Values of a transformers configuration, whose keys depend on the family of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+def config_value(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+    """The value of a key; ``default`` where the family lacks it, or it is empty."""
+    return getattr(config, name, None) or default
