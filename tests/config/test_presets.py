@@ -12,7 +12,7 @@ from flat import flat_text
 from specdec.config.comparison import compose_comparison
 from specdec.config.hydra import compose_config
 from specdec.config.job import Job, run_job_of
-from specdec.config.options import GROUPS, PARTS, flatten, options, own_values
+from specdec.config.options import PARTS, flatten, options, own_values
 
 PRESETS = sorted(options("strategy"))
 OURS = [name for name in PRESETS if not name.startswith(("hf_", "ort_", "openvino_", "endpoint"))]
@@ -32,17 +32,6 @@ KEYS_OF_ALL = {
     "sampling.top_k": 4,
     "output_dir": "elsewhere",
 }
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_preset_composes_and_is_complete(preset: str) -> None:
-    job = job_of(preset)
-    assert job.name == preset == job.config["strategy"]["name"]
-    assert job.config["strategy"]["title"]
-    parts = set(PARTS) & job.config.keys()
-    assert parts == (set(PARTS) if preset in OURS else set())
-    assert set(job.config["choices"]) == set(GROUPS) - {"strategy"} - (set(PARTS) - parts)
-    assert "output_dir" not in job.config
 
 
 @pytest.mark.slow
@@ -160,12 +149,3 @@ class TestCompare:
         assert by_name["ar"]["source"] == {"_target_": "specdec.sources.NullSource"}
         assert "source" not in by_name["hf_generate"]
         assert by_name["staged"]["source"] == {"_target_": "specdec.sources.NGramSource"}
-
-    @pytest.mark.slow
-    def test_stages_put_every_row_on_a_pipeline(self) -> None:
-        rows = compose_comparison(
-            ["strategies=[ar,specinfer,pipedec]", *RANDOM, "executor.stages=4"]
-        )
-        for job in rows.jobs:
-            assert job.config["executor"]["_target_"] == "specdec.executors.PipelineExecutor"
-            assert job.config["executor"]["stages"] == 4

@@ -170,14 +170,6 @@ class TestLogger:
 
 
 class TestTexts:
-    def test_list_names_every_option(self, capsys) -> None:
-        from specdec.config.options import GROUPS, options
-
-        assert main(["list"]) == 0
-        shown = capsys.readouterr().out.split()
-        for group in GROUPS:
-            assert set(options(group)) <= set(shown), group
-
     def test_cfg_prints_what_would_be_run(self, engine, capsys) -> None:
         from omegaconf import OmegaConf
 
@@ -210,20 +202,3 @@ def test_a_fresh_process_refuses_in_one_line(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("specdec: policy.gamma=0 cannot be used: ")
     assert "policy=root_only" in line
-
-
-def test_listing_options_imports_nothing_heavy() -> None:
-    """Lists and help are read often; importing torch takes seconds."""
-    code = (
-        "import sys; from specdec.cli.main import main;"
-        "status = main(['list']) or main(['run', '--help']);"
-        "heavy = {'torch', 'transformers', 'matplotlib', 'pandas'} & set(sys.modules);"
-        "sys.exit(status or (f'imported {heavy}' if heavy else 0))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-500:]

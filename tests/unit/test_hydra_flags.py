@@ -82,27 +82,6 @@ class TestExperiment:
 class TestTargets:
     """Nothing that a ``_target_`` names is called unless it has the methods of its Protocol."""
 
-    @pytest.mark.parametrize(
-        "group",
-        ["source", "policy", "verifier", "executor", "clock", "model", "serving", "data", "logger"],
-    )
-    @pytest.mark.parametrize("target", ["subprocess.Popen", "os.system", "pathlib.Path"])
-    def test_on_the_command_line(self, group: str, target: str, capsys) -> None:
-        words = [f"++{group}._target_={target}", f"+{group}.args=[touch,X]"]
-        assert main(["run", *([RANDOM] if group != "model" else []), *words]) == 2
-        assert f"{group}._target_={target} is not a" in capsys.readouterr().err
-        assert not Path("X").exists()
-
-    @pytest.mark.parametrize("group", ["source", "policy", "verifier", "clock", "model"])
-    def test_in_a_tree(self, group: str, capsys) -> None:
-        (Path("tree") / group).mkdir()
-        text = "_target_: subprocess.Popen\nargs: [touch, X]\n"
-        (Path("tree") / group / "bad.yaml").write_text(text, encoding="utf-8")
-        for command in ("run", "verify", "profile"):
-            assert main([command, "-cd", "tree", f"{group}=bad"]) == 2
-            assert f"{group}._target_=subprocess.Popen" in capsys.readouterr().err
-        assert not Path("X").exists()
-
     def test_in_a_job_file_of_a_worker(self, capsys) -> None:
         words = ["strategy=specpipe", "executor.transport=distributed", "executor.stages=2"]
         (config,) = printed(capsys, "--cfg", *words)
