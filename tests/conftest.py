@@ -103,7 +103,7 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
 
 
 # Set by libraries at their first use, for good.
-_OF_LIBRARIES = ("PYTEST_CURRENT_TEST", "WANDB_SERVICE", "_TORCHINDUCTOR_")
+_OF_LIBRARIES = ("PYTEST_CURRENT_TEST", "WANDB_SERVICE", "_TORCHINDUCTOR_", "TORCHINDUCTOR_")
 
 
 def _process_state() -> dict[str, object]:
