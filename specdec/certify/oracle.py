@@ -23,22 +23,23 @@ from specdec.types import FloatArray
 LogitsOf = Callable[[tuple[int, ...]], FloatArray]
 """Maps a sequence to float64[V], the logits of its next token."""
 
-_WORD = 0xFFFFFFFF
+_WORD = 2**64 - 1
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 (Salmon et al. 2011, section 3.3) on Python integers."""
+    """Philox4x64-10 (Salmon et al. 2011, section 3.3) on Python integers."""
     a, b, c, d = counter
     first, second = key
     for _ in range(10):
-        left, right = a * 0xD2511F53, c * 0xCD9E8D57
+        left, right = a * 0xD2E7470EE14C6C93, c * 0xCA5A826395121157
         a, b, c, d = (
-            (right >> 32) ^ b ^ first,
+            (right >> 64) ^ b ^ first,
             right & _WORD,
-            (left >> 32) ^ d ^ second,
+            (left >> 64) ^ d ^ second,
             left & _WORD,
         )
-        first, second = (first + 0x9E3779B9) & _WORD, (second + 0xBB67AE85) & _WORD
+        first = (first + 0x9E3779B97F4A7C15) & _WORD
+        second = (second + 0xBB67AE8584CAA73B) & _WORD
     return a, b, c, d
 
 
@@ -48,11 +49,10 @@ def target_draw(seed: int, prompt_id: int, position: int) -> float:
 
 
 def reference_draw(seed: int, prompt_id: int, position: int, purpose: int, index: int) -> float:
-    """The uniform draw of a key of ``KeyedDraws``."""
-    words = (prompt_id & _WORD, (prompt_id >> 32) & _WORD)
-    counter = (position & _WORD, index | purpose << 24, *words)
-    high, low, _, _ = philox(counter, (seed & _WORD, (seed >> 32) & _WORD))
-    return ((high << 21) | (low >> 11)) / 2.0**53
+    """The uniform draw of a key of ``KeyedDraws``; a value of the counter gives four of them."""
+    counter = (position // 4 + 1, index, purpose, 0)  # numpy counts up before it draws
+    word = philox(counter, (seed & _WORD, prompt_id & _WORD))[position % 4]
+    return (word >> 11) / 2.0**53
 
 
 def processed(logits: FloatArray, params: SamplingParams, history: Sequence[int]) -> FloatArray:

@@ -23,7 +23,7 @@ from specdec.pairs import RandomPair, build_pair
 from specdec.pairs.options import with_flat_options
 from specdec.parts.build import build_part
 from specdec.runs.runners import PartsRunner, TokenPrompt, sampling_params
-from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingTransform
 from specdec.state import StopRules
 from specdec.types import Lossless
@@ -272,7 +272,7 @@ def plain(sampling: str) -> dict[int, tuple[int, ...]]:
         tokens = list(prompt.tokens)
         for _ in range(MAX_NEW_TOKENS):
             transform, logits, history = _next(sampling, tokens)
-            draw = keyed_uniforms(SEED, prompt.id, np.array([len(tokens)]), Purpose.TARGET)
+            draw = KeyedDraws(seed=SEED).uniform(prompt.id, np.array([len(tokens)]), Purpose.TARGET)
             tokens.append(int(transform.sample(logits, draw, history)[0]))
         found[prompt.id] = tuple(tokens[len(prompt.tokens) :])
     return found

@@ -23,7 +23,7 @@ from specdec.interfaces import TreePolicy
 from specdec.models.cache_argument import cache_argument
 from specdec.models.runner import ModelRunner
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
-from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources import RandomSource
 from specdec.state import RequestState, StopRules
@@ -230,7 +230,7 @@ def fresh_values(tokens: tuple[int, ...]) -> torch.Tensor:
 def next_token(request_id: int, tokens: tuple[int, ...] | IntArray, params: SamplingParams) -> int:
     """The target's own token after ``tokens``, by the definition of the keyed draws."""
     tokens = tuple(int(token) for token in tokens)
-    draw = keyed_uniforms(SEED, request_id, np.array([len(tokens)]), Purpose.TARGET)
+    draw = KeyedDraws(seed=SEED).uniform(request_id, np.array([len(tokens)]), Purpose.TARGET)
     return int(SamplingTransform(params).sample(_forward(tokens)[0], draw)[0])
 
 

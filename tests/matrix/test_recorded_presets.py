@@ -14,8 +14,8 @@ of each preset, and the batches of every third. The records have:
   the counters of executor and source, rows per stage, model passes.
 
 ``test_the_records_prove_something`` checks what happens in them. In every case every preset but ar
-has right drafts, accepted or hit (of the emitted tokens 24 % to all greedily, 20 % to 97 % sampled,
-13 % to 96 % in batches), and sampled all have misses too. Decided tokens are cut at the end of
+has right drafts, accepted or hit (of the emitted tokens 20 % to all greedily, 9 % to 97 % sampled,
+16 % to 93 % in batches), and sampled all have misses too. Decided tokens are cut at the end of
 requests, which end by length and by an end token, and pipelines fill, flush, refill and prune.
 
 Not in them: verifiers, sources, policies and serving options that no preset names, and ranks that
@@ -88,8 +88,8 @@ def test_the_records_prove_something(case: str) -> None:
         assert everything[name] > 0, name
 
 
-# Three requests share two copies, and each verifies a root before the draft has a token for it.
-_LEAST = {("dsi", "batched"): 0.04}
+# The draft has another tokenizer, and few of its texts are the target's tokens.
+_LEAST = {("translated", "sampled"): 0.08}
 
 
 def totals(recorded: Record) -> Counter[str]:

@@ -30,7 +30,7 @@ from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.pairs import RandomPair
 from specdec.policies import Chain
-from specdec.sampling.keyed_draws import Purpose, keyed_uniforms
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources import DraftModelSource
 from specdec.state import StopRules
@@ -57,8 +57,8 @@ def config(*overrides: str) -> dict:
 
 def test_the_reference_draws_what_the_library_draws() -> None:
     for seed, prompt, position in [(0, 0, 1), (7, 3, 400), (2**40 + 5, 2**33 + 1, 12)]:
-        expected = keyed_uniforms(seed, prompt, position, Purpose.TARGET)
-        assert target_draw(seed, prompt, position) == float(expected)
+        expected = KeyedDraws(seed=seed).uniform(prompt, np.array([position]), Purpose.TARGET)
+        assert target_draw(seed, prompt, position) == expected[0]
 
 
 @pytest.mark.parametrize("name", PARAMS)

@@ -13,7 +13,7 @@ from specdec.certify import Check
 from specdec.certify.certify import certify
 from specdec.certify.draws import draw_problems
 from specdec.config.job import run_job_of
-from specdec.sampling import keyed_draws, transform
+from specdec.sampling import transform
 from specdec.sampling.keyed_draws import KeyedDraws
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ def test_the_sampler_passes() -> None:
 
 
 def _low_half_of_the_seed(honest: Any) -> Any:
-    return lambda seed, *key: honest(seed & 0xFFFFFFFF, *key)
+    return lambda self, *key: honest(KeyedDraws(seed=self.seed & 0xFFFFFFFF), *key)
 
 
 def _short_rows(honest: Any) -> Any:
@@ -61,7 +61,7 @@ def _shared_scores(_honest: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "message"),
     [
-        (keyed_draws, "keyed_uniforms", _low_half_of_the_seed, "t=1, 61 logits, 4 tokens"),
+        (KeyedDraws, "uniform", _low_half_of_the_seed, "t=1, 61 logits, 4 tokens"),
         (transform, "inverse_cdf", _short_rows, "1000 logits"),
         (transform, "apply_processors", _shared_scores, "greedy, two processors"),
     ],
