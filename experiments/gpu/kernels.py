@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from experiments.gpu.shapes import Shape
 from experiments.gpu.timing import Bench, timed
+from specdec.attention import support
 from specdec.attention.backends import Visibility, attention_kernel, capped_attention
-from specdec.kernels import support
 
 Call = Callable[[int], Any]
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from specdec.attention import support
 from specdec.errors import UserError
-from specdec.kernels import support
 
 _FLEX_SHAPES = 128  # recompilation limit of FlexAttention: one per number of rows and length
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

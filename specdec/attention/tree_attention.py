@@ -1,10 +1,10 @@
 """Tree attention over this library's caches, as an attention function that transformers calls.
 
 A pass packs the rows of one or more requests into one sequence [1, sum R]. All layers but attention
-treat rows alike; attention lets each request's rows attend to their own cache. The attention
-function reads the pass's plan (``AttentionStep``) from a context variable, so that no attribute is
-set on a model. transformers creates no mask for an attention function without a registered mask
-function; masks come from the plan.
+treat rows alike; attention lets each request's rows attend to their own cache. The plan of the pass
+(``Step``) is the keyword argument ``PLAN`` of the model's forward, which transformers passes on to
+every layer and to the attention function. transformers creates no mask for an attention function
+without a registered mask function; masks come from the plan.
 
 Shape letters: H query heads, G key/value heads, D head size, R rows of one request in this pass, n
 used slots of its cache, E hidden size.
@@ -12,9 +12,7 @@ used slots of its cache, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -37,10 +35,14 @@ from specdec.attention.backends import (
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import Pair, Store
 from specdec.device import to_device
+from specdec.errors import UserError
 from specdec.types import HiddenName
 
 IMPLEMENTATION = "specdec"
 """Name under which the attention function is registered with transformers."""
+
+PLAN = "specdec_plan"
+"""Keyword argument of a model's forward: the ``Step``."""
 
 OPAQUE = "specdec_opaque"
 """Name of the same function for compiled models; ``torch.compile`` does not trace into it."""
@@ -85,49 +87,43 @@ class Step:
         raise NotImplementedError
 
 
-_STEP: ContextVar[Step] = ContextVar("specdec_attention_step")
-
-
-def current_step() -> Step:
-    """Returns the plan of the running pass."""
-    return _STEP.get()
-
-
-@contextmanager
-def attending(step: Step) -> Iterator[None]:
-    """Makes ``step`` the plan of the forward passes inside the block."""
-    token = _STEP.set(step)
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
-
-
 def tree_attention(
-    module: torch.nn.Module,  # noqa: ARG001 - transformers defines the signature
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,  # noqa: ARG001
+    attention_mask: Tensor | None = None,  # noqa: ARG001 - transformers defines the signature
     scaling: float | None = None,
     dropout: float = 0.0,  # noqa: ARG001
     sliding_window: int | None = None,
     softcap: float | None = None,
+    specdec_plan: Step | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, with the signature that transformers calls.
 
     Args:
-        module, attention_mask, dropout: unused (inference only; masks come from the plan).
+        module: of the layer.
+        attention_mask, dropout: unused (inference only; masks come from the plan).
         query: [1, H, sum R, D].
         key, value: [1, G, sum R, D], of the rows of this pass only.
         scaling, sliding_window, softcap, **others: see ``ScoreOptions``.
+        specdec_plan: the plan of the pass.
 
     Returns:
         [1, sum R, H, D], and None instead of attention weights.
+
+    Raises:
+        UserError: the family does not pass keyword arguments on to its attention.
     """
+    if specdec_plan is None:
+        kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
+        raise UserError(
+            f"model type {kind!r} cannot be used: transformers passes no arguments of the model on"
+            " to its attention; use a family such as llama, qwen3 or gpt2"
+        )
     options = ScoreOptions(scaling, sliding_window, softcap, others)
-    return _STEP.get().attend(query, key, value, options), None
+    return specdec_plan.attend(query, key, value, options), None
 
 
 AttentionInterface.register(IMPLEMENTATION, tree_attention)

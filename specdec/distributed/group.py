@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from specdec.clocks import timed_runs
 from specdec.distributed import store_keys
 from specdec.distributed.collective import Connections
 from specdec.distributed.failure_detector import FailureDetector
@@ -23,7 +24,6 @@ from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.replies import Reply, ReplyKey
 from specdec.distributed.transport import PeerLost, control_group
 from specdec.errors import RankFailure
-from specdec.kernels.graphs import Graphs, observe_timed_runs
 from specdec.types import IntArray
 
 _POLL_S = 0.1
@@ -70,7 +70,7 @@ class RankGroup:
         self._inbox = Inbox(self._links)
         self._failures.start()
         self._captures = False  # whether a session's ranks may run captured passes
-        observe_timed_runs(self)
+        timed_runs.observe(self)
 
     def _connect(self, loopback: bool) -> dict[int, ControlLink]:
         """Rank -> its control link."""
@@ -108,7 +108,7 @@ class RankGroup:
         session = next(self._session_ids)
         kind = "draft" if isinstance(plan, DraftPlan) else "stage"
         content = {"kind": kind, "plan": plan.to_json()}
-        self._captures |= plan.model.get("graphs", Graphs.OFF) != Graphs.OFF
+        self._captures |= plan.model.get("graphs", "off") != "off"
         self.send(pack_json(Kind.SETUP, session, content), plan.members)
         return session
 

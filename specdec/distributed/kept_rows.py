@@ -114,13 +114,7 @@ class KeeperOfRequest:
 class KeptRows:
     """The last rank's logits of answered nodes, by request."""
 
-    def __init__(self, *, copy: bool) -> None:
-        """Starts empty.
-
-        Args:
-            copy: whether the next pass overwrites the logits of the one before.
-        """
-        self._copy = copy
+    def __init__(self) -> None:
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
         self._of: dict[int, SamplingTransform] = {}
         self._rows: NodeMap[torch.Tensor] = NodeMap()
@@ -153,8 +147,7 @@ class KeptRows:
             part = slice(start, start + len(tree.node_ids))
             start = part.stop
             if answer.request in self._of and answer.probs is not None and _is_whole(answer.probs):
-                rows = logits[part].clone() if self._copy else logits[part]
-                self._rows.update(answer.request, tree.node_ids, rows)
+                self._rows.update(answer.request, tree.node_ids, logits[part])
                 values[part] = _after_parents(tree, answer.probs)
                 answer = replace(answer, probs=None)
             left.append(answer)

@@ -23,7 +23,7 @@ from specdec.distributed.messages import Ending, Entry, Kind, OpenedRequest
 from specdec.distributed.plan import RankPlan, SessionPlan
 from specdec.distributed.replies import Reply, answers_reply, exits_reply, hidden_reply
 from specdec.executors.answerer import Answerer
-from specdec.executors.exits import ExitReader, layers_of, paged
+from specdec.executors.exits import ExitReader, paged
 from specdec.executors.row_packing import InFlight
 from specdec.executors.stage import Stage
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -256,8 +256,7 @@ def build_session(
     if rank == len(plan.ranks):
         answerer = pair.answerer(draws=draws, needs_probs=plan.needs_probs)
         if plan.needs_probs:
-            layers = layers_of(stage)
-            kept = KeptRows(copy=layers is not None and layers.runner.static is not None)
+            kept = KeptRows()
     if part.exits and plan.exits is not None:
         num, sample = plan.exits.candidates, plan.exits.sample
         exits = ExitReader(num_candidates=num, draws=draws, sample=sample)

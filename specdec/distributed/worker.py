@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from specdec.clocks.timed_runs import begin_timed_run, end_timed_run
 from specdec.distributed import store_keys
 from specdec.distributed.collective import Connections
 from specdec.distributed.draft_follower import DraftSession
@@ -63,7 +64,6 @@ from specdec.distributed.transport import (
 from specdec.errors import UserError
 from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
-from specdec.kernels.graphs import begin_timed_run, end_timed_run
 from specdec.pairs import ModelPair, build_pair
 from specdec.tensor_parallel import Collective
 from specdec.types import IntArray

@@ -1,6 +1,5 @@
-"""GPU execution: CUDA graph capture, Triton kernels, and what can run where.
+"""Linear layers with other kernels than torch's: fused SwiGLU (Triton), packed weights (oneDNN).
 
-Importing this package needs neither Triton nor a GPU. ``swiglu`` and ``fused_layers``, which uses
-it, need Triton and must be imported only after ``support`` reported no problem. The Triton kernels
-also run on the CPU, slowly, under Triton's interpreter (TRITON_INTERPRET=1).
+``swiglu`` needs Triton and must be imported only after ``specdec.attention.support`` reported no
+problem. Triton kernels also run on the CPU, slowly, under its interpreter (TRITON_INTERPRET=1).
 """

@@ -23,9 +23,9 @@ from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import AttentionStep, ScoreOptions
 from specdec.clocks.meter import Meter
 from specdec.device import model_call, to_device
+from specdec.models.backends.factory import backend_module
+from specdec.models.backends.interface import refuse_wrong
 from specdec.models.eagle import EagleHead
-from specdec.models.onnx_eagle import OnnxHead
-from specdec.models.onnx_session import refuse_wrong
 from specdec.types import HiddenName, IntArray
 
 METER_NAME = "eagle"
@@ -99,8 +99,10 @@ class EagleRunner:
         self.own_bytes = sum(p.nbytes for p in head.parameters())
         embedding = head.embed_tokens.weight.nbytes if config.own_embedding else 0
         self.weight_bytes = self.own_bytes - embedding + head.shared_output_bytes
-        self._onnx = OnnxHead(self.head, self.spec) if backend == "onnx" else None
-        if self._onnx is not None:
+        self._onnx: Any = None
+        if backend == "onnx":
+            heads = backend_module("specdec.models.onnx.heads")
+            self._onnx = heads.OnnxHead(self.head, self.spec)
             self._compare(self._onnx.run)
 
     @classmethod

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
-from specdec.models.slicing import final_norm, keep_layers, layers_name
-from specdec.tensor_parallel.sharding import shared_copy
+from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
     The other layers, and a norm head's last layer, are the target's; they are shared and never run.
 
     Args:
-        target: whole, or loaded by ``load_stage``; it is not changed.
+        target: whole, or some layers of ``load_model``; it is not changed.
         head: of a layer below the target's last.
 
     Raises:

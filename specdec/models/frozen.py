@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.models.slicing import final_norm, keep_layers, layers_name
-from specdec.tensor_parallel.sharding import shared_copy
+from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_copy
 
 
 class FrozenModel(nn.Module):

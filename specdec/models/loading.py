@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,11 +29,13 @@ from transformers.utils import logging
 
 from specdec.errors import UserError
 from specdec.models.inspection import ModelInfo, inspect_model
-from specdec.models.quantize import Quantization, WeightFormat
+from specdec.models.quantize import Quantization, WeightFormat, quantize
 from specdec.models.shares import share_of, share_plan
 from specdec.models.slicing import layers_name
-from specdec.tensor_parallel.collective import Collective
-from specdec.tensor_parallel.cuts import Cut
+
+if TYPE_CHECKING:
+    from specdec.tensor_parallel import Collective
+    from specdec.tensor_parallel.cuts import Cut
 
 DTYPES = {
     "float64": torch.float64,
@@ -52,27 +54,69 @@ _LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, ArithmeticError
 
 
 def load_model(
-    model: ModelInfo | str | Path, *, dtype: str = "float32", device: str = "cpu"
+    model: ModelInfo | str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    layers: tuple[int, int] | None = None,
+    group: Collective | None = None,
+    quantization: str = Quantization.NONE,
+    loaded_before: Weights | None = None,
 ) -> PreTrainedModel:
-    """Loads a whole model, in evaluation mode and without gradients.
+    """Loads a model, or some of its layers, in evaluation mode and without gradients.
+
+    Of layers first .. last - 1 it reads the tensors of these layers, the embeddings if first is 0,
+    the output head if last ends the model, and the parameters outside the layers (norms). All
+    others stay on the meta device. Pass the result to ``ModelRunner`` with the same layers.
 
     Args:
         model: a result of ``inspect_model``, or a path or id.
         dtype: a key of ``DTYPES``.
         device: "cpu", "cuda", "cuda:1", ...
+        layers: (first, last); None: the whole model, by transformers' own loader.
+        group: tensor-parallel group, with ``layers`` only: this rank's shares of linear layers are
+            read. None: whole layers.
+        quantization: a value of ``Quantization``. With ``layers`` each matrix is quantised, after
+            it has been cut, before the next one is read.
+        loaded_before: with ``layers`` only: parameters in use, which are shared instead of read
+            again; those that are read are added. None: all are read.
 
     Raises:
-        UserError: as ``inspect_model``; also for an unknown type or device, or missing weights.
+        UserError: as ``inspect_model``; also for an unknown type or device, missing weights, layers
+            of a checkpoint with quantised weights, or a family that cannot be sharded or quantised.
+        ValueError: for layers outside the model.
     """
     info = inspect_model(model)
     kind, place = torch_dtype(dtype), usable_device(device)
     config = _config(info)
+    if layers is None:
+        assert group is None, "shares are read by layers"
+        loaded = quantize(_whole(info, config, kind).to(place), quantization)
+        return loaded.requires_grad_(False).eval()
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{info.path} is quantised; use a checkpoint with unquantised weights")
+    loaded = _empty(info, config, kind)
+    total = len(loaded.get_submodule(layers_name(loaded)))
+    if not 0 <= layers[0] < layers[1] <= total:
+        raise ValueError(f"layers {layers[0]} .. {layers[1]} are not in a model of {total} layers")
+    tied = _tied_groups(loaded)
+    cuts, formats = share_plan(loaded, group, quantization)
+    sources = _sources(loaded, info, _needed_names(loaded, *layers), tied)
+    weights = Weights() if loaded_before is None else loaded_before
+    _fill(loaded, info, sources, cuts, formats, weights, kind, place)
+    for module in loaded.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(place))
+    return loaded.requires_grad_(False).eval()
+
+
+def _whole(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with _quiet():
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 info.path,
                 config=config,
-                dtype=kind,
+                dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
@@ -86,65 +130,8 @@ def load_model(
         ) from error
     # transformers initialises missing tensors at random and only warns.
     _refuse_missing(info, sorted(report["missing_keys"]))
-    loaded.requires_grad_(False)
-    return loaded.to(place).eval()
-
-
-def load_stage(
-    model: ModelInfo | str | Path,
-    first_layer: int,
-    last_layer: int,
-    *,
-    dtype: str = "float32",
-    device: str = "cpu",
-    group: Collective | None = None,
-    quantization: str = Quantization.NONE,
-    loaded_before: Weights | None = None,
-) -> PreTrainedModel:
-    """Loads a model with weights for layers first .. last - 1 only.
-
-    It reads the tensors of these layers, the embeddings if the slice starts at 0, the output head
-    if it ends the model, and the parameters outside the layers (norms). All others stay on the meta
-    device. Pass the result to ``ModelRunner`` with the same layers.
-
-    Args:
-        model: a result of ``inspect_model``, or a path or id.
-        first_layer, last_layer: the slice.
-        dtype, device: as in ``load_model``.
-        group: tensor-parallel group; only this rank's shares of linear layers are read. None: whole
-            layers.
-        quantization: a value of ``Quantization``. Each matrix is quantised, after it has been cut,
-            before the next one is read.
-        loaded_before: parameters in use, which are shared instead of read again; those that are
-            read are added. None: all are read.
-
-    Raises:
-        UserError: as ``load_model``; also for a checkpoint with quantised weights, or a family
-            that cannot be sharded or quantised.
-        ValueError: for layers outside the model.
-    """
-    info = inspect_model(model)
-    kind, place = torch_dtype(dtype), usable_device(device)
-    config = _config(info)
-    if getattr(config, "quantization_config", None):
-        raise UserError(f"{info.path} is quantised; use a checkpoint with unquantised weights")
-    loaded = _empty(info, config, kind)
-    total = len(loaded.get_submodule(layers_name(loaded)))
-    if not 0 <= first_layer < last_layer <= total:
-        raise ValueError(
-            f"layers {first_layer} .. {last_layer} are not in a model of {total} layers"
-        )
-    tied = _tied_groups(loaded)
-    cuts, formats = share_plan(loaded, group, quantization)
-    needed = _needed_names(loaded, first_layer, last_layer)
-    weights = Weights() if loaded_before is None else loaded_before
-    sources = _sources(loaded, info, needed, tied)
-    _fill(loaded, info, sources, cuts, formats, weights, kind, place)
-    for module in loaded.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(place))
-    loaded.requires_grad_(False)
-    return loaded.eval()
+    model: PreTrainedModel = loaded
+    return model
 
 
 def weight_bytes(model: ModelInfo | str | Path, dtype: str) -> int:

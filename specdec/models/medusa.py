@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
+from specdec.models.backends.factory import backend_module
+from specdec.models.backends.interface import refuse_wrong
 from specdec.models.exits import read_tensors
-from specdec.models.onnx_medusa import HeadWeights, OnnxMedusa
-from specdec.models.onnx_session import refuse_wrong
 from specdec.models.slicing import final_norm
 
 Weights = Mapping[str, Tensor]
@@ -76,11 +76,11 @@ class MedusaHeads:
         self.vocab_size = int(config.vocab_size)
         self._meter = meter
         self._device = target.get_output_embeddings().weight.device
-        self._heads = [_Head(target, weights) for weights in heads]
+        self._heads = [MedusaHead(target, weights) for weights in heads]
         self.head_bytes = sum(head.num_bytes for head in self._heads) // len(self._heads)
         self._onnx = None
         if backend == "onnx":
-            self._onnx = OnnxMedusa(target, [head.weights for head in self._heads])
+            self._onnx = backend_module("specdec.models.onnx.heads").OnnxMedusa(target, self._heads)
             self._compare(self._onnx, int(config.hidden_size))
 
     @classmethod
@@ -107,7 +107,7 @@ class MedusaHeads:
                 return self._onnx.logits(number, hidden)
             return self._heads[number - 1](hidden.to(self._device))
 
-    def _compare(self, onnx: OnnxMedusa, hidden_size: int) -> None:
+    def _compare(self, onnx: Any, hidden_size: int) -> None:
         """Compares the logits of a few random states with eager ones.
 
         Raises:
@@ -119,16 +119,23 @@ class MedusaHeads:
             refuse_wrong(found, [head(hidden) for head in self._heads], "Medusa head")
 
 
-class _Head:
-    """One Medusa head."""
+class MedusaHead:
+    """One Medusa head.
+
+    Attributes:
+        norm: root-mean-square norm of the hidden state.
+        block: [E, E]; None: no block.
+        output: [V, E]; None: the target's output head.
+        num_bytes: bytes of weights that it reads.
+    """
 
     def __init__(self, target: PreTrainedModel, weights: Weights) -> None:
         self._output = target.get_output_embeddings()
         matrix = self._output.weight
         width = matrix.shape[1]
-        self._norm = copy.deepcopy(final_norm(target))
+        self.norm = copy.deepcopy(final_norm(target))
         shapes = {
-            "norm.weight": self._norm.weight.shape,
+            "norm.weight": self.norm.weight.shape,
             "block.weight": (width, width),
             "output.weight": matrix.shape,
         }
@@ -141,23 +148,18 @@ class _Head:
                     f" {known}; train the heads again for this target (specdec train medusa_heads)"
                 )
         if "norm.weight" in loaded:
-            self._norm.weight = nn.Parameter(loaded["norm.weight"], requires_grad=False)
-        self._block, self._matrix = loaded.get("block.weight"), loaded.get("output.weight")
-        used = [*self._norm.parameters(), self._block]
-        used.append(matrix if self._matrix is None else self._matrix)
+            self.norm.weight = nn.Parameter(loaded["norm.weight"], requires_grad=False)
+        self.block, self.output = loaded.get("block.weight"), loaded.get("output.weight")
+        used = [*self.norm.parameters(), self.block]
+        used.append(matrix if self.output is None else self.output)
         self.num_bytes = sum(w.nbytes for w in used if w is not None)
 
-    @property
-    def weights(self) -> HeadWeights:
-        """What the head computes with."""
-        return HeadWeights(norm=self._norm, block=self._block, output=self._matrix)
-
     def __call__(self, hidden: Tensor) -> Tensor:
-        h = self._norm(hidden)
-        if self._block is not None:
-            h = h + F.silu(F.linear(h, self._block))
+        h = self.norm(hidden)
+        if self.block is not None:
+            h = h + F.silu(F.linear(h, self.block))
         logits: Tensor
-        logits = self._output(h) if self._matrix is None else F.linear(h, self._matrix)
+        logits = self._output(h) if self.output is None else F.linear(h, self.output)
         return logits
 
 

@@ -1,13 +1,17 @@
-"""A pass that finds out how a model's layers attend."""
+"""Runs one token through a slice of a model to find out how its layers attend."""
 
 from __future__ import annotations
 
 import torch
 from einops import rearrange
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions, Step
 from specdec.errors import UserError
+from specdec.models.backends.eager import forward_inputs
+from specdec.models.slicing import layers_name
 
 _IGNORED = frozenset(
     {"is_causal", "layer_idx", "output_attentions", "position_ids", "use_cache", "cache_position"}
@@ -15,16 +19,16 @@ _IGNORED = frozenset(
 
 
 class Probe(Step):
-    """A step that records the shapes of keys and rejects unsupported attention arguments.
+    """A plan that records the shapes of keys and rejects unsupported attention arguments.
 
     Attributes:
-        shapes: layer of the slice -> (G, D).
+        shapes: layer of the slice -> (key/value heads G, head size D).
         options: layer of the slice -> how it computes its scores.
-        num_heads: H.
+        num_heads: query heads.
         windowed: layers of the slice with a sliding window.
     """
 
-    def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor) -> None:
+    def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor | None) -> None:
         super().__init__(first_layer=first_layer, hidden=hidden)
         self.shapes: dict[int, tuple[int, int]] = {}
         self.options: dict[int, ScoreOptions] = {}
@@ -47,3 +51,55 @@ class Probe(Step):
         if options.window is not None:
             self.windowed.add(self.cache.layer)
         return rearrange(torch.zeros_like(query), "b h r d -> b r h d")
+
+
+def probed(model: PreTrainedModel, first_layer: int) -> tuple[CacheSpec, Probe]:
+    """The shape and type of a slice's keys and values, and what else its attention receives.
+
+    Args:
+        model: result of ``slice_model``.
+        first_layer: global index of the slice's first layer.
+
+    Raises:
+        UserError: for a family whose attention tree attention cannot replace.
+    """
+    config = model.config.get_text_config()
+    kind = config.model_type
+    layers = model.get_submodule(layers_name(model))
+    like = next(layers[0].parameters())  # type: ignore[index]
+    hidden = like.new_zeros(1, 1, config.hidden_size) if first_layer else None
+    probe = Probe(model_type=kind, first_layer=first_layer, hidden=hidden)
+    zero = torch.zeros(1, dtype=torch.int64, device=like.device)
+    try:
+        with torch.inference_mode():
+            model.base_model(**forward_inputs(model, probe, zero, zero))
+    except (AttributeError, TypeError, KeyError, IndexError) as error:  # other kinds of caches
+        raise UserError(
+            f"model type {kind!r} cannot be used: it needs another cache than one of keys"
+            f" and values ({error}); use a plain decoder-only family such as llama, qwen3 or"
+            " gpt2"
+        ) from error
+    num_layers = len(layers)  # type: ignore[arg-type]
+    if sorted(probe.shapes) != list(range(num_layers)) or len({*probe.shapes.values()}) > 1:
+        raise UserError(
+            f"model type {kind!r} cannot be used: its layers do not all attend through "
+            "transformers' attention interface with keys and values of one shape (observed: "
+            f"{probe.shapes}); use a plain decoder-only family such as llama, qwen3 or gpt2"
+        )
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    windowed = {i for i, name in enumerate(kinds) if name == "sliding_attention"}
+    if {*kinds} - {"full_attention", "sliding_attention"} or not windowed <= probe.windowed:
+        raise UserError(
+            f"model type {kind!r} cannot be used: its layers are {sorted({*kinds})}, and "
+            f"{len(probe.windowed)} of {num_layers} use a sliding window; use a family "
+            "with full and sliding attention only, such as llama, qwen3 or gemma3_text"
+        )
+    num_kv_heads, head_dim = probe.shapes[0]
+    spec = CacheSpec(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=like.dtype,
+        device=like.device,
+    )
+    return spec, probe

@@ -7,7 +7,7 @@ are the model of plain decoding; only sums over the ranks are added in another o
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,11 @@ from specdec.models.quantize import (
     scale_inputs,
     weight_formats,
 )
-from specdec.tensor_parallel import Collective, shard_modules, shared_copy
-from specdec.tensor_parallel.cuts import Cut
+from specdec.models.slicing import shared_copy
+
+if TYPE_CHECKING:
+    from specdec.tensor_parallel import Collective
+    from specdec.tensor_parallel.cuts import Cut
 
 _BLOCK = 1024
 """Rows of a file's matrix that are read at once for their bounds."""
@@ -71,6 +74,8 @@ def share_plan(
     formats = weight_formats(model, kind)
     if group is None:
         return {}, formats
+    from specdec.tensor_parallel import shard_modules  # only ranks of a group need the package
+
     return shard_modules(model, group, partial(scale_inputs, kind=kind)), formats
 
 

@@ -7,17 +7,18 @@ specific code. The copy shares all parameters with the given model, which is not
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.attention.tree_attention import IMPLEMENTATION, current_step
+from specdec.attention.tree_attention import IMPLEMENTATION, PLAN
 from specdec.errors import UserError
-from specdec.tensor_parallel.sharding import shared_copy
 from specdec.types import HiddenName
 
 
@@ -33,14 +34,31 @@ class _Layers(nn.ModuleList):
 class _NoEmbedding(nn.Module):
     """Replaces an embedding whose result would be overwritten."""
 
-    def __init__(self, layers: nn.Module) -> None:
+    def __init__(self, layers: nn.Module, embedding: nn.Embedding) -> None:
         """Uses type and device of ``layers``, because a stage's own embedding may be on meta."""
         super().__init__()
+        self.embedding_dim = embedding.embedding_dim
         like = next(layers.parameters())
         self.zero = torch.zeros(1, 1, 1, dtype=like.dtype, device=like.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.zero
+
+
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy of the module tree that shares all parameters and buffers with ``model``."""
+    memo: dict[int, Any] = {id(t): t for t in chain(model.parameters(), model.buffers())}
+    memo |= {id(module): object.__new__(type(module)) for module in model.modules()}
+    for module in model.modules():
+        # Most attributes are empty dictionaries of hooks, which take deepcopy most of its time.
+        memo[id(module)].__dict__ = {
+            name: type(value)()
+            if isinstance(value, dict) and not value
+            else copy.deepcopy(value, memo)
+            for name, value in vars(module).items()
+        }
+    copied: PreTrainedModel = memo[id(model)]
+    return copied
 
 
 def layers_name(model: PreTrainedModel) -> str:
@@ -91,13 +109,13 @@ def slice_model(
 ) -> PreTrainedModel:
     """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.
 
-    Its hooks store the outputs of the captured layers in the current step and, in a slice that is
-    not the first, replace the input of the first layer by ``step.hidden``.
+    Its hooks store the outputs of the captured layers in the pass's plan and, in a slice that is
+    not the first, replace the input of the first layer by the plan's hidden states.
 
     Args:
-        model: whole, or loaded by ``load_stage``.
+        model: whole, or some layers of ``load_model``.
         first_layer, last_layer: the slice.
-        capture: hidden states to store, of layers in the slice.
+        capture: hidden states to store, of layers in the slice, before any norm.
     """
     own = shared_copy(model).eval()
     own.set_attn_implementation(IMPLEMENTATION)
@@ -106,22 +124,22 @@ def slice_model(
     if first_layer:
         for path, module in list(own.base_model.named_modules()):
             if isinstance(module, nn.Embedding) and not path.startswith(name):
-                own.base_model.set_submodule(path, _NoEmbedding(layers))
+                own.base_model.set_submodule(path, _NoEmbedding(layers, module))
         layers[0].register_forward_pre_hook(_put_hidden, with_kwargs=True)
     for state in capture:
-        module = final_norm(own) if state.normed else layers[state.layer - first_layer]
-        module.register_forward_hook(partial(_capture, state))
+        layer = layers[state.layer - first_layer]
+        layer.register_forward_hook(partial(_capture, state), with_kwargs=True)
     return own
 
 
-def _capture(name: HiddenName, _: nn.Module, __: Any, output: Any) -> None:
-    """Forward hook that stores a module's output in the current step."""
-    current_step().captured[name] = output[0] if isinstance(output, tuple) else output
+def _capture(name: HiddenName, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook that stores a layer's output in the plan."""
+    kwargs[PLAN].captured[name] = output[0] if isinstance(output, tuple) else output
 
 
 def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook that replaces the embeddings' output by the step's hidden states."""
-    hidden = current_step().hidden
+    """Forward pre-hook that replaces the embeddings' output by the plan's hidden states."""
+    hidden = kwargs[PLAN].hidden
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hidden}

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,16 +26,19 @@ from specdec.models.eagle_loading import HeadFiles, load_head
 from specdec.models.eagle_untrained import untrained_head
 from specdec.models.execution import Execution
 from specdec.models.exits import HeadWeights, head_model
+from specdec.models.family_check import check_family
 from specdec.models.inspection import ModelInfo
-from specdec.models.onnx_session import problem as onnx_problem
+from specdec.models.onnx.support import problem as onnx_problem
 from specdec.models.quantize import num_bytes
 from specdec.models.runner import ModelRunner
 from specdec.models.shares import sharded
 from specdec.models.slicing import final_norm
 from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.options import ModelOptions
-from specdec.tensor_parallel import Collective
 from specdec.types import HiddenName, IntArray
+
+if TYPE_CHECKING:
+    from specdec.tensor_parallel import Collective
 
 
 class HuggingFacePair(ModelPair):
@@ -57,6 +60,7 @@ class HuggingFacePair(ModelPair):
         self.dtype = "float32" if options.dtype == "auto" else options.dtype
         here = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = here if options.device == "auto" else options.device
+        self._checked: set[int] = set()  # ids of models that have passed ``check_family``
 
     @property
     def attention(self) -> str:
@@ -236,8 +240,12 @@ class HuggingFacePair(ModelPair):
                 " model.backend=eager, or executor.target_degree and draft_degree of 1 (null)"
             )
         with nullcontext() if group is None else group.paused():
+            model = load()
+            if group is None and id(model) not in self._checked:
+                check_family(model)
+                self._checked.add(id(model))
             return ModelRunner(
-                model=load(),
+                model=model,
                 name=name,
                 meter=meter,
                 attention=self.attention,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -23,7 +23,6 @@ from specdec.models.loading import (
     Weights,
     end_tokens,
     load_model,
-    load_stage,
     load_tokenizer,
     own_dtype,
     torch_dtype,
@@ -36,8 +35,10 @@ from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.options import ModelOptions, with_flat_options
 from specdec.parts.fields import Text, validated
-from specdec.tensor_parallel import Collective
 from specdec.types import IntArray
+
+if TYPE_CHECKING:
+    from specdec.tensor_parallel import Collective
 
 _UNTRAINED = Path("untrained")  # value of ``eagle_head``
 
@@ -132,8 +133,12 @@ class PretrainedPair(HuggingFacePair):
         return self._whole(TRANSLATED)
 
     def _whole(self, name: str) -> PreTrainedModel:
-        loaded = load_model(self._infos[name], dtype=self.dtype, device=self.device)
-        return quantize(loaded, self.options.quantization)
+        return load_model(
+            self._infos[name],
+            dtype=self.dtype,
+            device=self.device,
+            quantization=self.options.quantization,
+        )
 
     def _translated_info(self) -> ModelInfo:
         if TRANSLATED not in self._infos:
@@ -177,12 +182,11 @@ class PretrainedPair(HuggingFacePair):
         self, info: ModelInfo, first: int, last: int, group: Collective | None = None
     ) -> PreTrainedModel:
         """Layers of a model, or this rank's shares of them; nothing else is read."""
-        return load_stage(
+        return load_model(
             info,
-            first,
-            last,
             dtype=self.dtype,
             device=self.device,
+            layers=(first, last),
             group=group,
             quantization=self.options.quantization,
             loaded_before=self._weights,
@@ -213,7 +217,8 @@ class PretrainedPair(HuggingFacePair):
         if self.options.quantization == Quantization.NONE:
             return plain
         number = info.num_layers // 2
-        part = load_stage(info, number, number + 1, dtype=self.dtype, device=self.device)
+        one = (number, number + 1)
+        part = load_model(info, dtype=self.dtype, device=self.device, layers=one)
         layers = part.get_submodule(layers_name(part))
         in_layers, in_one = num_bytes(layers), num_bytes(layers.get_submodule(str(number)))
         quantize(part, self.options.quantization)

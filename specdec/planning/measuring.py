@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from specdec.clocks import Work
+from specdec.clocks.timed_runs import timed_run
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.kernels.graphs import timed_run
 from specdec.pairs import HuggingFacePair
 from specdec.planning.candidates import PLAIN
 from specdec.planning.layouts import Layout

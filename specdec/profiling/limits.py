@@ -19,7 +19,7 @@ from torch import nn
 
 from specdec.clocks import Work
 from specdec.executors.stage import split_layers
-from specdec.models.onnx_graph import head_size
+from specdec.models.onnx.support import head_size
 from specdec.models.quantize import num_bytes as stored_bytes
 from specdec.models.slicing import layers_name
 from specdec.pairs import HuggingFacePair

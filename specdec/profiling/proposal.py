@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from specdec.clocks import LatencyProfile
+from specdec.clocks.timed_runs import timed_run
 from specdec.errors import UserError
-from specdec.kernels.graphs import timed_run
 from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
 from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt, pipedec_latency

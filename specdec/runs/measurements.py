@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.clocks import ClockKind
+from specdec.clocks.timed_runs import timed_run
 from specdec.data.prompt import Prompt
-from specdec.kernels.graphs import Graphs, timed_run
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.contention import disturbed_figures, slow_repeats
 from specdec.report.requests import RequestRecord, RequestWriter, finished
@@ -32,7 +32,7 @@ def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPromp
     contexts up to its length: as many prompts as are served at a time, and the longest ones.
     """
     first = prompts[:1]
-    if cfg["model"].get("graphs", Graphs.OFF) != Graphs.OFF:
+    if cfg["model"].get("graphs", "off") != "off":
         longest = sorted(prompts, key=lambda prompt: len(prompt.tokens), reverse=True)
         first = longest[: int(cfg["batch_size"])]
     runner.run(first, lambda _: None)

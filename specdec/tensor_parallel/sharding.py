@@ -7,10 +7,7 @@ is cheap, and a tied output head is a share of them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from itertools import chain
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,22 +18,6 @@ from specdec.tensor_parallel.layers import ColumnLinear, RowLinear
 from specdec.tensor_parallel.plans import COLUMN, GATHERED, ROW, SPLIT, planned
 
 _KEY_VALUE = ("k_proj", "v_proj")
-
-
-def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of the module tree that shares all parameters and buffers with ``model``."""
-    memo: dict[int, Any] = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    memo |= {id(module): object.__new__(type(module)) for module in model.modules()}
-    for module in model.modules():
-        # Most attributes are empty dictionaries of hooks, which take deepcopy most of its time.
-        memo[id(module)].__dict__ = {
-            name: type(value)()
-            if isinstance(value, dict) and not value
-            else copy.deepcopy(value, memo)
-            for name, value in vars(module).items()
-        }
-    copied: PreTrainedModel = memo[id(model)]
-    return copied
 
 
 def _no_groups(_: int) -> int:

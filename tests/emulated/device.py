@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from specdec.kernels import graphs
+from specdec.clocks import timed_runs
 
 HERE, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -383,7 +383,7 @@ def emulated() -> Iterator[Device]:
         for name, value in replaced.items():
             patch.setattr(torch.cuda, name, value)
         # What runs on this device ends with it, and captures nothing in later tests.
-        patch.setattr(graphs, "_observers", WeakSet())
+        patch.setattr(timed_runs, "_observers", WeakSet())
         # Modules that move get new parameters: the old ones are of another class.
         patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         with _filled_memory(), _Named(device), device:

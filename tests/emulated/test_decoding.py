@@ -104,7 +104,7 @@ def _clear(device: Device) -> None:
 
 def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: returning a replay's outputs without copying them fails, as on a GPU."""
-    from specdec.models import captured as static
+    from specdec.models.backends import graphs as static
 
     monkeypatch.setattr(static, "_cut", lambda computed, num_rows: computed)
     cell = Cell("draft_model", "static", "match", "local", "greedy")
@@ -114,13 +114,13 @@ def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_pass_that_looks_at_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: Python reads a number during capture."""
-    from specdec.models import captured as static
+    from specdec.models.backends import graphs as static
 
     original = static._launch
 
-    def looking(compute, step, inputs, wants_logits):
+    def looking(eager, shape, inputs):
         assert int(inputs.tokens[0]) >= 0
-        return original(compute, step, inputs, wants_logits)
+        return original(eager, shape, inputs)
 
     monkeypatch.setattr(static, "_launch", looking)
     with emulated(), pytest.raises(Exception, match="not permitted when stream is capturing"):

@@ -11,8 +11,8 @@ from specdec.attention.backends import dense_attention
 from specdec.distributed.collective import RankCollective
 from specdec.distributed.transport import CPU, wire_device
 from specdec.errors import UserError
-from specdec.kernels.graphs import capture
-from specdec.models.captured import RunnerOutput
+from specdec.models.backends.graphs import capture
+from specdec.models.backends.interface import RunnerOutput
 from tests.emulated.device import HERE, DeviceTensor, emulated
 
 

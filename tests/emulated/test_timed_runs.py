@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specdec.clocks import timed_runs
 from specdec.clocks.meter import Meter
 from specdec.config.job import run_job_of
-from specdec.kernels import graphs
+from specdec.models.backends import graphs
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
@@ -102,7 +103,7 @@ def test_smaller_shapes_are_captured_before_a_run() -> None:
         rows = grown(runner, cache, prefix=150, nodes=8)
         runner.forward([rows])
         before = len(device.graphs)
-        graphs.begin_timed_run()
+        timed_runs.begin_timed_run()
         try:
             # 1, 2, 4 and 8 rows at contexts of 64, 128 and 256 slots, of which one was captured;
             # the prompt ran in a chunk of more than 64 rows.
@@ -114,7 +115,7 @@ def test_smaller_shapes_are_captured_before_a_run() -> None:
             runner.forward([grown(runner, short, prefix=20, nodes=3)])  # another arena: no graph
             assert len(device.graphs) == num
         finally:
-            graphs.end_timed_run()
+            timed_runs.end_timed_run()
         runner.forward([grown(runner, runner.new_cache(200), prefix=20, nodes=3)])
         assert len(device.graphs) > num
         assert found is not None

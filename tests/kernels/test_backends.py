@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.attention import support
 from specdec.attention.backends import (
     Visibility,
     attention_kernel,
@@ -18,7 +19,6 @@ from specdec.attention.backends import (
 from specdec.attention.tree_attention import RequestPart
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.kernels import support
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from specdec.models.captured_buffers import Inputs
+from specdec.models.backends.graphs import Inputs
 from specdec.pairs import RandomPair, build_pair
 from specdec.runs.runners import PartsRunner
 from specdec.state import StopRules
@@ -63,8 +63,8 @@ def test_passes_are_replayed() -> None:
     """The target's passes really go through the buffers, the draft's too."""
     ready = _runner(Cell("draft_model", "best_first", "match", "local", "greedy"))
     outputs = decode(ready)
-    target = ready.parts.executor._stage.runner.static
-    draft = ready.parts.source._runner.static
+    target = ready.parts.executor._stage.runner.backend
+    draft = ready.parts.source._runner.backend
     assert outputs == plain("greedy")
     assert target.replays >= ready.parts.executor.counters.passes
     assert draft.replays > 0.5 * ready.parts.source.counters.passes  # prompts go in larger chunks

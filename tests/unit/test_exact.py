@@ -13,11 +13,11 @@ from specdec.attention.exact import BLOCK, Context, exact_attention
 from specdec.attention.kv_storage import BlockPool
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.clocks.meter import Meter
-from specdec.models import proofs, row_counts
+from specdec.models.backends import exact
+from specdec.models.backends.exact import Operator, Setting, proved_counts
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.inspection import CERTIFIED
 from specdec.models.random import random_model
-from specdec.models.row_counts import EAGER, Operator, Setting, proved_counts
 from specdec.models.runner import ModelRunner
 from specdec.models.shares import sharded
 from specdec.tensor_parallel import collective
@@ -191,7 +191,7 @@ def test_exact_attention_is_attention(softcap, window):
 
 # ------------------------------------------------------------ proofs
 
-SETTING = Setting(torch.float32, torch.device("cpu"), 1, EAGER)
+SETTING = Setting(torch.float32, torch.device("cpu"), 1)
 
 
 def _operator(run, name="planted") -> Operator:
@@ -218,7 +218,7 @@ def test_proofs_are_cached_by_setting():
     done = len(calls)
     proved_counts([operator], SETTING)
     assert len(calls) == done
-    proved_counts([operator], Setting(torch.float32, torch.device("cpu"), 1, "another backend"))
+    proved_counts([operator], Setting(torch.float32, torch.device("cpu"), 2))
     assert len(calls) == 2 * done
 
 
@@ -232,7 +232,7 @@ def test_proofs_on_disk_serve_another_process(tmp_path, monkeypatch):
         return rows
 
     def trials(*, on_disk=True):
-        row_counts._PROVED.clear()  # as in a new process
+        exact._PROVED.clear()  # as in a new process
         done = len(calls)
         operator = replace(_operator(counted, "kept"), on_disk=on_disk)
         assert proved_counts([operator], SETTING) == (1, 2, 4, 8, 16, 32, 64)
@@ -244,7 +244,7 @@ def test_proofs_on_disk_serve_another_process(tmp_path, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert trials()
     assert not trials()
-    monkeypatch.setattr(proofs, "_processor", lambda: "another")
+    monkeypatch.setattr(exact, "_processor", lambda: "another")
     assert trials()
     for path in (tmp_path / "row_counts").iterdir():
         path.write_text("[", encoding="utf-8")
@@ -256,7 +256,7 @@ def test_proofs_on_disk_serve_another_process(tmp_path, monkeypatch):
 def test_operators_of_torch_are_kept_on_disk_and_changed_ones_are_not():
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
     model[1].forward = lambda rows: rows
-    kept = {o.name: o.on_disk for o in row_counts.module_operators(model, SETTING)}
+    kept = {o.name: o.on_disk for o in exact.module_operators(model, SETTING)}
     assert kept == {"linear 8 x 16": True, "linear 16 x 8": False}
 
 
@@ -271,9 +271,9 @@ def test_unequal_numbers_of_a_group_are_intersected():
                 model=share, name="target", meter=Meter(), execution=EXACT, group=group
             )
         if group.rank:
-            runner.exact.counts = runner.exact.counts[1:]
+            runner.backend.counts = runner.backend.counts[1:]
         logits = _chunks(runner, _tokens(9), 9), _plain(runner, _tokens(9))
-        return runner.exact.counts, *logits
+        return runner.backend.counts, *logits
 
     (counts, together, alone), (others, *_), _ = run_group(3, work)
     assert counts == others

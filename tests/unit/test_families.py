@@ -22,6 +22,7 @@ from transformers.masking_utils import eager_mask
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
+from specdec.models.family_check import check_family
 from specdec.models.inspection import CERTIFIED
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
@@ -153,7 +154,7 @@ def test_given_model_is_unchanged():
     assert model.config.to_dict() == config
     assert [type(module) for module in model.modules()] == modules
     owned = {p.data_ptr() for p in model.parameters()}
-    assert all(p.data_ptr() in owned for p in runner._model.parameters())
+    assert all(p.data_ptr() in owned for p in runner.backend.layers.model.parameters())
 
 
 def _small(family, **options):
@@ -170,23 +171,18 @@ def _small(family, **options):
         ("falcon", "needs another cache"),  # attention of its own
         ("llama4_text", "chunked_attention"),
         ("big_bird", "do not all attend"),  # blocks of its own
+        ("stablelm", "passes no arguments"),
     ],
 )
 def test_unsuited_families_are_refused(family, message):
     """Families that are not certified are compared with transformers' logits before use."""
     with pytest.raises(UserError, match=f"'{family}'.*{message}"):
-        ModelRunner(model=_small(family), name="target", meter=Meter())
+        check_family(_small(family))
 
 
 def test_suited_family_is_accepted():
-    """StableLM is not certified, but passes the comparison, which is not metered."""
-    meter = Meter()
-    ModelRunner(
-        model=_small("stablelm", intermediate_size=64, num_key_value_heads=2),
-        name="target",
-        meter=meter,
-    )
-    assert not meter.calls
+    """OLMo is not certified, but passes the comparison."""
+    check_family(_small("olmo", intermediate_size=64, num_key_value_heads=2))
 
 
 def test_attention_with_unknown_features_is_refused():

@@ -26,9 +26,9 @@ PROMPT = np.arange(4)
 class LastRank:
     """An answerer with its kept rows; messages are packed and counted, but not sent."""
 
-    def __init__(self, params: list[SamplingParams], *, copy: bool = False) -> None:
+    def __init__(self, params: list[SamplingParams]) -> None:
         self.answerer = ModelAnswerer(draws=KeyedDraws(seed=3), needs_probs=True)
-        self.kept = KeptRows(copy=copy)
+        self.kept = KeptRows()
         self.num_bytes = 0
         self.num_rows = 0  # whole rows in replies to queries
         self.keepers = {}
@@ -142,14 +142,3 @@ def test_pruned_rows_are_dropped_and_others_stay():
     rank.kept.close(0)
     with pytest.raises(KeyError):
         on_host(left[0])
-
-
-@pytest.mark.parametrize("copy", [True, False])
-def test_logits_that_the_next_pass_overwrites_are_copied(copy):
-    """Captured passes write every output into the same memory."""
-    rank = LastRank([PLAIN], copy=copy)
-    logits = logits_of("plain", rows=6, vocab=64)
-    (answers,), (own,) = rank.answers(Batch(step=0, trees=(tree(0, SHAPE),)), logits)
-    expected = on_host(own.probs).copy()
-    logits.zero_()
-    assert np.array_equal(on_host(answers.probs), expected) == copy

@@ -16,7 +16,7 @@ import torch
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.inspection import inspect_model
-from specdec.models.loading import load_model, load_stage, load_tokenizer
+from specdec.models.loading import load_model, load_tokenizer
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.types import HiddenName
@@ -194,7 +194,7 @@ def test_load_model_refuses_incomplete_weights(copy):
     """transformers would initialise the missing layer at random and continue."""
     path = copy / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 5}))
-    for load in (load_model, lambda folder: load_stage(folder, 3, 5)):
+    for load in (load_model, lambda folder: load_model(folder, layers=(3, 5))):
         with pytest.raises(UserError, match=r"lacks 9 tensors.*layers\.4"):
             load(copy)
 
@@ -202,7 +202,7 @@ def test_load_model_refuses_incomplete_weights(copy):
 def test_load_refuses_other_sizes(copy):
     path = copy / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 80}))
-    for load in (load_model, lambda folder: load_stage(folder, 0, 2)):
+    for load in (load_model, lambda folder: load_model(folder, layers=(0, 2))):
         with pytest.raises(UserError, match=r"config\.json"):
             load(copy)
 
@@ -228,7 +228,7 @@ def test_stages_equal_whole(saved, family, cuts):
     expected = whole(torch.from_numpy(TOKENS)[None]).logits[0]
     stages = [
         ModelRunner(
-            model=load_stage(saved / family, first, last, dtype="float64"),
+            model=load_model(saved / family, layers=(first, last), dtype="float64"),
             name="target",
             meter=Meter(),
             first_layer=first,
@@ -266,7 +266,7 @@ def test_stage_reads_its_layers_only(saved, family, monkeypatch):
             return self.open.get_tensor(name)
 
     monkeypatch.setattr(loading, "safe_open", Spy)
-    stage = load_stage(saved / family, 1, 3)
+    stage = load_model(saved / family, layers=(1, 3))
     held = {name for name, p in stage.named_parameters() if not p.is_meta}
     assert held == set(read)
     assert {name.split(".")[2] for name in held if ".layers." in name} == {"1", "2"}
@@ -289,7 +289,7 @@ def test_middle_stage_of_checkpoint_without_prefix(saved, tmp_path):
     expected = model(torch.from_numpy(TOKENS)[None]).logits[0]
     runners = [
         ModelRunner(
-            model=load_stage(folder, first, last),
+            model=load_model(folder, layers=(first, last)),
             name="target",
             meter=Meter(),
             first_layer=first,

@@ -16,8 +16,10 @@ from specdec.attention.kv_storage import BlockPool
 from specdec.attention.tree_attention import host_mask
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models import onnx_graph, onnx_session
 from specdec.models.execution import Execution
+from specdec.models.onnx import graph as onnx_graph
+from specdec.models.onnx import session as onnx_session
+from specdec.models.onnx import support
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs.random import build_random
@@ -206,7 +208,7 @@ def test_options_without_onnx(given, reason):
 
 
 def test_missing_packages(monkeypatch):
-    monkeypatch.setattr(onnx_session, "find_spec", lambda name: None)
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"onnx and onnxruntime cannot be imported: pip install"):
         _ = build_random(**PAIR, backend="onnx").backend
     assert build_random(**PAIR, backend="auto").backend == "eager"

@@ -1,7 +1,7 @@
-"""EAGLE heads in ONNX Runtime equal eager ones up to rounding, over trees and several requests.
+"""EAGLE and Medusa heads in ONNX Runtime equal eager ones up to rounding.
 
-Both compute in float32; a wrong state, position, mask or weight changes states by more than 0.01
-(see the planted faults), rounding by less than 1e-4.
+Both compute in float32; a wrong state, position, mask or weight changes states by more than 0.01,
+rounding by less than 1e-4.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 from specdec.api import Decoder
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models import onnx_eagle, onnx_graph, onnx_session
 from specdec.models.eagle import EagleConfig
 from specdec.models.eagle_runner import EagleRunner, rewritten
+from specdec.models.medusa import MedusaHeads
+from specdec.models.onnx import session as onnx_session
+from specdec.models.random import random_model
 from specdec.pairs.random import build_random
 from tests import eagle
 
@@ -129,33 +131,6 @@ def test_adjacent_rows_share_a_call(monkeypatch):
     assert calls[-2:] == [4, 4]
 
 
-def _swapped(writer, value, sizes):
-    return _split(writer, value, sizes)[::-1]
-
-
-_split = onnx_graph.GraphWriter.split
-
-
-@pytest.mark.parametrize(
-    ("where", "name", "fault"),
-    [
-        (onnx_session, "host_mask", lambda rows, window: None),  # rows see all earlier ones
-        (onnx_graph, "epsilon", lambda module: 0.1),
-        (onnx_graph.GraphWriter, "split", _swapped),  # gate and up, or the target's streams
-        (onnx_eagle, "_joined", iter),  # a part sees no other's entries: still right
-    ],
-)
-def test_planted_faults_are_refused(monkeypatch, where, name, fault):
-    """A graph or a mask with a mistake is found by the comparison when the runner is made."""
-    head = _head("eagle3.1")
-    monkeypatch.setattr(where, name, fault)
-    if fault is iter:  # the control: rows that share no call give the same results
-        assert _error(_runners(head)) < TOLERANCE
-        return
-    with pytest.raises(UserError, match="this EAGLE head: its outputs differ by"):
-        _runners(head)
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -176,13 +151,60 @@ def test_unsupported_heads(changes, reason):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["eagle3", "eagle2"])
+@pytest.mark.parametrize("strategy", ["eagle3", "eagle2", "medusa"])
 @pytest.mark.parametrize("sampling", ["greedy", "t06"])
 def test_outputs_are_those_of_plain_decoding(strategy, sampling):
-    """An untrained head: its proposals are poor, and every output is the target's own."""
+    """Untrained heads: their proposals are poor, and every output is the target's own."""
     words = [f"sampling={sampling}", "max_new_tokens=16"]
     outputs = []
     for name in ("ar", strategy):
         with Decoder([f"strategy={name}", *words], pair=PAIR) as decoder:
             outputs.append(decoder.generate([5, 6, 7, 8]).tokens)
     assert outputs[0] == outputs[1]
+
+
+# ------------------------------------------------------------ Medusa
+
+MEDUSA = {"dtype": "float32", "num_layers": 2, "hidden_size": 64}
+
+
+def _weights(target, names):
+    """Random weights of one head; those not named are the target's."""
+    generator = torch.Generator().manual_seed(1)
+    output = target.get_output_embeddings().weight
+    width = output.shape[1]
+    shapes = {"norm": (width,), "block": (width, width), "output": tuple(output.shape)}
+    return {
+        f"{name}.weight": 0.3 * torch.randn(shapes[name], generator=generator) for name in names
+    }
+
+
+HEADS = [("block",), (), ("norm", "block", "output")]
+
+
+def _medusa(family="llama", backend="onnx", heads=HEADS):
+    target = random_model(family, **MEDUSA)
+    weights = [_weights(target, names) for names in heads]
+    return MedusaHeads(target=target, heads=weights, meter=Meter(), backend=backend)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_medusa_heads_equal_eager_ones(family):
+    """Heads with their own norm, block and output, and with the target's; one row and several."""
+    found, expected = _medusa(family), _medusa(family, "eager")
+    generator = torch.Generator().manual_seed(2)
+    kept = []
+    for rows in (1, 3, 8):
+        hidden = torch.randn(rows, 64, generator=generator)
+        for number in range(1, len(HEADS) + 1):
+            logits, eager = found.logits(number, hidden), expected.logits(number, hidden)
+            assert eager.std() > 0.01
+            assert (logits - eager).abs().max() < TOLERANCE
+            kept.append((logits, logits.clone()))
+    assert all(torch.equal(now, then) for now, then in kept), "a later pass changed them"
+
+
+def test_medusa_heads_of_an_unsupported_family_are_refused():
+    """``onnx`` refuses it by name; with ``auto`` the pair runs everything in PyTorch."""
+    with pytest.raises(UserError, match=r"Medusa heads: .*gpt2.*model.backend=eager"):
+        _medusa("gpt2", heads=[()])

@@ -15,7 +15,9 @@ from specdec.config.hydra import compose_config
 from specdec.errors import UserError
 from specdec.kernels import packed
 from specdec.kernels.packed import DTYPES, PackedLinear, pack, packed_problem
-from specdec.models.execution import Execution, pack_weights
+from specdec.models.backends.factory import replace_modules
+from specdec.models.execution import Execution
+from specdec.models.random import random_model
 from specdec.pairs import build_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
@@ -110,14 +112,9 @@ def test_what_cannot_be_packed_is_refused() -> None:
     assert "float64 on this CPU: use model.dtype=float32" in str(
         packed_problem("cpu", torch.float64)
     )
-    pair = build_pair(compose_config(["model=random", "model.kernels=packed"]).values["model"])
+    compiled = Execution(kernels="packed", compile=True)
     with pytest.raises(UserError, match=r"model\.compile=false"):
-        pack_weights(
-            pair.target,
-            Execution(kernels="packed", compile=True),
-            torch.device("cpu"),
-            torch.float32,
-        )
+        replace_modules(random_model(), compiled, device=torch.device("cpu"))
     overrides = ["model=random", "model.kernels=packed", "model.dtype=float64"]
     cfg = compose_config(overrides).values
     with pytest.raises(UserError, match=r"model\.kernels=packed cannot run here: oneDNN"):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
 from specdec.models import shares
-from specdec.models.loading import load_model, load_stage
+from specdec.models.loading import load_model
 from specdec.models.quantize import (
     Quantization,
     WeightFormat,
@@ -24,7 +24,8 @@ from specdec.models.quantize import (
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.models.shares import sharded, share_plan
-from specdec.tensor_parallel import Collective, HeadSplit, shared_copy
+from specdec.models.slicing import shared_copy
+from specdec.tensor_parallel import Collective, HeadSplit
 from specdec.tensor_parallel.cuts import Cut, Piece, even, whole_groups
 from tests.pretrained import pretrained
 from tests.shares import run_group
@@ -161,11 +162,11 @@ def test_a_share_that_is_read_equals_one_cut_in_memory(
 ) -> None:
     model = model_of(size)
     model.save_pretrained(tmp_path)
-    whole = load_stage(tmp_path, 0, 2, quantization=kind)
+    whole = load_model(tmp_path, layers=(0, 2), quantization=kind)
     _check_equal(whole, quantize(load_model(tmp_path), kind))
     for rank in range(3):
         group = Collective(rank=rank, size=3)
-        read = load_stage(tmp_path, 0, 2, group=group, quantization=kind)
+        read = load_model(tmp_path, layers=(0, 2), group=group, quantization=kind)
         _check_equal(read, sharded(model, group, kind))
         _check_equal(read, pretrained(tmp_path, quantization=kind).share(0, 2, group))
 
@@ -190,7 +191,7 @@ def test_a_share_keeps_no_more_memory_than_its_own(kind: str, tmp_path: Path) ->
     total = 0
     for rank in range(2):
         group = Collective(rank=rank, size=2)
-        share = load_stage(tmp_path, 0, 2, group=group, quantization=kind)
+        share = load_model(tmp_path, layers=(0, 2), group=group, quantization=kind)
         for parameter in share.model.layers.parameters():
             for part in stored_parts(parameter):
                 assert part.untyped_storage().nbytes() == part.numel() * part.element_size()

@@ -11,6 +11,7 @@ import specdec.models.quantize as quantization
 from specdec.compose.workbench import Workbench
 from specdec.errors import UserError
 from specdec.models.exits import head_model, untrained_head
+from specdec.models.loading import load_model
 from specdec.models.quantize import num_bytes, quantize
 from specdec.models.random import random_model
 from specdec.pairs.random import build_random
@@ -134,5 +135,10 @@ def test_bytes_are_counted_from_one_layer(kind, tmp_path, monkeypatch):
     model = random_model("llama", num_layers=3, hidden_size=64, scale=0.1)
     model.save_pretrained(tmp_path)
     expected = num_bytes(pretrained(tmp_path, quantization=kind).target)
-    monkeypatch.setattr(pairs, "load_model", lambda *_, **__: pytest.fail("loaded"))
+
+    def one_layer(*args, layers=None, **options):
+        assert layers == (1, 2), "more than one layer is loaded"
+        return load_model(*args, layers=layers, **options)
+
+    monkeypatch.setattr(pairs, "load_model", one_layer)
     assert pretrained(tmp_path, quantization=kind).weight_bytes == {"target": expected}

@@ -40,7 +40,7 @@ def memory(models) -> int:
 def parts_of(pair: PretrainedPair, kind: str):
     """What one row of a comparison loads on a rank."""
     if kind == "stage":
-        return pair.stage(1, 3, Meter()).runner._model
+        return pair.stage(1, 3, Meter()).runner.backend.layers.model
     group = Collective(rank=1, size=2)  # each row has a group of its own
     return pair.share(0, LAYERS, group) if kind == "share" else pair.model_share("draft", group)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 
+from specdec.attention import support
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.kernels import support
-from specdec.kernels.graphs import ROW_COUNTS, capture
-from specdec.models.captured import COLUMN_COUNTS
+from specdec.models.backends.eager import Eager
+from specdec.models.backends.graphs import COLUMN_COUNTS
+from specdec.models.backends.interface import ROW_COUNTS
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
@@ -42,7 +42,7 @@ def test_equals_a_plain_pass(family):
             rows = grown(runner, runner.new_cache(8), prefix=9, nodes=nodes, seed=nodes)
             found.append(runner.forward([rows]).logits)
         assert (found[0] - found[1]).abs().max() < 1e-12
-    assert static.static.replays == 6
+    assert static.backend.replays == 6
 
 
 def test_an_arena_is_used_again_and_its_past_is_not_seen():
@@ -51,14 +51,14 @@ def test_an_arena_is_used_again_and_its_past_is_not_seen():
     plain, static = _runner(model, Execution()), _runner(model)
     first = static.new_cache(40)
     static.forward([grown(static, first, prefix=30, nodes=8, seed=1)])
-    address, num = first.storage.data_ptr(), static.static.num_captured
+    address, num = first.storage.data_ptr(), static.backend.num_captured
     first.storage.fill_(1e3)
     del first
     gc.collect()
     again = static.new_cache(50)
     assert again.storage.data_ptr() == address
     found = static.forward([grown(static, again, prefix=30, nodes=8, seed=2)]).logits
-    assert static.static.num_captured == num
+    assert static.backend.num_captured == num
     rows = grown(plain, plain.new_cache(8), prefix=30, nodes=8, seed=2)
     assert (found - plain.forward([rows]).logits).abs().max() < 1e-12
 
@@ -88,7 +88,7 @@ def test_a_cache_outgrows_its_arena():
 def test_a_shorter_request_reuses_the_arena_of_a_longer_one():
     """And the graphs captured over it; two requests at a time have two arenas."""
     runner = _runner(random_model("llama", num_layers=1))
-    arenas = runner.static.arenas
+    arenas = runner.backend.arenas
     long, other = runner.new_cache(500), runner.new_cache(500)
     arena = arenas.of(long)
     assert arenas.of(other) is not arena
@@ -114,16 +114,16 @@ def test_larger_passes_run_uncaptured():
     model = random_model("llama", num_layers=1, max_positions=4096)
     static = _runner(model)
     many = grown(static, static.new_cache(8), prefix=9, nodes=ROW_COUNTS[-1] + 1)
-    before = static.static.replays
+    before = static.backend.replays
     static.forward([many], logits_rows=NO_ROWS)
-    assert static.static.replays == before
+    assert static.backend.replays == before
     wide = grown(static, static.new_cache(8), prefix=9, nodes=COLUMN_COUNTS[-1])
     static.forward([wide], logits_rows=NO_ROWS)
     one = {"node_ids": np.array([5000]), "node_tokens": np.array([4]), "parent_ids": np.array([-1])}
     last = wide.cache.rows(**one, node_positions=np.array([9]))
     assert len(last) == 1
-    assert not static.static.serves([last])
-    assert static.static.serves([grown(static, static.new_cache(8), prefix=1, nodes=1)])
+    assert not static.backend.serves([last])
+    assert static.backend.serves([grown(static, static.new_cache(8), prefix=1, nodes=1)])
 
 
 def test_a_runner_that_is_gone_leaves_no_memory():
@@ -133,61 +133,13 @@ def test_a_runner_that_is_gone_leaves_no_memory():
     try:
         runner = _runner(random_model("llama", num_layers=1))
         runner.forward([grown(runner, runner.new_cache(8), prefix=9, nodes=4)])
-        left = [weakref.ref(runner), weakref.ref(runner._model), weakref.ref(runner.static)]
+        backend = runner.backend
+        left = [weakref.ref(thing) for thing in (runner, backend, backend.layers.model)]
+        del backend
         del runner
         assert [found() for found in left] == [None] * 3
     finally:
         gc.enable()
-
-
-class FakeCuda:
-    """Replaces the graphs of ``torch.cuda`` and records the order of events."""
-
-    def __init__(self, monkeypatch, *, fails=False):
-        self.events: list[str] = []
-        self._fails = fails
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: self)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
-        monkeypatch.setattr(torch.cuda, "graph", self._capture)
-
-    def wait_stream(self, stream):
-        self.events.append("wait")
-
-    def replay(self):
-        self.events.append("replay")
-
-    @contextmanager
-    def _capture(self, graph, pool, stream, capture_error_mode):
-        self.events.append(f"capture in {pool}")
-        yield
-        if self._fails:
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        self.events.append("captured")
-
-
-def test_a_pass_is_captured_once_and_then_replayed(monkeypatch):
-    """Two warm-up launches on a side stream, one during capture, and none afterwards."""
-    cuda = FakeCuda(monkeypatch)
-    outputs = object()
-
-    def launch():
-        cuda.events.append("launch")
-        return outputs
-
-    replay = capture(launch, "pool")
-    warm_up = ["wait", "launch", "launch", "wait"]
-    assert cuda.events == [*warm_up, "capture in pool", "launch", "captured"]
-    assert replay() is outputs
-    assert replay() is outputs
-    assert cuda.events[-3:] == ["captured", "replay", "replay"]
-
-
-def test_a_pass_that_cannot_be_captured_is_refused(monkeypatch):
-    FakeCuda(monkeypatch, fails=True)
-    with pytest.raises(UserError, match=r"cannot capture.*not permitted when.*\): .*graphs=off"):
-        capture(object, "pool")
 
 
 def test_refusals_name_the_remedy():
@@ -200,7 +152,8 @@ def test_refusals_name_the_remedy():
         _runner(model, attention="two_level")
     with pytest.raises(UserError, match=r"model.kernels=cutlass is unknown"):
         _runner(model, Execution(kernels="cutlass"))
-    assert _runner(model, Execution(graphs="auto")).static is None  # no CUDA device: as ever
+    eager = _runner(model, Execution(graphs="auto")).backend  # there is no CUDA device
+    assert type(eager) is Eager
 
 
 def test_compiled_passes(monkeypatch):

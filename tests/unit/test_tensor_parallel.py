@@ -17,7 +17,7 @@ from specdec.clocks.meter import Meter
 from specdec.distributed.collective import RankCollective
 from specdec.distributed.transport import collective_group
 from specdec.models.inspection import CERTIFIED
-from specdec.models.loading import load_stage
+from specdec.models.loading import load_model
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.models.shares import sharded
@@ -155,11 +155,13 @@ def test_a_share_reads_what_a_share_of_the_whole_holds(family: str, tmp_path: Pa
     for rank in range(3):
         group = Collective(rank=rank, size=3)
         expected = dict(sharded(model, group).named_parameters(remove_duplicate=False))
-        whole = load_stage(tmp_path, 0, 2, dtype="float64", group=group)
+        whole = load_model(tmp_path, layers=(0, 2), dtype="float64", group=group)
         found = dict(whole.named_parameters(remove_duplicate=False))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-        last = dict(load_stage(tmp_path, 1, 2, dtype="float64", group=group).named_parameters())
+        last = dict(
+            load_model(tmp_path, layers=(1, 2), dtype="float64", group=group).named_parameters()
+        )
         for name, parameter in last.items():
             assert parameter.is_meta or torch.equal(parameter, expected[name])
         assert any(p.is_meta for p in last.values())

@@ -1,31 +1,37 @@
-"""Passes of an EAGLE head in ONNX Runtime, on a CPU (``model.backend=onnx``).
+"""Passes of EAGLE and Medusa heads in ONNX Runtime, on a CPU (``model.backend=onnx``).
 
-One session call computes the rows of one request, from the target's features or the head's own
-outputs to logits. Rows that follow each other in a cache share a call: corrected entries of the
-prefix, new ones, and nodes.
+One session call computes the rows of one request through an EAGLE head, from the target's features
+or the head's own outputs to logits. Rows that follow each other in a cache share a call: corrected
+entries of the prefix, new ones, and nodes. Medusa heads keep no cache: a pass is norm, block and
+output matrix over the rows of all requests; heads that share the target's output matrix share one
+session for it, so that ONNX Runtime keeps one copy of the matrix.
 
 Shape letters: R rows of a pass, F of them whose state is a feature of the target, O = R - F whose
 state is an output of the head, A rows whose logits are computed, E hidden size, S feature size, U
-draft vocabulary, n slots in use.
+draft vocabulary, V vocabulary, K heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.errors import UserError
 from specdec.models.eagle import EagleHead
-from specdec.models.onnx_graph import Graph, GraphWriter
-from specdec.models.onnx_session import Array, CacheSession, Memory, problem
+from specdec.models.medusa import MedusaHead
+from specdec.models.onnx.graph import Graph, GraphWriter
+from specdec.models.onnx.session import Array, CacheSession, new_session
+from specdec.models.onnx.support import problem
 from specdec.types import BoolArray, IntArray
 
 
@@ -37,7 +43,7 @@ def build_head_graph(head: EagleHead) -> Graph:
     [1, R, E], which children of the rows read, and logits [1, A, U].
 
     Args:
-        head: of a configuration that ``onnx_session.problem`` accepts.
+        head: of a configuration that ``problem`` accepts.
     """
     config = head.config
     layers = range(config.num_layers)
@@ -173,7 +179,7 @@ class OnnxHead:
         num_features, num_own = len(features), len(states)
         # Sizes are at least 1: graphs with none are not tested.
         key = num_rows, max(num_logits, 1), max(num_features, 1), max(num_own, 1)
-        memory = self._session.memory(key) or self._new_memory(*key)
+        memory = self._session.memory(key, partial(self._arrays, *key))
         into = memory.inputs
         into["tokens"][0] = rows.tokens
         if num_features:
@@ -187,9 +193,10 @@ class OnnxHead:
         found, logits = memory.results()
         return found, logits[:num_logits]
 
-    def _new_memory(
+    def _arrays(
         self, num_rows: int, num_logits: int, num_features: int, num_own: int
-    ) -> Memory:
+    ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
+        """Input arrays and output shapes of a pass; see ``CacheSession.memory``."""
         shared, rows = self._session.shared_array, (1, num_rows)
         inputs: dict[str, Array] = {
             "tokens": np.empty(rows, np.int64),
@@ -201,12 +208,10 @@ class OnnxHead:
         }
         for name in ("features", "own"):  # a row without a state is read by no other
             inputs[name].fill(0.0)
-        outputs = {
+        return inputs, {
             "states": (*rows, self._hidden_size),
             "logits": (1, num_logits, self._draft_vocab_size),
         }
-        key = num_rows, num_logits, num_features, num_own
-        return self._session.new_memory(key, inputs, outputs)
 
 
 def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:
@@ -235,3 +240,77 @@ def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:
         )
     if joined is not None:
         yield joined
+
+
+# ------------------------------------------------------------ Medusa
+
+
+class OnnxMedusa:
+    """Runs Medusa heads, one at a time."""
+
+    def __init__(self, target: PreTrainedModel, heads: Sequence[MedusaHead]) -> None:
+        """Builds the graphs and the sessions.
+
+        Args:
+            target: the model whose hidden states they read.
+            heads: at least one.
+
+        Raises:
+            UserError: for a target that graphs do not support.
+        """
+        config, weight = target.config.get_text_config(), target.get_output_embeddings().weight
+        reason = problem(config, weight.dtype, weight.device)
+        if reason:
+            raise UserError(
+                f"model.backend=onnx cannot run Medusa heads: {reason}; use model.backend=eager"
+            )
+        self._heads = [_Session(_head_graph(target, head)) for head in heads]
+        self._has_output = [head.output is not None for head in heads]
+        self._output = None if all(self._has_output) else _Session(_output_graph(target))
+
+    def logits(self, number: int, hidden: Tensor) -> Tensor:
+        """[R, V] of head ``number``, 1 .. K, from hidden [R, E] on the host, R >= 1."""
+        found = self._heads[number - 1].run(hidden.numpy())
+        if not self._has_output[number - 1]:
+            assert self._output is not None, "a head has an output matrix, or shares the target's"
+            found = self._output.run(found)
+        return torch.from_numpy(found)
+
+
+def _head_graph(target: PreTrainedModel, head: MedusaHead) -> Graph:
+    """From ``hidden`` [R, E] to the head's logits [R, V], or to what the target's head reads."""
+    writer = GraphWriter(target.config.get_text_config())
+    size = target.config.get_text_config().hidden_size
+    value, _ = writer.norm(head.norm, writer.declare_floats("hidden", ["R", size]), None)
+    if head.block is not None:
+        product = writer.op("MatMul", value, writer.weight("block", head.block.T))
+        # SiLU: QuickGelu with factor 1.
+        gate = writer.op("QuickGelu", product, domain="com.microsoft", alpha=1.0)
+        value = writer.op("Add", value, gate)
+    if head.output is not None:
+        value = writer.op("MatMul", value, writer.weight("output", head.output.T))
+    writer.output("result", value, ["R", "size"])
+    return writer.finish()
+
+
+def _output_graph(target: PreTrainedModel) -> Graph:
+    """The target's output head."""
+    writer = GraphWriter(target.config.get_text_config())
+    size = target.config.get_text_config().hidden_size
+    output = target.get_output_embeddings()
+    assert isinstance(output, nn.Linear)
+    value = writer.linear("output", [output], writer.declare_floats("hidden", ["R", size]))
+    writer.output("result", value, ["R", "V"])
+    return writer.finish()
+
+
+class _Session:
+    """A session from ``hidden`` to ``result``."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._session = new_session(graph)
+
+    def run(self, hidden: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        inputs: Mapping[str, Any] = {"hidden": hidden}
+        found: np.ndarray[Any, Any] = self._session.run(["result"], inputs)[0]
+        return found

@@ -18,18 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from specdec.attention.tree_attention import ScoreOptions
+from specdec.models.backends.interface import ModelSlice
+from specdec.models.onnx.support import head_size
 from specdec.models.slicing import final_norm, layers_name
 from specdec.types import HiddenName
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Families whose layers this module can write as a graph."""
-
-_FAMILIES = ", ".join(sorted(FAMILIES))
-_HEAD_SIZES = 16  # ONNX Runtime's rotary embeddings take multiples of it
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # tables of all positions exist
 _OPSET, _IR_VERSION = 18, 10
 _MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
 _FLOAT, _INT64, _INT32 = 1, 7, 6  # of onnx.TensorProto
@@ -47,8 +43,8 @@ class Graph:
     Attributes:
         model: serialised ``onnx.ModelProto``; its initializers are external data.
         weights: name -> float32 array of every large initializer.
-        hidden_names: names of the outputs that are hidden states [R, E], in the order of the
-            requested states; the slice's own output first.
+        hidden_names: names of the outputs that are hidden states [R, E]: the slice's output, then
+            the captured ones.
     """
 
     model: bytes
@@ -61,49 +57,13 @@ def epsilon(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
-def head_size(config: PreTrainedConfig) -> int:
-    """D of a model with this configuration."""
-    size: int = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    return size
-
-
-def unsupported(config: PreTrainedConfig) -> str | None:
-    """Why no graph can be built of models with this configuration; None if one can."""
-    if config.model_type not in FAMILIES:
-        return f"it has no graphs of {config.model_type} models, only of {_FAMILIES}"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _ROPE_TYPES:
-        return f"rotary embeddings are {rope!r}, not one of {', '.join(_ROPE_TYPES)}"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"the activation {config.hidden_act!r} is not silu"
-    if head_size(config) % _HEAD_SIZES:
-        return f"the head size {head_size(config)} is not a multiple of {_HEAD_SIZES}"
-    return None
-
-
-def build_graph(
-    model: PreTrainedModel,
-    *,
-    options: Mapping[int, ScoreOptions],
-    states: Sequence[HiddenName],
-    first_layer: int,
-    is_first: bool,
-    is_last: bool,
-) -> Graph:
-    """Writes the pass of a slice of layers as a graph.
-
-    Args:
-        model: the slice, of a family in ``FAMILIES`` (see ``unsupported``).
-        options: layer of the slice -> scaling and window of its attention.
-        states: hidden states to return; the first one is the slice's output.
-        first_layer: global index of the slice's first layer.
-        is_first, is_last: whether the slice has the embeddings, the final norm and output head.
-    """
+def build_graph(layers: ModelSlice) -> Graph:
+    """Writes the pass of a slice, of a family in ``FAMILIES``, as a graph."""
+    model, num_layers = layers.model, len(layers.options)
     config, rotary = model.config.get_text_config(), model.base_model.rotary_emb
-    writer = GraphWriter(config, rotary, options)  # type: ignore[arg-type]
-    if is_first:
+    states = list(dict.fromkeys([layers.output, *layers.capture]))
+    writer = GraphWriter(config, rotary, layers.options)  # type: ignore[arg-type]
+    if layers.is_first:
         table = writer.weight("embeddings", model.get_input_embeddings().weight)
         stream = writer.op("Gather", table, writer.declare_indices("tokens", [1, "R"]))
     else:
@@ -112,13 +72,14 @@ def build_graph(
     found: dict[HiddenName, str] = {}
     update: str | None = None
     for index, layer in enumerate(model.get_submodule(layers_name(model))):  # type: ignore[arg-type]
+        name = HiddenName(layers.first_layer + index)
         stream, update = writer.layer(index, layer, stream, update)
-        if HiddenName(first_layer + index) in states or index == len(options) - 1:
+        if name in states or index == num_layers - 1:
             stream, update = writer.op("Add", stream, update), None
-            found[HiddenName(first_layer + index)] = stream
-    if is_last:
+            found[name] = stream
+    if layers.is_last:
         normed, _ = writer.norm(final_norm(model), stream, None)
-        found[HiddenName(first_layer + len(options) - 1, normed=True)] = normed
+        found[layers.output._replace(normed=True)] = normed
         output = model.get_output_embeddings()
         assert isinstance(output, nn.Linear)
         rows = writer.declare_indices("logits_rows", ["A"])

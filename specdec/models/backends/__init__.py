@@ -1,0 +1,1 @@
+"""What computes the passes of a slice of a model in PyTorch, and the choice of it."""

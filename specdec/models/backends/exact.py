@@ -1,0 +1,573 @@
+"""Passes in which no row's result depends on the others: ``model.exact=true``.
+
+Libraries choose kernels by the number of rows, and kernels add in different orders. Which numbers
+of rows give a row the same bits depends on operator, shape, type, device, number of threads, so it
+is tried when a runner is made: an operator's rows in a pass of 64 rows are the reference, and a
+number of rows is *proved* if passes of that many of them, at several places and in several layouts,
+give equal bits. A trial is no proof for all inputs, but kernels do not choose their order of
+additions by values. A pass is then cut into passes of at most 64 rows in packing order, and each is
+padded with zero rows to a proved number. Attention takes each row's keys in the order of their
+positions (``specdec.attention.exact``); activations run in pieces; rotary tables are computed for
+always the same number of rows. Plain decoding, trees, prompts and any number of requests use the
+same passes.
+
+Proofs are cached in the process; those of matrix products, norms and attention also on disk, below
+``SPECDEC_CACHE`` (default ``~/.cache/specdec``): one small file each, named after a digest of
+everything that may decide which kernel runs or what the kernel is. A file that cannot be read or
+written is ignored.
+
+Shape letters: R rows, A rows whose logits are computed, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from specdec.attention.exact import (
+    BLOCK,
+    Context,
+    ExactStep,
+    RowRange,
+    exact_attention,
+    in_pieces,
+    packed,
+    row_ranges,
+)
+from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
+from specdec.attention.tree_attention import ScoreOptions
+from specdec.device import to_device
+from specdec.errors import UserError
+from specdec.files import cache_dir, parse_json, write_json
+from specdec.models.backends.eager import Eager
+from specdec.models.backends.interface import (
+    ROW_COUNTS,
+    Backend,
+    ModelSlice,
+    RunnerOutput,
+    concatenate,
+    round_up,
+    selected_logits,
+)
+from specdec.models.inspection import CERTIFIED
+from specdec.types import IntArray
+
+MOST_ROWS = ROW_COUNTS[-1]
+"""Rows of the reference pass, and of the largest pass."""
+
+_ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+_DISTINCT = 1024  # distinct columns of a matrix product's sample, repeated beyond
+_NORM_ELEMENTS = 1 << 19  # of a norm's samples
+_FOLLOWING = ("dynamic", "longrope")  # rope types whose frequencies follow the longest position
+_LIBRARIES = ("specdec", "torch", "transformers")  # whose modules a proof on disk knows by name
+_VARIABLES = ("ATEN_", "CUBLAS", "DNNL_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TORCH_")
+
+
+class Exact(Backend):
+    """Passes of proved numbers of rows.
+
+    Attributes:
+        counts: proved numbers of rows, ascending.
+    """
+
+    def __init__(self, eager: Eager) -> None:
+        """Proves the operators, then whole passes.
+
+        Args:
+            eager: calls the model, in which ``use_exact_modules`` has replaced modules.
+
+        Raises:
+            UserError: an operator, or the whole pass, cannot be proved.
+        """
+        self.layers = layers = eager.layers
+        self._eager = eager
+        self._group = None  # ranks do not wait for each other during proofs
+        setting = Setting.here(layers.spec.dtype, layers.spec.device)
+        self.counts = proved_counts(_operators(layers, setting), setting)
+        whole = proved_counts([self._whole_pass()], setting)
+        self.counts = tuple(count for count in self.counts if count in whole)
+        self._group = layers.group
+
+    def run(
+        self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
+    ) -> RunnerOutput:
+        if self._group is not None:
+            self._agree(self._group)
+        hidden = None if hidden is None else hidden.to(self.layers.spec.device)
+        wanted = np.zeros(sum(map(len, rows)), np.bool_)
+        if self.layers.wants_logits(logits_rows):
+            wanted[slice(None) if logits_rows is None else logits_rows] = True
+        outputs, start = [], 0
+        for parts in row_ranges(rows, self.counts[-1]):
+            stop = start + sum(map(len, parts))
+            own = None if hidden is None else hidden[start:stop]
+            outputs.append(self._pass(parts, stop - start, own, np.flatnonzero(wanted[start:stop])))
+            start = stop
+        return selected_logits(concatenate(outputs), np.flatnonzero(wanted), logits_rows)
+
+    def _pass(
+        self, parts: Sequence[RowRange], num: int, hidden: Tensor | None, logits_rows: IntArray
+    ) -> RunnerOutput:
+        """One padded pass over ``num`` rows; results of the padding are dropped."""
+        device = self.layers.spec.device
+        num_rows = round_up(num, self.counts)
+        if hidden is not None:
+            hidden = pad(hidden, (0, 0, 0, num_rows - num))[None]
+        step = ExactStep(
+            parts=parts, num_rows=num_rows, first_layer=self.layers.first_layer, hidden=hidden
+        )
+        tokens, positions = (
+            to_device(packed(parts, name, num_rows), device) for name in ("tokens", "positions")
+        )
+        num_logits, keep = len(logits_rows), None
+        if num_logits:
+            padding = round_up(num_logits, self.counts) - num_logits
+            keep = to_device(np.pad(logits_rows, (0, padding)), device)
+        output = self._eager.compute(step, tokens, positions, keep)
+        return RunnerOutput(
+            hidden=output.hidden[:num],
+            logits=None if output.logits is None else output.logits[:num_logits],
+            captured={name: states[:num] for name, states in output.captured.items()},
+        )
+
+    def _agree(self, group: Any) -> None:
+        """Keeps the counts that every rank of the group has proved; once."""
+        mine = torch.zeros(MOST_ROWS + 1, device=self.layers.spec.device)
+        mine[list(self.counts)] = 1.0
+        common = group.gather(mine).view(group.size, -1).amin(0)
+        self.counts = tuple(common.nonzero().flatten().tolist())
+        self._group = None
+
+    def _whole_pass(self) -> Operator:
+        """Rows of one prompt in a pass, and the same rows as a chain of a tree."""
+        layers, spec = self.layers, self.layers.spec
+        config = layers.model.config.get_text_config()
+        num_rows = min(MOST_ROWS, config.max_position_embeddings)
+        tokens = np.arange(num_rows) % layers.vocab_size
+        hidden: Tensor | None = None
+        if not layers.is_first:
+            generator = torch.Generator().manual_seed(0)
+            drawn = torch.randn(num_rows, layers.hidden_size, generator=generator)
+            hidden = drawn.to(dtype=spec.dtype, device=spec.device)
+        cache = TreeCache(spec=spec, capacity=num_rows)
+        logits_rows = None if layers.is_last else EMPTY
+
+        def run(rows: Rows, start: int, stop: int) -> list[Tensor]:
+            own = None if hidden is None else hidden[start:stop]
+            output = self.run([rows], own, logits_rows)
+            return [output.hidden, *([] if output.logits is None else [output.logits])]
+
+        def fill(start: int) -> None:
+            cache.truncate(0)
+            if start:
+                run(cache.rows(prefix_tokens=tokens[:start]), 0, start)
+
+        def prompt(start: int, stop: int) -> list[Tensor]:
+            fill(start)
+            return run(cache.rows(prefix_tokens=tokens[start:stop]), start, stop)
+
+        def chain(start: int, stop: int) -> list[Tensor]:
+            fill(start)
+            nodes = np.arange(start, stop)
+            rows = cache.rows(
+                node_ids=nodes,
+                node_tokens=tokens[start:stop],
+                parent_ids=nodes - 1,
+                node_positions=nodes,
+            )
+            return run(rows, start, stop)
+
+        shapes = [(n, tuple(p.shape), p.stride()) for n, p in layers.model.named_parameters()]
+        key = (config.to_json_string(), layers.first_layer, len(layers.options), *shapes)
+        return Operator("the whole pass", key, num_rows, (prompt, chain))
+
+
+# ------------------------------------------------------------ modules
+
+
+class _Activation(nn.Module):
+    """An activation in pieces."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return in_pieces(self._inner, hidden)
+
+
+class _Rotary(nn.Module):
+    """A rotary embedding whose tables are computed for the largest number of rows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        num_rows = position_ids.shape[1]
+        padded = pad(position_ids, (0, max(0, ROW_COUNTS[-1] - num_rows)))
+        tables: tuple[Tensor, ...] = self._inner(hidden, padded, *args)
+        return tuple(table[:, :num_rows] for table in tables)
+
+
+class _CappedOutput(nn.Module):
+    """An output head with the soft cap of its logits."""
+
+    def __init__(self, inner: nn.Module, softcap: float) -> None:
+        super().__init__()
+        self.weight = inner.weight
+        self._inner = inner
+        self._softcap = softcap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        capped: Tensor = in_pieces(torch.tanh, self._inner(hidden) / self._softcap)
+        return capped * self._softcap
+
+
+def use_exact_modules(model: Any) -> None:
+    """Replaces activations, rotary embeddings and the soft cap of logits.
+
+    Args:
+        model: a runner's own copy.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.endswith("RotaryEmbedding"):
+                setattr(parent, name, _Rotary(child))
+            elif type(child).__module__ in _ACTIVATIONS:
+                setattr(parent, name, _Activation(child))
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap:
+        config.final_logit_softcapping = None
+        for name, child in list(model.named_children()):
+            if child is model.get_output_embeddings():
+                setattr(model, name, _CappedOutput(child, softcap))
+
+
+# ------------------------------------------------------------ numbers of rows
+
+Layout = Callable[[int, int], Sequence[Tensor]]
+"""(start, stop) -> results of the sample's rows ``start`` .. ``stop`` - 1, from one pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A part of a forward pass whose rows must not depend on each other's number and place.
+
+    Attributes:
+        name: in messages, such as "linear 192 x 512".
+        key: everything that may decide which kernel runs, besides type, device and threads.
+        num_rows: size of the sample, at most ``MOST_ROWS``.
+        layouts: ways to run rows of the sample; the first one defines the reference.
+        on_disk: name and key identify the operator completely, so that its proof is valid in other
+            processes.
+    """
+
+    name: str
+    key: Hashable
+    num_rows: int
+    layouts: tuple[Layout, ...]
+    on_disk: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where operators run.
+
+    Attributes:
+        dtype, device: of weights and activations.
+        threads: torch's intra-op threads.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+
+    @staticmethod
+    def here(dtype: torch.dtype, device: torch.device) -> Setting:
+        return Setting(dtype, device, torch.get_num_threads())
+
+
+_PROVED: dict[tuple[Setting, str, Hashable], tuple[int, ...]] = {}
+
+
+def proved_counts(operators: Iterable[Operator], setting: Setting) -> tuple[int, ...]:
+    """The numbers of rows that all operators are proved for, ascending; never empty.
+
+    Raises:
+        UserError: in a pass of ``MOST_ROWS`` rows, an operator's result for a row depends on its
+            place or layout.
+    """
+    counts = set(ROW_COUNTS)
+    for operator in operators:
+        key = (setting, operator.name, operator.key)
+        if key not in _PROVED:
+            found = _stored_counts(key, setting.device) if operator.on_disk else None
+            if found is None:
+                with torch.inference_mode():
+                    found = tuple(_proved(operator))
+                if operator.on_disk:
+                    _store_counts(key, setting.device, found)
+            _PROVED[key] = found
+        if MOST_ROWS not in _PROVED[key]:
+            raise UserError(
+                f"model.exact=true cannot be kept here: {operator.name} in {_name(setting)} gives a"
+                f" row other bits at another place in a pass of {MOST_ROWS} rows; use another"
+                " model.dtype, model.device or threads, or model.exact=false"
+            )
+        counts &= {*_PROVED[key]}
+    return tuple(sorted(counts))
+
+
+def _name(setting: Setting) -> str:
+    dtype = str(setting.dtype).removeprefix("torch.")
+    return f"{dtype} on {setting.device} with {setting.threads} threads"
+
+
+def _proved(operator: Operator) -> Iterator[int]:
+    """Those of ``ROW_COUNTS`` that give the reference's bits in every layout."""
+    size = operator.num_rows
+    reference = operator.layouts[0](0, size)
+    for count in ROW_COUNTS:
+        num = min(count, size)
+        starts = {0, (size - num) // 2, size - num}
+        if all(
+            _equal(layout(start, start + num), [part[start : start + num] for part in reference])
+            for layout in operator.layouts
+            for start in starts
+        ):
+            yield count
+
+
+def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+# ------------------------------------------------------------ operators of transformers' modules
+
+
+def _operators(layers: ModelSlice, setting: Setting) -> Iterator[Operator]:
+    """Attention, matrix products and norms of a slice.
+
+    Raises:
+        UserError: rows depend on each other outside attention.
+    """
+    _refuse_dependent(layers.model)
+    spec = layers.spec
+    yield attention_operator(layers.num_heads, spec.num_kv_heads, spec.head_dim, setting)
+    yield from module_operators(layers.model, setting)
+
+
+def _refuse_dependent(model: PreTrainedModel) -> None:
+    """Refuses untested families, and frequencies that follow the largest position of a pass."""
+    kind = model.config.get_text_config().model_type
+    if kind not in CERTIFIED:
+        raise UserError(
+            f"model.exact=true is proved for the families {', '.join(sorted(CERTIFIED))}, not for"
+            f" {kind!r}: use one of these, or model.exact=false"
+        )
+    for module in model.modules():
+        names = getattr(module, "rope_type", ())
+        for name in names.values() if isinstance(names, dict) else [names]:
+            if name in _FOLLOWING:
+                raise UserError(
+                    f"model.exact=true does not go with rope_type={name}, whose frequencies follow"
+                    " the largest position of a pass: use a model without it, or model.exact=false"
+                )
+
+
+def module_operators(model: nn.Module, setting: Setting) -> Iterator[Operator]:
+    """The matrix products and norms of a model, each shape once."""
+    seen = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.is_meta or isinstance(module, nn.Embedding):
+            continue
+        biased = getattr(module, "bias", None) is not None
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        layout = (tuple(weight.shape), weight.stride(), str(weight.dtype))
+        key = (kind, *layout, biased, repr(getattr(module, "split", None)))
+        if weight.dim() > 2 or key in seen:
+            continue
+        seen.add(key)
+        make = _linear_operator if weight.dim() == 2 else _norm_operator
+        own = "forward" in vars(module) or kind.split(".")[0] not in _LIBRARIES
+        yield replace(make(module, weight, key, setting), on_disk=not own)
+
+
+def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
+    """A matrix product, on matrices whose results are nothing but rounding errors.
+
+    Half of the terms of every sum are the others' negatives, in random order. The sum would be 0 in
+    exact arithmetic, so another order of additions shows in most results. With the model's own
+    values, the rounding of a result to 16 bits hides it almost always.
+    """
+    transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
+    outputs, inputs = weight.T.shape if transposed else weight.shape
+    half, generator = inputs // 2, torch.Generator().manual_seed(0)
+    order = torch.randperm(2 * half, generator=generator)
+
+    def drawn(num: int) -> Tensor:
+        return torch.randn(num, half, generator=generator) * 16.0
+
+    terms = drawn(min(outputs, _DISTINCT))[torch.arange(outputs) % _DISTINCT]
+    matrix = pad(torch.cat([terms, -terms], 1)[:, order], (0, inputs - 2 * half))
+    sample = pad(drawn(MOST_ROWS).repeat(1, 2)[:, order], (0, inputs - 2 * half))
+    split = getattr(module, "split", None)  # of a share that receives all inputs
+    if split is not None:
+        sample = pad(sample[:, : split.stop - split.start], (split.start, 0))
+    probe = copy.copy(module)
+    probe.__dict__["weight"] = torch.empty_like(weight).copy_(matrix.T if transposed else matrix)
+    if getattr(module, "bias", None) is not None:
+        probe.__dict__["bias"] = torch.zeros_like(module.bias)
+    name = f"linear {inputs} x {outputs}"
+    return _row_operator(name, key, probe.forward, [sample], setting)
+
+
+def _norm_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
+    """A norm, on many samples: another order of additions changes few results after rounding."""
+    generator, width = torch.Generator().manual_seed(0), len(weight)
+    num = max(1, _NORM_ELEMENTS // (MOST_ROWS * width))
+    samples = [torch.randn(MOST_ROWS, width, generator=generator) for _ in range(num)]
+    return _row_operator(f"norm of {width}", key, module.forward, samples, setting)
+
+
+def _row_operator(
+    name: str,
+    key: Hashable,
+    run: Callable[[Tensor], Tensor],
+    samples: Sequence[Tensor],
+    setting: Setting,
+) -> Operator:
+    """An operator on rows [1, R, I]: as they are, and with the rows of the pass rotated."""
+    samples = [sample.to(dtype=setting.dtype, device=setting.device) for sample in samples]
+
+    def straight(start: int, stop: int) -> list[Tensor]:
+        return [run(sample[None, start:stop].clone())[0] for sample in samples]
+
+    def rotated(start: int, stop: int) -> list[Tensor]:
+        shift = max(1, (stop - start) // 3)
+        rolled = [sample[None, start:stop].roll(shift, 1) for sample in samples]
+        return [run(rows)[0].roll(-shift, 0) for rows in rolled]
+
+    return Operator(name, key, MOST_ROWS, (straight, rotated))
+
+
+def attention_operator(
+    num_heads: int, num_kv_heads: int, head_dim: int, setting: Setting
+) -> Operator:
+    """``exact_attention``: rows of a prompt's end, and the same rows as nodes of a tree.
+
+    As a tree, the keys of the last positions lie in shuffled slots, so the context is cut at
+    another position, and every row gathers its own keys.
+    """
+    generator = torch.Generator().manual_seed(0)
+    length, first = 2 * BLOCK + MOST_ROWS // 2, 2 * BLOCK - MOST_ROWS // 2
+
+    def sample(*shape: int) -> Tensor:
+        drawn = torch.randn(*shape, generator=generator)
+        # In 16 bits the rounding of the output would hide what is summed in float32.
+        dtype = torch.float64 if setting.dtype == torch.float64 else torch.float32
+        return drawn.to(dtype=dtype, device=setting.device)
+
+    query = sample(num_heads, MOST_ROWS, head_dim)
+    key, value = sample(2, num_kv_heads, length, head_dim)
+    border = BLOCK + BLOCK // 3
+    order = torch.arange(length)  # slot of each position
+    order[border:] = border + torch.randperm(length - border, generator=generator)
+    order = order.to(setting.device)
+    shuffled = [torch.empty_like(part).index_copy_(1, order, part) for part in (key, value)]
+
+    def positions(start: int, stop: int) -> Tensor:
+        return torch.arange(first + start, first + stop, device=setting.device)
+
+    def prompt(start: int, stop: int) -> list[Tensor]:
+        end = first + stop
+        context = Context(positions(start, stop), -(-end // BLOCK), end)
+        return [exact_attention(query[:, start:stop], key, value, context, ScoreOptions())]
+
+    def tree(start: int, stop: int) -> list[Tensor]:
+        num_blocks = border // BLOCK
+        slots = order[num_blocks * BLOCK : first + stop]
+        slots = pad(slots, (0, -len(slots) % BLOCK)).repeat(stop - start, 1)
+        context = Context(positions(start, stop), num_blocks, num_blocks * BLOCK, slots)
+        own = query[:, start:stop]
+        return [exact_attention(own, shuffled[0], shuffled[1], context, ScoreOptions())]
+
+    name = f"attention of {num_heads} x {head_dim}"
+    shape = (num_heads, num_kv_heads, head_dim)
+    return Operator(name, shape, MOST_ROWS, (prompt, tree), on_disk=True)
+
+
+# ------------------------------------------------------------ proofs on disk
+
+
+def _stored_counts(key: Hashable, device: torch.device) -> tuple[int, ...] | None:
+    """The counts proved for a key; None if there is no proof on disk.
+
+    Args:
+        key: compared by its ``repr``, which must be the same in every process.
+        device: where the operator runs.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = parse_json(_path(key, device).read_bytes())
+        if found["key"] == repr(key):
+            return tuple(int(count) for count in found["counts"])
+    return None
+
+
+def _store_counts(key: Hashable, device: torch.device, counts: tuple[int, ...]) -> None:
+    proof = {"key": repr(key), "counts": list(counts), "place": _place(device)}
+    with suppress(OSError):
+        write_json(_path(key, device), proof)
+
+
+def _path(key: Hashable, device: torch.device) -> Path:
+    text = f"{_text_of_library()}\n{_place(device)}\n{key!r}"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return cache_dir() / "row_counts" / f"{digest[:32]}.json"
+
+
+def _place(device: torch.device) -> str:
+    """What runs the operators: libraries, processor or GPU, and variables that steer them."""
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    capability = torch.backends.cpu.get_cpu_capability()
+    steering = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_VARIABLES))
+    return " | ".join([torch.__version__, transformers.__version__, chip, capability, *steering])
+
+
+@cache
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@cache
+def _text_of_library() -> str:
+    """A digest of all modules of this library."""
+    total = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        total.update(path.read_bytes())
+    return total.hexdigest()

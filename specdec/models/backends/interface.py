@@ -1,0 +1,172 @@
+"""The one call of a backend, and what it is made from.
+
+Shape letters: R rows of a request, A rows whose logits are computed, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.kv_storage import CacheSpec
+from specdec.attention.tree_attention import ScoreOptions
+from specdec.device import to_device
+from specdec.errors import UserError
+from specdec.types import HiddenName, IntArray
+
+if TYPE_CHECKING:
+    from specdec.tensor_parallel.collective import Collective
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of rows that captured and exact passes are padded to."""
+
+
+def round_up(number: int, choices: Sequence[int]) -> int:
+    """Returns the first of the ascending ``choices`` that is at least ``number``."""
+    return next(choice for choice in choices if choice >= number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSlice:
+    """Layers of a model, with what running one token through them has shown.
+
+    Attributes:
+        model: a copy of the module tree with these layers only, which shares its weights.
+        first_layer: global index of the first one.
+        is_first, is_last: whether the slice starts with the embeddings, ends with the output head.
+        capture: hidden states that every pass returns.
+        spec: shape and type of the caches.
+        options: layer of the slice -> how it computes its scores.
+        num_heads: query heads.
+        group: tensor-parallel ranks that share the layers.
+    """
+
+    model: PreTrainedModel
+    first_layer: int
+    is_first: bool
+    is_last: bool
+    capture: tuple[HiddenName, ...]
+    spec: CacheSpec
+    options: Mapping[int, ScoreOptions]
+    num_heads: int
+    group: Collective | None = None
+
+    @property
+    def output(self) -> HiddenName:
+        """The hidden state after the last layer."""
+        return HiddenName(self.first_layer + len(self.options) - 1)
+
+    @property
+    def hidden_size(self) -> int:
+        size: int = self.model.config.get_text_config().hidden_size
+        return size
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.model.config.get_text_config().vocab_size
+        return size
+
+    def wants_logits(self, logits_rows: IntArray | None) -> bool:
+        """Whether a pass with these ``logits_rows`` returns logits."""
+        return self.is_last and (logits_rows is None or len(logits_rows) > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOutput:
+    """Outputs of one pass.
+
+    Attributes:
+        hidden: [sum R, E], after the last layer of the slice and before the final norm: the next
+            stage's input.
+        logits: [A, V], one row per requested row; None if none were requested, or if the slice is
+            not the last.
+        captured: name -> [sum R, E], the states that the runner captures.
+    """
+
+    hidden: Tensor
+    logits: Tensor | None = None
+    captured: Mapping[HiddenName, Tensor] = field(default_factory=dict)
+
+
+def concatenate(parts: Sequence[RunnerOutput]) -> RunnerOutput:
+    """The outputs of consecutive rows as one."""
+    if len(parts) == 1:
+        return parts[0]
+    logits = [part.logits for part in parts if part.logits is not None]
+    names = parts[0].captured
+    return RunnerOutput(
+        hidden=torch.cat([part.hidden for part in parts]),
+        logits=torch.cat(logits) if logits else None,
+        captured={name: torch.cat([part.captured[name] for part in parts]) for name in names},
+    )
+
+
+def selected_logits(
+    output: RunnerOutput, available: IntArray | None, wanted: IntArray | None
+) -> RunnerOutput:
+    """The output with the logits of the ``wanted`` rows in their order.
+
+    Args:
+        output: of a pass.
+        available: int64, ascending: rows whose logits it has; None: all.
+        wanted: int64[A]; None: as they are.
+    """
+    if output.logits is None or wanted is None:
+        return output
+    order = wanted if available is None else np.searchsorted(available, wanted)
+    if np.array_equal(order, np.arange(len(output.logits))):
+        return output
+    return replace(output, logits=output.logits[to_device(order, output.logits.device)])
+
+
+def refuse_wrong(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
+    """Compares the results of passes in ONNX Runtime with those of eager ones.
+
+    Args:
+        found, expected: tensors of equal shapes, the results of both.
+        what: ran the passes, for the message.
+
+    Raises:
+        UserError: they differ by more than rounding.
+    """
+    both = [torch.cat([part.flatten() for part in parts]) for parts in (found, expected)]
+    error = (both[0] - both[1]).abs().max().item()
+    bound = torch.finfo(torch.float32).eps ** 0.5 * both[1].abs().max().item()
+    if not error <= bound:
+        raise UserError(
+            f"model.backend=onnx cannot run this {what}: its outputs differ by {error:.2g} from"
+            " those of model.backend=eager; use that"
+        )
+
+
+class Backend:
+    """Computes the passes of one slice.
+
+    Attributes:
+        layers: the slice.
+    """
+
+    layers: ModelSlice
+
+    def run(
+        self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
+    ) -> RunnerOutput:
+        """Runs one packed pass over the rows of one or more requests and fills their caches.
+
+        Args:
+            rows: results of ``TreeCache.rows`` in packing order, with at least one row in total.
+            hidden: [sum R, E], the previous stage's output; None for the first slice.
+            logits_rows: int64[A], packed row indices; None: every row; empty: no logits.
+        """
+        raise NotImplementedError
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        """Returns an empty cache for one request, with ``capacity`` slots at first."""
+        return TreeCache(spec=self.layers.spec, capacity=capacity)

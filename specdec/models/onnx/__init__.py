@@ -1,0 +1,1 @@
+"""Passes in ONNX Runtime on a CPU: graphs, sessions and draft heads."""

@@ -1,0 +1,145 @@
+"""Passes of a slice in ONNX Runtime, on a CPU (``model.backend=onnx``).
+
+Shape letters: R rows of one request, A rows whose logits are computed, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.errors import UserError
+from specdec.models.backends.eager import Eager
+from specdec.models.backends.interface import (
+    Backend,
+    RunnerOutput,
+    concatenate,
+    refuse_wrong,
+    selected_logits,
+)
+from specdec.models.onnx.graph import build_graph
+from specdec.models.onnx.session import Array, CacheSession
+from specdec.models.onnx.support import problem
+from specdec.types import IntArray
+
+_SAMPLE = 8  # tokens of the comparison with eager passes
+# Some logits are always computed.
+_ONE_ROW: IntArray = np.zeros(1, np.int64)
+
+
+class Onnx(Backend):
+    """Runs every pass in one ONNX Runtime session, one request after another."""
+
+    def __init__(self, eager: Eager) -> None:
+        """Builds the graph and the session and compares a few tokens with eager passes.
+
+        Raises:
+            UserError: for a family or an attention that graphs do not support, or results that
+                differ by more than rounding.
+        """
+        self.layers = layers = eager.layers
+        config = layers.model.config.get_text_config()
+        reason = problem(config, layers.spec.dtype, layers.spec.device)
+        if reason:
+            raise UserError(f"model.backend=onnx cannot be used: {reason}; use model.backend=eager")
+        graph = build_graph(layers)
+        states = list(dict.fromkeys([layers.output, *layers.capture]))
+        self._captured = [(name, states.index(name)) for name in layers.capture]
+        self._outputs = graph.hidden_names
+        self._hidden_size, self._vocab_size = layers.hidden_size, layers.vocab_size
+        windows = {option.window for option in layers.options.values()}
+        self._session = CacheSession(graph, windows)
+        with torch.inference_mode():
+            refuse_wrong(self._sample(self), self._sample(eager), "model")
+
+    def run(
+        self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
+    ) -> RunnerOutput:
+        if len(rows) == 1:
+            return self._run_one(rows[0], hidden, logits_rows)
+        num_rows = sum(map(len, rows))
+        wanted = np.arange(num_rows) if logits_rows is None else np.sort(logits_rows)
+        outputs, start = [], 0
+        for part in rows:
+            stop = start + len(part)
+            if stop > start:
+                own = wanted[slice(*wanted.searchsorted([start, stop]))] - start
+                states = None if hidden is None else hidden[start:stop]
+                outputs.append(self._run_one(part, states, own))
+                start = stop
+        return selected_logits(concatenate(outputs), wanted, logits_rows)
+
+    def _run_one(
+        self, rows: Rows, hidden: Tensor | None, logits_rows: IntArray | None
+    ) -> RunnerOutput:
+        """One session call, over at least one row of one request."""
+        wants_logits = self.layers.wants_logits(logits_rows)
+        if not wants_logits:
+            logits_rows = _ONE_ROW
+        num_rows, num_logits = len(rows), None if logits_rows is None else len(logits_rows)
+        memory = self._session.memory(
+            (num_rows, num_logits), partial(self._arrays, num_rows, num_logits)
+        )
+        into = memory.inputs
+        if hidden is None:
+            into["tokens"][0] = rows.tokens
+        else:
+            into["hidden"][0] = hidden.numpy()
+        if self.layers.is_last and logits_rows is not None:
+            into["logits_rows"][:] = logits_rows
+        self._session.run(rows, memory)
+        states = memory.results()
+        logits = states.pop() if self.layers.is_last else None
+        return RunnerOutput(
+            hidden=states[0],
+            logits=logits if wants_logits else None,
+            captured={name: states[i] for name, i in self._captured},
+        )
+
+    def _arrays(
+        self, num_rows: int, num_logits: int | None
+    ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
+        """Input arrays and output shapes of passes of R rows and A logits rows (None: all)."""
+        rows = (1, num_rows)
+        inputs: dict[str, Array] = {"positions": np.empty(rows, np.int64)}
+        if self.layers.is_first:
+            inputs["tokens"] = np.empty(rows, np.int64)
+        else:
+            inputs["hidden"] = self._session.shared_array("hidden", (*rows, self._hidden_size))
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            self._outputs, (*rows, self._hidden_size)
+        )
+        if self.layers.is_last:
+            chosen = np.arange(num_rows if num_logits is None else num_logits)
+            inputs["logits_rows"] = chosen
+            shapes["logits"] = (1, len(chosen), self._vocab_size)
+        return inputs, shapes
+
+    def _sample(self, backend: Backend) -> list[Tensor]:
+        """Outputs of a backend on a small tree."""
+        places, half = np.arange(_SAMPLE), _SAMPLE // 2
+        hidden = None
+        if not self.layers.is_first:
+            generator = torch.Generator().manual_seed(0)
+            hidden = torch.randn(_SAMPLE, self._hidden_size, generator=generator)
+        cache = TreeCache(spec=self.layers.spec, capacity=_SAMPLE)
+        outputs = []
+        for part in (slice(0, half), slice(half, None)):
+            if not part.start:
+                rows = cache.rows(prefix_tokens=places[:half])
+            else:
+                rows = cache.rows(
+                    node_ids=places[:half],
+                    node_tokens=places[half:],
+                    # Two roots, and a chain below each.
+                    parent_ids=np.maximum(-1, places[:half] - 2),
+                    node_positions=half + places[:half] // 2,
+                )
+            output = backend.run([rows], None if hidden is None else hidden[part], None)
+            outputs.append(output.hidden if output.logits is None else output.logits)
+        return outputs

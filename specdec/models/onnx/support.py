@@ -1,0 +1,49 @@
+"""Which models ONNX Runtime can run here: ``model.backend=onnx``."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from transformers import PreTrainedConfig
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Families whose layers ``specdec.models.onnx.graph`` can write as a graph."""
+
+_FAMILIES = ", ".join(sorted(FAMILIES))
+_HEAD_SIZES = 16  # ONNX Runtime's rotary embeddings take multiples of it
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # tables of all positions exist
+_PACKAGES = ("onnx", "onnxruntime")
+
+
+def problem(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why ``model.backend=onnx`` cannot run models with this configuration; None if it can."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} cannot be imported: pip install {' '.join(missing)}"
+    if device.type != "cpu":
+        return f"it runs on a CPU only, and the models are on {device}"
+    if dtype != torch.float32:
+        return f"it computes in float32 only, not in {str(dtype).removeprefix('torch.')}"
+    return _unsupported(config)
+
+
+def _unsupported(config: PreTrainedConfig) -> str | None:
+    if config.model_type not in FAMILIES:
+        return f"it has no graphs of {config.model_type} models, only of {_FAMILIES}"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _ROPE_TYPES:
+        return f"rotary embeddings are {rope!r}, not one of {', '.join(_ROPE_TYPES)}"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"the activation {config.hidden_act!r} is not silu"
+    if head_size(config) % _HEAD_SIZES:
+        return f"the head size {head_size(config)} is not a multiple of {_HEAD_SIZES}"
+    return None
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """D of a model with this configuration."""
+    size: int = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return size
