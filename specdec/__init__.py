@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         stream,
         verify,
     )
+    from specdec.compose.presets import build
     from specdec.planning.job import plan
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "Step",
     "UserError",
     "__version__",
+    "build",
     "compare",
     "generate",
     "plan",

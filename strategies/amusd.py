@@ -3,34 +3,20 @@
 The draft drafts without stopping, one token per pass. The target verifies all tokens drafted so
 far, and waits only if there are none. A rejection prunes the draft's chain; the draft pass that
 runs at that moment is not interrupted, and its candidates are dropped.
-
-    parts = amusd.build(bench, ahead=12)
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec.compose.presets import build_preset
 from specdec.parts.fields import DraftCount, validated
 from specdec.policies.free_draft import FreeDraft
 from specdec.policies.tree_growth import ready_requests, unsubmitted
 from specdec.types import Nodes
 
 if TYPE_CHECKING:
-    from specdec.compose.workbench import Parts, Workbench
     from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
-
-
-def build(bench: Workbench, *, ahead: int | None = None, wait: bool | None = None) -> Parts:
-    """AMUSD on a target device and a draft device.
-
-    Args:
-        bench: models, clock and seed.
-        ahead, wait: see ``FreeRunning``.
-    """
-    return build_preset("amusd", bench, {"policy.ahead": ahead, "policy.wait": wait})
 
 
 class FreeRunning(FreeDraft):

@@ -4,8 +4,6 @@ The draft drafts without stopping. A copy of the target verifies each block of t
 is drafted, whether the blocks before it are verified or not; a new root is given to a copy at
 once. A rejection prunes all later blocks; copies that verify them finish, and their answers are
 dropped.
-
-    parts = dsi.build(bench, lookahead=4, replicas=4)
 """
 
 from __future__ import annotations
@@ -14,29 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.compose.presets import build_preset
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.free_draft import FreeDraft
 from specdec.policies.tree_growth import as_nodes, ready_requests
 from specdec.types import Nodes
 
 if TYPE_CHECKING:
-    from specdec.compose.workbench import Parts, Workbench
     from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
     from specdec.types import IntArray
-
-
-def build(bench: Workbench, *, lookahead: int | None = None, replicas: int | None = None) -> Parts:
-    """DSI on copies of the target and a draft device.
-
-    Args:
-        bench: models, clock and seed.
-        lookahead: see ``Blocks``.
-        replicas: copies of the target, the paper's SP.
-    """
-    keys = {"policy.lookahead": lookahead, "executor.replicas": replicas}
-    return build_preset("dsi", bench, keys)
 
 
 class Blocks(FreeDraft):

@@ -6,8 +6,6 @@ nodes that contradict the verdict are dropped from the caches, from the segments
 those that wait. While the stages compute, the draft draws a tree at the new root; it is merged with
 what is left of the old one, and its new nodes go down as further segments. A step without a verdict
 deepens the tree instead. A token that is not in the tree ends the round.
-
-    parts = flowspec.build(bench, segment=8, stages=4)
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import Field
 
-from specdec.compose.presets import build_preset
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, Index, expects, validated
 from specdec.policies.tree_growth import (
@@ -37,38 +34,9 @@ from specdec.types import Commit, CommitKind, IntArray, Nodes, Output
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specdec.compose.workbench import Parts, Workbench
     from specdec.state import DecodeState, RequestState
 
 NodeCount = Annotated[int, Field(ge=2), expects("it must be at least 2: root and a child")]
-
-
-def build(
-    bench: Workbench,
-    *,
-    nodes: int | None = None,
-    segment: int | None = None,
-    width: int | None = None,
-    children: int | None = None,
-    depth: int | None = None,
-    grown_nodes: int | None = None,
-    grown_segment: int | None = None,
-    idle_depth: int | None = None,
-    stages: int | None = None,
-) -> Parts:
-    """FlowSpec on a pipeline and a draft device.
-
-    Args:
-        bench: models, clock and seed.
-        nodes, segment, width, children, depth: of a round's tree, see ``FlowSpec``.
-        grown_nodes, grown_segment, idle_depth: see ``FlowSpec``.
-        stages: of the pipeline.
-    """
-    tree = {"nodes": nodes, "segment": segment, "width": width, "children": children}
-    grown = {"grown_nodes": grown_nodes, "grown_segment": grown_segment, "idle_depth": idle_depth}
-    keys = {**tree, "depth": depth, **grown}
-    policy = {f"policy.{name}": value for name, value in keys.items()}
-    return build_preset("flowspec", bench, {**policy, "executor.stages": stages})
 
 
 @dataclass(slots=True)

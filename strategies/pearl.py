@@ -5,8 +5,6 @@ verifies the root alone; its answer decides on the first of the tokens drafted m
 Rejected: the target's token is emitted, and the draft is dropped. Accepted: the other tokens go to
 the target in the next round. *Post-verify*: the target verifies the tokens of the last round and
 the first one of this round. If all are accepted the mode stays, else the next round pre-verifies.
-
-    parts = pearl.build(bench, gamma=5)
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from specdec.clocks import LatencyProfile
-from specdec.compose.presets import build_preset
-from specdec.interfaces import Events, TokenSource, TreePolicy, Verifier
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.chain import grow_chains
 from specdec.policies.pass_times import draft_passes
@@ -24,29 +21,12 @@ from specdec.tree import TokenTree
 from specdec.types import Nodes
 
 if TYPE_CHECKING:
-    from specdec.compose.workbench import Parts, Workbench
     from specdec.state import DecodeState
 
 Length = Literal["auto", "ratio", "until_ready"]
 AUTO, RATIO, UNTIL_READY = "auto", "ratio", "until_ready"
 
 _UNPRICED = 6  # draft tokens of "auto" without a profile of the times of passes
-
-
-def build(
-    bench: Workbench,
-    *,
-    gamma: int | Length | None = None,
-    verifier: Verifier | None = None,
-) -> Parts:
-    """PEARL on a target device and a draft device.
-
-    Args:
-        bench: models, clock and seed.
-        gamma: draft tokens per round; see ``Pearl``.
-        verifier: the preset's ``match`` if omitted; the paper has ``rejection``.
-    """
-    return build_preset("pearl", bench, {"policy.gamma": gamma}, verifier=verifier)
 
 
 class Pearl(TreePolicy):

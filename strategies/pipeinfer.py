@@ -8,8 +8,6 @@ skip them. A token that no run carried goes down the pipeline alone.
 A cut-off bounds speculation. Drafting stops at a token whose draft probability is below it. It
 rises with every run since the last verdict, so runs far ahead of the target need a surer draft, and
 falls with every attempt that had no token for a run.
-
-    parts = pipeinfer.build(bench, tokens=3, stages=4)
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.compose.presets import build_preset
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import DraftCount, NotNegative, Share, validated
 from specdec.policies.tree_growth import (
@@ -36,29 +33,7 @@ from specdec.types import Commit, IntArray, Nodes, Output
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specdec.compose.workbench import Parts, Workbench
     from specdec.state import DecodeState, RequestState
-
-
-def build(
-    bench: Workbench,
-    *,
-    tokens: int | None = None,
-    cutoff: float | None = None,
-    recovery: float | None = None,
-    decay: float | None = None,
-    stages: int | None = None,
-) -> Parts:
-    """PipeInfer on a pipeline and a draft device.
-
-    Args:
-        bench: models, clock and seed.
-        tokens, cutoff, recovery, decay: see ``PipeInfer``.
-        stages: of the pipeline.
-    """
-    run = {"policy.tokens": tokens, "policy.cutoff": cutoff}
-    moves = {"policy.recovery": recovery, "policy.decay": decay}
-    return build_preset("pipeinfer", bench, {**run, **moves, "executor.stages": stages})
 
 
 @dataclass(slots=True)

@@ -3,8 +3,6 @@
 The draft drafts without stopping. Every middle model verifies all tokens that the model before it
 has written, and replaces the first that differs by its own; the target verifies the tokens of the
 last middle model. After a difference the models before it continue from the new token.
-
-    parts = pipespec.build(bench, ahead=32)
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.compose.presets import build_preset
 from specdec.errors import UserError
 from specdec.parts.fields import DraftCount, Index, validated
 from specdec.policies.free_draft import FreePasses
@@ -31,23 +28,12 @@ from specdec.types import NO_NODE, Candidates, Nodes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specdec.compose.workbench import Parts, Workbench
     from specdec.interfaces import Events, TokenSource
     from specdec.state import DecodeState, RequestState
     from specdec.tree import TokenTree
     from specdec.types import Commit, Event, IntArray, Output
 
 _NO_TOKEN = -1  # prediction after a node beyond a model's positions, which any token equals
-
-
-def build(bench: Workbench, *, ahead: int | None = None, least: int | None = None) -> Parts:
-    """PipeSpec on a device for the target and one for each other model.
-
-    Args:
-        bench: models, clock and seed; the models have a middle one.
-        ahead, least: see ``FreeChain``.
-    """
-    return build_preset("pipespec", bench, {"policy.ahead": ahead, "policy.least": least})
 
 
 class FreeChain(FreePasses):

@@ -8,8 +8,6 @@ one of them (*hit*) finds its next chain drafted; any other (*miss*) has it draf
 The outcomes are unsubmitted nodes of the tree, so a verdict finds them as it finds any node. Under
 ``rejection`` they are the further samples of a node: tested in turn, they leave the target's
 distribution exact.
-
-    parts = ssd.build(bench, gamma=4, outcomes=16)
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from specdec.clocks import LatencyProfile
-from specdec.compose.presets import build_preset
-from specdec.interfaces import Events, TokenSource, TreePolicy, Verifier
+from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import DraftCount, NotNegative, expects, validated
 from specdec.policies.chain import first_path, grow_chains
 from specdec.policies.pass_times import draft_passes
@@ -38,35 +35,12 @@ from specdec.tree import TokenTree
 from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
-    from specdec.compose.workbench import Parts, Workbench
     from specdec.state import DecodeState, RequestState
 
 AUTO = "auto"
 _UNPRICED, _MOST = 4, 8  # draft tokens of "auto": without a profile, and at most
 _OPEN_SHARE = expects("it must be a number above 0 and below 1")
 OpenShare = Annotated[float, Field(gt=0, lt=1), _OPEN_SHARE]
-
-
-def build(
-    bench: Workbench,
-    *,
-    gamma: int | Literal["auto"] | None = None,
-    outcomes: int | None = None,
-    acceptance: float | None = None,
-    power: float | None = None,
-    spend: Literal["shares", "scores"] | None = None,
-    verifier: Verifier | None = None,
-) -> Parts:
-    """SSD on a target device and a draft device.
-
-    Args:
-        bench: models, clock and seed.
-        gamma, outcomes, acceptance, power, spend: see ``Ssd``.
-        verifier: the preset's ``match`` if omitted.
-    """
-    tree = {"policy.gamma": gamma, "policy.outcomes": outcomes}
-    shape = {"policy.acceptance": acceptance, "policy.power": power, "policy.spend": spend}
-    return build_preset("ssd", bench, {**tree, **shape}, verifier=verifier)
 
 
 def fan_outs(*, gamma: int, outcomes: int, acceptance: float, power: float) -> list[int]:

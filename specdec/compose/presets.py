@@ -9,45 +9,63 @@ from typing import Any
 from specdec.compose.build import build_parts
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
+from specdec.errors import UserError
 from specdec.interfaces import Verifier
+from specdec.pairs.build import build_pair
+from specdec.parts.suggest import did_you_mean
+
+_SECTIONS = ("source", "policy", "verifier", "executor", "serving")
 
 
-def build_preset(
-    name: str,
-    bench: Workbench,
-    keys: Mapping[str, Any] | None = None,
-    *,
-    verifier: Verifier | None = None,
+def build(
+    preset: str, bench: Workbench | None = None, *, verifier: Verifier | None = None, **keys: Any
 ) -> Parts:
-    """Builds the strategy that ``strategy=NAME`` runs on the command line.
+    """The parts of the strategy that ``strategy=NAME`` runs on the command line.
 
-        parts = build_preset("specpipe", Workbench(pair), {"policy.width": 32})
+        parts = specdec.build("specpipe", width=4, stages=4)
+        parts = specdec.build("speculative", Workbench(pair), verifier=RejectionVerifier())
 
     Args:
-        name: preset.
-        bench: models, clock and seed.
-        keys: configuration keys to values; None keeps the preset's value. A key without a dot
-            chooses an option of a group, as in ``{"executor": "pipeline"}``.
+        preset: its name (``specdec list strategies``).
+        bench: models, clock and seed. Default: those of the configuration, the bundled pair on the
+            wall clock.
         verifier: replaces the preset's.
+        keys: values of the preset's parts by the names of their keys (``width`` for
+            ``policy.width``), or by whole names in ``**{"policy.width": 4}``; a group's name
+            chooses an option (``executor="pipeline"``). None keeps the preset's value. ``stages``
+            puts a preset of one device on a pipeline.
 
     Raises:
         UserError: an unknown preset, key or option, a bad value, or parts that do not fit together.
     """
-    changed = {key: value for key, value in (keys or {}).items() if value is not None}
-    words = [f"{key}={_text(value)}" for key, value in changed.items()]
-    config = compose_config([f"strategy={name}", *words]).values
+    words = [f"strategy={preset}"]
+    config = compose_config(words).values
+    changed = {key: value for key, value in keys.items() if value is not None}
+    if "stages" in changed and "stages" not in config["executor"]:
+        changed = {"executor": "pipeline", **changed, "executor.stages": changed["stages"]}
+        del changed["stages"]
+    words += [f"{_whole_name(key, config)}={_text(value)}" for key, value in changed.items()]
+    config = compose_config(words).values
+    if bench is None:
+        bench = Workbench(build_pair(config["model"]), seed=int(config["seed"]))
     return build_parts(config, bench, verifier=verifier)
+
+
+def _whole_name(key: str, config: Mapping[str, Any]) -> str:
+    """``width`` -> ``policy.width``, of the sections that a preset has."""
+    if "." in key or key in _SECTIONS:
+        return key
+    sections = {name: config.get(name) or {} for name in _SECTIONS}
+    found = [name for name, section in sections.items() if key in section]
+    if len(found) == 1:
+        return f"{found[0]}.{key}"
+    if found:
+        names = " or ".join(f"{section}.{key}" for section in found)
+        raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
+    known = {name for section in sections.values() for name in section if name != "_target_"}
+    raise UserError(f"the preset's parts have no key {key!r}: {did_you_mean(key, known)}")
 
 
 def _text(value: Any) -> str:
     """A value in Hydra's grammar."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def on_pipeline(stages: int | None) -> dict[str, str | int | None]:
-    """Keys that put a preset of one device on a pipeline.
-
-    Args:
-        stages: of the pipeline; None keeps the preset on one device.
-    """
-    return {} if stages is None else {"executor": "pipeline", "executor.stages": stages}

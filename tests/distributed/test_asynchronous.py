@@ -11,7 +11,7 @@ import pytest
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Timeline
 from specdec.clocks.wall import MeasuredClock, PacedClock
-from specdec.compose.presets import build_preset
+from specdec.compose.presets import build
 from specdec.compose.workbench import Workbench
 from specdec.distributed.ranks import Ranks
 from tests import toys
@@ -46,7 +46,7 @@ def decoded(preset: str, kind: str, stages: int, batch_size: int) -> Timeline:
     ranks = Ranks(model={"kind": "random", **toys.MODEL}, clock=CLOCKS[kind], threads=1)
     bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, meter=None, ranks=ranks)
     keys = {"executor.stages": stages, "executor.transport": "distributed"}
-    parts = build_preset(preset, bench, keys)
+    parts = build(preset, bench, **keys)
     wanted = toys.cases(12)
     try:
         toys.assert_plain(decode_cases(parts, wanted, batch_size=batch_size), wanted)

@@ -10,7 +10,7 @@ import pytest
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Timeline
 from specdec.clocks.wall import MeasuredClock
-from specdec.compose.presets import build_preset
+from specdec.compose.presets import build
 from specdec.compose.workbench import Workbench
 from specdec.distributed.executor import DistributedExecutor
 from specdec.distributed.ranks import Ranks
@@ -37,7 +37,7 @@ def test_lossless_and_traced(preset: str, groups: str, keep_ranks: Callable[...,
     )
     clock = MeasuredClock(timeline=Timeline())
     bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, ranks=ranks)
-    parts = build_preset(preset, bench, keys)
+    parts = build(preset, bench, **keys)
     executor = parts.executor
     assert isinstance(executor, DistributedExecutor)
     wanted = toys.cases(12)[:6]

@@ -10,7 +10,7 @@ import pytest
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Timeline
 from specdec.clocks.wall import MeasuredClock, PacedClock
-from specdec.compose.presets import build_preset
+from specdec.compose.presets import build
 from specdec.compose.workbench import Workbench
 from specdec.distributed import GroupHandle
 from specdec.distributed.ranks import Ranks
@@ -29,7 +29,7 @@ def decoded_over_processes() -> list[dict[str, Any]]:
     """Decodes, asserts plain decoding's output, and leaves while a copy is still at work."""
     clock = MeasuredClock(timeline=Timeline())
     bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, ranks=RANKS)
-    parts = build_preset("dsi", bench, KEYS)
+    parts = build("dsi", bench, **KEYS)
     executor = parts.executor
     assert isinstance(executor, ReplicasExecutor)
     wanted = toys.cases(12)[:6]
@@ -68,4 +68,4 @@ def test_paced_processes_are_refused() -> None:
     clock = PacedClock(toys.profile(4.0, 2.0))
     bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, ranks=RANKS)
     with pytest.raises(UserError, match="paces the processes of one target"):
-        build_preset("dsi", bench, KEYS)
+        build("dsi", bench, **KEYS)

@@ -7,14 +7,16 @@ texts. The bound is 5 %; at the ends, prompts and last rounds, up to 2 % of it i
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
+from specdec.compose.presets import build
 from specdec.compose.workbench import Parts
 from specdec.metrics.asynchronous import amusd_time, pearl_time, ssd_hit_rate, ssd_time
 from specdec.state import RequestState
 from specdec.types import Batch, Output
-from strategies import amusd, pearl, ssd
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd, fan_outs
 from tests import toys
@@ -68,7 +70,7 @@ def test_pearl_takes_the_time_of_its_law(
     alpha: float, gamma: int, target: float, draft: float
 ) -> None:
     time, _ = decoded(
-        pearl.build(one_class_bench(alpha, target, draft), gamma=gamma),
+        build("pearl", one_class_bench(alpha, target, draft), gamma=gamma),
         num_requests=16,
         batch_size=16,
     )
@@ -84,7 +86,7 @@ def test_pearls_law_at_its_ends(alpha: float, tokens_per_round: float) -> None:
 
 def test_pearl_pre_verifies_after_a_miss_and_post_verifies_after_a_hit() -> None:
     """Rows of each pass: the root alone, or the gamma tokens of the round before."""
-    parts = pearl.build(one_class_bench(0.7, 10.0, 2.0), gamma=4)
+    parts = build("pearl", one_class_bench(0.7, 10.0, 2.0), gamma=4)
     rows: list[int] = []
     kinds: list[str] = []
     submit = parts.executor.submit
@@ -123,8 +125,9 @@ def test_gamma_is_the_ratio_of_pass_times(
 @pytest.mark.parametrize(("target", "draft", "gamma"), [(10.0, 2.1, 5), (10.0, 3.0, 4)])
 def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: int) -> None:
     """It begins no pass after the target's has ended."""
+    bench = partial(one_class_bench, 0.8, target, draft)
     times = [
-        decoded(pearl.build(one_class_bench(0.8, target, draft), gamma=chosen), num_requests=1)[0]
+        decoded(build("pearl", bench(), gamma=chosen), num_requests=1)[0]
         for chosen in ("until_ready", gamma)
     ]
     assert times[0] == pytest.approx(times[1])
@@ -145,7 +148,7 @@ def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: 
 def test_ssd_takes_the_time_of_its_law(
     alpha: float, gamma: int, outcomes: int, target: float, draft: float
 ) -> None:
-    parts = ssd.build(one_class_bench(alpha, target, draft), gamma=gamma, outcomes=outcomes)
+    parts = build("ssd", one_class_bench(alpha, target, draft), gamma=gamma, outcomes=outcomes)
     policy = parts.policy
     assert isinstance(policy, Ssd)
     time, requests = decoded(parts, num_requests=10)
@@ -186,7 +189,7 @@ def test_the_fan_out_is_the_best_for_its_law(alpha: float, power: float) -> None
 def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
     """Draft passes of a round: gamma + 1 beside the target, and gamma before it after a miss."""
     gamma = 4
-    parts = ssd.build(one_class_bench(0.7, 10.0, 2.0), gamma=gamma)
+    parts = build("ssd", one_class_bench(0.7, 10.0, 2.0), gamma=gamma)
     passes: list[int] = []
     submit, counters = parts.executor.submit, parts.source.counters
     collect = parts.executor.collect
@@ -225,14 +228,16 @@ def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
     ],
 )
 def test_amusd_takes_the_time_of_its_law(alpha: float, target: float, draft: float) -> None:
-    time, _ = decoded(amusd.build(one_class_bench(alpha, target, draft), ahead=64), num_requests=8)
+    time, _ = decoded(
+        build("amusd", one_class_bench(alpha, target, draft), ahead=64), num_requests=8
+    )
     assert time == pytest.approx(amusd_time(alpha=alpha, target=target, draft=draft), rel=BOUND)
 
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
     """Batches of the root alone: none but at the end of a text, or one after every miss."""
-    parts = amusd.build(one_class_bench(0.7, 10.0, 3.0), wait=wait)
+    parts = build("amusd", one_class_bench(0.7, 10.0, 3.0), wait=wait)
     lonely = 0
     submit = parts.executor.submit
 

@@ -12,6 +12,7 @@ from specdec.certify.certify import certify
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Clock, MeasuredClock, SimulatedClock, Timeline
 from specdec.compose.build import compose
+from specdec.compose.presets import build
 from specdec.compose.workbench import Workbench
 from specdec.config.hydra import compose_config
 from specdec.config.job import run_job_of
@@ -20,7 +21,6 @@ from specdec.executors import target_copy
 from specdec.executors.replicas import ReplicasExecutor
 from specdec.metrics.asynchronous import dsi_time
 from specdec.types import Batch
-from strategies import dsi
 from tests import toys
 from tests.laws import greedy_request, one_class, one_class_bench
 from tests.sampled import sampled
@@ -50,7 +50,7 @@ def test_it_takes_the_time_of_its_law(
 ) -> None:
     bench = one_class_bench(alpha, target, draft)
     replicas = enough(lookahead, target, draft)
-    time, _ = decoded(dsi.build(bench, lookahead=lookahead, replicas=replicas), num_requests=8)
+    time, _ = decoded(build("dsi", bench, lookahead=lookahead, replicas=replicas), num_requests=8)
     law = dsi_time(alpha=alpha, lookahead=lookahead, target=target, draft=draft)
     assert time == pytest.approx(law, rel=BOUND)
 
@@ -64,7 +64,7 @@ def test_the_law_at_its_ends() -> None:
 def test_one_copy_does_not_keep_the_law() -> None:
     """A control: the blocks of one target take turns."""
     bench = one_class_bench(0.8, 10.0, 2.0)
-    time, _ = decoded(dsi.build(bench, lookahead=2, replicas=1), num_requests=2)
+    time, _ = decoded(build("dsi", bench, lookahead=2, replicas=1), num_requests=2)
     assert time > 1.2 * dsi_time(alpha=0.8, lookahead=2, target=10.0, draft=2.0)
 
 
@@ -76,14 +76,14 @@ def test_the_output_is_that_of_plain_decoding(
 ) -> None:
     clock: Clock = MeasuredClock() if measured else toys.simulated(10.0, 2.0)
     bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock)
-    parts = dsi.build(bench, lookahead=2, replicas=replicas)
+    parts = build("dsi", bench, lookahead=2, replicas=replicas)
     wanted = toys.cases(12)
     toys.assert_plain(decode_cases(parts, wanted, batch_size=batch_size), wanted)
 
 
 def test_copies_work_at_the_same_time_and_answers_overtake() -> None:
     clock = SimulatedClock(toys.profile(10.0, 2.0), timeline=Timeline())
-    parts = dsi.build(Workbench(one_class(0.9), clock=clock), lookahead=1, replicas=4)
+    parts = build("dsi", Workbench(one_class(0.9), clock=clock), lookahead=1, replicas=4)
     rows: list[int] = []
     submit = parts.executor.submit
 

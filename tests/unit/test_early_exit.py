@@ -6,6 +6,7 @@ Letters: N layers of the target, E layers before the exit, S layers of a stage.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from math import ceil
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from experiments.ppsd import laws
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.compose.presets import build
 from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
 from specdec.executors.layout import FrontPlan
@@ -40,7 +42,6 @@ from specdec.train.exits import (
 )
 from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Nodes
-from strategies import eesd, ppsd
 from tests.pretrained import pretrained
 from tests.shapes import small_llama
 
@@ -108,7 +109,7 @@ class TestOncePerLayer:
         watch = Watch()
         keys = {"num_layers": 4, "exit_layer": 2, **SIZES}
         models = ObservedPair.of(watch, **keys)
-        parts = eesd.build(Workbench(models, seed=1), gamma=3)
+        parts = build("eesd", Workbench(models, seed=1), gamma=3)
         state = parts.new_state()
         watch.parts(parts, state)
         with torch.inference_mode():
@@ -150,7 +151,7 @@ class TestSchedule:
     ) -> None:
         """PPSD 4.2: with S = E one step per accepted token; with S < E, E / S of them."""
         models = pair(num_layers=8, exit_layer=exit_layer)
-        _, times = simulated(models, ppsd.build, stages=stages)
+        _, times = simulated(models, partial(build, "ppsd"), stages=stages)
         steps = np.diff(times)
         size = exit_layer if stages == ceil(8 / exit_layer) else 8 / stages
         assert set(Counter(steps.tolist())) == {exit_layer / size * STAGE_S, stages * STAGE_S}
@@ -158,7 +159,7 @@ class TestSchedule:
     def test_a_round_of_eesd_costs_gamma_e_plus_n(self) -> None:
         """The denominator of Eq. 4, in stages of E layers."""
         gamma, stages = 3, 4
-        _, times = simulated(pair(num_layers=8, exit_layer=2), eesd.build, gamma=gamma)
+        _, times = simulated(pair(num_layers=8, exit_layer=2), partial(build, "eesd"), gamma=gamma)
         rounds = np.diff(np.unique(times))[:-2]  # drafts are cut short at the end of the request
         assert set(rounds.tolist()) == {(gamma + stages) * STAGE_S}
 
@@ -224,7 +225,7 @@ class TestHeads:
         case = cases(1)[0]
         request = case.request()
         front.open(request.id, request.num_prompt + request.stop.max_new_tokens)
-        parts = eesd.build(bench, gamma=1)
+        parts = build("eesd", bench, gamma=1)
         state = parts.new_state()
         state.requests[request.id] = request
         _, logits = front.logits(state, Nodes(((request.id, request.tree.ids[:1]),)))

@@ -31,6 +31,7 @@ from specdec.certify.laws import (
 )
 from specdec.clocks import CONTROLLER, Work
 from specdec.clocks.meter import Meter
+from specdec.compose.presets import build
 from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
 from specdec.interfaces import TokenSource, TreePolicy
@@ -44,7 +45,6 @@ from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, load_hf, save_hf
 from specdec.types import Candidates, HiddenName, Needs, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
-from strategies import medusa
 from strategies.medusa import MedusaSource
 from strategies.staged import StagedSource
 from tests.laws import least_p_value
@@ -197,7 +197,7 @@ def rejecting_p_value() -> float:
     tree has a hidden state already.
     """
     bench = Workbench(TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE), seed=1)
-    parts = medusa.build(bench, heads=2, branching=(3, 2), verifier=RejectionVerifier())
+    parts = build("medusa", bench, heads=2, branching=(3, 2), verifier=RejectionVerifier())
     return least_p_value(parts, 300, num_tokens=3, batch_size=150)
 
 
@@ -291,7 +291,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"heads=0"):
             MedusaSource(pair=bench.pair, clock=bench.clock, meter=bench.meter, heads=0)
         with pytest.raises(UserError, match="model=random"):
-            medusa.build(Workbench(build_pair({"kind": "synthetic"})))
+            build("medusa", Workbench(build_pair({"kind": "synthetic"})))
         with pytest.raises(ValueError, match="source=mixture"):
             StagedSource(draft=head_source(bench), cheap=RandomSource(vocab_size=VOCAB))
         late = EarlyExitSource(pair=models)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from experiments.ppsd.laws import eq4_speedup, eq6_speedup
+from specdec.compose.presets import build
 from specdec.compose.workbench import Workbench
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
@@ -19,7 +21,6 @@ from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, ObservedPair, RandomPair, Watch, decode_cases
 from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
-from strategies import multi_exit
 from strategies.multi_exit import MultiExitSource
 from strategies.multi_exit.source import ExitChances, eesd_saving, ppsd_saving
 from tests.exits import going_on
@@ -81,7 +82,7 @@ class TestCost:
         """In a pipeline, steps up to the exit for a hit and all of them for a miss."""
         chosen_by(monkeypatch, lambda other, _: float(other == at))
         models = pair(num_layers=8, exit_layer=2)
-        _, times = simulated(models, multi_exit.build, further_exits=[6])
+        _, times = simulated(models, partial(build, "ppsd_multi"), further_exits=[6])
         assert set(Counter(np.diff(times).tolist())) == {(1.0, 3.0)[at], 4.0}
 
     @pytest.mark.parametrize("at", [0, 1])
@@ -91,7 +92,7 @@ class TestCost:
         """Eq. 4's denominator with the exit's own depth: gamma E + N."""
         chosen_by(monkeypatch, lambda other, _: float(other == at))
         models = pair(num_layers=8, exit_layer=2)
-        _, times = simulated(models, multi_exit.build, gamma=2, further_exits=[6])
+        _, times = simulated(models, partial(build, "eesd_multi"), gamma=2, further_exits=[6])
         rounds = np.diff(np.unique(times))[:-2]  # drafts are cut short at the end
         assert set(rounds.tolist()) == {2 * (1.0, 3.0)[at] + 4.0}
 
@@ -99,7 +100,7 @@ class TestCost:
         went_on = chosen_by(monkeypatch, by_token)
         watch = Watch()
         models = ObservedPair.of(watch, **{"num_layers": 6, "exit_layer": 2, **SIZES})
-        parts = multi_exit.build(Workbench(models, seed=1), gamma=3)
+        parts = build("eesd_multi", Workbench(models, seed=1), gamma=3)
         state = parts.new_state()
         watch.parts(parts, state)
         with torch.inference_mode():
@@ -126,12 +127,14 @@ class TestSampled:
 
         monkeypatch.setattr(ExitChances, "learn", learn)
         models: RandomPair = pair(num_layers=6, exit_layer=2)
-        parts = multi_exit.build(Workbench(models, seed=1), gamma=2, verifier=RejectionVerifier())
+        parts = build(
+            "eesd_multi", Workbench(models, seed=1), gamma=2, verifier=RejectionVerifier()
+        )
         state = parts.new_state()
         with torch.inference_mode():
             for _ in parts.decode(state, [cases(1)[0].request()]):
                 pass
-        matched = multi_exit.build(Workbench(models, seed=1), gamma=2)
+        matched = build("eesd_multi", Workbench(models, seed=1), gamma=2)
         with pytest.raises(AssertionError, match="learned"):
             assert_equal_to_plain(models, matched)
 
@@ -162,7 +165,7 @@ class TestSampled:
 
         monkeypatch.setattr(MultiExitSource, "_prefers_later", noting)
         bench = Workbench(pair(num_layers=6, exit_layer=2), seed=1)
-        parts = multi_exit.build(bench, stages=stages, verifier=RejectionVerifier())
+        parts = build("ppsd_multi", bench, stages=stages, verifier=RejectionVerifier())
         stop, rule = StopRules(max_new_tokens=3), SamplingParams(temperature=0.5)
         prompts = [(token,) for token in range(6) for _ in range(10)]
         requests = [Case(i, "", prompt, rule, stop) for i, prompt in enumerate(prompts)]
@@ -178,7 +181,7 @@ class TestSampled:
     def sampled(self, rules: ServingRules, batch_size: int) -> dict[int, tuple[int, ...]]:
         """Tokens by request, of a pipeline whose exits are of its first and third stage."""
         bench = Workbench(pair(num_layers=6, exit_layer=2), seed=1)
-        built = multi_exit.build(bench, stages=6, verifier=RejectionVerifier())
+        built = build("ppsd_multi", bench, stages=6, verifier=RejectionVerifier())
         parts = replace(built, serving=rules)
         found = decode_cases(parts, cases(3, tokens=8), batch_size=batch_size, prefill_chunk=3)
         return {request: decoded.output for request, decoded in found.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec.compose.presets import build
 from specdec.compose.workbench import Workbench
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
@@ -19,7 +20,6 @@ from specdec.sources.katz import KatzModel
 from specdec.state import StopRules
 from specdec.testing import Case, decode_cases
 from specdec.train.model import LanguageModel, save_hf
-from strategies import autoregressive, leviathan2023
 from tests.shapes import small_llama
 
 
@@ -33,8 +33,8 @@ def test_two_paths_make_a_pair(tmp_path: Path) -> None:
     cases = [
         Case(i, "", (1, 2 + i), SamplingParams(), StopRules(max_new_tokens=8)) for i in range(2)
     ]
-    fast = decode_cases(leviathan2023.build(Workbench(pair)), cases)
-    plain = decode_cases(autoregressive.build(Workbench(pair)), cases)
+    fast = decode_cases(build("speculative", Workbench(pair)), cases)
+    plain = decode_cases(build("ar", Workbench(pair)), cases)
     assert [fast[i].output for i in range(2)] == [plain[i].output for i in range(2)]
 
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from specdec.compose.presets import build
 from specdec.compose.workbench import Parts
 from specdec.metrics.pipelines import flowspec_time, pipeinfer_time
 from specdec.types import Batch
-from strategies import flowspec, pipeinfer
 from tests.laws import greedy_request, one_class, one_class_bench
 
 pytestmark = pytest.mark.slow
@@ -74,7 +74,7 @@ def test_pipeinfer_takes_the_time_of_its_law(
     decay: float,
 ) -> None:
     run = {"tokens": tokens, "cutoff": cutoff, "recovery": recovery, "decay": decay}
-    parts = pipeinfer.build(one_class_bench(alpha, 10.0, draft), stages=stages, **run)  # type: ignore[arg-type]
+    parts = build("pipeinfer", one_class_bench(alpha, 10.0, draft), stages=stages, **run)  # type: ignore[arg-type]
     law = pipeinfer_time(alpha=alpha, stages=stages, stage=10.0, draft=draft, **run)  # type: ignore[arg-type]
     assert milliseconds_per_token(parts) == pytest.approx(law, rel=BOUND)
 
@@ -106,7 +106,7 @@ def test_the_bound_would_see_another_size(wrong: dict[str, int]) -> None:
 
 def test_a_run_enters_every_step_and_a_miss_sends_the_root_alone() -> None:
     """Without a cut-off: after a miss the root, then runs of ``tokens`` behind each other."""
-    parts = pipeinfer.build(one_class_bench(0.7, 10.0, 1.0), stages=4, tokens=3, cutoff=0.0)
+    parts = build("pipeinfer", one_class_bench(0.7, 10.0, 1.0), stages=4, tokens=3, cutoff=0.0)
     steps = submitted(parts)[1:100]  # far from the end of the text, where runs are cut
     assert {"miss", "hit", ""} == {kind for _, kind in steps}
     for (_, kind), (size, _) in pairwise(steps):
@@ -116,7 +116,7 @@ def test_a_run_enters_every_step_and_a_miss_sends_the_root_alone() -> None:
 def test_the_cutoff_rises_with_runs_and_falls_with_fruitless_attempts() -> None:
     """Before the first verdict: 0.5, 0.6, 0.7 begin runs, 0.8 (above 0.75) none, 0.7 one, ..."""
     run = {"tokens": 1, "cutoff": 0.5, "recovery": 0.1, "decay": 0.1}
-    parts = pipeinfer.build(one_class_bench(0.75, 10.0, 1.0), stages=8, **run)  # type: ignore[arg-type]
+    parts = build("pipeinfer", one_class_bench(0.75, 10.0, 1.0), stages=8, **run)  # type: ignore[arg-type]
     sizes = "".join(str(size) for size, _ in submitted(parts)[:8])
     assert sizes == "11110101"
 
@@ -124,7 +124,7 @@ def test_the_cutoff_rises_with_runs_and_falls_with_fruitless_attempts() -> None:
 def test_a_contradicted_run_is_cancelled_half_way() -> None:
     """Later stages compute fewer rows than the first: those of cancelled runs are skipped."""
     stages = 6
-    parts = pipeinfer.build(one_class_bench(0.5, 10.0, 1.0), stages=stages, tokens=2, cutoff=0.0)
+    parts = build("pipeinfer", one_class_bench(0.5, 10.0, 1.0), stages=stages, tokens=2, cutoff=0.0)
     milliseconds_per_token(parts, 1)
     rows = parts.executor.stage_rows  # type: ignore[attr-defined]
     assert rows == sorted(rows, reverse=True)
@@ -156,7 +156,7 @@ def test_flowspec_takes_the_time_of_its_law(
     width, depth = nodes // 3, nodes // 3
     sizes = {"segment": segment, "grown_segment": segment, "nodes": nodes, "grown_nodes": nodes}
     beam = {"width": width, "children": width, "depth": depth}
-    parts = flowspec.build(one_class_bench(alpha, 10.0, draft), stages=stages, **sizes, **beam)
+    parts = build("flowspec", one_class_bench(alpha, 10.0, draft), stages=stages, **sizes, **beam)
     law = flowspec_time(
         ranks=ranks(alpha)[:width],
         segment=segment,

@@ -8,6 +8,7 @@ import pytest
 
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Clock, CostCurve, LatencyProfile, SimulatedClock, Timeline
+from specdec.compose.presets import build
 from specdec.compose.workbench import Parts, Workbench
 from specdec.metrics.asynchronous import pipespec_time
 from specdec.pairs import RandomPair, build_pair
@@ -15,7 +16,6 @@ from specdec.sources import Background, DraftModelSource, ModelChain
 from specdec.state import RequestState
 from specdec.types import Batch
 from specdec.verifiers import MatchVerifier
-from strategies import pipespec
 from strategies.pipespec import FreeChain
 from tests import toys
 from tests.laws import greedy_request
@@ -56,7 +56,7 @@ def test_it_takes_the_time_of_its_law(
 ) -> None:
     clock = clock_of(target, middle, draft)
     bench = Workbench(synthetic(draft_right, middle_right), clock=clock)
-    time, _ = decoded(pipespec.build(bench, ahead=64), num_requests=NUM_REQUESTS)
+    time, _ = decoded(build("pipespec", bench, ahead=64), num_requests=NUM_REQUESTS)
     law = pipespec_time(
         draft_right=draft_right,
         middle_right=middle_right,
@@ -101,7 +101,7 @@ def run(parts: Parts) -> RequestState:
 @pytest.mark.parametrize("least", [1, 4])
 def test_the_target_waits_for_as_many_tokens(least: int) -> None:
     bench = Workbench(synthetic(0.7, 0.9), clock=clock_of(12.0, 3.0, 1.0))
-    parts = pipespec.build(bench, least=least)
+    parts = build("pipespec", bench, least=least)
     rows: list[int] = []
     submit = parts.executor.submit
 
@@ -119,6 +119,6 @@ def test_the_middle_model_lifts_acceptance() -> None:
     shares = []
     for middle_right in (0.6, 0.95):
         bench = Workbench(synthetic(0.6, middle_right), clock=clock_of(12.0, 3.0, 1.0))
-        counters = run(pipespec.build(bench)).counters
+        counters = run(build("pipespec", bench)).counters
         shares.append(counters.misses / counters.answers)
     assert shares[1] < 0.5 * shares[0]

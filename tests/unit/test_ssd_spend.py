@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from specdec.compose.presets import build
 from specdec.compose.workbench import Workbench
 from specdec.pairs import build_pair
-from strategies import pearl, ssd
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd
 from tests import toys
@@ -25,7 +25,7 @@ def test_scores_hit_more_than_shares_where_positions_differ() -> None:
     found = {}
     for spend in ("shares", "scores"):
         bench = Workbench(models, clock=toys.simulated(10.0, 2.5))
-        parts = ssd.build(bench, gamma=3, outcomes=8, spend=spend)
+        parts = build("ssd", bench, gamma=3, outcomes=8, spend=spend)
         time, requests = decoded(parts, num_requests=3)
         found[spend] = hit_rate(requests), time
     assert found["scores"][0] > found["shares"][0] + 0.03
@@ -35,8 +35,12 @@ def test_scores_hit_more_than_shares_where_positions_differ() -> None:
 def test_scores_are_spent_on_the_most_probable_outcomes() -> None:
     """Of all untaken candidates of the chain no one is more probable than a chosen outcome."""
     models = build_pair({"kind": "synthetic", **CLASSES, "vocab_size": 4096})
-    parts = ssd.build(
-        Workbench(models, clock=toys.simulated(10.0, 2.5)), gamma=3, outcomes=8, spend="scores"
+    parts = build(
+        "ssd",
+        Workbench(models, clock=toys.simulated(10.0, 2.5)),
+        gamma=3,
+        outcomes=8,
+        spend="scores",
     )
     one, checked = greedy_request(1, 60), 0
     collect = parts.executor.collect
@@ -67,7 +71,7 @@ def test_lengths_follow_the_profile(
     target: float, draft: float, of_pearl: int, of_ssd: int
 ) -> None:
     bench = Workbench(toys.pair(), clock=toys.simulated(target, draft))
-    first, second = pearl.build(bench).policy, ssd.build(bench).policy
+    first, second = build("pearl", bench).policy, build("ssd", bench).policy
     assert isinstance(first, Pearl)
     assert isinstance(second, Ssd)
     assert (first.gamma, second.gamma) == (of_pearl, of_ssd)
