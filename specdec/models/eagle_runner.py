@@ -119,7 +119,6 @@ class EagleRunner:
 
     @property
     def vocab_size(self) -> int:
-        """V, of the target."""
         return self.head.config.vocab_size
 
     @property

@@ -46,7 +46,6 @@ class HeadWeights:
 
     @property
     def num_parameters(self) -> int:
-        """Number of stored weights."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
 

@@ -53,7 +53,6 @@ class FrozenModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.model.device
 
     def autocast(self) -> torch.autocast:
@@ -62,11 +61,9 @@ class FrozenModel(nn.Module):
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=lower)
 
     def get_input_embeddings(self) -> Any:
-        """The model's embeddings."""
         return self.model.get_input_embeddings()
 
     def get_output_embeddings(self) -> Any:
-        """The model's output head."""
         return self.model.get_output_embeddings()
 
     def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
@@ -119,7 +116,6 @@ class _OneLayer:
         return logits
 
     def run(self, layer: nn.Module, x_BSE: Tensor) -> Tensor:
-        """Output of ``layer`` for the input ``x_BSE``."""
         found: dict[int, Tensor] = {}
         self._layers[0] = layer
         hooks = (

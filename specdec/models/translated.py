@@ -32,7 +32,6 @@ class TranslatedDraft:
     def __init__(
         self, runner: ModelRunner, translation: Translation, *, vocab_size: int, weight_bytes: int
     ) -> None:
-        """Stores them."""
         self.runner, self.translation = runner, translation
         self.vocab_size, self.weight_bytes = vocab_size, weight_bytes
 

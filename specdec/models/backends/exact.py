@@ -201,8 +201,6 @@ class Exact(Backend):
 
 
 class _Activation(nn.Module):
-    """An activation in pieces."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self._inner = inner

@@ -192,8 +192,6 @@ class _Shape(NamedTuple):
 
 
 class _StaticStep(Step):
-    """The plan of a pass over static buffers."""
-
     def __init__(self, shape: _Shape, inputs: Inputs, eager: Eager) -> None:
         super().__init__(first_layer=eager.layers.first_layer, hidden=inputs.hidden)
         self._kernel = eager.kernel

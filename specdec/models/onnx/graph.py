@@ -134,7 +134,6 @@ class GraphWriter:
         return outputs
 
     def declare(self, where: list[Any], name: str, kind: int, shape: Sequence[int | str]) -> str:
-        """Declares an input or output of the graph."""
         from onnx import helper
 
         where.append(helper.make_tensor_value_info(name, kind, shape))
@@ -146,11 +145,9 @@ class GraphWriter:
         self.declare(self.outputs, name, _FLOAT, shape)
 
     def declare_floats(self, name: str, shape: Sequence[int | str]) -> str:
-        """Declares an input of float32."""
         return self.declare(self.inputs, name, _FLOAT, shape)
 
     def declare_indices(self, name: str, shape: Sequence[int | str]) -> str:
-        """Declares an input of int64."""
         return self.declare(self.inputs, name, _INT64, shape)
 
     def declare_rows(self) -> None:
@@ -236,7 +233,6 @@ class GraphWriter:
         )[0]
 
     def head_norm(self, module: nn.Module, value: str, heads: int, size: int) -> str:
-        """Norm over each head's own entries."""
         apart = self.op("Reshape", value, self.constant(f"apart_{heads}", [1, -1, heads, size]))
         normed, _ = self.norm(module, apart, None)
         return self.op("Reshape", normed, self.constant(f"flat_{heads}", [1, -1, heads * size]))
@@ -267,7 +263,6 @@ class GraphWriter:
         return "cosines", "sines"
 
     def finish(self) -> Graph:
-        """The whole graph."""
         from onnx import TensorProto, helper
 
         external = []

@@ -294,7 +294,6 @@ def _head_graph(target: PreTrainedModel, head: MedusaHead) -> Graph:
 
 
 def _output_graph(target: PreTrainedModel) -> Graph:
-    """The target's output head."""
     writer = GraphWriter(target.config.get_text_config())
     size = target.config.get_text_config().hidden_size
     output = target.get_output_embeddings()
@@ -305,8 +304,6 @@ def _output_graph(target: PreTrainedModel) -> Graph:
 
 
 class _Session:
-    """A session from ``hidden`` to ``result``."""
-
     def __init__(self, graph: Graph) -> None:
         self._session = new_session(graph)
 

@@ -41,7 +41,6 @@ class Memory:
         self._outputs = [(name, _value(array)) for name, array in outputs.items()]
 
     def bind(self, binding: Any) -> None:
-        """Makes a binding read and write the arrays."""
         for name, value in self._inputs:
             binding.bind_ortvalue_input(name, value)
         for name, value in self._outputs:
