@@ -20,6 +20,7 @@ from specdec.clocks import (
     Timeline,
     Work,
 )
+from specdec.interfaces import Executor
 from specdec.metrics import Meter, RequestResult, RunTotals, summarise
 from specdec.report.tables import notes_of
 from specdec.runs.runners import PartsRunner, TokenPrompt
@@ -260,20 +261,26 @@ def test_a_run_with_too_many_overruns_says_that_it_does_not_count() -> None:
     assert summarise(found, totals)["paced_counts"] is None
 
 
+class NoRanks(Executor):
+    """An executor with the defaults of its base class."""
+
+    submit = collect = None  # type: ignore[assignment]
+
+
 def test_pace_is_summed_over_ranks_and_differences_are_taken() -> None:
-    class Executor:
+    class Ranks(NoRanks):
         pieces = 10
 
         def reports(self) -> list[dict]:
             report = ClockReport(rank=1, origin_s=0.0, pieces=self.pieces, overruns=2, busy_s=1.5)
             return [{"clock": asdict(report), "rows": 7, "bytes_sent": 100}]
 
-    clock, executor = PacedClock(PROFILE), Executor()
-    before = RankCounts.of(clock, executor)  # type: ignore[arg-type]
+    clock, executor = PacedClock(PROFILE), Ranks()
+    before = RankCounts.of(clock, executor)
     executor.pieces = 14
     clock.start(CONTROLLER)
     clock.charge(CONTROLLER, Work.DRAFT, 1)
-    after = RankCounts.of(clock, executor)  # type: ignore[arg-type]
+    after = RankCounts.of(clock, executor)
     totals = RunTotals(**differences(after.counts, before.counts))
     assert totals.paced_pieces == 5
     assert totals.overruns == 0
@@ -281,7 +288,7 @@ def test_pace_is_summed_over_ranks_and_differences_are_taken() -> None:
     assert totals.bytes_sent == 0
     simulated = SimulatedClock(PROFILE)
     simulated.charge(2, Work.STAGE, 1)
-    counts = RankCounts.of(simulated, executor).counts  # type: ignore[arg-type]
+    counts = RankCounts.of(simulated, executor).counts
     assert counts["stage_busy_s"] == {2: 0.01}
 
 
@@ -289,7 +296,7 @@ def test_pace_is_summed_over_ranks_and_differences_are_taken() -> None:
 def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None:
     """Three drafts of 4 ms in and behind 10 ms of a stage; the fourth has the controller alone."""
     clock = SimulatedClock(PROFILE) if kind == "simulated" else PacedClock(PROFILE)
-    before = RankCounts.of(clock, object())  # type: ignore[arg-type]
+    before = RankCounts.of(clock, NoRanks())
     clock.align(1, CONTROLLER)
     clock.charge(1, Work.STAGE, 1)
     clock.start(CONTROLLER)
@@ -301,7 +308,7 @@ def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None
     clock.charge(CONTROLLER, Work.DRAFT, 1)
     clock.drafting = False
     clock.charge(CONTROLLER, Work.HEAD, 1)
-    after = RankCounts.of(clock, object())  # type: ignore[arg-type]
+    after = RankCounts.of(clock, NoRanks())
     totals = RunTotals(**differences(after.counts, before.counts))
     assert totals.draft_total_s == pytest.approx(0.016)
     assert totals.draft_hidden_s == pytest.approx(0.010)
