@@ -12,12 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specdec.config.hydra import compose_config
-from specdec.errors import UserError
 from specdec.kernels import packed
 from specdec.kernels.packed import DTYPES, PackedLinear, pack, packed_problem
-from specdec.models.backends.factory import replace_modules
-from specdec.models.execution import Execution
-from specdec.models.random import random_model
 from specdec.pairs import build_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
@@ -104,18 +100,3 @@ def test_the_plain_weights_of_a_checkpoint_leave_memory(tmp_path: Path) -> None:
     assert not any(plain.weight.data_ptr() in file for file in packed._mapped_files())
     pack(model)
     assert torch.equal(mapped, plain.weight)
-
-
-def test_what_cannot_be_packed_is_refused() -> None:
-    """With the reason and what to use."""
-    assert "on cuda" in str(packed_problem("cuda", torch.float32))
-    assert "float64 on this CPU: use model.dtype=float32" in str(
-        packed_problem("cpu", torch.float64)
-    )
-    compiled = Execution(kernels="packed", compile=True)
-    with pytest.raises(UserError, match=r"model\.compile=false"):
-        replace_modules(random_model(), compiled, device=torch.device("cpu"))
-    overrides = ["model=random", "model.kernels=packed", "model.dtype=float64"]
-    cfg = compose_config(overrides).values
-    with pytest.raises(UserError, match=r"model\.kernels=packed cannot run here: oneDNN"):
-        PartsRunner(cfg=cfg, pair=build_pair(cfg["model"]), stop=StopRules(max_new_tokens=4))

@@ -7,9 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-import specdec.models.quantize as quantization
 from specdec.compose.workbench import Workbench
-from specdec.errors import UserError
 from specdec.models.exits import head_model, untrained_head
 from specdec.models.loading import load_model
 from specdec.models.quantize import num_bytes, quantize
@@ -104,26 +102,6 @@ def test_the_roofline_counts_stored_bytes(kind):
     saved = num_bytes(plain) - num_bytes(model)
     assert works[0][0] - works[1][0] == saved > 0
     assert works[0][1] == works[1][1]
-
-
-@needs_torchao
-def test_refusals_of_the_library_are_passed_on():
-    with pytest.raises(UserError, match=r"int8 needs model.dtype float32, bfloat16 or float16"):
-        quantize(_model(dtype="float64"), "int8")
-    with pytest.raises(UserError, match="multiples of 32, not 24; use int8"):
-        quantize(random_model("llama", num_layers=1, hidden_size=24), "int4")
-    with pytest.raises(UserError, match="finds no plain linear layers in model type 'gpt2'"):
-        quantize(random_model("gpt2", num_layers=1), "int8")
-
-
-def test_refusals_without_the_library(monkeypatch):
-    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
-    model = _model()
-    assert quantize(model, "none") is model
-    with pytest.raises(UserError, match="int8 needs torchao: pip install torchao"):
-        quantize(model, "int8")
-    with pytest.raises(UserError, match=r"quantization=int2 is unknown; choose none, int8, int4"):
-        quantize(model, "int2")
 
 
 @needs_torchao
