@@ -28,6 +28,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.utils import logging
 
 from specdec.errors import UserError
+from specdec.models.config_values import config_value
 from specdec.models.inspection import ModelInfo, inspect_model
 from specdec.models.quantize import Quantization, WeightFormat, quantize
 from specdec.models.shares import share_of, share_plan
@@ -93,7 +94,7 @@ def load_model(
         assert group is None, "shares are read by layers"
         loaded = quantize(_whole(info, config, kind).to(place), quantization)
         return loaded.requires_grad_(False).eval()
-    if getattr(config, "quantization_config", None):
+    if config_value(config, "quantization_config"):
         raise UserError(f"{info.path} is quantised; use a checkpoint with unquantised weights")
     loaded = _empty(info, config, kind)
     total = len(loaded.get_submodule(layers_name(loaded)))
@@ -312,7 +313,7 @@ def _config(info: ModelInfo) -> AutoConfig:
 
 def _reference_attention(config: AutoConfig) -> str:
     """Attention for calls of the model without a runner; soft caps need "eager"."""
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    return "eager" if config_value(config, "attn_logit_softcapping") else "sdpa"
 
 
 def own_dtype(info: ModelInfo) -> str:
@@ -321,7 +322,7 @@ def own_dtype(info: ModelInfo) -> str:
     Raises:
         UserError: a type that is not in ``DTYPES``.
     """
-    own = getattr(_config(info), "dtype", None)
+    own = config_value(_config(info), "dtype")
     names = [name for name, kind in DTYPES.items() if kind == (own or torch.float32)]
     if not names:
         raise UserError(

@@ -11,6 +11,7 @@ from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions, Step
 from specdec.errors import UserError
 from specdec.models.backends.eager import forward_inputs
+from specdec.models.config_values import config_value
 from specdec.models.slicing import layers_name
 
 _IGNORED = frozenset(
@@ -86,7 +87,7 @@ def probed(model: PreTrainedModel, first_layer: int) -> tuple[CacheSpec, Probe]:
             "transformers' attention interface with keys and values of one shape (observed: "
             f"{probe.shapes}); use a plain decoder-only family such as llama, qwen3 or gpt2"
         )
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    kinds = config_value(config, "layer_types", ["full_attention"] * num_layers)
     windowed = {i for i, name in enumerate(kinds) if name == "sliding_attention"}
     if {*kinds} - {"full_attention", "sliding_attention"} or not windowed <= probe.windowed:
         raise UserError(

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from specdec.attention.tree_attention import IMPLEMENTATION, PLAN
 from specdec.errors import UserError
+from specdec.models.config_values import config_value
 from specdec.types import HiddenName
 
 
@@ -82,7 +83,7 @@ def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn
     name, config = layers_name(model), model.config.get_text_config()
     layers = _Layers(list(model.get_submodule(name))[first_layer:last_layer])  # type: ignore[arg-type]
     config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
+    if config_value(config, "layer_types"):
         config.layer_types = list(config.layer_types[first_layer:last_layer])
     model.set_submodule(name, layers)
     return layers

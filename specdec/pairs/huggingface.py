@@ -21,6 +21,7 @@ from specdec.errors import UserError
 from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
 from specdec.executors.models import A, ModelPair
 from specdec.executors.stage import ModelStage
+from specdec.models.config_values import config_value
 from specdec.models.eagle import EagleHead
 from specdec.models.eagle_loading import HeadFiles, load_head
 from specdec.models.eagle_untrained import untrained_head
@@ -28,6 +29,7 @@ from specdec.models.execution import Execution
 from specdec.models.exits import HeadWeights, head_model
 from specdec.models.family_check import check_family
 from specdec.models.inspection import ModelInfo
+from specdec.models.loading import DTYPES
 from specdec.models.onnx.support import problem as onnx_problem
 from specdec.models.quantize import num_bytes
 from specdec.models.runner import ModelRunner
@@ -66,7 +68,7 @@ class HuggingFacePair(ModelPair):
     def attention(self) -> str:
         """Implementation of attention, a value of ``specdec.attention.backends.Attention``."""
         if self.options.attention == "auto":
-            return auto_attention(torch.device(self.device), getattr(torch, self.dtype))
+            return auto_attention(torch.device(self.device), DTYPES[self.dtype])
         return self.options.attention
 
     @property
@@ -115,7 +117,7 @@ class HuggingFacePair(ModelPair):
         """The same for draft heads of these configurations beside the models."""
         if self.options.backend == "eager":
             return "eager"
-        where = getattr(torch, self.dtype), torch.device(self.device)
+        where = DTYPES[self.dtype], torch.device(self.device)
         return self.options.onnx_or_eager(
             [onnx_problem(config, *where) for config in (*self.configs, *heads)]
         )
@@ -134,7 +136,7 @@ class HuggingFacePair(ModelPair):
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            max_positions=getattr(config, "max_position_embeddings", None) or 0,
+            max_positions=config_value(config, "max_position_embeddings", 0),
             tied=config.tie_word_embeddings,
             tensors={},
         )
@@ -160,7 +162,7 @@ class HuggingFacePair(ModelPair):
         """Weights of the output head over those of a layer; a pass reads each once."""
         info = self.info
         matrix = info.vocab_size * info.hidden_size
-        total = self.weight_bytes["target"] // getattr(torch, self.dtype).itemsize
+        total = self.weight_bytes["target"] // DTYPES[self.dtype].itemsize
         layers = total - (1 if info.tied else 2) * matrix  # without head and embeddings
         return matrix * info.num_layers / max(1, layers)
 

@@ -20,6 +20,7 @@ from specdec.clocks import Work
 from specdec.clocks.timed_runs import timed_run
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
+from specdec.models.loading import DTYPES
 from specdec.pairs import HuggingFacePair
 from specdec.planning.candidates import PLAIN
 from specdec.planning.layouts import Layout
@@ -189,7 +190,7 @@ def memory_here(pair: HuggingFacePair, devices: int) -> dict[str, float] | None:
     return {
         "target_gb": weights["target"] / 1e9,
         "draft_gb": weights.get("draft", 0) / 1e9,
-        "kv_kb": pair.num_layers * kv_bytes(config, getattr(torch, pair.dtype).itemsize) / 1e3,
+        "kv_kb": pair.num_layers * kv_bytes(config, DTYPES[str(pair.dtype)].itemsize) / 1e3,
         "limit_gb": round(total / (1 if on_gpu else devices) / 1e9, 1),
     }
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from specdec.clocks import Work
 from specdec.executors.stage import split_layers
+from specdec.models.config_values import config_value
 from specdec.models.onnx.support import head_size
 from specdec.models.quantize import num_bytes as stored_bytes
 from specdec.models.slicing import layers_name
@@ -149,7 +150,7 @@ def work_of(
 
 def kv_bytes(config: Any, itemsize: int) -> int:
     """Bytes of one token's keys and values in one layer."""
-    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    groups = config_value(config, "num_key_value_heads", config.num_attention_heads)
     return 2 * int(groups) * head_size(config) * itemsize
 
 

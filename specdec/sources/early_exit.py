@@ -13,6 +13,7 @@ import torch
 
 from specdec.metrics.speedup import SpeedupLaw
 from specdec.models.exits import HeadWeights
+from specdec.models.loading import DTYPES
 from specdec.parts.fields import Count, validated
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.exit_laws import law_of
@@ -73,7 +74,7 @@ class ExitSource(ModelSource):
         """Bytes of the first exit head, and of the layers before it if this source runs them."""
         pair, layer = self._pair, self.layers[0]
         head = pair.artefact(HeadWeights, layer=layer)
-        size = getattr(torch, str(pair.dtype)).itemsize
+        size = DTYPES[str(pair.dtype)].itemsize
         layers = pair.weight_bytes["target"] * pair.num_layers / (pair.num_layers + pair.head_cost)
         before = 0 if self._front is None else round(layers * layer / pair.num_layers)
         return head.num_parameters * size + before

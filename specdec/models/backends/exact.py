@@ -64,6 +64,7 @@ from specdec.models.backends.interface import (
     round_up,
     selected_logits,
 )
+from specdec.models.config_values import config_value
 from specdec.models.inspection import CERTIFIED
 from specdec.types import IntArray
 
@@ -250,7 +251,7 @@ def use_exact_modules(model: Any) -> None:
             elif type(child).__module__ in _ACTIVATIONS:
                 setattr(parent, name, _Activation(child))
     config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)
+    softcap = config_value(config, "final_logit_softcapping")
     if softcap:
         config.final_logit_softcapping = None
         for name, child in list(model.named_children()):

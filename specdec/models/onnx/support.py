@@ -7,6 +7,8 @@ from importlib.util import find_spec
 import torch
 from transformers import PreTrainedConfig
 
+from specdec.models.config_values import config_value
+
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Families whose layers ``specdec.models.onnx.graph`` can write as a graph."""
 
@@ -31,7 +33,7 @@ def problem(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) 
 def _unsupported(config: PreTrainedConfig) -> str | None:
     if config.model_type not in FAMILIES:
         return f"it has no graphs of {config.model_type} models, only of {_FAMILIES}"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    rope = config_value(config, "rope_parameters", {}).get("rope_type", "default")
     if rope not in _ROPE_TYPES:
         return f"rotary embeddings are {rope!r}, not one of {', '.join(_ROPE_TYPES)}"
     if config.hidden_act not in ("silu", "swish"):
@@ -43,7 +45,5 @@ def _unsupported(config: PreTrainedConfig) -> str | None:
 
 def head_size(config: PreTrainedConfig) -> int:
     """D of a model with this configuration."""
-    size: int = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    size: int = config_value(config, "head_dim", config.hidden_size // config.num_attention_heads)
     return size
