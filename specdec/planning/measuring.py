@@ -8,7 +8,7 @@ record and over as many requests as are planned for, and adds the controller's o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,8 @@ def typical(units: Sequence[Unit]) -> Unit:
     """Of repeated runs the one of median time; of an even number the mean of the middle two."""
     ordered = sorted(units, key=lambda unit: unit.clock_s)
     low, high = ordered[(len(units) - 1) // 2], ordered[len(units) // 2]
-    means = {name: (getattr(low, name) + getattr(high, name)) / 2 for name in TIMES}
+    lower, upper = asdict(low), asdict(high)
+    means = {name: (lower[name] + upper[name]) / 2 for name in TIMES}
     return replace(low, **means)
 
 

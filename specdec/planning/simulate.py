@@ -180,7 +180,8 @@ class Simulator:
             of, digest, rest = key.split(":", 2)
             target = f"{of}:{scaled.key}:{rest}"
             if digest == made.key and target not in self._known:
-                times = {name: round(getattr(unit, name) * factor, _DIGITS) for name in TIMES}
+                values = asdict(unit)
+                times = {name: round(values[name] * factor, _DIGITS) for name in TIMES}
                 self._keep(target, replace(unit, **times), counted=False)
 
     def _decode(self, candidate: Candidate, keys: Sequence[str], batch: int, length: int) -> None:
