@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+from experiments.open.time_laws import ssd_time
 from experiments.reproduce.lab import Outcome
 from specdec.config.options import options, own_values
-from specdec.metrics.asynchronous import ssd_time
 from specdec.metrics.speedup import expected_accepted
 from strategies.ssd import fan_outs
 

@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from experiments.open.time_laws import amusd_time, pearl_time, ssd_hit_rate, ssd_time
 from specdec.compose.presets import build
 from specdec.compose.workbench import Parts
-from specdec.metrics.asynchronous import amusd_time, pearl_time, ssd_hit_rate, ssd_time
 from specdec.state import RequestState
 from specdec.types import Batch, Output
 from strategies.pearl import Pearl

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from experiments.open.time_laws import dsi_time
 from specdec.certify.certify import certify
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Clock, MeasuredClock, SimulatedClock, Timeline
@@ -19,7 +20,6 @@ from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.executors import target_copy
 from specdec.executors.replicas import ReplicasExecutor
-from specdec.metrics.asynchronous import dsi_time
 from specdec.types import Batch
 from tests import toys
 from tests.laws import greedy_request, one_class, one_class_bench

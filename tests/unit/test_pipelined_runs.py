@@ -11,9 +11,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from experiments.open.time_laws import flowspec_time, pipeinfer_time
 from specdec.compose.presets import build
 from specdec.compose.workbench import Parts
-from specdec.metrics.pipelines import flowspec_time, pipeinfer_time
 from specdec.types import Batch
 from tests.laws import greedy_request, one_class, one_class_bench
 
