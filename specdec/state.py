@@ -317,7 +317,8 @@ class DecodeState:
         child = tree.child(last, verdict.next_token)
         answered = tree.answered.take(retired).tolist()
         assert all(answered), f"a node of request {request.id} has no answer"
-        retired_ids, retired_tokens, _, positions = tree.rows_of(retired)
+        retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
+        next_position = int(tree.positions[last]) + 1
         hidden = tree.hidden_rows(retired_ids)
         request.counters.count_answer(depth, verdict.num_verified, hit=child != NO_NODE)
 
@@ -335,7 +336,7 @@ class DecodeState:
             tree.reroot(child)
         else:
             kind = CommitKind.MISS
-            tree.reset(token=verdict.next_token, position=int(positions[-1]) + 1)
+            tree.reset(token=verdict.next_token, position=next_position)
         request.last_kind = kind
         return Commit(
             request=request.id,
@@ -372,13 +373,9 @@ def batch_of(state: DecodeState, nodes: Nodes) -> Batch:
 
 def tree_rows(request: RequestState, slots: IntArray) -> TreeRows:
     """Nodes of a request's tree, int64[W] slots, as rows of a target batch."""
-    prefix_len = request.prefix_len
-    ids, tokens, parent_ids, positions = request.tree.rows_of(slots)
     return TreeRows(
         request=request.id,
-        prefix_len=prefix_len,
-        node_ids=ids,
-        tokens=tokens,
-        parent_ids=parent_ids,
-        depths=positions - prefix_len,
+        prefix_len=request.prefix_len,
+        tokens=request.tree.tokens[slots],
+        paths=request.tree.paths(slots),
     )

@@ -6,6 +6,7 @@ import numpy as np
 
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.models.runner import NO_ROWS, ModelRunner
+from specdec.types import TreeRows
 
 
 def grown(
@@ -15,12 +16,10 @@ def grown(
     rng = np.random.default_rng(seed)
     runner.forward([cache.rows(prefix_tokens=rng.integers(3, 61, prefix))], logits_rows=NO_ROWS)
     parents = np.array([-1] + [int(rng.integers(0, i)) for i in range(1, nodes)])
-    depths = np.zeros(nodes, np.int64)
-    for node in range(1, nodes):
-        depths[node] = depths[parents[node]] + 1
-    return cache.rows(
+    tree = TreeRows.within(
+        prefix_len=prefix,
         node_ids=np.arange(nodes),
-        node_tokens=rng.integers(3, 61, nodes),
+        tokens=rng.integers(3, 61, nodes),
         parent_ids=parents,
-        node_positions=prefix + depths,
     )
+    return cache.rows(tree=tree)

@@ -22,9 +22,8 @@ from specdec.executors.stage import Stage
 from specdec.interfaces import Executor
 from specdec.parts.fields import Count
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.state import RequestState
+from specdec.state import RequestState, tree_rows
 from specdec.types import (
-    NO_NODE,
     Answers,
     Batch,
     Commit,
@@ -238,17 +237,7 @@ class _Copy:
                 missing = request.tokens[start : request.prefix_len]
                 prefills.append(PrefillChunk(request=request.id, start=start, tokens=missing))
             slots = tree.with_missing_ancestors(tree.slots(rows.node_ids), cache.has)
-            parents = tree.parents[slots]
-            trees.append(
-                TreeRows(
-                    request=request.id,
-                    prefix_len=request.prefix_len,
-                    node_ids=tree.ids[slots],
-                    tokens=tree.tokens[slots],
-                    parent_ids=np.where(parents == NO_NODE, NO_NODE, tree.ids[parents]),
-                    depths=tree.depths[slots],
-                )
-            )
+            trees.append(tree_rows(request, slots))
         return Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
 
 

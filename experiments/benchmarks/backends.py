@@ -23,6 +23,7 @@ from specdec.clocks.meter import Meter
 from specdec.models.execution import Execution
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs import PretrainedPair
+from specdec.types import TreeRows
 
 BACKENDS = ("eager", "onnx")
 CHUNK = 64  # tokens per pass of the prompt
@@ -80,12 +81,9 @@ def _pass(runner: ModelRunner, cache: TreeCache, context: int, num: int) -> tupl
     """Seconds of wall and CPU time of one pass over a binary tree, which is then dropped."""
     nodes = np.arange(num)
     parents = (nodes - 1) // 2
-    depths = np.floor(np.log2(nodes + 1)).astype(np.int64)
     wall, cpu = perf_counter(), thread_time()
-    rows = cache.rows(
-        node_ids=nodes, node_tokens=nodes, parent_ids=parents, node_positions=context + depths
-    )
-    runner.forward([rows])
+    tree = TreeRows.within(prefix_len=context, node_ids=nodes, tokens=nodes, parent_ids=parents)
+    runner.forward([cache.rows(tree=tree)])
     seconds = perf_counter() - wall, thread_time() - cpu
     cache.truncate(context)
     return seconds

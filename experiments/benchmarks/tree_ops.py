@@ -66,7 +66,7 @@ def operations(tree: TokenTree, num: int) -> dict[str, Operation]:
         "append_best": lambda t: append_best(t, bottom, num, NUM_CANDIDATES),
         "best_candidates": lambda t: t.best_candidates(num),
         "most_probable": lambda t: most_probable(t, t.scores, t.scores, num),
-        "ancestor_mask": lambda t: t.ancestor_mask(bottom),
+        "paths": lambda t: t.paths(bottom),
         "slots": lambda t: t.slots(ids),
         "child": lambda t: t.child(0, 7),
         "path": lambda t: t.path(len(t) - 1),

@@ -14,6 +14,7 @@ from experiments.gpu.timing import Bench
 from specdec.clocks.meter import Meter
 from specdec.models.execution import Execution
 from specdec.models.runner import NO_ROWS, ModelRunner
+from specdec.types import TreeRows
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _WARM_UP = 3
@@ -70,17 +71,10 @@ def _one(bench: Bench, runner: ModelRunner, cache: Any, context: int, nodes: int
     """Milliseconds of the whole call: filling buffers, the pass, waiting for its logits."""
     ids = np.arange(nodes)
     parents = np.maximum(ids // 2, 0) - (ids == 0)  # a binary tree
-    depths = np.zeros(nodes, np.int64)
-    for node in range(1, nodes):
-        depths[node] = depths[parents[node]] + 1
+    tree = TreeRows.within(prefix_len=context, node_ids=ids, tokens=ids, parent_ids=parents)
     seconds = []
     for _ in range(_WARM_UP + bench.repeats):
-        rows = cache.rows(
-            node_ids=ids,
-            node_tokens=ids,
-            parent_ids=parents,
-            node_positions=context + depths,
-        )
+        rows = cache.rows(tree=tree)
         with torch.inference_mode():
             start = perf_counter()
             runner.forward([rows])

@@ -1,14 +1,11 @@
 """The key/value cache of one request: a prefix region, then a tree region (PipeDec 3.4.2).
 
 Slot ``s < cached_len`` stores the committed token at position ``s``. The entries of the tree region
-follow in any order: an ancestor matrix, not the order of slots, determines what a row sees
-(SwiftSpec 3.2), so a commit may move entries from the end into the slots of dropped ones.
+follow in any order: the ancestors that come with a row determine what it sees (SwiftSpec 3.2), so a
+commit may move entries from the end into the slots of dropped ones.
 
 Invariant: after each commit the prefix region equals a fresh forward over the first ``cached_len``
 committed tokens, and each entry of the tree region equals a fresh forward over its path.
-
-Internally an entry is addressed by its coordinate, slot - origin, so that entries keep their
-coordinates when the border between the regions moves.
 
 Shape letters: L layers, G key/value heads, D head size, C capacity in slots, R rows of one pass
 (prefix rows, then W tree rows), T entries of the tree region.
@@ -22,12 +19,10 @@ import numpy as np
 from torch import Tensor
 
 from specdec.attention.kv_storage import Buffers, CacheSpec, Contiguous, Storage, Store
-from specdec.types import BoolArray, Commit, CommitKind, IntArray
+from specdec.types import BoolArray, Commit, CommitKind, IntArray, TreeRows
 
 EMPTY: IntArray = np.zeros(0, np.int64)
 """An empty array of tokens or nodes."""
-
-_FRESH_ENTRIES = 128  # size of a new cache's index arrays, which grow as needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,6 +66,8 @@ class TreeCache:
         spec: shape and type of the keys and values.
         cached_len: committed tokens in the prefix region. ``rows`` already counts the rows that it
             returns; the runner's ``forward`` writes their keys and values.
+        node_ids: int64[T], node ids of the tree region, in slot order.
+        node_positions: int64[T], their absolute positions.
     """
 
     def __init__(self, *, spec: CacheSpec, capacity: int, storage: Storage | None = None) -> None:
@@ -88,13 +85,8 @@ class TreeCache:
             raise ValueError(f"cache capacity {capacity} must be at least 1 slot")
         self.spec = spec
         self.cached_len = 0
+        self.node_ids = self.node_positions = EMPTY
         self._kv = Contiguous(make=spec.empty, capacity=capacity) if storage is None else storage
-        # The tree region has the coordinates lo .. hi - 1; coordinate = slot - origin.
-        self._origin = self._lo = self._hi = 0
-        self._ids = np.zeros(_FRESH_ENTRIES, np.int64)
-        self._positions = np.zeros(_FRESH_ENTRIES, np.int64)
-        self._ancestors = np.zeros((_FRESH_ENTRIES, _FRESH_ENTRIES), np.bool_)
-        self._index: dict[int, int] = {}  # node id -> coordinate
         self._step = -1
 
     # ------------------------------------------------------------------ state
@@ -124,21 +116,11 @@ class TreeCache:
     @property
     def num_nodes(self) -> int:
         """Entries of the tree region."""
-        return self._hi - self._lo
-
-    @property
-    def node_ids(self) -> IntArray:
-        """int64[T], node ids of the tree region, in slot order."""
-        return self._ids[self._lo : self._hi]
-
-    @property
-    def node_positions(self) -> IntArray:
-        """int64[T], absolute positions of the tree region's entries, in slot order."""
-        return self._positions[self._lo : self._hi]
+        return len(self.node_ids)
 
     def has(self, node_ids: IntArray) -> BoolArray:
         """bool[W]: which of ``node_ids``[W] have entries in the tree region."""
-        return np.array([node in self._index for node in node_ids.tolist()], np.bool_)
+        return np.isin(node_ids, self.node_ids)
 
     def key_positions(self, end: int) -> IntArray:
         """int64[end]: absolute positions of the entries in the first ``end`` slots."""
@@ -148,15 +130,7 @@ class TreeCache:
 
     # ------------------------------------------------------------------ growing
 
-    def rows(
-        self,
-        *,
-        prefix_tokens: IntArray = EMPTY,
-        node_ids: IntArray = EMPTY,
-        node_tokens: IntArray = EMPTY,
-        parent_ids: IntArray = EMPTY,
-        node_positions: IntArray = EMPTY,
-    ) -> Rows:
+    def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
         """Reserves slots for the rows of one pass; ``ModelRunner.forward`` must follow.
 
         Committed tokens come first, at the positions from ``cached_len`` on, with causal
@@ -165,58 +139,50 @@ class TreeCache:
 
         Args:
             prefix_tokens: int64[R - W]; only while the tree region is empty.
-            node_ids: int64[W], parents before children.
-            node_tokens: int64[W].
-            parent_ids: int64[W]; a parent without an entry must be the last token of the prefix.
-            node_positions: int64[W], absolute.
+            tree: W nodes. Those whose parents have no entry follow the last token of the prefix.
         """
-        start = self.cached_len + self.num_nodes
-        num_prefix, num_rows = len(prefix_tokens), len(prefix_tokens) + len(node_ids)
+        start, num_prefix = self.cached_len + self.num_nodes, len(prefix_tokens)
+        num_rows = num_prefix + (0 if tree is None else len(tree.tokens))
         self._kv.reserve(start + num_rows, start)
         if num_prefix:
             assert not self.num_nodes, "committed tokens are missing below entries of the tree"
             self.cached_len += num_prefix
-            self._origin = self.cached_len
-        tokens, positions, first_masked = node_tokens, node_positions, self.cached_len
-        visible = self._append(node_ids, parent_ids, node_positions)
-        if num_prefix:
-            tokens = np.concatenate([prefix_tokens, node_tokens])
-            positions = np.concatenate([np.arange(start, start + num_prefix), node_positions])
-            first_masked, block = start, visible
-            visible = np.tri(num_rows, dtype=np.bool_)
-            visible[num_prefix:, num_prefix:] = block
+        tokens, positions = prefix_tokens, np.arange(start, start + num_prefix)
+        first_masked, visible = start, np.tri(num_rows, dtype=np.bool_)
+        if tree is not None:
+            tokens = np.concatenate([tokens, tree.tokens])
+            positions = np.concatenate([positions, tree.positions])
+            block = self._append(tree)
+            visible[num_prefix:, num_prefix:] = block[:, self.num_nodes - len(tree.tokens) :]
+            if not num_prefix:
+                first_masked, visible = self.cached_len, block
         return Rows(
             cache=self,
             tokens=tokens,
             positions=positions,
-            node_ids=node_ids,
+            node_ids=EMPTY if tree is None else tree.node_ids,
             num_prefix=num_prefix,
             start=start,
             first_masked=first_masked,
             visible=visible,
         )
 
-    def _append(self, ids: IntArray, parent_ids: IntArray, positions: IntArray) -> BoolArray:
+    def _append(self, tree: TreeRows) -> BoolArray:
         """Adds entries for W nodes; returns bool[W, T + W], which entries each node sees."""
-        lo, hi = self._make_room(len(ids))
-        self._ids[self._hi : hi], self._positions[self._hi : hi] = ids, positions
-        index, ancestors = self._index, self._ancestors
-        ancestors[lo:hi, self._hi : hi] = ancestors[self._hi : hi, lo:hi] = False
-        block = ancestors[self._hi : hi, lo:hi]
-        # A loop over Python numbers: twenty array calls would cost more for most passes.
-        for row, (node, above, position) in enumerate(
-            zip(ids.tolist(), parent_ids.tolist(), positions.tolist(), strict=True)
-        ):
-            parent = index.get(above)
-            level = self.cached_len - 1 if parent is None else int(self._positions[parent])
-            assert node not in index, f"node {node} has an entry already"
-            assert position == level + 1, f"node {node} does not continue its parent {above}"
-            index[node] = self._hi + row
-            if parent is not None:
-                block[row] = ancestors[parent, lo:hi]
-            block[row, self._hi + row - lo] = True
-        self._hi = hi
-        return block
+        old, positions = self.num_nodes, tree.positions
+        ids = self.node_ids = np.concatenate([self.node_ids, tree.node_ids])
+        self.node_positions = np.concatenate([self.node_positions, positions])
+        order = ids.argsort()
+        assert (np.diff(ids[order]) > 0).all(), f"one of {tree.node_ids} has an entry already"
+        at = order.take(ids[order].searchsorted(tree.paths), mode="clip")
+        visible = np.zeros((len(positions), len(ids)), np.bool_)
+        levels, rows = (ids[at] == tree.paths).nonzero()
+        visible[rows, at[levels, rows]] = True
+        # A path has one node per position behind the prefix; what is missing is not in the cache.
+        is_whole = np.count_nonzero(visible, axis=1) == positions - self.cached_len + 1
+        assert is_whole.all(), f"some of {tree.node_ids} do not continue the cached paths"
+        assert not np.triu(visible[:, old:], 1).any(), f"children before parents: {tree.node_ids}"
+        return visible
 
     # ------------------------------------------------------------------ shrinking
 
@@ -231,98 +197,47 @@ class TreeCache:
         if commit.step <= self._step:
             return
         self._step = commit.step
-        if not self.num_nodes:
-            return
-        adopted = self._adoptable(commit)
-        lo = self._lo + len(adopted)
-        kept = EMPTY
+        adopted, kept = self._adoptable(commit), EMPTY
         # On a miss the only kept node is the new root, which has no entry yet.
         is_hit = commit.kind is CommitKind.HIT
         if is_hit and self.cached_len + len(adopted) >= commit.prefix_len:
-            kept = self._lo + commit.keeps(self.node_ids).nonzero()[0]
-        hi = lo + len(kept)
-        if len(kept) or (adopted and adopted != [*range(self._lo, lo)]):
-            self._gather(adopted, kept, lo, hi)
+            kept = commit.keeps(self.node_ids).nonzero()[0]
+        # Kept entries inside the new region keep their slots; the others fill the free slots.
+        new = np.full(len(kept), -1)
+        inside = (kept >= len(adopted)) & (kept < len(adopted) + len(kept))
+        new[kept[inside] - len(adopted)] = kept[inside]
+        new[new < 0] = kept[~inside]
+        sources = np.concatenate([adopted, new])
+        moved = (sources != np.arange(len(sources))).nonzero()[0]
+        if len(moved):
+            self._copy_slots(self.cached_len + sources[moved], self.cached_len + moved)
         self.cached_len += len(adopted)
-        self._set_region(lo, hi)
+        self.node_ids, self.node_positions = self.node_ids[new], self.node_positions[new]
         self._kv.trim(self.cached_len + self.num_nodes)
 
-    def _gather(self, adopted: list[int], kept: IntArray, lo: int, hi: int) -> None:
-        """Moves adopted entries to the coordinates before ``lo``, kept ones to [lo, hi)."""
-        if not len(kept):  # the region is empty afterwards: only keys and values move
-            moves = [(source, self._lo + i) for i, source in enumerate(adopted)]
-            sources, targets = np.array([move for move in moves if move[0] != move[1]]).T
-            self._copy_slots(sources + self._origin, targets + self._origin)
-            return
-        # Kept entries inside the new region keep their slots; the others fill the free slots.
-        inside = (kept >= lo) & (kept < hi)
-        outside = kept[~inside]
-        free = np.ones(len(kept), np.bool_)
-        free[kept[inside] - lo] = False
-        sources = np.concatenate([np.array(adopted, np.int64), outside])
-        targets = np.concatenate([np.arange(self._lo, lo), lo + np.flatnonzero(free)])
-        moved = sources != targets
-        if moved.any():
-            self._move(sources[moved], targets[moved], lo, hi)
+    def truncate(self, length: int) -> None:
+        """Drops the tree region and the prefix beyond ``length`` tokens."""
+        self.cached_len = min(self.cached_len, length)
+        self.node_ids = self.node_positions = EMPTY
+        self._kv.trim(self.cached_len)
 
     def close(self) -> None:
         """Frees all slots; the cache must not be used afterwards."""
         self._kv.trim(0)
 
-    def truncate(self, length: int) -> None:
-        """Drops the tree region and the prefix beyond ``length`` tokens."""
-        self.cached_len = min(self.cached_len, length)
-        self._set_region(self._lo, self._lo)
-        self._kv.trim(self.cached_len)
-
-    def _adoptable(self, commit: Commit) -> list[int]:
-        """The M coordinates of the retired nodes that extend the prefix."""
+    def _adoptable(self, commit: Commit) -> IntArray:
+        """int64[M]: the entries of the retired nodes that extend the prefix, in path order."""
+        entries = {node: entry for entry, node in enumerate(self.node_ids.tolist())}
         adopted: list[int] = []
         position = commit.prefix_len - len(commit.retired_ids)
-        for coordinate in map(self._index.get, commit.retired_ids.tolist()):
+        for entry in map(entries.get, commit.retired_ids.tolist()):
             if position >= self.cached_len:
-                if coordinate is None or position != self.cached_len + len(adopted):
+                if entry is None or position != self.cached_len + len(adopted):
                     break
-                adopted.append(coordinate)
+                adopted.append(entry)
             position += 1
-        return adopted
-
-    def _move(self, sources: IntArray, targets: IntArray, lo: int, hi: int) -> None:
-        """Copies entries to other coordinates; [lo, hi) is the tree region afterwards."""
-        self._copy_slots(sources + self._origin, targets + self._origin)
-        self._ids[targets] = self._ids[sources]
-        self._positions[targets] = self._positions[sources]
-        columns = slice(self._lo, self._hi)
-        self._ancestors[targets, columns] = self._ancestors[sources, columns]
-        # Dropped entries are ancestors of no kept entry, so only the moved columns change.
-        live = self._ancestors[lo:hi]
-        live[:, targets] = live[:, sources]
+        return np.array(adopted, np.int64)
 
     def _copy_slots(self, sources: IntArray, targets: IntArray) -> None:
         """Copies keys and values between slots; tests replace it to plant faults."""
         self._kv.copy(sources, targets)
-
-    # ------------------------------------------------------------------ index
-
-    def _set_region(self, lo: int, hi: int) -> None:
-        """Makes lo .. hi - 1 the tree region's coordinates, or 0 .. -1 if it is empty."""
-        if lo == hi:
-            self._origin = self.cached_len
-            lo = hi = 0
-        self._lo, self._hi = lo, hi
-        self._index = dict(zip(self.node_ids.tolist(), range(lo, hi), strict=True))
-
-    def _make_room(self, num: int) -> tuple[int, int]:
-        """Grows the index arrays for new entries; returns the coordinates lo, hi afterwards."""
-        need, size, used = self._hi + num, len(self._ids), self.num_nodes
-        if need > size:  # moves the region to coordinate 0, in larger arrays if it needs them
-            size = size if 2 * (need - self._lo) <= size else 2 * need
-            ids, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
-            ancestors = np.zeros((size, size), np.bool_)
-            region = slice(self._lo, self._hi)
-            ids[:used], positions[:used] = self._ids[region], self._positions[region]
-            ancestors[:used, :used] = self._ancestors[region, region]
-            self._ids, self._positions, self._ancestors = ids, positions, ancestors
-            self._origin += self._lo
-            self._set_region(0, used)
-        return self._lo, self._hi + num

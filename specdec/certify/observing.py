@@ -26,7 +26,16 @@ from specdec.pairs import RandomPair
 from specdec.pairs.options import with_flat_options
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
-from specdec.types import NO_NODE, Candidates, Commit, HiddenName, IntArray, Nodes, Ticket
+from specdec.types import (
+    NO_NODE,
+    Candidates,
+    Commit,
+    HiddenName,
+    IntArray,
+    Nodes,
+    Ticket,
+    TreeRows,
+)
 
 
 @dataclass(slots=True)
@@ -59,10 +68,14 @@ class Shadow:
     real: bool = True
     heads: tuple[int, ...] | None = None
 
-    def record(
-        self, ids: IntArray, tokens: IntArray, parents: IntArray, positions: IntArray
-    ) -> None:
+    def record(self, tree: TreeRows) -> None:
         """Records tree rows that are about to be computed."""
+        ids, tokens, parents, positions = (
+            tree.node_ids,
+            tree.tokens,
+            tree.parent_ids,
+            tree.positions,
+        )
         self.node_rows += len(ids)
         self.real = self.real and self._is_real(ids, tokens)
         rows = zip(tokens.tolist(), parents.tolist(), positions.tolist(), strict=True)
@@ -242,11 +255,11 @@ class Watch:
         self.shadows.append(shadow)
         rows = cache.rows
 
-        def recorded(**inputs: IntArray) -> Rows:
-            shadow.record_prefix(len(inputs.get("prefix_tokens", EMPTY)))
-            names = ("node_ids", "node_tokens", "parent_ids", "node_positions")
-            shadow.record(*(inputs.get(name, EMPTY) for name in names))
-            return rows(**inputs)
+        def recorded(*, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
+            shadow.record_prefix(len(prefix_tokens))
+            if tree is not None:
+                shadow.record(tree)
+            return rows(prefix_tokens=prefix_tokens, tree=tree)
 
         cache.__dict__["rows"] = recorded
 

@@ -27,7 +27,7 @@ from specdec.pairs import HuggingFacePair
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
-from specdec.types import NO_NODE, Batch, FloatArray, IntArray, TreeRows
+from specdec.types import Batch, FloatArray, IntArray, TreeRows
 
 TOLERANCE = 1e-9
 """Largest allowed error of a probability."""
@@ -117,13 +117,12 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
         prompt = tuple(rng.integers(0, vocab_size, 4).tolist())
         case = Case(request_id, label, prompt, params, StopRules(max_new_tokens=1))
         ids = np.arange(_ROWS)
-        rows = TreeRows(
+        rows = TreeRows.within(
             request=request_id,
             prefix_len=_STARTS[number] + index,
             node_ids=ids,
             tokens=np.array([prompt[-1], *rng.integers(0, vocab_size, _ROWS - 1)]),
-            parent_ids=np.where(ids == 0, NO_NODE, ids - 1),
-            depths=ids,
+            parent_ids=ids - 1,
         )
         yield _Rows(label, case, rows, logits)
 

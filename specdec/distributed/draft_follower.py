@@ -17,17 +17,13 @@ from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
-from specdec.distributed.messages import Reader, pack_commit
+from specdec.distributed.messages import Reader, pack_commit, pack_tree
 from specdec.distributed.plan import DraftPlan
 from specdec.tensor_parallel.collective import Collective
-from specdec.types import Commit, IntArray
+from specdec.types import Commit, IntArray, TreeRows
 
 if TYPE_CHECKING:
     from specdec.pairs import ModelPair
-
-
-ROWS_ARGUMENTS = ("prefix_tokens", "node_ids", "node_tokens", "parent_ids", "node_positions")
-"""Arguments of ``TreeCache.rows``, in the order in which they are sent."""
 
 
 class Call(IntEnum):
@@ -68,13 +64,14 @@ class CallList:
         self.add(Call.MAKE, number, capacity)
         return number
 
-    def rows(self, cache: int, rows: Rows, arrays: Sequence[IntArray]) -> None:
-        """Records ``TreeCache.rows``: its result, and its ``ROWS_ARGUMENTS``."""
+    def rows(self, cache: int, rows: Rows, prefix: IntArray, tree: TreeRows | None) -> None:
+        """Records ``TreeCache.rows``: its result and its arguments."""
         self._rows.append(rows)
-        self.add(Call.ROWS, cache)
-        for array in arrays:
-            self.add(len(array))
-            self.parts.append(array)
+        self.add(Call.ROWS, cache, len(prefix))
+        self.parts.append(prefix)
+        self.add(tree is not None)
+        if tree is not None:
+            self.parts += pack_tree(tree)
 
     def commit(self, cache: int, commit: Commit) -> None:
         """Records ``TreeCache.commit``."""
@@ -166,7 +163,9 @@ class DraftSession:
             return
         cache = self._caches[number]
         if call == Call.ROWS:
-            rows.append(cache.rows(**{name: reader.array() for name in ROWS_ARGUMENTS}))
+            prefix, has_tree = reader.array(), reader.ints(1)[0]
+            tree = reader.tree() if has_tree else None
+            rows.append(cache.rows(prefix_tokens=prefix, tree=tree))
         elif call == Call.COMMIT:
             cache.commit(reader.commit())
         else:

@@ -12,12 +12,12 @@ import torch
 
 from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
 from specdec.clocks.meter import Meter
-from specdec.distributed.draft_follower import ROWS_ARGUMENTS, Call, CallList
+from specdec.distributed.draft_follower import Call, CallList
 from specdec.distributed.messages import Kind, pack_message
 from specdec.distributed.plan import DraftPlan
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.distributed.transport import PeerLost
-from specdec.types import Commit, IntArray
+from specdec.types import Commit, IntArray, TreeRows
 
 if TYPE_CHECKING:
     from specdec.models.runner import ModelRunner, RunnerOutput
@@ -136,11 +136,10 @@ class _RecordingCache:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def rows(self, **arguments: IntArray) -> Rows:
+    def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
         """As ``TreeCache.rows``."""
-        rows = self._inner.rows(**arguments)
-        arrays = [arguments.get(name, EMPTY) for name in ROWS_ARGUMENTS]
-        self._calls.rows(self._number, rows, arrays)
+        rows = self._inner.rows(prefix_tokens=prefix_tokens, tree=tree)
+        self._calls.rows(self._number, rows, prefix_tokens, tree)
         return rows
 
     def commit(self, commit: Commit) -> None:

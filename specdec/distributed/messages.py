@@ -124,11 +124,16 @@ def pack_entry(entry: Entry) -> IntArray:
     for opened in entry.opens:
         parts += _opened_parts(opened)
     for rows in batch.trees:
-        parts.append(_ints(rows.request, rows.prefix_len, len(rows.node_ids)))
-        parts += (rows.node_ids, rows.tokens, rows.parent_ids, rows.depths)
+        parts += pack_tree(rows)
     for chunk in batch.prefills:
         parts += (_ints(chunk.request, chunk.start, len(chunk.tokens)), chunk.tokens)
     return np.concatenate(parts)
+
+
+def pack_tree(rows: TreeRows) -> list[IntArray]:
+    """Rows of one request as arrays to be concatenated."""
+    numbers = _ints(rows.request, rows.prefix_len, len(rows.paths), len(rows.tokens))
+    return [numbers, rows.tokens, rows.paths.ravel()]
 
 
 def unpack_entry(packed: IntArray) -> Entry:
@@ -250,7 +255,7 @@ class Reader:
         step, num_closes, num_opens, num_trees, num_prefills = self.ints(5)
         closes = tuple(self.ints(num_closes))
         opens = tuple(self._opened() for _ in range(num_opens))
-        trees = tuple(self._rows() for _ in range(num_trees))
+        trees = tuple(self.tree() for _ in range(num_trees))
         prefills = tuple(self._chunk() for _ in range(num_prefills))
         batch = Batch(step=step, trees=trees, prefills=prefills)
         return Entry(closes=closes, opens=opens, batch=batch)
@@ -273,18 +278,12 @@ class Reader:
             tokens=tokens,
         )
 
-    def _rows(self) -> TreeRows:
-        request, prefix_len = self.ints(2)
-        ids = self.array()
-        tokens, parents, depths = (self.raw(len(ids)) for _ in range(3))
-        return TreeRows(
-            request=request,
-            prefix_len=prefix_len,
-            node_ids=ids,
-            tokens=tokens,
-            parent_ids=parents,
-            depths=depths,
-        )
+    def tree(self) -> TreeRows:
+        """The next rows of one request (``pack_tree``)."""
+        request, prefix_len, num_levels, num_rows = self.ints(4)
+        tokens, paths = self.raw(num_rows), self.raw(num_levels * num_rows)
+        paths = paths.reshape(num_levels, num_rows)
+        return TreeRows(request=request, prefix_len=prefix_len, tokens=tokens, paths=paths)
 
     def _chunk(self) -> PrefillChunk:
         request, start = self.ints(2)

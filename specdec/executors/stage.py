@@ -115,16 +115,7 @@ class ModelStage:
         return self._caches[request_id]
 
     def _rows(self, request_id: int, prefill_tokens: IntArray, tree: TreeRows | None) -> Rows:
-        cache = self._caches[request_id]
-        if tree is None:
-            return cache.rows(prefix_tokens=prefill_tokens)
-        return cache.rows(
-            prefix_tokens=prefill_tokens,
-            node_ids=tree.node_ids,
-            node_tokens=tree.tokens,
-            parent_ids=tree.parent_ids,
-            node_positions=tree.positions,
-        )
+        return self._caches[request_id].rows(prefix_tokens=prefill_tokens, tree=tree)
 
 
 _EMPTY = StageOutput()

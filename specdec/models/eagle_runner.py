@@ -26,7 +26,7 @@ from specdec.device import model_call, to_device
 from specdec.models.backends.factory import backend_module
 from specdec.models.backends.interface import refuse_wrong
 from specdec.models.eagle import EagleHead
-from specdec.types import HiddenName, IntArray
+from specdec.types import HiddenName, IntArray, TreeRows
 
 METER_NAME = "eagle"
 """Label of the head's passes in the meter."""
@@ -216,12 +216,13 @@ class EagleRunner:
                 prompt = cache.rows(prefix_tokens=places)
                 results += way([prompt], features[:4], places, states[:0], places[3:])
                 corrected = rewritten(cache, places[2:], 2)
-                nodes = cache.rows(
+                tree = TreeRows.within(
+                    prefix_len=4,
                     node_ids=places,
-                    node_tokens=4 + places,
+                    tokens=4 + places,
                     parent_ids=np.maximum(-1, places - 2),  # two roots, and a child of each
-                    node_positions=4 + places // 2,
                 )
+                nodes = cache.rows(tree=tree)
                 with_feature, wanted = places[:3], 2 + places
                 results += way([corrected, nodes], features[4:], with_feature, states, wanted)
         refuse_wrong(results[:4], results[4:], "EAGLE head")

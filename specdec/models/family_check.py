@@ -11,6 +11,7 @@ from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.inspection import CERTIFIED
 from specdec.models.runner import ModelRunner
+from specdec.types import TreeRows
 
 _NUM_TOKENS = 8
 
@@ -33,13 +34,10 @@ def check_family(model: PreTrainedModel) -> None:
     half, nodes = _NUM_TOKENS // 2, np.arange(_NUM_TOKENS - _NUM_TOKENS // 2)
     cache = runner.new_cache(_NUM_TOKENS)
     found = [runner.forward([cache.rows(prefix_tokens=tokens[:half])]).logits]
-    rows = cache.rows(
-        node_ids=nodes,
-        node_tokens=tokens[half:],
-        parent_ids=nodes - 1,
-        node_positions=half + nodes,
+    tree = TreeRows.within(
+        prefix_len=half, node_ids=nodes, tokens=tokens[half:], parent_ids=nodes - 1
     )
-    found.append(runner.forward([rows]).logits)
+    found.append(runner.forward([cache.rows(tree=tree)]).logits)
     with torch.inference_mode():
         expected = model(torch.from_numpy(tokens).to(embeddings.device)[None]).logits[0]
     both = torch.cat([logits for logits in found if logits is not None])

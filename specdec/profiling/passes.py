@@ -167,15 +167,7 @@ class _Bench:
         """Logits of one pass over so many rows of each cache."""
         packed = []
         for cache, num in shares:
-            level = _level(num, self._context)
-            packed.append(
-                cache.rows(
-                    node_ids=level.node_ids,
-                    node_tokens=level.tokens,
-                    parent_ids=level.parent_ids,
-                    node_positions=level.positions,
-                )
-            )
+            packed.append(cache.rows(tree=_level(num, self._context)))
         hidden = self._hidden(sum(num for _, num in shares))
         return self._runner.forward(packed, hidden=hidden, logits_rows=logits_rows).logits
 
@@ -193,15 +185,9 @@ class _Bench:
 
 def _level(num: int, context: int) -> TreeRows:
     """A root and ``num`` - 1 children."""
-    ids = np.arange(num)
-    return TreeRows(
-        request=0,
-        prefix_len=context,
-        node_ids=ids,
-        tokens=np.zeros(num, np.int64),
-        parent_ids=np.where(ids, 0, NO_NODE),
-        depths=np.minimum(ids, 1),
-    )
+    ids, tokens = np.arange(num), np.zeros(num, np.int64)
+    parents = np.where(ids, 0, NO_NODE)
+    return TreeRows.within(prefix_len=context, node_ids=ids, tokens=tokens, parent_ids=parents)
 
 
 @dataclass(frozen=True, slots=True)

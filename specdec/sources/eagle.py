@@ -28,12 +28,13 @@ from specdec.device import to_host
 from specdec.models.eagle_runner import METER_NAME, EagleRunner, rewritten
 from specdec.parts.fields import Count, validated
 from specdec.sources.model_source import CachedModelSource
+from specdec.state import RequestState, tree_rows
 from specdec.types import BoolArray, Commit, HiddenName, IntArray, Needs, NodeMap, Output
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
     from specdec.executors.models import ModelPair
-    from specdec.state import DecodeState, RequestState
+    from specdec.state import DecodeState
 
 _VERSIONS: dict[str, Literal[1, 3]] = {"eagle": 1, "eagle3": 3}
 _DROPPED = 32  # positions forgotten at a time: every step would take a copy per stream
@@ -357,8 +358,8 @@ class HeadPass:
                 continue
             feature = draft.feature(slot)
             entry = cache.cached_len + int(np.flatnonzero(cache.node_ids == node)[0])
-            columns = tree.slots(cache.node_ids[: entry + 1 - cache.cached_len])
-            visible = tree.ancestor_mask(np.array([slot]))[:, columns]
+            before = cache.node_ids[: entry + 1 - cache.cached_len]
+            visible = np.isin(before, tree.ids[tree.path(slot)])[None]
             if feature is None or int(visible.sum()) != int(tree.depths[slot]) + 1:
                 continue
             rows = Rows(
@@ -388,29 +389,21 @@ class HeadPass:
         if not len(pending):
             return pending
         tree, cache = draft.request.tree, draft.cache
-        parent_ids = tree.rows_of(pending)[2]
+        rows = tree_rows(draft.request, pending)
+        above = rows.parent_ids.tolist()
         features = {
             row: feature
             for row, slot in enumerate(pending.tolist())
             if (not slot or tree.hidden) and (feature := draft.feature(slot)) is not None
         }
-        above = parent_ids.tolist()
         now = [row for row in range(len(above)) if row in features or above[row] in draft.states]
         if not now:
             return pending
-        slots, late = pending, _NONE
-        if len(now) < len(pending):
-            slots, late = pending[now], np.delete(pending, now)
-        node_ids, tokens, parent_ids, positions = tree.rows_of(slots)
-        rows = cache.rows(
-            node_ids=node_ids,
-            node_tokens=tokens,
-            parent_ids=parent_ids,
-            node_positions=positions - 1,
-        )
-        ids = node_ids.tolist()
+        # The head's positions are one less than the tree's.
+        rows = replace(rows.take(np.array(now)), prefix_len=rows.prefix_len - 1)
+        ids = rows.node_ids.tolist()
         is_true = np.array([row in features for row in now])
-        self._append(rows, nodes=(draft, ids, is_true), wants=ids)
+        self._append(cache.rows(tree=rows), nodes=(draft, ids, is_true), wants=ids)
         if features:
             at = np.flatnonzero(is_true) - len(ids)
             self._add_features(torch.cat([features[r] for r in now if r in features]), at)
@@ -418,7 +411,7 @@ class HeadPass:
             parents = [above[row] for row in now if row not in features]
             self._states.append(torch.stack([draft.states[node] for node in parents]))
         self.num_nodes += len(ids)
-        return late
+        return np.delete(pending, now)
 
     def run(self, *, keep: bool) -> Tensor:
         """[.., U]: logits of all nodes of the pass, in the order in which they were added.

@@ -26,10 +26,21 @@ from specdec.models.runner import NO_ROWS
 from specdec.sampling.candidates import top_candidates
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources.sampled import sampled_candidates
-from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, NodeMap, Nodes, Output
+from specdec.state import RequestState, tree_rows
+from specdec.types import (
+    BoolArray,
+    Candidates,
+    Commit,
+    IntArray,
+    Needs,
+    NodeMap,
+    Nodes,
+    Output,
+    TreeRows,
+)
 
 if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
+    from specdec.state import DecodeState
 
 Histories = Sequence[IntArray] | None
 """Tokens up to and including each of W nodes; None where the sampling transform needs none."""
@@ -135,19 +146,19 @@ class PassWork:
         wanted: int64[W], entries of the cache (node ids) whose logits are needed, in the order of
             the nodes to expand; an entry may occur twice.
         prefix: committed tokens that are missing in the cache.
-        entries: arguments of ``TreeCache.rows`` for the C entries to compute, parents first.
+        entries: the C entries to compute.
     """
 
     request: RequestState
     cache: TreeCache
     wanted: IntArray
     prefix: IntArray
-    entries: dict[str, IntArray]
+    entries: TreeRows
 
     @property
     def ids(self) -> IntArray:
         """int64[C]: the entries to compute."""
-        return self.entries["node_ids"]
+        return self.entries.node_ids
 
 
 class CachedModelSource(ModelSource):
@@ -227,15 +238,7 @@ class CachedModelSource(ModelSource):
     def _plan(self, request: RequestState, ids: IntArray) -> PassWork:
         """The rows of a pass that expands the nodes ``ids``, int64[W]."""
         cache = self._caches[request.id]
-        slots = self._missing(request, ids)
-        node_ids, tokens, parent_ids, positions = request.tree.rows_of(slots)
-        entries = {
-            "node_ids": node_ids,
-            "node_tokens": tokens,
-            # A root has no parent entry: an id that is not in the cache means the prefix's end.
-            "parent_ids": parent_ids,
-            "node_positions": positions,
-        }
+        entries = tree_rows(request, self._missing(request, ids))
         prefix = request.tokens[cache.cached_len : request.prefix_len]
         return PassWork(request, cache, ids, prefix, entries)
 
@@ -292,7 +295,7 @@ class CachedModelSource(ModelSource):
         rows: list[Rows] = []
         is_entry: list[BoolArray] = []
         for work in works:
-            rows.append(work.cache.rows(prefix_tokens=work.prefix, **work.entries))
+            rows.append(work.cache.rows(prefix_tokens=work.prefix, tree=work.entries))
             is_entry.append(np.arange(len(rows[-1])) >= len(work.prefix))
         chosen = np.concatenate(is_entry)
         logits_rows = None if chosen.all() else np.flatnonzero(chosen)

@@ -26,7 +26,7 @@ from specdec.models.vocabulary import Tail, Translation
 from specdec.parts.fields import Count, validated
 from specdec.sources.model_source import CachedModelSource, PassWork
 from specdec.tree import TokenTree
-from specdec.types import BoolArray, Commit, IntArray, Needs, Output
+from specdec.types import NO_NODE, BoolArray, Commit, IntArray, Needs, Output, TreeRows
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
@@ -238,15 +238,22 @@ class DraftText:
                 node = self._nodes[node].parent
         return sorted(needed)
 
-    def rows(self, nodes: Sequence[int]) -> dict[str, IntArray]:
-        """Arguments of ``TreeCache.rows`` for trie nodes, int64[R] each."""
-        found = [self._nodes[node] for node in nodes]
-        return {
-            "node_ids": np.array(nodes, np.int64),
-            "node_tokens": np.array([node.token for node in found], np.int64),
-            "parent_ids": np.array([node.parent for node in found], np.int64),
-            "node_positions": np.array([node.position for node in found], np.int64),
-        }
+    def rows(self, nodes: Sequence[int]) -> TreeRows:
+        """Trie nodes as rows of a pass."""
+        known, paths = self._nodes, [list(nodes)]
+
+        def above(node: int) -> int:
+            parent = known[node].parent if node in known else NO_NODE
+            return parent if parent in known else NO_NODE
+
+        while set(level := [above(node) for node in paths[-1]]) - {NO_NODE}:
+            paths.append(level)
+        return TreeRows(
+            request=0,
+            prefix_len=len(self.final),
+            tokens=np.array([known[node].token for node in nodes], np.int64),
+            paths=np.array(paths, np.int64),
+        )
 
     # ------------------------------------------------------------------ commits
 

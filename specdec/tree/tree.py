@@ -4,7 +4,8 @@ A node has a stable *id* (increasing, never reused) and a *slot* (its current ar
 changes when the tree is rerooted). Interfaces exchange ids; slots are valid within one call. Slot
 order is both id order and topological order, so an id is located by bisection and a subtree by
 pointer jumping. No N x N ancestor matrix is stored (SpecPipe 3.2.1 stores one; at 1344 nodes each
-commit would compact 1.8 MB); ``ancestor_mask`` builds its rows on demand.
+commit would compact 1.8 MB); ``paths`` lists the ancestors of a batch's nodes once, and they travel
+with its rows (``TreeRows``).
 
 *Candidates* are children that a source proposed and no policy has turned into nodes yet. They are
 stored with their parent, so taking one later costs no draft forward.
@@ -286,12 +287,6 @@ class TokenTree:
         assert (slots >= 0).all(), f"nodes {ids} are not in the tree"
         return slots
 
-    def rows_of(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Ids, tokens, parent ids (``NO_NODE`` for the root) and positions of ``slots``[W]."""
-        rows = self._nodes[slots]
-        parent_ids = np.where(rows["parent"] >= 0, self.ids[rows["parent"]], NO_NODE)
-        return rows["id"], rows["token"], parent_ids, rows["position"]
-
     def hidden_rows(self, ids: IntArray) -> dict[HiddenName, torch.Tensor]:
         """Name -> [W, E], copies of the states that all nodes ``ids``, int64[W], have."""
         rows = [self.hidden.get(node_id, {}) for node_id in ids.tolist()]
@@ -329,20 +324,16 @@ class TokenTree:
             jump = jump.take(jump)
         return inside
 
-    def ancestor_mask(self, rows: IntArray) -> BoolArray:
-        """bool[W, N]: whether slot j is row i's node or one of its ancestors.
+    def paths(self, slots: IntArray) -> IntArray:
+        """int64[D, W]: ids of W nodes, then of their ancestors 1, 2, ... levels above.
 
-        Args:
-            rows: int64[W], slots; any subset, so the mask need not be square (SwiftSpec 3.1). With
-                all slots it is the tree mask of SpecPipe 3.2.1.
+        Paths that are shorter than the longest end with ``NO_NODE``.
         """
-        mask = np.zeros((len(rows), self._size), np.bool_)
-        above = np.maximum(self.parents, 0)  # short paths stay at the root, which all rows see
-        line, current = np.arange(len(rows)), rows
-        for _ in range(1 + int(self.depths[rows].max(initial=0))):
-            mask[line, current] = True
-            current = above.take(current)
-        return mask
+        above, paths = self.parents[slots], [self.ids[slots]]
+        while (inside := above >= 0).any():
+            paths.append(np.where(inside, self.ids[above], NO_NODE))
+            above = np.where(inside, self.parents[above], NO_NODE)
+        return np.stack(paths)
 
     def with_missing_ancestors(
         self, slots: IntArray, has: Callable[[IntArray], BoolArray]

@@ -1,34 +1,70 @@
 """Rows that are fed to the target.
 
-Shape letters: W nodes.
+Shape letters: W nodes, D nodes of the longest path.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.types.arrays import BoolArray, IntArray
+import numpy as np
+
+from specdec.types.arrays import NO_NODE, BoolArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeRows:
-    """Tree nodes of one request as rows of the target's forward, parents before children.
+    """Tree nodes of one request as rows of a forward pass, parents before children.
+
+    The ancestors travel with the rows: every cache that they pass makes its attention mask of them.
 
     Attributes:
         request: request id.
         prefix_len: committed tokens before the root at submission.
-        node_ids: int64[W], stable ids.
         tokens: int64[W].
-        parent_ids: int64[W]; ``NO_NODE`` for the root.
-        depths: int64[W], below the root at submission; position = prefix_len + depth.
+        paths: int64[D, W], ids of the nodes, then of their ancestors 1, 2, ... levels above, up to
+            the root at submission; ``NO_NODE`` beyond it.
     """
 
     request: int
     prefix_len: int
-    node_ids: IntArray
     tokens: IntArray
-    parent_ids: IntArray
-    depths: IntArray
+    paths: IntArray
+
+    @staticmethod
+    def within(
+        *,
+        prefix_len: int,
+        node_ids: IntArray,
+        tokens: IntArray,
+        parent_ids: IntArray,
+        request: int = 0,
+    ) -> TreeRows:
+        """Rows, int64[W] each, whose ancestors are all among them; a root has another parent."""
+        parent_of = dict(zip(node_ids.tolist(), parent_ids.tolist(), strict=True))
+        paths, level = list[list[int]](), node_ids.tolist()
+        while not paths or any(node_id != NO_NODE for node_id in level):
+            paths.append(level)
+            parents = [parent_of.get(node_id, NO_NODE) for node_id in level]
+            level = [node_id if node_id in parent_of else NO_NODE for node_id in parents]
+        return TreeRows(
+            request=request, prefix_len=prefix_len, tokens=tokens, paths=np.array(paths, np.int64)
+        )
+
+    @property
+    def node_ids(self) -> IntArray:
+        """int64[W], stable ids."""
+        return self.paths[0]
+
+    @property
+    def parent_ids(self) -> IntArray:
+        """int64[W]; ``NO_NODE`` for the root."""
+        return self.paths[1] if len(self.paths) > 1 else np.full_like(self.tokens, NO_NODE)
+
+    @property
+    def depths(self) -> IntArray:
+        """int64[W], below the root at submission."""
+        return np.count_nonzero(self.paths != NO_NODE, axis=0) - 1
 
     @property
     def positions(self) -> IntArray:
@@ -44,10 +80,8 @@ class TreeRows:
         return TreeRows(
             request=self.request,
             prefix_len=self.prefix_len,
-            node_ids=self.node_ids.take(rows),
             tokens=self.tokens.take(rows),
-            parent_ids=self.parent_ids.take(rows),
-            depths=self.depths.take(rows),
+            paths=self.paths.take(rows, axis=1),
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from specdec.clocks.meter import Meter
 from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
 from specdec.train.model import LanguageModel, save_hf
-from specdec.types import NO_NODE, Batch, Exits, Output, PrefillChunk, TreeRows
+from specdec.types import Batch, Exits, Output, PrefillChunk, TreeRows
 from tests.distributed.fake_ranks import ThreadGroup, thread_ranks
 from tests.distributed.support import PROMPTS, config, counted, rejection, runner
 from tests.pretrained import pretrained
@@ -144,14 +144,7 @@ def test_a_rank_loads_its_layers_and_the_head(
         batch = Batch(step=0, prefills=(PrefillChunk(request=1, start=0, tokens=np.arange(5)),))
         hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
         logits.append(stage.run(batch, hidden).hidden)
-        row = TreeRows(
-            request=1,
-            prefix_len=5,
-            node_ids=np.array([0]),
-            tokens=np.array([3]),
-            parent_ids=np.array([NO_NODE]),
-            depths=np.array([0]),
-        )
+        row = TreeRows(request=1, prefix_len=5, tokens=np.array([3]), paths=np.array([[0]]))
         logits.append(stage.run(Batch(step=1, trees=(row,)), hidden[:1]).exit_logits[2])
         loaded.append("target" in vars(pair))
     assert torch.equal(logits[0], logits[2])

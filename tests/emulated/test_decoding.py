@@ -20,6 +20,7 @@ from specdec.models.runner import ModelRunner
 from specdec.pairs import build_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
+from specdec.types import TreeRows
 from tests.emulated.device import Device, emulated
 from tests.matrix.cells import PROMPTS, Cell, all_cells, base, config, cover, plain
 from tests.matrix.outcomes import runs
@@ -153,12 +154,12 @@ def _sliced(runner: ModelRunner, hidden: torch.Tensor) -> torch.Tensor:
     """Logits of a tree after a prompt, from hidden states that enter the slice."""
     cache = runner.new_cache(8)
     runner.forward([cache.rows(prefix_tokens=np.arange(3, 10))], hidden=hidden[:7])
-    rows = cache.rows(
+    tree = TreeRows.within(
+        prefix_len=7,
         node_ids=np.arange(5),
-        node_tokens=np.arange(5),
+        tokens=np.arange(5),
         parent_ids=np.array([-1, 0, 0, 1, 3]),
-        node_positions=np.array([7, 8, 8, 9, 10]),
     )
-    logits = runner.forward([rows], hidden=hidden[7:]).logits
+    logits = runner.forward([cache.rows(tree=tree)], hidden=hidden[7:]).logits
     assert logits is not None
     return logits

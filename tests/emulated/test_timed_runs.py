@@ -18,6 +18,7 @@ from specdec.models.runner import ModelRunner
 from specdec.runs import jobs, measurements
 from specdec.runs.jobs import run_job
 from specdec.runs.runners import PartsRunner
+from specdec.types import TreeRows
 from tests.emulated.device import emulated
 from tests.trees import grown
 
@@ -128,9 +129,5 @@ def test_smaller_shapes_are_captured_before_a_run() -> None:
 
 def _one_more(cache):
     """A row at the end of a cache with 150 tokens and 8 nodes."""
-    return cache.rows(
-        node_ids=np.array([1000]),
-        node_tokens=np.array([5]),
-        parent_ids=np.array([-1]),
-        node_positions=np.array([150]),
-    )
+    one = {"node_ids": np.array([1000]), "tokens": np.array([5]), "parent_ids": np.array([-1])}
+    return cache.rows(tree=TreeRows.within(prefix_len=150, **one))

@@ -22,6 +22,7 @@ from specdec.errors import UserError
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
+from specdec.types import TreeRows
 from tests.kernels import reference
 
 CPU = torch.device("cpu")
@@ -36,16 +37,16 @@ def _logits(model, **kwargs):
     runner = ModelRunner(model=model, name="target", meter=Meter(), **kwargs)
     cache = runner.new_cache(8)
     tokens = np.arange(3, 14)
-    root = {"node_ids": np.array([0]), "node_tokens": np.array([9]), "parent_ids": np.array([-1])}
-    rows = cache.rows(prefix_tokens=tokens, **root, node_positions=np.array([11]))
-    first = runner.forward([rows]).logits
-    tree = cache.rows(
-        node_ids=np.array([1, 2, 3, 4, 5]),
-        node_tokens=np.array([5, 6, 7, 8, 9]),
-        parent_ids=np.array([0, 0, 1, 3, 2]),
-        node_positions=np.array([12, 12, 13, 14, 13]),
+    tree = TreeRows.within(
+        prefix_len=11,
+        node_ids=np.arange(6),
+        tokens=np.array([9, 5, 6, 7, 8, 9]),
+        parent_ids=np.array([-1, 0, 0, 1, 3, 2]),
     )
-    return torch.cat([first, runner.forward([tree]).logits])
+    rows = cache.rows(prefix_tokens=tokens, tree=tree.take(np.arange(1)))
+    first = runner.forward([rows]).logits
+    rows = cache.rows(tree=tree.take(np.arange(1, 6)))
+    return torch.cat([first, runner.forward([rows]).logits])
 
 
 @pytest.mark.slow
@@ -149,9 +150,9 @@ def test_the_rows_of_a_prompt_are_causal_and_those_of_a_tree_are_not():
     prompt = cache.rows(prefix_tokens=np.arange(3, 9))
     assert RequestPart(prompt).bits().causal
     runner.forward([prompt])
-    siblings = {"node_ids": np.arange(2), "node_tokens": np.arange(2)}
-    tree = cache.rows(**siblings, parent_ids=np.full(2, -1), node_positions=np.full(2, 6))
-    assert not RequestPart(tree).bits().causal
+    ids, roots = np.arange(2), np.full(2, -1)
+    siblings = TreeRows.within(prefix_len=6, node_ids=ids, tokens=ids, parent_ids=roots)
+    assert not RequestPart(cache.rows(tree=siblings)).bits().causal
 
 
 def test_automatic_attention_splits_the_context_where_it_can(monkeypatch):

@@ -40,18 +40,14 @@ def _tree(request_id: int, num: int, seed: int, first: int = 0) -> TreeRows:
     """A random tree; with ``first`` above 0, its first nodes were in an earlier batch."""
     rng = np.random.default_rng(seed)
     parents = np.array([NO_NODE] + [int(rng.integers(max(0, i - 4), i)) for i in range(1, num)])
-    depths = np.zeros(num, np.int64)
-    for node in range(1, num):
-        depths[node] = depths[parents[node]] + 1
-    part = slice(first, num)
-    return TreeRows(
+    tree = TreeRows.within(
         request=request_id,
         prefix_len=3,
-        node_ids=np.arange(num)[part],
-        tokens=rng.integers(0, VOCAB, num)[part],
-        parent_ids=parents[part],
-        depths=depths[part],
+        node_ids=np.arange(num),
+        tokens=rng.integers(0, VOCAB, num),
+        parent_ids=parents,
     )
+    return tree.take(np.arange(first, num))
 
 
 def _answers(sampling: SamplingParams, follows: bool, logits: torch.Tensor, trees):

@@ -12,6 +12,7 @@ from specdec.attention.backends import capped_attention, masked_lse, two_level_a
 from specdec.clocks.meter import Meter
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
+from specdec.types import TreeRows
 from tests.trees import grown
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -126,14 +127,10 @@ def test_chunked_prefill_equals_whole():
     for start in (0, 5, 10):
         rows = cache.rows(prefix_tokens=tokens[start : start + 5])
         assert runner.forward([rows], logits_rows=NO_ROWS).logits is None
-    root = np.array([17])
-    rows = cache.rows(
-        prefix_tokens=tokens[15:17],
-        node_ids=root,
-        node_tokens=tokens[17:],
-        parent_ids=np.array([-1]),
-        node_positions=root,
+    root = TreeRows.within(
+        prefix_len=17, node_ids=np.array([17]), tokens=tokens[17:], parent_ids=np.array([-1])
     )
+    rows = cache.rows(prefix_tokens=tokens[15:17], tree=root)
     assert (runner.forward([rows]).logits - whole[15:]).abs().max() < 1e-12
 
 

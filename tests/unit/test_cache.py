@@ -10,7 +10,7 @@ from specdec.attention.kv_cache import EMPTY
 from specdec.clocks.meter import Meter
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
-from specdec.types import NO_NODE, Commit, CommitKind
+from specdec.types import NO_NODE, Commit, CommitKind, TreeRows
 
 TOLERANCE = 1e-12  # float64; what is left comes from the order of sums
 
@@ -45,13 +45,16 @@ class Script:
     def feed(self, nodes):
         """Runs missing committed tokens and ``nodes`` through the model."""
         missing = self.tokens[self.cache.cached_len : -1]
-        ids = np.array(nodes, np.int64)
+        known = [*self.parents]
+        tree = TreeRows.within(
+            prefix_len=len(self.tokens) - 1,
+            node_ids=np.array(known),
+            tokens=np.array([self.paths[n][-1] for n in known]),
+            parent_ids=np.array([self.parents[n] for n in known]),
+        )
         rows = self.cache.rows(
             prefix_tokens=np.array(missing, np.int64),
-            node_ids=ids,
-            node_tokens=np.array([self.paths[n][-1] for n in nodes], np.int64),
-            parent_ids=np.array([self.parents[n] for n in nodes], np.int64),
-            node_positions=np.array([len(self.paths[n]) - 1 for n in nodes], np.int64),
+            tree=tree.take(np.array([known.index(n) for n in nodes], np.int64)),
         )
         if not len(rows):
             return
@@ -133,9 +136,8 @@ def fresh_cache(runner, tokens):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_scripts(runner, seed, monkeypatch):
-    """Random growth and commits; capacity and index arrays must grow."""
-    monkeypatch.setattr("specdec.attention.kv_cache._FRESH_ENTRIES", 4)
+def test_random_scripts(runner, seed):
+    """Random growth and commits; the capacity must grow."""
     script = Script(runner, seed)
     for _ in range(9):
         for _ in range(int(script.rng.integers(1, 5))):
@@ -161,10 +163,8 @@ def test_nothing_in_place_is_copied(runner, monkeypatch):
     cache = runner.new_cache(16)
     ids = np.arange(3)
     runner.forward([cache.rows(prefix_tokens=ids + 3)], logits_rows=NO_ROWS)
-    runner.forward(
-        [cache.rows(node_ids=ids, node_tokens=ids, parent_ids=ids - 1, node_positions=3 + ids)]
-    )
-    monkeypatch.setattr(cache, "_move", lambda *_: pytest.fail("moved"))
+    runner.forward([cache.rows(tree=tree_of(ids, ids - 1, 3))])
+    monkeypatch.setattr(cache, "_copy_slots", lambda *_: pytest.fail("moved"))
     cache.commit(_commit(retired=[0], kept=[1, 2], prefix_len=4))
     assert (cache.cached_len, cache.node_ids.tolist()) == (4, [1, 2])
 
@@ -174,10 +174,7 @@ def test_holes_are_filled_from_the_end(runner):
     cache = runner.new_cache(16)
     ids = np.arange(11)
     parents = np.array([NO_NODE] + [0] * 10)
-    positions = np.array([0] + [1] * 10)
-    runner.forward(
-        [cache.rows(node_ids=ids, node_tokens=ids, parent_ids=parents, node_positions=positions)]
-    )
+    runner.forward([cache.rows(tree=tree_of(ids, parents, 0))])
     before = cache.storage.clone()
     cache.commit(_commit(retired=[0], kept=[1, 3, 4, 9], prefix_len=1))
     assert cache.node_ids.tolist() == [1, 9, 3, 4]
@@ -188,13 +185,10 @@ def test_commit_behind_the_root(runner):
     """A leaf accepted without an entry leaves the cache one token behind, without a tree."""
     cache = runner.new_cache(16)
     one = np.array([0])
-    runner.forward(
-        [cache.rows(node_ids=one, node_tokens=one, parent_ids=one - 1, node_positions=one)]
-    )
+    runner.forward([cache.rows(tree=tree_of(one, one - 1, 0))])
     cache.commit(_commit(retired=[0, 1], kept=[2], prefix_len=2))
     assert (cache.cached_len, cache.num_nodes) == (1, 0)
-    rows = cache.rows(prefix_tokens=one, node_ids=one + 2, node_tokens=one, parent_ids=one - 1,
-                      node_positions=one + 2)  # fmt: skip
+    rows = cache.rows(prefix_tokens=one, tree=tree_of(one + 2, one - 1, 2))
     assert rows.positions.tolist() == [1, 2]
     assert rows.visible.tolist() == [[True, False], [True, True]]
 
@@ -204,9 +198,7 @@ def test_root_cached_as_prefix(runner):
     cache = runner.new_cache(16)
     ids = np.arange(1, 3)
     runner.forward([cache.rows(prefix_tokens=np.array([4, 5]))])  # position 1 is the root
-    runner.forward(
-        [cache.rows(node_ids=ids, node_tokens=ids, parent_ids=ids - 1, node_positions=ids + 1)]
-    )
+    runner.forward([cache.rows(tree=tree_of(ids, ids - 1, 2))])
     cache.commit(_commit(retired=[0], kept=[1, 2], prefix_len=2))
     assert (cache.cached_len, cache.node_ids.tolist()) == (2, [1, 2])
 
@@ -216,9 +208,7 @@ def test_truncate(runner):
     cache = runner.new_cache(4)
     ids = np.arange(2)
     runner.forward([cache.rows(prefix_tokens=np.array([4, 5, 6]))], logits_rows=NO_ROWS)
-    runner.forward(
-        [cache.rows(node_ids=ids, node_tokens=ids, parent_ids=ids - 1, node_positions=3 + ids)]
-    )
+    runner.forward([cache.rows(tree=tree_of(ids, ids - 1, 3))])
     assert cache.has(np.array([0, 1, 7])).tolist() == [True, True, False]
     cache.truncate(2)
     assert (cache.cached_len, cache.num_nodes) == (2, 0)
@@ -228,47 +218,40 @@ def test_truncate(runner):
 def test_ids_far_apart_and_out_of_order(runner):
     """Ids need not be dense, and a smaller id may be added after a larger one."""
     cache = runner.new_cache(4)
-    for node, parent, position in ((70_000, -1, 0), (90_000, 70_000, 1), (70_010, 70_000, 1)):
-        cache.rows(
-            node_ids=np.array([node]),
-            node_tokens=np.array([3]),
-            parent_ids=np.array([parent]),
-            node_positions=np.array([position]),
-        )
-    assert cache.has(np.array([90_000, 70_010, 70_000, 3, 1 << 40])).tolist() == [
-        True, True, True, False, False,
-    ]  # fmt: skip
+    ids, parents = np.array([70_000, 90_000, 70_010]), np.array([-1, 70_000, 70_000])
+    tree = tree_of(ids, parents, 0)
+    for row in range(3):
+        rows = cache.rows(tree=tree.take(np.array([row])))
+    assert rows.visible.tolist() == [[True, False, True]]
+    asked = np.array([90_000, 70_010, 70_000, 3, 1 << 40])
+    assert cache.has(asked).tolist() == [True, True, True, False, False]
 
 
 def test_misuse_is_an_assertion(runner):
     """Orphans that do not continue the prefix, duplicate nodes, prefix tokens below a tree."""
     cache, one, two = runner.new_cache(8), np.array([1]), np.array([1, 2])
-    many = np.arange(1, 12)  # beyond what is entered one by one
-    for ids in (one, two, many):
-        with pytest.raises(AssertionError, match="not continue"):
-            cache.rows(node_ids=ids, node_tokens=ids, parent_ids=ids - 1, node_positions=ids)
-        cache = runner.new_cache(8)
-    for ids in (two, many):  # the first is a child of the second
-        parents = np.where(ids == 1, 2, -1)
-        with pytest.raises(AssertionError, match=r"before their parents|not continue"):
-            cache.rows(
-                node_ids=ids,
-                node_tokens=ids,
-                parent_ids=parents,
-                node_positions=(ids == 1).astype(int),
-            )
-        cache = runner.new_cache(8)
-    for ids in (one, two, many):
-        roots = {"parent_ids": np.full(len(ids), -1), "node_positions": np.zeros(len(ids), int)}
-        cache.rows(node_ids=ids, node_tokens=ids, **roots)
-        with pytest.raises(AssertionError, match=r"(has an entry|have entries) already"):
-            cache.rows(node_ids=ids, node_tokens=ids, **roots)
-        cache.truncate(0)
-    cache.rows(node_ids=one, node_tokens=one, parent_ids=-one, node_positions=one - 1)
+    with pytest.raises(AssertionError, match="do not continue"):  # the prefix is empty
+        cache.rows(tree=tree_of(two, two - 1, 1))
+    whole = tree_of(np.arange(3), np.array([-1, 0, 1]), 0)
+    cache = runner.new_cache(8)
+    with pytest.raises(AssertionError, match="do not continue"):  # the middle one is missing
+        cache.rows(tree=whole.take(np.array([0, 2])))
+    cache = runner.new_cache(8)
+    with pytest.raises(AssertionError, match="children before parents"):
+        cache.rows(tree=whole.take(np.array([0, 2, 1])))
+    cache = runner.new_cache(8)
+    cache.rows(tree=whole)
+    with pytest.raises(AssertionError, match="has an entry already"):
+        cache.rows(tree=whole.take(two))
     with pytest.raises(AssertionError, match="committed tokens are missing"):
         cache.rows(prefix_tokens=one)
     with pytest.raises(ValueError, match="capacity 0"):
         runner.new_cache(0)
+
+
+def tree_of(ids, parents, prefix_len):
+    """Rows whose tokens are their ids."""
+    return TreeRows.within(prefix_len=prefix_len, node_ids=ids, tokens=ids % 61, parent_ids=parents)
 
 
 def _commit(*, retired, kept, prefix_len):

@@ -23,6 +23,7 @@ from specdec.models.eagle_runner import EagleRunner, rewritten
 from specdec.models.eagle_untrained import untrained_config
 from specdec.pairs import RandomPair
 from specdec.pairs.pretrained import build_pretrained
+from specdec.types import TreeRows
 from tests import eagle, toys
 
 T = 9  # tokens of a sequence
@@ -73,22 +74,18 @@ def test_incremental_passes_equal_whole_sequences(variant: str) -> None:
 
     # Two branches: nodes 0 and 1 below the prefix, node 2 below node 1, which both see.
     states, paths = {-1: fed[-1]}, {0: [0], 1: [1], 2: [1, 2]}
-    node_tokens = np.array([5, 7, 11])
+    node_tokens, parents = np.array([5, 7, 11]), np.array([-1, -1, 1])
+    tree = TreeRows.within(
+        prefix_len=T, node_ids=np.arange(3), tokens=node_tokens, parent_ids=parents
+    )
     for level in ([0, 1], [2]):
-        ids = np.array(level)
-        parents = np.where(ids == 2, 1, -1)
-        rows = cache.rows(
-            node_ids=ids,
-            node_tokens=node_tokens[ids],
-            parent_ids=parents,
-            node_positions=T + (ids == 2),
-        )
+        rows = cache.rows(tree=tree.take(np.array(level)))
         out = runner.forward(
             [rows],
             features=features[:0],
             feature_rows=NO_IDS,
-            states=torch.stack([states[int(p)] for p in parents]),
-            logits_rows=np.arange(len(ids)),
+            states=torch.stack([states[int(p)] for p in parents[level]]),
+            logits_rows=np.arange(len(level)),
         )
         for row, node in enumerate(level):
             states[node] = out.states[row]
@@ -116,14 +113,14 @@ def test_entries_computed_again_replace_the_old_ones() -> None:
         )
 
     run([cache.rows(prefix_tokens=tokens[:7].numpy())], wrong[:7])
-    node = {
-        "node_ids": np.array([0, 1]),
-        "node_tokens": tokens[7:].numpy(),
-        "parent_ids": np.array([-1, 0]),
-        "node_positions": np.array([7, 8]),
-    }
+    tree = TreeRows.within(
+        prefix_len=7,
+        node_ids=np.array([0, 1]),
+        tokens=tokens[7:].numpy(),
+        parent_ids=np.array([-1, 0]),
+    )
     again = rewritten(cache, tokens[4:7].numpy(), 4)
-    logits = run([again, cache.rows(**node)], features[4:]).logits
+    logits = run([again, cache.rows(tree=tree)], features[4:]).logits
     expected = head.logits(whole(head, tokens, head.states(features)))[4:]
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     stale = head.logits(whole(head, tokens, head.states(torch.cat([wrong[:7], features[7:]]))))

@@ -21,6 +21,7 @@ from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.models.shares import sharded
 from specdec.tensor_parallel import collective
+from specdec.types import TreeRows
 from tests.shares import run_group
 
 pytestmark = pytest.mark.slow
@@ -69,26 +70,21 @@ def _tree(runner, tokens, cache=None) -> torch.Tensor:
     cache = cache or runner.new_cache(8)
     split = len(tokens) - NUM_NODES
     first = runner.forward([cache.rows(prefix_tokens=tokens[:split])]).logits
-    ids, parents, values, depths, path = [], [], [], [], []
+    ids, parents, values, path = [], [], [], []
     last = -1
     for depth in range(NUM_NODES):
         for wrong in range(depth % 3):  # siblings that the path does not see
             ids.append(1000 * (wrong + 1) + depth)
             parents.append(last)
             values.append((tokens[split + depth] + 1 + wrong) % 61)
-            depths.append(depth)
         path.append(len(ids))
         ids.append(depth)
         parents.append(last)
         values.append(tokens[split + depth])
-        depths.append(depth)
         last = depth
-    rows = cache.rows(
-        node_ids=np.array(ids),
-        node_tokens=np.array(values),
-        parent_ids=np.array(parents),
-        node_positions=split + np.array(depths),
-    )
+    columns = {"node_ids": ids, "tokens": values, "parent_ids": parents}
+    arrays = {name: np.array(column) for name, column in columns.items()}
+    rows = cache.rows(tree=TreeRows.within(prefix_len=split, **arrays))
     return torch.cat([first, runner.forward([rows]).logits[path]])
 
 
@@ -128,14 +124,9 @@ def test_requests_that_share_a_pass_do_not_matter():
     caches = [runner.new_cache(8) for _ in prompts]
     packed = []
     for prompt, cache in zip(prompts, caches, strict=True):
-        root = {"node_ids": np.array([0]), "parent_ids": np.array([-1])}
-        rows = cache.rows(
-            prefix_tokens=prompt[:-1],
-            node_tokens=prompt[-1:],
-            node_positions=np.array([len(prompt) - 1]),
-            **root,
-        )
-        packed.append(rows)
+        root = {"node_ids": np.array([0]), "parent_ids": np.array([-1]), "tokens": prompt[-1:]}
+        tree = TreeRows.within(prefix_len=len(prompt) - 1, **root)
+        packed.append(cache.rows(prefix_tokens=prompt[:-1], tree=tree))
     assert sum(map(len, packed)) > 2 * 64
     logits = runner.forward(packed).logits.split([len(p) for p in prompts])
     for ours, theirs in zip(logits, expected, strict=True):

@@ -27,13 +27,12 @@ TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh fo
 
 def rows(request: int, ids: list[int], parents: list[int]) -> TreeRows:
     """Rows of tokens that equal their ids."""
-    return TreeRows(
+    return TreeRows.within(
         request=request,
         prefix_len=4,
         node_ids=np.array(ids),
         tokens=np.array(ids),
         parent_ids=np.array(parents),
-        depths=np.arange(len(ids)),
     )
 
 

@@ -26,7 +26,7 @@ from specdec.models.family_check import check_family
 from specdec.models.inspection import CERTIFIED
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
-from specdec.types import NO_NODE
+from specdec.types import NO_NODE, TreeRows
 
 pytestmark = pytest.mark.slow
 
@@ -64,15 +64,6 @@ AttentionInterface.register("test_attention64", _attention64)
 AttentionMaskInterface.register("test_attention64", eager_mask)
 
 
-def _tree(rng):
-    """Parents and depths of a random tree, parents first."""
-    parents = np.array([NO_NODE] + [int(rng.integers(0, i)) for i in range(1, NODES)])
-    depths = np.zeros(NODES, np.int64)
-    for node in range(1, NODES):
-        depths[node] = depths[parents[node]] + 1
-    return parents, depths
-
-
 def _reference(model, prefix, tokens, parents):
     """Logits[N, V] of a fresh forward over each node's path."""
     model.set_attn_implementation("test_attention64")
@@ -92,10 +83,11 @@ def test_nodes_equal_fresh_forward(family, options):
     rng = np.random.default_rng(7)
     model = random_model(family, dtype="float64", num_layers=LAYERS, options=options)
     prefix, tokens = rng.integers(3, 61, PREFIX), rng.integers(3, 61, NODES)
-    parents, depths = _tree(rng)
+    parents = np.array([NO_NODE] + [int(rng.integers(0, i)) for i in range(1, NODES)])
     expected = _reference(model, prefix, tokens, parents)
     ids = 100 + np.arange(NODES)
     parent_ids = np.where(parents == NO_NODE, NO_NODE, parents + 100)
+    tree = TreeRows.within(prefix_len=PREFIX, node_ids=ids, tokens=tokens, parent_ids=parent_ids)
     for cuts, attention in RUNS:
         stages = [
             ModelRunner(
@@ -115,10 +107,7 @@ def test_nodes_equal_fresh_forward(family, options):
             for stage, cache in zip(stages, caches, strict=True):
                 rows = cache.rows(
                     prefix_tokens=prefix[: PREFIX if nodes.stop == 0 else 0],
-                    node_ids=ids[nodes],
-                    node_tokens=tokens[nodes],
-                    parent_ids=parent_ids[nodes],
-                    node_positions=PREFIX + depths[nodes],
+                    tree=tree.take(np.arange(NODES)[nodes]),
                 )
                 wanted = None if nodes.stop else NO_ROWS
                 output = stage.forward([rows], hidden=hidden, logits_rows=wanted)

@@ -13,10 +13,8 @@ def tree_rows(request: int, ids: np.ndarray) -> TreeRows:
     return TreeRows(
         request=request,
         prefix_len=1,
-        node_ids=ids,
         tokens=np.zeros_like(ids),
-        parent_ids=ids - 1,
-        depths=np.zeros_like(ids),
+        paths=ids[None],
     )
 
 

@@ -66,11 +66,8 @@ def tree(request: int, parents: list[int], first_id: int = 0) -> TreeRows:
     ids = first_id + np.arange(num)[::-1]
     above = np.array([NO_NODE if p == NO_NODE else ids[p] for p in parents])
     tokens = np.arange(num) * 3 + 1
-    depths = np.zeros(num, np.int64)
-    for node, parent in enumerate(parents):
-        depths[node] = 0 if parent == NO_NODE else depths[parent] + 1
-    return TreeRows(
-        request=request, prefix_len=3, node_ids=ids, tokens=tokens, parent_ids=above, depths=depths
+    return TreeRows.within(
+        request=request, prefix_len=3, node_ids=ids, tokens=tokens, parent_ids=above
     )
 
 

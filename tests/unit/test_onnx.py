@@ -24,7 +24,7 @@ from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs.random import build_random
 from specdec.tensor_parallel import Collective
-from specdec.types import NO_NODE, HiddenName
+from specdec.types import NO_NODE, HiddenName, TreeRows
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 
@@ -67,13 +67,15 @@ def _runners(model, cuts, backend, capture=()):
 
 
 def _tree(seed):
-    """Tokens, parents and depths of a random tree, parents first."""
+    """A random tree below a prefix."""
     rng = np.random.default_rng(seed)
     parents = np.array([NO_NODE] + [int(rng.integers(0, i)) for i in range(1, NODES)])
-    depths = np.zeros(NODES, np.int64)
-    for node in range(1, NODES):
-        depths[node] = depths[parents[node]] + 1
-    return rng.integers(3, 61, NODES), parents, depths
+    return TreeRows.within(
+        prefix_len=PREFIX + seed,
+        node_ids=np.arange(NODES),
+        tokens=rng.integers(3, 61, NODES),
+        parent_ids=parents,
+    )
 
 
 def _decode(runners, make_cache, num_requests=2):
@@ -85,17 +87,14 @@ def _decode(runners, make_cache, num_requests=2):
         hidden = None
         for runner, own in zip(runners, caches, strict=True):
             rows = []
-            for r, (cache, (tokens, parents, depths)) in enumerate(zip(own, trees, strict=True)):
+            for r, (cache, tree) in enumerate(zip(own, trees, strict=True)):
                 cut = slice(nodes.start, nodes.stop - r if nodes.stop == 4 else nodes.stop)
                 cut = slice(cut.start - r if nodes.start == 4 else cut.start, cut.stop)
                 prefix = np.random.default_rng(9 + r).integers(3, 61, PREFIX + r)
                 rows.append(
                     cache.rows(
                         prefix_tokens=prefix[: 0 if nodes.stop else None],
-                        node_ids=np.arange(NODES)[cut],
-                        node_tokens=tokens[cut],
-                        parent_ids=parents[cut],
-                        node_positions=PREFIX + r + depths[cut],
+                        tree=tree.take(np.arange(NODES)[cut]),
                     )
                 )
             output = runner.forward(rows, hidden=hidden)

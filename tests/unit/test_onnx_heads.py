@@ -19,6 +19,7 @@ from specdec.models.medusa import MedusaHeads
 from specdec.models.onnx import session as onnx_session
 from specdec.models.random import random_model
 from specdec.pairs.random import build_random
+from specdec.types import TreeRows
 from tests import eagle
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
@@ -72,9 +73,6 @@ def _decode(runner: EagleRunner):
         wanted=[],
     )
     parents = np.array([-1, 0, 0, 1, 2, -1, 5, 3, 3])
-    depths = np.zeros(NODES, np.int64)
-    for node in range(NODES):
-        depths[node] = depths[parents[node]] + 1 if parents[node] >= 0 else 0
     tokens = rng.integers(3, 48, NODES)
     for seed, nodes in enumerate((slice(0, 3), slice(3, NODES))):
         rows, with_feature, start = [], [], 0
@@ -84,14 +82,13 @@ def _decode(runner: EagleRunner):
                 rows.append(cache.rows(prefix_tokens=tokens[:1]))
                 with_feature += [start, start + 1, start + 2]
                 start += 3
-            rows.append(
-                cache.rows(
-                    node_ids=np.arange(NODES)[nodes],
-                    node_tokens=tokens[nodes],
-                    parent_ids=parents[nodes],
-                    node_positions=cache.cached_len + depths[nodes],
-                )
+            tree = TreeRows.within(
+                prefix_len=cache.cached_len,
+                node_ids=np.arange(NODES),
+                tokens=tokens,
+                parent_ids=parents,
             )
+            rows.append(cache.rows(tree=tree.take(np.arange(NODES)[nodes])))
             with_feature += [start] if not seed else []
             start += len(rows[-1])
         found += _pass(runner, rows, with_feature, seed=2 + seed)
@@ -121,10 +118,12 @@ def test_adjacent_rows_share_a_call(monkeypatch):
     rows = [rewritten(cache, np.array([7, 8]), 2), cache.rows(prefix_tokens=np.array([9]))]
     rows.append(
         cache.rows(
-            node_ids=np.array([0]),
-            node_tokens=np.array([5]),
-            parent_ids=np.array([-1]),
-            node_positions=np.array([5]),
+            tree=TreeRows.within(
+                prefix_len=5,
+                node_ids=np.array([0]),
+                tokens=np.array([5]),
+                parent_ids=np.array([-1]),
+            )
         )
     )
     _pass(runner, rows, range(4), seed=1)

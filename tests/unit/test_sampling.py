@@ -323,15 +323,13 @@ def test_a_processor_that_writes_into_its_scores_changes_nothing_else():
 # ---------------------------------------------------------------------- the answering rank
 
 
-def tree_rows(request, ids, prefix_len, depths, tokens=None):
-    """Rows of nodes in a chain."""
-    return TreeRows(
+def tree_rows(request, ids, prefix_len, parent_ids, tokens=None):
+    return TreeRows.within(
         request=request,
         prefix_len=prefix_len,
         node_ids=ids,
         tokens=np.zeros(len(ids), np.int64) if tokens is None else tokens,
-        parent_ids=np.where(np.arange(len(ids)) == 0, NO_NODE, ids - 1),
-        depths=depths,
+        parent_ids=parent_ids,
     )
 
 
@@ -341,7 +339,8 @@ def test_answers_use_the_draw_of_the_position_after_the_node(given):
     params = SamplingParams(**given)
     request = SimpleNamespace(id=42, sampling=params, tokens=np.zeros(256, np.int64))
     positions = np.array([255, 256, 256, 257, 257, 258])
-    rows = tree_rows(42, np.arange(10, 16), 255, positions - 255)
+    rows = tree_rows(42, np.arange(10, 16), 255, np.array([NO_NODE, 10, 10, 11, 12, 13]))
+    assert rows.positions.tolist() == positions.tolist()
     draws = KeyedDraws(seed=9)
     for needs_probs in (False, True):
         answerer = ModelAnswerer(draws=draws, needs_probs=needs_probs)
@@ -371,7 +370,7 @@ def test_requests_that_share_a_call_are_answered_as_alone(needs_probs):
             prompt = rng.integers(0, 300, 10)
             answerer.open(SimpleNamespace(id=i, sampling=params, tokens=prompt))
             ids, tokens = np.arange(num) + start, rng.integers(0, 300, num)
-            trees.append(tree_rows(i, ids, 9, np.arange(num), tokens))
+            trees.append(tree_rows(i, ids, 9, ids - 1, tokens))
             start += num
         together = answerer.answer(Batch(step=0, trees=tuple(trees)), logits)
         assert [answers.request for answers in together] == [0, 1, 2]

@@ -18,7 +18,7 @@ from specdec.models.backends.interface import ROW_COUNTS
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
-from specdec.types import HiddenName
+from specdec.types import HiddenName, TreeRows
 from tests.trees import grown
 
 pytestmark = pytest.mark.slow
@@ -119,8 +119,8 @@ def test_larger_passes_run_uncaptured():
     assert static.backend.replays == before
     wide = grown(static, static.new_cache(8), prefix=9, nodes=COLUMN_COUNTS[-1])
     static.forward([wide], logits_rows=NO_ROWS)
-    one = {"node_ids": np.array([5000]), "node_tokens": np.array([4]), "parent_ids": np.array([-1])}
-    last = wide.cache.rows(**one, node_positions=np.array([9]))
+    one = {"node_ids": np.array([5000]), "tokens": np.array([4]), "parent_ids": np.array([-1])}
+    last = wide.cache.rows(tree=TreeRows.within(prefix_len=9, **one))
     assert len(last) == 1
     assert not static.backend.serves([last])
     assert static.backend.serves([grown(static, static.new_cache(8), prefix=1, nodes=1)])

@@ -24,6 +24,7 @@ from specdec.models.shares import sharded
 from specdec.tensor_parallel import Collective, HeadSplit, collective
 from specdec.tensor_parallel.cuts import Cut, even
 from specdec.tensor_parallel.layers import ColumnLinear, RowLinear
+from specdec.types import TreeRows
 from tests.shares import run_group
 
 T = TypeVar("T")
@@ -32,12 +33,12 @@ TOLERANCE = 1e-6
 """Of logits: transformers' norms pass through float32, where another order of sums may round."""
 
 PREFIX = np.array([3, 1, 4, 1, 5], np.int64)
-TREE = {  # a root, two children, a grandchild
-    "node_ids": np.arange(4),
-    "node_tokens": np.array([9, 2, 6, 5], np.int64),
-    "parent_ids": np.array([-1, 0, 0, 1], np.int64),
-    "node_positions": np.array([5, 6, 6, 7], np.int64),
-}
+TREE = TreeRows.within(  # a root, two children, a grandchild
+    prefix_len=5,
+    node_ids=np.arange(4),
+    tokens=np.array([9, 2, 6, 5], np.int64),
+    parent_ids=np.array([-1, 0, 0, 1], np.int64),
+)
 
 
 def model_of(family: str, **options: Any) -> PreTrainedModel:
@@ -57,7 +58,7 @@ def logits_of(model: PreTrainedModel, group: Collective | None = None) -> torch.
             runner = ModelRunner(model=share, name="target", meter=Meter())
     cache = runner.new_cache(8)
     first = runner.forward([cache.rows(prefix_tokens=PREFIX)]).logits
-    then = runner.forward([cache.rows(**TREE)]).logits
+    then = runner.forward([cache.rows(tree=TREE)]).logits
     assert first is not None
     assert then is not None
     return torch.cat([first, then])

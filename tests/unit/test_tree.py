@@ -105,8 +105,11 @@ def check_questions(tree: TokenTree, ref: RefTree) -> None:
     paths = [{ref.slot(m) for m in n.path} for n in nodes]
     square = np.array([[j in path for j in range(len(nodes))] for path in paths])
     rows = np.arange(len(nodes))[::-2]  # neither square nor in slot order
-    assert np.array_equal(tree.ancestor_mask(rows), square[rows])
-    assert tree.ancestor_mask(rows[:0]).shape == (0, len(nodes))
+    ids = [[m.id for m in reversed(nodes[row].path)] for row in rows]
+    longest = max(map(len, ids))
+    padded = [path + [NO_NODE] * (longest - len(path)) for path in ids]
+    assert tree.paths(rows).T.tolist() == padded
+    assert tree.paths(rows[:0]).shape == (1, 0)
     for slot, node in enumerate(nodes):
         assert tree.path(slot).tolist() == [ref.slot(m) for m in node.path]
         assert np.array_equal(tree.subtree(slot), square[:, slot])

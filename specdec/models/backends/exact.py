@@ -66,7 +66,7 @@ from specdec.models.backends.interface import (
 )
 from specdec.models.config_values import config_value
 from specdec.models.inspection import CERTIFIED
-from specdec.types import IntArray
+from specdec.types import IntArray, TreeRows
 
 MOST_ROWS = ROW_COUNTS[-1]
 """Rows of the reference pass, and of the largest pass."""
@@ -184,14 +184,11 @@ class Exact(Backend):
 
         def chain(start: int, stop: int) -> list[Tensor]:
             fill(start)
-            nodes = np.arange(start, stop)
-            rows = cache.rows(
-                node_ids=nodes,
-                node_tokens=tokens[start:stop],
-                parent_ids=nodes - 1,
-                node_positions=nodes,
+            nodes, own = np.arange(start, stop), tokens[start:stop]
+            tree = TreeRows.within(
+                prefix_len=start, node_ids=nodes, tokens=own, parent_ids=nodes - 1
             )
-            return run(rows, start, stop)
+            return run(cache.rows(tree=tree), start, stop)
 
         shapes = [(n, tuple(p.shape), p.stride()) for n, p in layers.model.named_parameters()]
         key = (config.to_json_string(), layers.first_layer, len(layers.options), *shapes)

@@ -25,7 +25,7 @@ from specdec.models.backends.interface import (
 from specdec.models.onnx.graph import build_graph
 from specdec.models.onnx.session import Array, CacheSession
 from specdec.models.onnx.support import problem
-from specdec.types import IntArray
+from specdec.types import IntArray, TreeRows
 
 _SAMPLE = 8  # tokens of the comparison with eager passes
 # Some logits are always computed.
@@ -133,13 +133,14 @@ class Onnx(Backend):
             if not part.start:
                 rows = cache.rows(prefix_tokens=places[:half])
             else:
-                rows = cache.rows(
+                tree = TreeRows.within(
+                    prefix_len=half,
                     node_ids=places[:half],
-                    node_tokens=places[half:],
+                    tokens=places[half:],
                     # Two roots, and a chain below each.
                     parent_ids=np.maximum(-1, places[:half] - 2),
-                    node_positions=half + places[:half] // 2,
                 )
+                rows = cache.rows(tree=tree)
             output = backend.run([rows], None if hidden is None else hidden[part], None)
             outputs.append(output.hidden if output.logits is None else output.logits)
         return outputs
