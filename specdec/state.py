@@ -320,6 +320,7 @@ class DecodeState:
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
         next_position = int(tree.positions[last]) + 1
         hidden = tree.hidden_rows(retired_ids)
+        num_examined = int(np.count_nonzero(tree.submitted_at >= 0)) - len(retired)
         request.counters.count_answer(depth, verdict.num_verified, hit=child != NO_NODE)
 
         tokens = [*retired_tokens[1:].tolist(), verdict.next_token]
@@ -348,6 +349,7 @@ class DecodeState:
             root_id=tree.root_id,
             prefix_len=int(tree.positions[0]),
             kept_ids=tree.ids.copy(),
+            num_examined=num_examined,
             finished=request.finished,
             hidden=hidden,
         )

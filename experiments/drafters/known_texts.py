@@ -25,8 +25,7 @@ from torch import Tensor
 from specdec.attention.kv_cache import Rows
 from specdec.clocks.meter import Meter
 from specdec.executors.answerer import AnsweredRequest, Answerer
-from specdec.executors.row_packing import RowItem, row_items
-from specdec.executors.stage import StageOutput
+from specdec.executors.stage import RowItem, StageOutput, row_items
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs.pretrained import PretrainedPair
 from specdec.sampling.keyed_draws import KeyedDraws

@@ -33,8 +33,8 @@ from specdec.distributed.messages import (
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.distributed.replies import Reply, ReplyKey, read_answers, read_exits, read_hidden
-from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
-from specdec.executors.step_charges import StepCharges
+from specdec.executors.pipeline import StepCharges
+from specdec.executors.stage import InFlight, with_early, with_hidden
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Answers, Batch, Commit, Exits, HiddenName, IntArray, Output
@@ -95,7 +95,6 @@ class DistributedExecutor(Executor):
         self._meter = meter
         self._timeout_s = timeout_s
         self._in_flight = InFlightRows()
-        self._submitted = Submitted(by_tick=self._times is not None)
         self._tick = self._step = -1
         self._opens, self._closes = list[OpenedRequest](), list[int]()
         self._packed_entry = _NO_TOKENS  # the step's packed entry
@@ -146,7 +145,6 @@ class DistributedExecutor(Executor):
                 tokens=request.tokens.copy() if sampling.needs_history else _NO_TOKENS,
             )
         )
-        self._submitted.open(request.id)
         self._keepers.open(request.id, sampling)
 
     def submit(self, batch: Batch) -> None:
@@ -155,7 +153,6 @@ class DistributedExecutor(Executor):
         self._step = batch.step
         self._in_step = True
         self.counters.count(batch)
-        self._submitted.add(batch, self._tick)
         entry = Entry(closes=tuple(self._closes), opens=tuple(self._opens), batch=batch)
         self._closes.clear()
         self._opens.clear()
@@ -236,7 +233,7 @@ class DistributedExecutor(Executor):
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Sends the commits to every rank, which ends the step."""
-        pruned = sum(self._submitted.commit(commit) for commit in commits)
+        pruned = sum(commit.num_examined for commit in commits)
         ending = pack_ending(commits, pruned)
         end = pack_message(Kind.END, self._session, self._tick, *ending, self._packed_entry)
         self._group.send(end, reversed(self._ranks))  # the last rank's answer is needed first
@@ -257,7 +254,6 @@ class DistributedExecutor(Executor):
     def close(self, request_id: int) -> None:
         """Closes a request; ranks free its caches with the next batch."""
         self._closes.append(request_id)
-        self._submitted.close(request_id)
         self._keepers.close(request_id)
 
     def reports(self) -> list[dict[str, Any]]:
@@ -304,8 +300,8 @@ class DistributedExecutor(Executor):
         if self.in_flight == 1:
             return []
         entered = range(self._tick, self._tick + 2 - self.in_flight, -1)
-        due = 0 if self._due is None else self._due.num_tokens
-        return [*self._submitted.num_rows(entered), due]
+        batches = [*map(self._in_flight.alive, entered), self._due]
+        return [0 if batch is None else batch.num_tokens for batch in batches]
 
     def _entry_tick(self, stage: int) -> int:
         """Tick at which the batch that ``stage`` computes in this step entered."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from specdec.executors.row_packing import InFlight, kept_places
+from specdec.executors.stage import InFlight
 from specdec.types import Batch, Commit
 
 
@@ -50,41 +50,20 @@ class InFlightRows:
         """Drops the dead rows of the batch that entered at ``tick``."""
         requests = {rows.request for rows in flight.batch.trees}
         requests.update(chunk.request for chunk in flight.batch.prefills)
-        closed = frozenset(r for r in requests if not self.is_open(r, tick))
-        commits = {}
-        for request_id in requests - closed:
-            if (commit := self._commit_since(request_id, tick)) is not None:
-                commits[request_id] = commit
-        if closed or commits:
-            flight.prune(commits, closed)
+        closed = {request_id for request_id in requests if not self.is_open(request_id, tick)}
+        latest = {r: self._latest[r] for r in requests - closed if r in self._latest}
+        flight.prune({r: commit for r, (at, commit) in latest.items() if at >= tick}, closed)
 
     def alive(self, tick: int) -> Batch | None:
         """Live rows of the batch that entered at ``tick``; None if there are none."""
-        batch = self._batches.get(tick)
-        if batch is None:
+        if tick not in self._batches:
             return None
-        trees = []
-        for rows in batch.trees:
-            if not self.is_open(rows.request, tick):
-                continue
-            commit = self._commit_since(rows.request, tick)
-            kept = None if commit is None else kept_places(rows, commit)
-            if kept is None:
-                trees.append(rows)
-            elif len(kept):
-                trees.append(rows.take(kept))
-        prefills = [chunk for chunk in batch.prefills if self.is_open(chunk.request, tick)]
-        if not (trees or prefills):
-            return None
-        return Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
+        flight = InFlight(self._batches[tick])
+        self.prune(tick, flight)
+        return flight.batch if flight.batch.num_tokens else None
 
     def take(self, tick: int) -> Batch | None:
         """As ``alive``, and removes the batch."""
         batch = self.alive(tick)
         self._batches.pop(tick, None)
         return batch
-
-    def _commit_since(self, request_id: int, tick: int) -> Commit | None:
-        """The latest commit of a request, if it was made at ``tick`` or later."""
-        at, commit = self._latest.get(request_id, (-1, None))
-        return commit if at >= tick else None

@@ -24,8 +24,7 @@ from specdec.distributed.plan import RankPlan, SessionPlan
 from specdec.distributed.replies import Reply, answers_reply, exits_reply, hidden_reply
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader, paged
-from specdec.executors.row_packing import InFlight
-from specdec.executors.stage import Stage
+from specdec.executors.stage import InFlight, Stage
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
 from specdec.types import Exits, IntArray

@@ -27,8 +27,7 @@ from specdec.executors.exits import ExitStage, paged
 from specdec.executors.layout import FrontPlan
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair
-from specdec.executors.row_packing import row_items
-from specdec.executors.stage import Stage, StageOutput
+from specdec.executors.stage import Stage, StageOutput, row_items
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count
 from specdec.state import batch_of

@@ -19,8 +19,7 @@ from specdec.attention.kv_cache import TreeCache
 from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.executors.answerer import AnsweredRequest
-from specdec.executors.row_packing import row_items, tree_row_index
-from specdec.executors.stage import ModelStage, Stage, StageOutput
+from specdec.executors.stage import ModelStage, Stage, StageOutput, row_items, tree_row_index
 from specdec.sampling.candidates import candidates_of
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.processors import HistoryTracker

@@ -9,8 +9,7 @@ from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import paged
 from specdec.executors.models import Blocks, ModelPair, deliverable
-from specdec.executors.row_packing import with_early, with_hidden
-from specdec.executors.stage import Stage
+from specdec.executors.stage import Stage, with_early, with_hidden
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Batch, Commit, ExecutorPlan, HiddenName, Needs, Output, Placement

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec.clocks import Clock, ClockKind
+from specdec.clocks import Clock, ClockKind, Work
 from specdec.clocks.build import check_in_process
 from specdec.errors import UserError
 from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader, ExitStage, paged
 from specdec.executors.layout import PipelineOptions, PipelinePlan
 from specdec.executors.models import Blocks, ModelPair, OverRanks, deliverable
-from specdec.executors.row_packing import InFlight, Submitted, with_early, with_hidden
-from specdec.executors.stage import Stage
-from specdec.executors.step_charges import StepCharges
+from specdec.executors.stage import InFlight, Stage, with_early, with_hidden
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Output
@@ -78,7 +76,6 @@ class PipelineExecutor(Executor):
         self._answerer = answerer
         self._charges = StepCharges(clock, devices or [1] * len(self._stages))
         self._slots: list[InFlight | None] = [None] * len(self._stages)
-        self._submitted = Submitted()
         self._step = -1
         self.in_flight = len(self._stages)
         self.latency = self.in_flight
@@ -161,7 +158,6 @@ class PipelineExecutor(Executor):
         self._answerer.open(request)
         if self._exits is not None:
             self._exits.open(request)
-        self._submitted.open(request.id)
 
     def submit(self, batch: Batch) -> None:
         """Passes the batch to the first stage; all stages start on their batches."""
@@ -169,7 +165,6 @@ class PipelineExecutor(Executor):
         if batch.num_tokens:
             self._slots[0] = InFlight(batch)
             self.counters.count(batch)
-            self._submitted.add(batch)
         last = self._slots[-1]
         self._charges.compute(self._rows(), 0 if last is None else last.batch.num_nodes)
         for stage, num_exits in self._exits_at:
@@ -217,7 +212,7 @@ class PipelineExecutor(Executor):
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Prunes, moves the surviving rows to the next stage, and ends the step."""
         by_request = {commit.request: commit for commit in commits}
-        pruned = sum(self._submitted.commit(commit) for commit in commits)
+        pruned = sum(commit.num_examined for commit in commits)
         if commits:
             for stage in self._stages:
                 stage.commit(commits)
@@ -241,7 +236,6 @@ class PipelineExecutor(Executor):
         self._answerer.close(request_id)
         if self._exits is not None:
             self._exits.close(request_id)
-        self._submitted.close(request_id)
         for i, slot in enumerate(self._slots):
             if slot is not None:
                 slot.prune({}, frozenset([request_id]))
@@ -256,3 +250,70 @@ class PipelineExecutor(Executor):
     def _rows(self) -> list[int]:
         """Number of rows of each stage's batch."""
         return [0 if slot is None else slot.batch.num_tokens for slot in self._slots]
+
+
+class StepCharges:
+    """Charges ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
+
+    All stages start with the step, which ends when the slowest has finished. A clock of a single
+    process applies charges of other ranks as its prediction of them, or ignores them.
+
+    A profile prices one device. The devices of a stage run one after the other within a step, with
+    a transfer between them (PipeDec 3.1: "nodes in group G must execute tasks sequentially").
+    """
+
+    def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
+        """Charges ``clock`` for stages on ranks 1 .. N with ``devices`` devices each."""
+        self._clock = clock
+        self._ranks = range(1, len(devices) + 1)
+        self._larger = [(rank, num) for rank, num in enumerate(devices, 1) if num > 1]
+
+    def compute(self, rows: Sequence[int], num_nodes: int) -> None:
+        """Charges the compute phase of all stages.
+
+        Args:
+            rows: number of rows of each stage.
+            num_nodes: tree nodes on the last stage, for the output head.
+        """
+        clock = self._clock
+        self._clock.fan_out(self._ranks)
+        self._clock.charge_each(self._ranks, Work.STAGE, rows)
+        for rank, num_devices in self._larger:
+            for _ in range(num_devices - 1):
+                clock.charge(rank, Work.TRANSFER, rows[rank - 1])
+                clock.charge(rank, Work.STAGE, rows[rank - 1])
+        clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
+
+    def exit(self, stage: int, num_nodes: int) -> None:
+        """Charges stage number ``stage``, from 0, for an exit head on ``num_nodes`` rows."""
+        self._clock.charge(self._ranks[stage], Work.EXIT, num_nodes)
+
+    def busy(self) -> bool:
+        """Whether a stage is still computing from the controller's point of view."""
+        return any(self._clock.busy(rank) for rank in self._ranks)
+
+    def due_s(self) -> float | None:
+        """When the slowest stage ends; None on a measured clock."""
+        ends = [self._clock.ends_s(rank) for rank in self._ranks]
+        return max((at for at in ends if at is not None), default=None)
+
+    def finish(self) -> None:
+        """Makes the controller wait for the slowest stage."""
+        self._clock.barrier(self._ranks)
+
+    def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
+        """Charges pruning, then the transfer of hidden states and answers.
+
+        Args:
+            pruned: number of nodes that the pruning examines; 0 without a commit.
+            rows: rows that each stage but the last transmits.
+            answered: whether the last stage sends answers to the controller.
+        """
+        ranks = self._ranks
+        self._clock.fan_out(ranks)
+        if pruned:
+            self._clock.charge_each(ranks, Work.PRUNE, [pruned] * len(ranks))
+        self._clock.charge_each(ranks[: len(rows)], Work.TRANSFER, rows)
+        if answered:
+            self._clock.charge(ranks[-1], Work.TRANSFER, 1)
+        self._clock.fan_in(ranks)

@@ -8,10 +8,13 @@ entries of a batch's paths along with the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from specdec.clocks import CONTROLLER, Clock, ClockKind
 from specdec.clocks.build import check_in_process
@@ -19,7 +22,6 @@ from specdec.errors import RankFailure, UserError
 from specdec.executors.layout import PipelinePlan, StageLayout
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair, OverRanks
-from specdec.executors.target_copy import TargetCopy
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.parts.fields import Count
@@ -30,9 +32,12 @@ from specdec.types import (
     Batch,
     Commit,
     ExecutorPlan,
+    IntArray,
     Needs,
+    NodeMap,
     Output,
     Placement,
+    PrefillChunk,
     TreeRows,
 )
 
@@ -290,3 +295,139 @@ class ReplicasExecutor(Executor):
                 for copy in busy:
                     copy.executor.poll()  # raises if a process has failed
                 sleep(_LOOK_EVERY_S)
+
+
+class TargetCopy:
+    """One copy, and the record of its caches.
+
+    The controller keeps the record, which needs no messages: a batch brings the missing entries of
+    its paths, and commits have the same effect on the record as on the caches.
+    """
+
+    def __init__(self, executor: Executor, clock: Clock, rank: int | None) -> None:
+        """``rank``: clock rank of a copy in this process; None for a remote one."""
+        self.executor = executor
+        self.is_busy = False
+        self.due_s: float | None = None
+        self._clock, self._rank = clock, rank
+        self._requests: dict[int, RequestState] = {}
+        self._cached_len: dict[int, int] = {}  # committed tokens in the caches
+        self._nodes: NodeMap[None] = NodeMap()  # nodes in the caches
+        self._requested: dict[int, IntArray] = {}  # request -> nodes of the current batch
+        self._output: Output | None = None
+        self._deferred: list[Sequence[Commit]] = []
+        self._opened_since: set[int] = set()  # requests unknown to the process of a busy copy
+
+    def open(self, request: RequestState) -> None:
+        """Allocates the request's cache."""
+        self.executor.open(request)
+        self._requests[request.id], self._cached_len[request.id] = request, 0
+        self._nodes.open(request.id)
+        if self.is_busy:
+            self._opened_since.add(request.id)
+
+    def close(self, request_id: int) -> None:
+        """Frees the request's cache, and drops its deferred commits."""
+        self.executor.close(request_id)
+        self._requests.pop(request_id, None)
+        self._cached_len.pop(request_id, None)
+        self._nodes.close(request_id)
+        self._requested.pop(request_id, None)
+        self._opened_since.discard(request_id)
+        self._deferred = [
+            [commit for commit in commits if commit.request != request_id]
+            for commits in self._deferred
+        ]
+
+    def start(self, batch: Batch) -> None:
+        """Computes a batch, or starts it in the copy's process."""
+        self._catch_up(batch.step)
+        self.is_busy = True
+        self._requested = {rows.request: rows.node_ids for rows in batch.trees}
+        whole = self._completed(batch)
+        with nullcontext() if self._rank is None else self._clock.on(self._rank):
+            self.executor.submit(whole)
+            if self._rank is not None:
+                self._output = self.executor.collect()
+        if self._rank is not None:
+            self.due_s = self._clock.ends_s(self._rank)
+
+    def ready(self) -> bool:
+        """Whether the copy has answers."""
+        if not self.is_busy:
+            return False
+        if self._rank is None:
+            return bool(self.executor.ready())
+        return self.due_s is None or self.due_s <= self._clock.now()
+
+    def finish(self) -> list[Answers]:
+        """The answers to the nodes of the batch, without those of ancestors added to it."""
+        output = self.executor.collect() if self._output is None else self._output
+        self.is_busy, self._output, self.due_s = False, None, None
+        if self._rank is None:
+            self.executor.commit(self._of_this_step(), output)
+        return [
+            _only(a, self._requested[a.request])
+            for a in output.answers
+            if a.request in self._requested
+        ]
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Applies commits to the record; the caches follow when the copy is free."""
+        for commit in commits:
+            if (cached_len := self._cached_len.get(commit.request)) is None:
+                continue
+            position = commit.prefix_len - len(commit.retired_ids)
+            for node_id in commit.retired_ids.tolist():
+                cached_len += node_id in self._nodes[commit.request] and cached_len == position
+                position += 1
+            self._cached_len[commit.request] = cached_len
+        self._nodes.commit(commits)
+        if self._rank is None:
+            self._deferred.append(commits)
+        else:  # its batch is computed already
+            self.executor.commit(commits, Output(step=commits[0].step))
+
+    def _of_this_step(self) -> Sequence[Commit]:
+        """The first deferred commits; those of requests that the process learns of later stay."""
+        commits = self._deferred.pop(0) if self._deferred else ()
+        since, self._opened_since = self._opened_since, set()
+        late = [commit for commit in commits if commit.request in since]
+        if late:
+            self._deferred.insert(0, late)
+        return [commit for commit in commits if commit.request not in since]
+
+    def _catch_up(self, step: int) -> None:
+        """Applies commits of earlier steps, one empty batch per step."""
+        for commits in self._deferred:
+            if commits:
+                self.executor.submit(Batch(step=step))
+                self.executor.commit(commits, self.executor.collect())
+        self._deferred = []
+
+    def _completed(self, batch: Batch) -> Batch:
+        """The batch with the committed tokens and ancestors that are missing in the cache."""
+        trees, prefills = [], []
+        for rows in batch.trees:
+            request, nodes = self._requests[rows.request], self._nodes[rows.request]
+            tree, start = request.tree, self._cached_len[request.id]
+            if start < request.prefix_len:
+                missing = request.tokens[start : request.prefix_len]
+                prefills.append(PrefillChunk(request=request.id, start=start, tokens=missing))
+                self._cached_len[request.id] = request.prefix_len
+            has = partial(np.isin, test_elements=list(nodes))
+            slots = tree.with_missing_ancestors(tree.slots(rows.node_ids), has)
+            nodes.update(dict.fromkeys(tree.ids[slots].tolist()))
+            trees.append(tree_rows(request, slots))
+        return Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
+
+
+def _only(answers: Answers, ids: IntArray) -> Answers:
+    """The answers to the nodes ``ids``."""
+    rows = np.flatnonzero(np.isin(answers.node_ids, ids))
+    return Answers(
+        request=answers.request,
+        node_ids=answers.node_ids[rows],
+        tokens=answers.tokens[rows],
+        probs=None if answers.probs is None else answers.probs[rows],
+    )

@@ -2,28 +2,187 @@
 
 A stage computes the rows of a batch and applies commits; decisions are made by the controller. The
 in-process pipeline calls stages directly, the distributed one runs the same objects behind
-messages.
+messages. Between two stages the rows are in flight, and a commit prunes them like the caches.
 
-Shape letters: R rows of a batch, W tree rows, E hidden size, V vocabulary.
+Shape letters: R rows of a batch, W tree rows, T prompt tokens, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool
-from specdec.executors.row_packing import row_items, tree_row_index
+from specdec.device import to_device
 from specdec.models.runner import ModelRunner
-from specdec.types import Batch, Commit, HiddenName, IntArray, TreeRows
+from specdec.types import (
+    Batch,
+    Commit,
+    EarlyHidden,
+    HiddenName,
+    IntArray,
+    Output,
+    PrefillChunk,
+    PromptHidden,
+    TreeRows,
+)
 
 _NONE = np.zeros(0, np.int64)
+
+# ---------------------------------------------------------------------- rows of a batch
+
+
+@dataclass(frozen=True, slots=True)
+class RowItem:
+    """The rows of one request: its prefill chunk first, then its tree nodes."""
+
+    request: int
+    prefill: PrefillChunk | None
+    tree: TreeRows | None
+
+    @property
+    def prefill_tokens(self) -> IntArray:
+        """int64[T], empty without a chunk."""
+        return _NONE if self.prefill is None else self.prefill.tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in the packed forward."""
+        return len(self.prefill_tokens) + (0 if self.tree is None else len(self.tree.node_ids))
+
+
+def row_items(batch: Batch) -> list[RowItem]:
+    """The batch's rows by request, in packing order, which is the same on every stage."""
+    if not batch.prefills:
+        return [RowItem(tree.request, None, tree) for tree in batch.trees]
+    chunks = {chunk.request: chunk for chunk in batch.prefills}
+    items = [RowItem(t.request, chunks.pop(t.request, None), t) for t in batch.trees]
+    return items + [RowItem(chunk.request, chunk, None) for chunk in chunks.values()]
+
+
+def tree_row_index(items: list[RowItem]) -> IntArray:
+    """int64[W]: packed indices of the tree rows, in the order of ``batch.trees``."""
+    if all(item.prefill is None for item in items):
+        return np.arange(sum([item.num_rows for item in items]))
+    parts, start = [], 0
+    for item in items:
+        stop = start + item.num_rows
+        parts.append(np.arange(start + len(item.prefill_tokens), stop))
+        start = stop
+    return np.concatenate(parts) if parts else _NONE
+
+
+def with_hidden(
+    output: Output, batch: Batch, captured: Mapping[HiddenName, torch.Tensor]
+) -> Output:
+    """Adds the hidden states of a batch that has passed the target to its output.
+
+    Args:
+        output: one ``Answers`` per request with tree rows, in the order of ``batch.trees``.
+        batch: the answered batch.
+        captured: name -> [R, E], in packing order.
+    """
+    answers = {answer.request: answer for answer in output.answers}
+    prompts, trees = _by_item(batch, captured)
+    for rows, hidden in trees:
+        answers[rows.request] = replace(answers[rows.request], hidden=hidden)
+    return replace(output, answers=tuple(answers.values()), prompts=(*output.prompts, *prompts))
+
+
+def with_early(output: Output, batch: Batch, captured: Mapping[HiddenName, torch.Tensor]) -> Output:
+    """Adds the hidden states of a batch that has passed some layers; arguments as above."""
+    if not captured:
+        return output
+    prompts, trees = _by_item(batch, captured)
+    early = tuple(
+        EarlyHidden(request=rows.request, node_ids=rows.node_ids, hidden=hidden)
+        for rows, hidden in trees
+    )
+    return replace(output, early=output.early + early, prompts=(*output.prompts, *prompts))
+
+
+_Hidden: TypeAlias = dict[HiddenName, torch.Tensor]
+
+
+def _by_item(
+    batch: Batch, captured: Mapping[HiddenName, torch.Tensor]
+) -> tuple[list[PromptHidden], list[tuple[TreeRows, _Hidden]]]:
+    """The states of each prefill chunk, and of each request's tree rows."""
+    prompts, trees, start = [], [], 0
+    for item in row_items(batch):
+        middle, stop = start + len(item.prefill_tokens), start + item.num_rows
+        if (chunk := item.prefill) is not None:
+            states = {name: rows[start:middle] for name, rows in captured.items()}
+            prompts.append(PromptHidden(request=chunk.request, start=chunk.start, hidden=states))
+        if item.tree is not None:
+            states = {name: rows[middle:stop] for name, rows in captured.items()}
+            trees.append((item.tree, states))
+        start = stop
+    return prompts, trees
+
+
+# ---------------------------------------------------------------------- rows in flight
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A batch between two stages.
+
+    Attributes:
+        batch: the rows that are not pruned.
+        hidden: [R, E], output of the stage that it left; None before the first stage and for stages
+            without a model.
+        captured: name -> [R, E], hidden states captured by the stages that it has passed.
+    """
+
+    batch: Batch
+    hidden: torch.Tensor | None = None
+    captured: dict[HiddenName, torch.Tensor] = field(default_factory=dict)
+
+    def prune(self, commits: Mapping[int, Commit], closed: Collection[int] = ()) -> None:
+        """Drops rows of nodes that a commit did not keep, and all rows of closed requests.
+
+        SpecPipe 3.3.2, second phase of a step: hidden states are pruned like the caches.
+        """
+        num_rows = self.batch.num_tokens
+        self.batch, index = _surviving(self.batch, commits, closed)
+        if self.hidden is not None and len(index) < num_rows:
+            # Indices instead of a mask: indexing by a device mask synchronizes with the device.
+            rows = to_device(index, self.hidden.device)
+            self.hidden = self.hidden[rows]
+            self.captured = {name: states[rows] for name, states in self.captured.items()}
+
+
+def _surviving(
+    batch: Batch, commits: Mapping[int, Commit], closed: Collection[int]
+) -> tuple[Batch, IntArray]:
+    """The rows that are left, and their indices in the packed batch; prompt rows stay."""
+    trees, prefills, index, start = [], [], [_NONE], 0
+    for item in row_items(batch):
+        middle, stop = start + len(item.prefill_tokens), start + item.num_rows
+        if item.request not in closed:
+            if item.prefill is not None:
+                prefills.append(item.prefill)
+                index.append(np.arange(start, middle))
+            if item.tree is not None:
+                commit, kept = commits.get(item.request), np.arange(stop - middle)
+                if commit is not None:
+                    kept = commit.keeps(item.tree.node_ids).nonzero()[0]
+                if len(kept):
+                    trees.append(item.tree.take(kept))
+                    index.append(middle + kept)
+        start = stop
+    left = Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
+    return left, np.concatenate(index)
+
+
+# ---------------------------------------------------------------------- stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,7 @@ import torch
 from specdec.attention.kv_cache import TreeCache
 from specdec.clocks import Work
 from specdec.clocks.meter import Meter
-from specdec.executors.row_packing import InFlight
-from specdec.executors.stage import split_layers
+from specdec.executors.stage import InFlight, split_layers
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs import HuggingFacePair
 from specdec.types import NO_NODE, Batch, Commit, CommitKind, IntArray, TreeRows

@@ -64,6 +64,7 @@ class Commit:
         root_id: node id of the new root; a fresh id on a miss.
         prefix_len: committed tokens before the new root.
         kept_ids: int64[M], sorted ids of the surviving nodes, the new root included.
+        num_examined: submitted nodes besides the retired ones, which pruning in flight examines.
         finished: the request is complete; ``close`` follows.
         hidden: name -> [D + 1, E], hidden states of the retired nodes; only if a part needs them.
             It is not sent to other processes.
@@ -78,6 +79,7 @@ class Commit:
     root_id: int
     prefix_len: int
     kept_ids: IntArray
+    num_examined: int = 0
     finished: bool = False
     hidden: Mapping[HiddenName, torch.Tensor] = field(default_factory=dict)
 

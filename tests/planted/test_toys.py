@@ -228,7 +228,7 @@ def states_of_another_node(work: Planted) -> None:
 
         return by_item
 
-    work.swap("specdec.executors.row_packing:_by_item", make)
+    work.swap("specdec.executors.stage:_by_item", make)
 
 
 FAULTS: dict[Callable[[Planted], None], str] = {

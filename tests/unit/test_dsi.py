@@ -18,7 +18,7 @@ from specdec.compose.workbench import Workbench
 from specdec.config.hydra import compose_config
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.executors import target_copy
+from specdec.executors import replicas
 from specdec.executors.replicas import ReplicasExecutor
 from specdec.types import Batch
 from tests import toys
@@ -113,13 +113,13 @@ def test_it_is_certified() -> None:
 
 def test_a_copy_that_misses_commits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: a copy that keeps what was pruned; whichever part sees it first."""
-    original: Any = target_copy.TargetCopy.commit
+    original: Any = replicas.TargetCopy.commit
 
     def forgets(self: Any, commits: Any) -> None:
         kept = [commit for commit in commits if commit.kind != "miss"]
         original(self, kept if self._rank == 2 else commits)
 
-    monkeypatch.setattr(target_copy.TargetCopy, "commit", forgets)
+    monkeypatch.setattr(replicas.TargetCopy, "commit", forgets)
     words = ["strategy=dsi", "model=random", "clock=simulated", "clock.profile=swiftspec_table6"]
     with pytest.raises((AssertionError, ValueError, IndexError, KeyError, RuntimeError)):
         _certified(words)

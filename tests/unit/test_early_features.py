@@ -10,8 +10,8 @@ from specdec.certify.subject import decode_cases
 from specdec.clocks import MeasuredClock
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Workbench
-from specdec.executors import LocalExecutor, PipelineExecutor, row_packing
-from specdec.types import HiddenName, Needs
+from specdec.executors import LocalExecutor, PipelineExecutor
+from specdec.types import HiddenName, Needs, Output
 from specdec.verifiers import MatchVerifier
 from tests import early, toys
 from tests.toys import EarlyLens, LevelWhenKnown
@@ -116,7 +116,7 @@ def test_states_with_the_answers_and_early_ones_come_apart() -> None:
             answered += len(answers.node_ids)
         for one in commits:
             assert set(one.hidden) == {early.MIDDLE, deep}
-        commit((), row_packing.Output(step=output.step))
+        commit((), Output(step=output.step))
 
     source.commit = noting  # type: ignore[method-assign]
     toys.assert_plain(decode_cases(parts, wanted, batch_size=2, prefill_chunk=4), wanted)

@@ -12,9 +12,8 @@ from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors import ModelStage
-from specdec.executors.row_packing import InFlight, row_items, tree_row_index
-from specdec.executors.stage import split_layers
-from specdec.executors.step_charges import StepCharges
+from specdec.executors.pipeline import StepCharges
+from specdec.executors.stage import InFlight, row_items, split_layers, tree_row_index
 from specdec.pairs import RandomPair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, StopRules

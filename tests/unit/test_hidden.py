@@ -7,8 +7,8 @@ import torch
 from heads import LAYERS, VOCAB, Pair, cases, levels, states, steps
 
 from specdec.compose.workbench import Parts, Workbench
-from specdec.executors import row_packing
-from specdec.executors.row_packing import InFlight
+from specdec.executors import stage
+from specdec.executors.stage import InFlight
 from specdec.interfaces import TreePolicy
 from specdec.policies import Static
 from specdec.sources import (
@@ -82,7 +82,7 @@ class TestDelivery:
 
     def test_shifted_rows_show(self, models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         """Control: rows that belong to their neighbours."""
-        right = row_packing.with_hidden
+        right = stage.with_hidden
 
         def shifted(output, batch, captured):  # type: ignore[no-untyped-def]
             return right(output, batch, {i: rows.roll(1, 0) for i, rows in captured.items()})

@@ -1,11 +1,10 @@
-"""The number of live rows of batches in flight is that of the rows that pruning leaves."""
+"""Which rows in flight are alive on every rank."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from specdec.distributed.in_flight_rows import InFlightRows
-from specdec.executors.row_packing import Submitted
 from specdec.types import Batch, Commit, CommitKind, PrefillChunk, TreeRows
 
 
@@ -33,64 +32,43 @@ def kept_by_commit(request: int, step: int, kept: np.ndarray, *, finished: bool)
     )
 
 
-def test_numbers_of_live_rows_are_those_of_the_pruned_batches():
-    """Random batches of three requests, prompts first, commits, and one request that ends."""
+def test_live_rows_are_those_that_the_latest_commit_keeps() -> None:
+    """Random batches of three requests, commits, one request that ends and one that is reopened."""
     rng = np.random.default_rng(5)
-    rows, submitted, latest = InFlightRows(), Submitted(by_tick=True), 0
-    for request in range(3):
-        submitted.open(request)
-    live = [np.zeros(0, np.int64) for _ in range(3)]
-    committed, finished, seen = set[int](), set[int](), set[int]()
-    for tick in range(12):
-        trees, chunks = [], []
-        for request in set(range(3)) - finished:
-            if request in committed or rng.random() < 0.7:
-                ids = np.arange(latest, latest + rng.integers(1, 9))
-                latest += len(ids)
-                trees.append(tree_rows(request, ids))
-                live[request] = np.concatenate([live[request], ids])
-            if request not in committed:
-                tokens = np.arange(rng.integers(1, 4))
-                chunks.append(PrefillChunk(request=request, start=0, tokens=tokens))
+    rows, latest, entered = InFlightRows(), 0, dict[int, dict[int, list[int]]]()
+    live, finished, pruned = {0: set[int](), 1: set[int](), 2: set[int]()}, set[int](), 0
+    for tick in range(16):
+        trees = []
+        for request in live.keys() - finished:
+            ids = np.arange(latest, latest + rng.integers(1, 9))
+            latest += len(ids)
+            trees.append(tree_rows(request, ids))
+            live[request] |= set(ids.tolist())
+        entered[tick] = {tree.request: tree.node_ids.tolist() for tree in trees}
+        chunks = [PrefillChunk(request=2, start=0, tokens=np.arange(3))] if tick == 10 else []
+        # Request 2 is closed and opened again: its earlier rows are not the new request's.
+        opens, closes = {0: ((0, 1, 2), ()), 10: ((2,), (2,))}.get(tick, ((), ()))
+        if closes:
+            live[2] = set(entered[tick][2])
         batch = Batch(step=tick, trees=tuple(trees), prefills=tuple(chunks))
-        rows.enter(tick, batch, opens=range(3) if tick == 0 else ())
-        submitted.add(batch, tick)
-        for request in set(range(3)) - finished:
-            if tick > 3 and len(live[request]) and rng.random() < 0.5:
-                committed.add(request)
-                left = live[request][rng.random(len(live[request])) < 0.8]
-                left = left if len(left) else live[request][:1]
+        rows.enter(tick, batch, opens, closes)
+        for request in sorted(live.keys() - finished):
+            if tick > 3 and rng.random() < 0.5:
+                left = np.array(sorted(live[request]))
+                left = left[rng.random(len(left)) < 0.8]
+                if not len(left):
+                    continue
+                pruned += len(live[request]) - len(left)
                 ends = request == 1 and tick >= 7
-                commit = kept_by_commit(request, tick, left, finished=ends)
-                live[request] = left[1:]
+                rows.commit(tick, [kept_by_commit(request, tick, left, finished=ends)])
+                live[request] = set() if ends else set(left[1:].tolist())
                 finished |= {request} if ends else set()
-                rows.commit(tick, [commit])
-                submitted.commit(commit)
-        # Prompt rows of a request are in flight no longer once it has had a commit.
-        ticks = [t for t in (11, 3, 20, 7, 8, 9, 0, 5) if t > 3 or not committed]
-        expected = []
-        for at in ticks:
-            batch = rows.alive(at)
-            nodes = 0 if batch is None else batch.num_nodes
-            prompts = () if batch is None else batch.prefills
-            waiting = [len(c.tokens) for c in prompts if c.request not in committed]
-            expected.append(nodes + sum(waiting))
-        assert submitted.num_rows(ticks) == expected
-        seen.update(expected)
-    assert len(seen) > 5
+        for at in range(tick + 1):
+            alive = rows.alive(at)
+            found = {} if alive is None else {t.request: t.node_ids.tolist() for t in alive.trees}
+            kept = {r: [i for i in ids if i in live[r]] for r, ids in entered[at].items()}
+            assert found == {r: ids for r, ids in kept.items() if ids}
     assert finished == {1}
-    assert submitted.num_rows([]) == []
-    submitted.close(0)
-    submitted.close(2)
-    assert expected[0] > submitted.num_rows([11])[0] == 0
-
-
-def test_pruning_examines_all_live_nodes_but_the_verified_path():
-    """Of six nodes one is retired and two survive, whose number the next commit begins with."""
-    submitted = Submitted()
-    submitted.open(0)
-    submitted.add(Batch(step=0, trees=(tree_rows(0, np.arange(6)),)))
-    commit = kept_by_commit(0, 0, np.array([0, 2, 5]), finished=False)
-    assert submitted.commit(commit) == 5
-    again = kept_by_commit(0, 1, np.array([2, 5]), finished=True)
-    assert submitted.commit(again) == 1
+    assert pruned > 20
+    assert rows.take(15) is not None
+    assert rows.take(15) is None

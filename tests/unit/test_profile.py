@@ -15,7 +15,7 @@ from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of
 from specdec.config.profiles import load_profile
 from specdec.errors import UserError
-from specdec.executors.step_charges import StepCharges as StepClock
+from specdec.executors.pipeline import StepCharges as StepClock
 from specdec.pairs import RandomPair
 from specdec.profiling.equations import (
     StepTimes,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from specdec.clocks import CONTROLLER, LatencyProfile, SimulatedClock, Work
+from specdec.clocks import CONTROLLER, Clock, LatencyProfile, SimulatedClock, Work
 from specdec.clocks.profile import CostCurve
-from specdec.executors.step_charges import StepCharges
+from specdec.executors.pipeline import StepCharges
 
 COSTS = {
     name: CostCurve(tokens=(1, 64), ms=(1.0 + i, 5.0 + i))
@@ -17,31 +17,29 @@ COSTS = {
 }
 
 
-class OneByOne:
-    """A clock without the optional methods."""
+class OneByOne(SimulatedClock):
+    """A clock with the base class's loops over ranks."""
 
-    def __init__(self, clock: SimulatedClock) -> None:
-        self._clock = clock
-        self.align, self.charge, self.barrier = clock.align, clock.charge, clock.barrier
+    fan_out, charge_each, fan_in = Clock.fan_out, Clock.charge_each, Clock.fan_in
 
 
-def times(clock: SimulatedClock | OneByOne, inner: SimulatedClock, devices: Sequence[int]) -> list:
+def times(clock: SimulatedClock, devices: Sequence[int]) -> list:
     """Times of the controller and of all stages after each of some random steps."""
     rng, found = np.random.default_rng(2), []
-    charges = StepCharges(clock, devices)  # type: ignore[arg-type]
+    charges = StepCharges(clock, devices)
     for _ in range(20):
         rows = rng.integers(0, 64, len(devices)).tolist()
         charges.compute(rows, int(rng.integers(0, 9)))
         charges.finish()
-        inner.charge(CONTROLLER, Work.HEAD, int(rng.integers(0, 3)))
+        clock.charge(CONTROLLER, Work.HEAD, int(rng.integers(0, 3)))
         charges.end(int(rng.integers(0, 2)) * 7, rows[:-1], answered=bool(rng.integers(0, 2)))
-        found.append([inner.ends_s(rank) for rank in range(len(devices) + 1)])
+        found.append([clock.ends_s(rank) for rank in range(len(devices) + 1)])
     return found
 
 
 @pytest.mark.parametrize("devices", [[1, 1, 1], [2, 1, 3]], ids=str)
-def test_equal_times_with_and_without_the_optional_methods(devices: list[int]) -> None:
-    at_once, one_by_one = (SimulatedClock(LatencyProfile(name="x", costs=COSTS)) for _ in range(2))
-    expected = times(OneByOne(one_by_one), one_by_one, devices)
-    assert times(at_once, at_once, devices) == expected
+def test_equal_times_at_once_and_one_by_one(devices: list[int]) -> None:
+    profile = LatencyProfile(name="x", costs=COSTS)
+    expected = times(OneByOne(profile), devices)
+    assert times(SimulatedClock(profile), devices) == expected
     assert len({row[0] for row in expected}) == len(expected)  # time passes in every step

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specdec.clocks import MeasuredClock
-from specdec.executors.target_copy import TargetCopy
+from specdec.executors.replicas import TargetCopy
 from specdec.types import Batch, Commit, CommitKind, Output
 
 
