@@ -47,9 +47,6 @@ PLAN = "specdec_plan"
 OPAQUE = "specdec_opaque"
 """Name of the same function for compiled models; ``torch.compile`` does not trace into it."""
 
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
-_LOWEST = {dtype: torch.finfo(dtype).min for dtype in (*_NUMPY, torch.bfloat16)}
-
 
 @dataclass(slots=True)
 class ScoreOptions:
@@ -163,7 +160,6 @@ class RequestPart:
         """Masks are made when first needed; ``offset``: rows of the pass before these."""
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
-        self._masks: dict[int | None, Tensor] = {}
         self._bits: dict[bool, Visibility] = {}
 
     @cached_property
@@ -174,24 +170,19 @@ class RequestPart:
     def mask(self, window: int | None, folds: int = 1) -> Tensor | None:
         """The additive mask [R, n], or [folds R, n]; None: every row sees every slot.
 
-        On a device it is made there, from the rows' bits: [R, n] would be copied from the host.
+        It is made on the cache's device, from the rows' bits: [R, n] would be copied from the host.
         """
-        rows = self.rows
-        if window is not None and self.within(window):
-            return self.mask(None, folds)
-        if _sees_all(rows, window):
-            return None
-        if rows.cache.spec.device.type != "cpu":
-            return self.bits(has_window=window is not None).mask(window, folds)
-        if window not in self._masks:
-            dense = torch.from_numpy(_dense_mask(rows, window))
-            self._masks[window] = dense.to(rows.cache.spec.dtype)
-        return self._masks[window]
+        if self.within(window):
+            window = None
+            if count_nonzero(self.rows.visible) == self.rows.visible.size:
+                return None
+        return self.bits(has_window=window is not None).mask(window, folds)
 
     def bits(self, *, has_window: bool = False) -> Visibility:
         """The same as bits on the device; ``has_window``: also for masks of sliding windows."""
         if has_window not in self._bits:
             rows, device = self.rows, self.rows.cache.spec.device
+            num_later = len(rows) * (len(rows) - 1) // 2  # slots of later rows, over all rows
             arrays = {
                 "lengths": np.array([rows.first_masked, rows.end]),
                 "visible": np.ascontiguousarray(rows.visible, np.uint8),
@@ -204,14 +195,14 @@ class RequestPart:
             self._bits[has_window] = Visibility(
                 num_slots=rows.end,
                 dtype=rows.cache.spec.dtype,
-                causal=_sees_all_before(rows),
+                causal=int(count_nonzero(rows.visible)) == rows.visible.size - num_later,
                 **there,
             )
         return self._bits[has_window]
 
     def within(self, window: int | None) -> bool:
         """Whether all positions lie within a window of this size, so that it masks nothing."""
-        return _within(self.rows, window)
+        return window is None or int(self.rows.positions.max()) < window
 
 
 def host_mask(rows: Rows, window: int | None) -> npt.NDArray[Any] | None:
@@ -224,36 +215,13 @@ def host_mask(rows: Rows, window: int | None) -> npt.NDArray[Any] | None:
         rows: of the pass.
         window: of the layer's attention; None: no sliding window.
     """
-    if _within(rows, window):
+    part = RequestPart(rows)
+    if part.within(window):
         window = None
-        if _sees_all_before(rows):
+        if part.bits().causal:
             return None
-    return _dense_mask(rows, window)
-
-
-def _within(rows: Rows, window: int | None) -> bool:
-    return window is None or int(rows.positions.max()) < window
-
-
-def _sees_all_before(rows: Rows) -> bool:
-    """Whether every row sees all slots up to its own."""
-    num = len(rows)
-    return int(count_nonzero(rows.visible)) == rows.visible.size - num * (num - 1) // 2
-
-
-def _sees_all(rows: Rows, window: int | None) -> bool:
-    return window is None and count_nonzero(rows.visible) == rows.visible.size
-
-
-def _dense_mask(rows: Rows, window: int | None) -> npt.NDArray[Any]:
-    dtype = rows.cache.spec.dtype
-    lowest = _LOWEST[dtype]
-    dense = np.zeros((len(rows), rows.end), _NUMPY.get(dtype, np.float32))
-    dense[:, rows.first_masked :][~rows.visible] = lowest
-    if window is not None:
-        keys = rows.cache.key_positions(rows.end)
-        dense[keys <= rows.positions[:, None] - window] = lowest
-    return dense
+    mask = part.bits(has_window=window is not None).mask(window)
+    return mask.float().numpy() if mask.dtype is torch.bfloat16 else mask.numpy()
 
 
 class AttentionStep(Step):
