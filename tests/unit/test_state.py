@@ -78,29 +78,22 @@ PATH = [10, 11, 12, 13, 14, 15]
 
 @pytest.mark.parametrize("name", STOPS)
 @pytest.mark.parametrize("hit", [False, True])
-def test_an_accepted_path_ends_where_token_by_token_decoding_would(name, hit):
+def test_a_path_ends_where_token_by_token_decoding_would(name, hit):
+    """However steps divide it: a stop string may begin in one step and end in the next."""
     stop, reason = STOPS[name]
-    expected, expected_reason = token_by_token(stop, PATH)
-    state, request = one_request(stop)
-    commit = commit_path(state, request, PATH, hit=hit)
-    assert request.output == expected
-    assert request.finish_reason == expected_reason == reason
-    assert commit.finished == request.finished == (reason is not None)
-    assert request.counters.cut_tokens == len(PATH) - len(expected)
-    assert request.tokens.tolist() == [1, 2, 3, *expected]
-    assert len(request.output_origins) == len(request.emitted_s) == len(expected)
-
-
-@pytest.mark.parametrize("split", range(1, 6))
-@pytest.mark.parametrize("name", STOPS)
-def test_the_ends_do_not_depend_on_how_steps_divide_the_path(name, split):
-    """A stop string may begin in one step and end in the next."""
-    stop, _ = STOPS[name]
-    state, request = one_request(stop)
-    for part in (PATH[:split], PATH[split:]):
-        if not request.finished:
-            commit_path(state, request, part)
-    assert (request.output, request.finish_reason) == token_by_token(stop, PATH)
+    expected = token_by_token(stop, PATH)
+    assert expected[1] == reason
+    for split in range(len(PATH)):
+        state, request = one_request(stop)
+        for part in (PATH[:split], PATH[split:]):
+            if part and not request.finished:
+                commit = commit_path(state, request, part, hit=hit)
+        assert (request.output, request.finish_reason) == expected
+        assert commit.finished == request.finished == (reason is not None)
+        assert request.tokens.tolist() == [1, 2, 3, *expected[0]]
+        assert len(request.output_origins) == len(request.emitted_s) == len(expected[0])
+        if not split:
+            assert request.counters.cut_tokens == len(PATH) - len(expected[0])
 
 
 def test_a_stop_string_in_the_prompt_does_not_end_the_request():

@@ -42,49 +42,6 @@ def chain_of(request: RequestState, *tokens: int) -> None:
         request.tree.append(np.array([slot]), np.array([token]), np.zeros(1))
 
 
-def test_deep_answers_wait_for_the_root_and_the_walk_goes_as_far_as_they_do():
-    state, request = one_request(StopRules(max_new_tokens=99))
-    chain_of(request, 10, 11, 12)
-    assert say(state, request, (2, 12)) == []
-    assert state.commit([]) == []
-    assert say(state, request, (1, 11)) == []
-    assert say(state, request, (0, 10)) == [request]
-    (verdict,) = MatchVerifier().verify(state, [request])
-    (commit,) = state.commit([verdict])
-    assert (commit.retired_ids.tolist(), commit.new_tokens) == ([0, 1, 2], [10, 11, 12])
-    assert request.tree.answered.tolist() == [False], "the new root waits"
-    assert state.receive(Output(step=state.step)) == []
-
-
-def test_a_gap_ends_the_walk_and_what_lies_below_counts_when_it_is_reached():
-    state, request = one_request(StopRules(max_new_tokens=99))
-    chain_of(request, 10, 11, 12)
-    say(state, request, (3, 13), (2, 12), (0, 10))
-    (commit,) = state.commit(MatchVerifier().verify(state, [request]))
-    assert commit.new_tokens == [10]
-    assert request.tree.answers.tolist() == [-1, 12, 13]
-    assert say(state, request, (0, 11)) == [request]
-    (commit,) = state.commit(MatchVerifier().verify(state, [request]))
-    assert commit.new_tokens == [11, 12, 13]
-
-
-def test_a_root_that_is_answered_already_is_verified_without_a_new_answer():
-    """A verifier may stop above an answered node: the next step continues from it."""
-    state, request = one_request(StopRules(max_new_tokens=99))
-    chain_of(request, 10, 11)
-    say(state, request, (1, 11), (2, 12), (0, 10))
-    none = np.zeros(0, np.int64)
-    for expected in (10, 11, 12):
-        assert state.receive(Output(step=state.step)) == [request]
-        verdict = Verdict(
-            request=7, accepted_ids=none, next_token=int(request.tree.answers[0]), num_verified=0
-        )
-        (commit,) = state.commit([verdict])
-        assert commit.new_tokens == [expected]
-    assert state.receive(Output(step=state.step)) == []
-    assert request.output == [10, 11, 12]
-
-
 @pytest.mark.parametrize("whole", [True, False], ids=["walks", "one token per step"])
 def test_any_order_of_answers_emits_the_targets_own_tokens(whole):
     """Random trees, random arrivals, pruned nodes among them; against the target alone."""
@@ -268,52 +225,3 @@ def test_target_probs_follow_their_nodes() -> None:
     tree.reset(token=1, position=1)
     assert not tree.target_probs
     assert sorted(other.target_probs) == [41, 43]
-
-
-def test_hidden_rows_are_those_that_all_nodes_have() -> None:
-    tree = TokenTree(token=0, position=0)
-    tree.append(np.array([0, 0]), np.array([1, 2]), np.full(2, -1.0))
-    low, high, last = HiddenName(0), HiddenName(1), HiddenName(1, normed=True)
-    assert tree.hidden_rows(tree.ids) == {}
-    states = torch.arange(6.0).reshape(3, 2)
-    tree.set_hidden(np.array([2, 0, 1]), {low: states})
-    tree.set_hidden(np.array([0, 2]), {high: states[:2] + 10})
-    tree.set_hidden(np.array([1]), {last: states[:1] + 20})
-    found = tree.hidden_rows(np.array([0, 2]))
-    assert found.keys() == {low, high}
-    assert found[low].tolist() == [[2, 3], [0, 1]]
-    assert found[high].tolist() == [[10, 11], [12, 13]]
-    assert tree.hidden_rows(np.array([0, 1, 2])).keys() == {low}
-    assert tree.hidden_rows(np.array([1])).keys() == {low, last}
-    assert tree.hidden_rows(np.array([0, 99])) == {}, "a node without states"
-    states.zero_()  # the executor's rows are its own
-    assert found[low].tolist() == [[2, 3], [0, 1]], "copies"
-
-
-def test_no_nodes_to_expand_is_nothing() -> None:
-    """A pass whose nodes have all been pruned."""
-    tree = TokenTree(token=0, position=0)
-    tree.append(np.array([0]), np.array([1]), np.full(1, -1.0))
-    tree.set_candidates(np.zeros(0, np.int64), Candidates.empty(2), slice(1, 1))
-    assert not tree.expanded.any()
-
-
-def test_draft_probs_follow_their_nodes() -> None:
-    """A distribution outlives a reroot exactly where its node does, and no reset."""
-    tree = TokenTree(token=0, position=0, root_id=40)
-    tree.append(np.array([0, 0]), np.array([1, 2]), np.full(2, -1.0))
-    tree.append(np.array([1]), np.array([3]), np.full(1, -1.0))
-    probs = np.random.default_rng(0).dirichlet(np.ones(5), size=5)
-    candidates = Candidates(
-        tokens=np.zeros((5, 1), np.int64),
-        logprobs=np.zeros((5, 1)),
-        counts=np.ones(5, np.int64),
-        probs=probs,
-    )
-    tree.set_candidates(np.arange(4), candidates, slice(1, 5))
-    tree.reroot(1)
-    assert sorted(tree.draft_probs) == [41, 43]
-    assert np.array_equal(tree.draft_probs[41], probs[2])
-    assert np.array_equal(tree.draft_probs[43], probs[4])
-    tree.reset(token=1, position=1)
-    assert not tree.draft_probs
