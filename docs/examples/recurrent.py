@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-import numpy as np
 import torch
 from pydantic import Field
 
 from specdec.clocks.meter import Meter
-from specdec.executors.stage import StageOutput
+from specdec.executors.stage import Stage, StageOutput
 from specdec.pairs import ModelPair
-from specdec.types import NO_NODE, Batch, Commit, HiddenName
+from specdec.types import NO_NODE, Batch, Commit, HiddenName, NodeMap
 
 Width = Annotated[int, Field(ge=1)]  # an alias of the author's own
 
@@ -47,19 +46,19 @@ class RecurrentPair(ModelPair):
         return RecurrentStage(self._embedding, self._cell, meter)
 
 
-class RecurrentStage:
+class RecurrentStage(Stage):
     """Computes the rows of batches; keeps a state per request and per node of its tree."""
 
     def __init__(self, embedding: torch.nn.Embedding, cell: torch.nn.GRUCell, meter: Meter) -> None:
         """Shares the pair's modules; passes are counted by ``meter``."""
         self._embedding, self._cell, self._meter = embedding, cell, meter
         self._prefix: dict[int, torch.Tensor] = {}  # request -> [1, E] after the committed tokens
-        self._nodes: dict[int, dict[int, torch.Tensor]] = {}  # request -> node -> [1, E]
+        self._nodes: NodeMap[torch.Tensor] = NodeMap()  # [1, E] after each node
 
     def open(self, request_id: int, max_len: int) -> None:
         """Begins a request of at most ``max_len`` tokens with a zero state."""
         self._prefix[request_id] = torch.zeros(1, self._cell.hidden_size, dtype=torch.float64)
-        self._nodes[request_id] = {}
+        self._nodes.open(request_id)
 
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
         """Prefill chunks first, then tree rows, parents before children."""
@@ -82,16 +81,14 @@ class RecurrentStage:
     def commit(self, commits: Sequence[Commit]) -> None:
         """Retired nodes join the prefix; nodes that left the tree are dropped."""
         for commit in commits:
-            nodes = self._nodes[commit.request]
-            self._prefix[commit.request] = nodes[int(commit.retired_ids[-1])]
-            kept = commit.keeps(np.array(list(nodes), np.int64))
-            pairs = zip(nodes.items(), kept.tolist(), strict=True)
-            self._nodes[commit.request] = {n: state for (n, state), keep in pairs if keep}
+            states = self._nodes[commit.request]
+            self._prefix[commit.request] = states[int(commit.retired_ids[-1])]
+        self._nodes.commit(commits)
 
     def close(self, request_id: int) -> None:
         """Forgets the request."""
         self._prefix.pop(request_id, None)
-        self._nodes.pop(request_id, None)
+        self._nodes.close(request_id)
 
     def _step(self, state: torch.Tensor, token: int) -> torch.Tensor:
         embedded = self._embedding.weight[token][None]

@@ -16,7 +16,6 @@ from pydantic import Field
 from specdec.clocks import CONTROLLER, Clock, ClockKind, Work
 from specdec.clocks.meter import Meter
 from specdec.executors.answerer import Answerer
-from specdec.executors.exits import layers_of, paged
 from specdec.executors.models import Blocks, ModelPair
 from specdec.executors.stage import Stage
 from specdec.interfaces import Executor
@@ -93,7 +92,7 @@ class Replicas(Executor):
         """Loads the copies; the named arguments are objects of the run."""
         copies = [
             _Copy(
-                stage=paged(pair.stage(0, pair.num_layers, meter), *blocks),
+                stage=pair.stage(0, pair.num_layers, meter).paged(*blocks),
                 answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),
             )
             for _ in plan.placements["target"].ranks
@@ -226,7 +225,7 @@ class _Copy:
 
     def _completed(self, batch: Batch) -> Batch:
         """The batch with the committed tokens and the ancestors that the caches lack."""
-        layers = layers_of(self._stage)
+        layers = self._stage.layers
         if layers is None:  # a synthetic target has no caches
             return replace(batch, prefills=())
         trees, prefills = [], []

@@ -25,7 +25,7 @@ from torch import Tensor
 from specdec.attention.kv_cache import Rows
 from specdec.clocks.meter import Meter
 from specdec.executors.answerer import AnsweredRequest, Answerer
-from specdec.executors.stage import RowItem, StageOutput, row_items
+from specdec.executors.stage import RowItem, Stage, StageOutput, row_items
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs.pretrained import PretrainedPair
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -148,7 +148,7 @@ class _Requests:
         self.paths.pop(request_id, None)
 
 
-class _Stage:
+class _Stage(Stage):
     """Looks hidden states up; the last stage that captures any returns them all."""
 
     def __init__(self, pair: KnownTexts, requests: _Requests) -> None:

@@ -23,7 +23,7 @@ from specdec.distributed.messages import Ending, Entry, Kind, OpenedRequest
 from specdec.distributed.plan import RankPlan, SessionPlan
 from specdec.distributed.replies import Reply, answers_reply, exits_reply, hidden_reply
 from specdec.executors.answerer import Answerer
-from specdec.executors.exits import ExitReader, paged
+from specdec.executors.exits import ExitReader
 from specdec.executors.stage import InFlight, Stage
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
@@ -248,8 +248,7 @@ def build_session(
         join: joins the ranks that share layers; needed for tensor parallelism.
     """
     meter, part = Meter(), plan.ranks[rank - 1]
-    stage = _load_stage(pair, part, meter, join)
-    stage = paged(stage, plan.num_blocks, plan.block_tokens)
+    stage = _load_stage(pair, part, meter, join).paged(plan.num_blocks, plan.block_tokens)
     draws = KeyedDraws(seed=plan.seed)
     answerer = exits = kept = None
     if rank == len(plan.ranks):

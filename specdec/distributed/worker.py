@@ -62,7 +62,6 @@ from specdec.distributed.transport import (
     wire_device,
 )
 from specdec.errors import UserError
-from specdec.executors.exits import layers_of
 from specdec.executors.stage import Stage
 from specdec.pairs import ModelPair, build_pair
 from specdec.tensor_parallel import Collective
@@ -80,7 +79,7 @@ class _SessionLinks:
         self._link = worker.link
         self._session = session
         tag = session * NUM_TAGS + Tag.HIDDEN
-        layers = layers_of(stage)
+        layers = stage.layers
         self._has_model = layers is not None
         device, dtype, width = CPU, torch.float32, 1
         if layers is not None:

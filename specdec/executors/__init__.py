@@ -11,6 +11,6 @@ if TYPE_CHECKING:
     from specdec.executors.local import LocalExecutor
     from specdec.executors.pipeline import PipelineExecutor
     from specdec.executors.replicas import ReplicasExecutor
-    from specdec.executors.stage import ModelStage, NullStage, Stage
+    from specdec.executors.stage import ModelStage, Stage
 
 __getattr__, __dir__ = lazy_exports(__name__)

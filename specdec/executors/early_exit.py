@@ -23,7 +23,7 @@ import torch
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.errors import UserError
 from specdec.executors.answerer import Answerer
-from specdec.executors.exits import ExitStage, paged
+from specdec.executors.exits import ExitStage
 from specdec.executors.layout import FrontPlan
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair
@@ -244,7 +244,7 @@ class ExitFront:
         return torch.cat(parts)
 
 
-class _WholeTarget:
+class _WholeTarget(Stage):
     """The front's stored results, then the remaining layers, as one stage."""
 
     def __init__(self, front: ExitFront, rest: Stage) -> None:
@@ -312,7 +312,7 @@ class EarlyExitExecutor(LocalExecutor):
         bounds = plan.bounds(pair, pair.exit_layer)
         return cls(
             front=front,
-            rest=paged(pair.stage(after, pair.num_layers, meter), *blocks),
+            rest=pair.stage(after, pair.num_layers, meter).paged(*blocks),
             answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),
             clock=clock,
             stages=sum(last > after for _, last in bounds),

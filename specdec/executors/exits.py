@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,28 +26,31 @@ from specdec.sampling.transform import SamplingTransform
 from specdec.types import Batch, Commit, Exits, HiddenName
 
 
-class ExitHead(Protocol):
-    """Computes logits from hidden states after the exit layer."""
+class ExitHead:
+    """Computes logits from hidden states after the exit layer; by default without a cache."""
 
-    def open(self, request_id: int, max_len: int) -> None: ...
+    def open(self, request_id: int, max_len: int) -> None:
+        """Allocates the head's cache of a request."""
 
     def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
         """Logits [W, V] in the order of ``batch.trees`` from hidden states [R, E], packed.
 
         Without ``wants_logits`` it only updates its cache and returns None.
         """
-        ...
+        raise NotImplementedError
 
     def paged(self, num_blocks: int, block_tokens: int) -> ExitHead:
         """The same head with its cache, if any, in a pool of blocks."""
-        ...
+        return self
 
-    def commit(self, commits: Sequence[Commit]) -> None: ...
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Applies commits to the cache."""
 
-    def close(self, request_id: int) -> None: ...
+    def close(self, request_id: int) -> None:
+        """Frees the request's cache."""
 
 
-class NormHead:
+class NormHead(ExitHead):
     """A norm and an output matrix, without state per request."""
 
     def __init__(self, *, norm: nn.Module, output: nn.Module, meter: Meter) -> None:
@@ -56,9 +58,6 @@ class NormHead:
         self._norm = norm
         self._output = output
         self._meter = meter
-
-    def open(self, request_id: int, max_len: int) -> None:
-        """No-op."""
 
     def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
         """See ``ExitHead``."""
@@ -69,26 +68,16 @@ class NormHead:
             logits: torch.Tensor = self._output(self._norm(hidden[rows]))
         return logits
 
-    def paged(self, num_blocks: int, block_tokens: int) -> NormHead:
-        """The head itself: it has no cache."""
-        return self
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """No-op."""
-
-    def close(self, request_id: int) -> None:
-        """No-op."""
-
-
-class TransformerHead:
+class TransformerHead(ExitHead):
     """A decoder layer with its own cache, a norm and an output matrix."""
 
     def __init__(self, *, stage: ModelStage) -> None:
         """Wraps the stage of a ``head_model``."""
         self._stage = stage
-        self.open = stage.open
-        self.commit = stage.commit
-        self.close = stage.close
+        self.open = stage.open  # type: ignore[method-assign]
+        self.commit = stage.commit  # type: ignore[method-assign]
+        self.close = stage.close  # type: ignore[method-assign]
 
     def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
         """See ``ExitHead``."""
@@ -99,7 +88,7 @@ class TransformerHead:
         return TransformerHead(stage=self._stage.paged(num_blocks, block_tokens))
 
 
-class ExitStage:
+class ExitStage(Stage):
     """A slice of the target with one or more exit heads."""
 
     def __init__(self, *, body: ModelStage, heads: Mapping[int, ExitHead]) -> None:
@@ -109,12 +98,14 @@ class ExitStage:
             body: the layers; it captures the output of the layer before each exit.
             heads: number of target layers before the exit (PPSD's E) -> exit head.
         """
-        self.body = body
+        self.body = self.layers = body
         self._heads = dict(sorted(heads.items()))
         self._parts: tuple[ModelStage | ExitHead, ...] = (body, *self._heads.values())
 
-    def paged(self, num_blocks: int, block_tokens: int) -> ExitStage:
+    def paged(self, num_blocks: int | None, block_tokens: int) -> ExitStage:
         """The same layers and heads with each cache in a pool of blocks."""
+        if num_blocks is None:
+            return self
         heads = {e: head.paged(num_blocks, block_tokens) for e, head in self._heads.items()}
         return ExitStage(body=self.body.paged(num_blocks, block_tokens), heads=heads)
 
@@ -153,20 +144,6 @@ class ExitStage:
     def cache(self, request_id: int) -> TreeCache:
         """The layers' cache of a request."""
         return self.body.cache(request_id)
-
-
-def paged(stage: Stage, num_blocks: int | None, block_tokens: int) -> Stage:
-    """``stage`` with paged caches; unchanged if it has no caches or ``num_blocks`` is None."""
-    if num_blocks is None or not isinstance(stage, ModelStage | ExitStage):
-        return stage
-    return stage.paged(num_blocks, block_tokens)
-
-
-def layers_of(stage: Stage) -> ModelStage | None:
-    """The model slice of a stage; None for a stage without a model."""
-    if isinstance(stage, ExitStage):
-        return stage.body
-    return stage if isinstance(stage, ModelStage) else None
 
 
 class ExitReader:

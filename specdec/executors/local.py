@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.answerer import Answerer
-from specdec.executors.exits import paged
 from specdec.executors.models import Blocks, ModelPair, deliverable
 from specdec.executors.stage import Stage, with_early, with_hidden
 from specdec.interfaces import Executor
@@ -85,7 +84,7 @@ class LocalExecutor(Executor):
         if not needs.all_answers:
             answerer.follow()
         return cls(
-            stage=paged(layers, *blocks),
+            stage=layers.paged(*blocks),
             answerer=answerer,
             clock=clock,
             hidden=needs.hidden,

@@ -19,7 +19,7 @@ from specdec.clocks import Clock, ClockKind, Work
 from specdec.clocks.build import check_in_process
 from specdec.errors import UserError
 from specdec.executors.answerer import Answerer
-from specdec.executors.exits import ExitReader, ExitStage, paged
+from specdec.executors.exits import ExitReader, ExitStage
 from specdec.executors.layout import PipelineOptions, PipelinePlan
 from specdec.executors.models import Blocks, ModelPair, OverRanks, deliverable
 from specdec.executors.stage import InFlight, Stage, with_early, with_hidden
@@ -139,7 +139,7 @@ class PipelineExecutor(Executor):
                 if inside
                 else pair.stage(*layers, meter, capture=here)
             )
-            stages.append(paged(stage, *blocks))
+            stages.append(stage.paged(*blocks))
         reader = ExitReader(num_candidates=needs.exits, draws=draws, sample=needs.draft_probs)
         return cls(
             stages=stages,

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.kv_cache import TreeCache
 from specdec.attention.kv_storage import BlockPool
 from specdec.device import to_device
 from specdec.models.runner import ModelRunner
@@ -202,31 +202,44 @@ class StageOutput:
     exit_logits: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
-class Stage(Protocol):
-    """A slice of the target."""
+class Stage:
+    """A slice of the target. As it is, it has no model and computes nothing.
+
+    Attributes:
+        layers: the slice of a model; None without one.
+    """
+
+    layers: ModelStage | None = None
 
     def open(self, request_id: int, max_len: int) -> None:
         """Allocates the cache of a request of at most ``max_len`` entries, nodes included."""
-        ...
 
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
         """Computes the batch's rows; ``hidden``: [R, E] of the stage before, None for the first."""
-        ...
+        return StageOutput()
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Moves retired cache entries into the prefix, keeps surviving ones, drops the rest."""
-        ...
 
-    def close(self, request_id: int) -> None: ...
+    def close(self, request_id: int) -> None:
+        """Frees the request's cache."""
+
+    def paged(self, num_blocks: int | None, block_tokens: int) -> Stage:
+        """The same layers with their caches in pools of blocks; itself if ``num_blocks`` is None.
+
+        A stage that has no caches of keys and values returns itself.
+        """
+        return self
 
 
-class ModelStage:
+class ModelStage(Stage):
     """A slice of a Hugging Face model."""
 
     def __init__(self, *, runner: ModelRunner, pool: BlockPool | None = None) -> None:
         """Wraps the layers of ``runner``; with ``pool`` the caches are paged."""
         self.runner = runner
         self.pool = pool
+        self.layers = self
         self._caches: dict[int, TreeCache] = {}
 
     def open(self, request_id: int, max_len: int) -> None:
@@ -238,17 +251,14 @@ class ModelStage:
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
     ) -> StageOutput:
         """One packed forward over the batch's rows; logits where the stage has them."""
-        wants_logits = wants_logits and self.runner.is_last
+        items = row_items(batch)
+        rows = [
+            self._caches[item.request].rows(prefix_tokens=item.prefill_tokens, tree=item.tree)
+            for item in items
+        ]
         logits_rows: IntArray | None = _NONE
-        if batch.prefills:
-            items = row_items(batch)
-            rows = [self._rows(item.request, item.prefill_tokens, item.tree) for item in items]
-            if wants_logits:
-                logits_rows = tree_row_index(items)
-        else:
-            rows = [self._rows(tree.request, _NONE, tree) for tree in batch.trees]
-            if wants_logits and rows:
-                logits_rows = None  # of every row
+        if wants_logits and self.runner.is_last and batch.trees:
+            logits_rows = tree_row_index(items) if batch.prefills else None  # of every row
         out = self.runner.forward(rows, hidden=hidden, logits_rows=logits_rows)
         return StageOutput(hidden=out.hidden, logits=out.logits, captured=out.captured)
 
@@ -263,8 +273,10 @@ class ModelStage:
         if cache is not None:
             cache.close()
 
-    def paged(self, num_blocks: int, block_tokens: int) -> ModelStage:
+    def paged(self, num_blocks: int | None, block_tokens: int) -> ModelStage:
         """The same layers with all caches in one pool of blocks."""
+        if num_blocks is None:
+            return self
         spec = self.runner.spec
         pool = BlockPool(spec=spec, num_blocks=num_blocks, block_tokens=block_tokens)
         return ModelStage(runner=self.runner, pool=pool)
@@ -272,29 +284,6 @@ class ModelStage:
     def cache(self, request_id: int) -> TreeCache:
         """The request's cache (for checks of its invariant)."""
         return self._caches[request_id]
-
-    def _rows(self, request_id: int, prefill_tokens: IntArray, tree: TreeRows | None) -> Rows:
-        return self._caches[request_id].rows(prefix_tokens=prefill_tokens, tree=tree)
-
-
-_EMPTY = StageOutput()
-
-
-class NullStage:
-    """A stage without a model, for synthetic targets and for measuring the schedule's own cost."""
-
-    def open(self, request_id: int, max_len: int) -> None:
-        """No-op."""
-
-    def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
-        """Returns an empty output."""
-        return _EMPTY
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """No-op."""
-
-    def close(self, request_id: int) -> None:
-        """No-op."""
 
 
 def split_layers(

@@ -13,7 +13,7 @@ from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.answerer import Answerer
 from specdec.executors.models import ModelPair
-from specdec.executors.stage import NullStage, Stage
+from specdec.executors.stage import Stage
 from specdec.parts.fields import Count, Index, Share, Text
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.hit_law import (
@@ -74,7 +74,7 @@ class RecordedPair(ModelPair):
         self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
         """A stage that computes nothing."""
-        return NullStage()
+        return Stage()
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Answers with the given tokens.
