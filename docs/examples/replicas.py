@@ -15,9 +15,8 @@ from pydantic import Field
 
 from specdec.clocks import CONTROLLER, Clock, ClockKind, Work
 from specdec.clocks.meter import Meter
-from specdec.executors.answerer import Answerer
 from specdec.executors.models import Blocks, ModelPair
-from specdec.executors.stage import Stage
+from specdec.executors.stage import Answerer, Stage
 from specdec.interfaces import Executor
 from specdec.parts.fields import Count
 from specdec.sampling.keyed_draws import KeyedDraws

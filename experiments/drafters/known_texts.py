@@ -24,8 +24,14 @@ from torch import Tensor
 
 from specdec.attention.kv_cache import Rows
 from specdec.clocks.meter import Meter
-from specdec.executors.answerer import AnsweredRequest, Answerer
-from specdec.executors.stage import RowItem, Stage, StageOutput, row_items
+from specdec.executors.stage import (
+    AnsweredRequest,
+    Answerer,
+    RowItem,
+    Stage,
+    StageOutput,
+    row_items,
+)
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs.pretrained import PretrainedPair
 from specdec.sampling.keyed_draws import KeyedDraws

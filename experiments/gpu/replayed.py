@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
-from specdec.executors.answerer import AnsweredRequest, Answerer, ModelAnswerer
-from specdec.executors.stage import ModelStage, Stage
+from specdec.executors.stage import AnsweredRequest, Answerer, ModelAnswerer, ModelStage, Stage
 from specdec.interfaces import TokenSource
 from specdec.models.execution import Execution
 from specdec.models.quantize import num_bytes

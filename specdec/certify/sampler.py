@@ -22,7 +22,7 @@ from specdec.certify.oracle import processed, reference_draw, reference_probs, r
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Subject
 from specdec.device import on_host
-from specdec.executors.answerer import Answerer
+from specdec.executors.stage import Answerer
 from specdec.pairs import HuggingFacePair
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams

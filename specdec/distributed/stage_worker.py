@@ -22,9 +22,8 @@ from specdec.distributed.kept_rows import KeptRows
 from specdec.distributed.messages import Ending, Entry, Kind, OpenedRequest
 from specdec.distributed.plan import RankPlan, SessionPlan
 from specdec.distributed.replies import Reply, answers_reply, exits_reply, hidden_reply
-from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader
-from specdec.executors.stage import InFlight, Stage
+from specdec.executors.stage import Answerer, InFlight, Stage
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
 from specdec.types import Exits, IntArray

@@ -22,12 +22,11 @@ import torch
 
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.errors import UserError
-from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitStage
 from specdec.executors.layout import FrontPlan
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair
-from specdec.executors.stage import Stage, StageOutput, row_items
+from specdec.executors.stage import Answerer, Stage, StageOutput, row_items
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count
 from specdec.state import batch_of

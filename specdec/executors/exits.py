@@ -17,8 +17,14 @@ from torch import nn
 from specdec.attention.kv_cache import TreeCache
 from specdec.clocks.meter import Meter
 from specdec.device import to_device
-from specdec.executors.answerer import AnsweredRequest
-from specdec.executors.stage import ModelStage, Stage, StageOutput, row_items, tree_row_index
+from specdec.executors.stage import (
+    AnsweredRequest,
+    ModelStage,
+    Stage,
+    StageOutput,
+    row_items,
+    tree_row_index,
+)
 from specdec.sampling.candidates import candidates_of
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.processors import HistoryTracker

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.clocks import CONTROLLER, Clock, Work
-from specdec.executors.answerer import Answerer
 from specdec.executors.models import Blocks, ModelPair, deliverable
-from specdec.executors.stage import Stage, with_early, with_hidden
+from specdec.executors.stage import Answerer, Stage, with_early, with_hidden
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Batch, Commit, ExecutorPlan, HiddenName, Needs, Output, Placement

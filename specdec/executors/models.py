@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answerer import Answerer, ModelAnswerer
 from specdec.executors.exits import ExitStage
-from specdec.executors.stage import Stage
+from specdec.executors.stage import Answerer, ModelAnswerer, Stage
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.types import HiddenName, IntArray, Needs
 

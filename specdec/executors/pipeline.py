@@ -18,11 +18,10 @@ import numpy as np
 from specdec.clocks import Clock, ClockKind, Work
 from specdec.clocks.build import check_in_process
 from specdec.errors import UserError
-from specdec.executors.answerer import Answerer
 from specdec.executors.exits import ExitReader, ExitStage
 from specdec.executors.layout import PipelineOptions, PipelinePlan
 from specdec.executors.models import Blocks, ModelPair, OverRanks, deliverable
-from specdec.executors.stage import InFlight, Stage, with_early, with_hidden
+from specdec.executors.stage import Answerer, InFlight, Stage, with_early, with_hidden
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Output

@@ -11,9 +11,8 @@ import torch
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.answerer import Answerer
 from specdec.executors.models import ModelPair
-from specdec.executors.stage import Stage
+from specdec.executors.stage import Answerer, Stage
 from specdec.parts.fields import Count, Index, Share, Text
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.hit_law import (

@@ -67,7 +67,7 @@ def _answers(sampling: SamplingParams, follows: bool, logits: torch.Tensor, tree
 def test_tokens_on_the_path_are_the_same_and_others_are_left_out(
     monkeypatch: pytest.MonkeyPatch, name: str, first: int
 ) -> None:
-    monkeypatch.setattr("specdec.executors.answerer._FEW_LOGITS", 0)
+    monkeypatch.setattr("specdec.executors.stage._FEW_LOGITS", 0)
     trees = [_tree(request_id, 40, seed=request_id, first=first) for request_id in range(30)]
     num = sum(len(tree.node_ids) for tree in trees)
     logits = 2.0 * torch.randn(num, VOCAB, generator=torch.Generator().manual_seed(1))
