@@ -88,22 +88,6 @@ def test_pipeinfers_law_without_a_cutoff_is_the_closed_form(alpha: float, tokens
     assert law == pytest.approx(closed)
 
 
-def test_the_bound_would_see_a_cutoff_that_is_ignored() -> None:
-    """A control: the second case's law without its cut-off is far from it."""
-    given = {"alpha": 0.8, "stages": 6, "tokens": 1, "stage": 10.0, "draft": 1.0}
-    moves = {"cutoff": 0.6, "recovery": 0.15, "decay": 0.05}
-    with_, without = pipeinfer_time(**given, **moves), pipeinfer_time(**given)  # type: ignore[arg-type]
-    assert abs(with_ / without - 1.0) > 2 * BOUND
-
-
-@pytest.mark.parametrize("wrong", [{"segment": 2}, {"nodes": 4}, {"stages": 4}])
-def test_the_bound_would_see_another_size(wrong: dict[str, int]) -> None:
-    """A control: FlowSpec's law with half a segment, a smaller tree or a further stage."""
-    given = {"segment": 4, "nodes": 12, "stages": 3, "stage": 10.0, "between": 0.0}
-    laws = [flowspec_time(ranks=ranks(0.5)[:4], **{**given, **change}) for change in ({}, wrong)]  # type: ignore[arg-type]
-    assert abs(laws[1] / laws[0] - 1.0) > 2 * BOUND
-
-
 def test_a_run_enters_every_step_and_a_miss_sends_the_root_alone() -> None:
     """Without a cut-off: after a miss the root, then runs of ``tokens`` behind each other."""
     parts = build("pipeinfer", one_class_bench(0.7, 10.0, 1.0), stages=4, tokens=3, cutoff=0.0)
