@@ -110,24 +110,6 @@ def test_more_random_forests(policy: TreePolicy, setting: Setting) -> None:
     examine(policy, setting)
 
 
-def test_the_examination_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that moves its books and not its values must be caught."""
-    monkeypatch.setattr(TreeCache, "_copy_slots", lambda self, sources, targets: None)
-    setting = Setting(
-        stages=2,
-        batch_size=2,
-        prefill_chunk=3,
-        prompts=((3, 1, 4), (1, 5)),
-        max_new_tokens=9,
-        quality=1.0,
-        silence=0.0,
-        draft_seed=5,
-        sampling=SAMPLED,
-    )
-    with pytest.raises(AssertionError):
-        examine(BestFirst(bs=6, w=2, d=3), setting)
-
-
 def examine(policy: TreePolicy, setting: Setting) -> None:
     """Decodes with one strategy, looking at trees and caches after every step."""
     bench = Workbench(pair(), seed=SEED)

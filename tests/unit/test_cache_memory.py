@@ -7,7 +7,6 @@ from copy import deepcopy
 import pytest
 import torch
 
-from specdec.attention import kv_storage
 from specdec.attention.kv_storage import CacheSpec, Contiguous
 from specdec.executors.stage import ModelStage
 from specdec.pairs import build_pair
@@ -70,16 +69,6 @@ def test_caches_do_not_grow(cell, monkeypatch):
     assert found
     for reserved, allocated, used in found:
         assert used <= reserved == allocated
-
-
-def test_without_room_for_the_tree_they_would_grow(monkeypatch):
-    """Control: the tree does not fit beside prompt and output."""
-    cell = CELLS[1]
-    runner = composed(cell)
-    monkeypatch.setattr(type(runner.parts.policy), "held_nodes", lambda self, in_flight: 0)
-    runner.close()
-    monkeypatch.setattr(kv_storage, "_LEAST_GROWTH", 1)
-    assert any(allocated > reserved for reserved, allocated, _ in capacities(cell, monkeypatch))
 
 
 def test_a_cache_that_grows_adds_little():

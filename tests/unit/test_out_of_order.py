@@ -28,13 +28,9 @@ from specdec.certify.subject import decode_cases, decode_steps
 from specdec.clocks import Clock, MeasuredClock
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
-from specdec.config.hydra import compose_config
 from specdec.interfaces import TreePolicy
-from specdec.metrics.rates import summarise
-from specdec.metrics.results import RequestResult
 from specdec.pairs import TablePair
 from specdec.policies import Chain, FixedWidth
-from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.serving.rules import ServingRules
 from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, StopRules
@@ -164,18 +160,7 @@ def test_the_output_is_that_of_plain_decoding(
     assert seen.pruned > 2, "no answer came for a node that was gone"
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_lossless_with_a_draft_that_runs_free(batch_size: int) -> None:
-    """A node is fed as soon as it is drafted, so that more batches are in flight than copies."""
-    wanted = toys.cases(12)[:4]
-    parts = composed(toys.pair(), FreeRunning(feed_at_once=True, ahead=4), TIMES["slow target"]())
-    outputs, seen, _ = watched(parts, wanted, batch_size)
-    toys.assert_plain(outputs, wanted)
-    assert seen.early > 0
-    assert seen.stored > 0
-
-
-# ---------------------------------------------------------------------- turns, pages and counters
+# ---------------------------------------------------------------------- pages
 
 
 @pytest.mark.parametrize("policy", ["chain", "levels", "two levels"])
@@ -197,51 +182,6 @@ def test_caches_in_pages_are_large_enough(policy: str) -> None:
     toys.assert_plain(outputs, wanted)
     assert seen.in_flight <= chosen.held_nodes(3)
     assert state.load.kv_peak_tokens <= kv_tokens
-
-
-def row(policy: dict[str, Any], *, replicas: int, batch_size: int) -> dict[str, Any]:
-    """The metrics of a run over copies that a configuration names."""
-    overrides = ["strategy=specpipe", "model=random", f"batch_size={batch_size}"]
-    values = compose_config(overrides).values
-    values["policy"] = policy
-    values["executor"] = {"_target_": "replicas.Replicas", "replicas": replicas, "delay_ms": 20.0}
-    costs = {
-        "stage": {"tokens": [1], "ms": [10.0]},
-        "draft": {"tokens": [1], "ms": [3.0]},
-    }
-    values["clock"] = {"kind": "simulated", "profile": "test", "scale": 1.0, "costs": costs}
-    runner = PartsRunner(cfg=values, pair=toys.pair(), stop=StopRules(max_new_tokens=16))
-    prompts = [TokenPrompt(case.id, np.array(case.prompt)) for case in toys.cases(12)[:4]]
-    results: list[RequestResult] = []
-    totals = runner.run(prompts, results.append)
-    runner.close()
-    return summarise(results, totals)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_the_metrics_of_a_run_are_defined(batch_size: int) -> None:
-    chain = {"_target_": "specdec.policies.Chain", "gamma": 3}
-    levels = {"_target_": "specdec.policies.FixedWidth", "width": 4, "children": 3}
-    serial = row(chain, replicas=2, batch_size=batch_size)
-    flying = row(levels, replicas=3, batch_size=batch_size)
-    for found in (serial, flying):
-        assert found["latency"] is None
-        assert found["new_tokens"] == 4 * 16
-        assert found["target_passes"] > 0
-        assert found["answers"] + found["accepted_tokens"] >= 64
-        assert 0.0 < found["acceptance_rate"] < 1.0
-        assert found["acceptance_length"] > 1.0
-        assert set(found["bubble_share"]) == {
-            str(i) for i in range(1, len(found["bubble_share"]) + 1)
-        }
-        assert all(0.0 <= share < 1.0 for share in found["bubble_share"].values())
-        assert found["kv_tokens_peak"] > found["kv_tokens_mean"] > 0
-        waits = found["fill_steps"] + found["flush_steps"] + found["refill_steps"]
-        assert 0 <= waits < found["steps"] * batch_size
-    assert serial["hit_rate"] is None
-    assert 0.0 < flying["hit_rate"] < 1.0
-    assert flying["flush_steps"] > 0
-    assert flying["refill_steps"] > 0
 
 
 # ---------------------------------------------------------------------- rejection sampling
