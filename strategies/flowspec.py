@@ -106,7 +106,6 @@ class FlowSpec(TreePolicy):
         self._rounds[request.id] = _DraftRound()
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + max(self.segment, self.grown_segment) * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
@@ -136,7 +135,6 @@ class FlowSpec(TreePolicy):
             self._rounds[commit.request] = _DraftRound(chosen=chosen, judged=not ended)
 
     def close(self, request_id: int) -> None:
-        """Forgets the request."""
         self._rounds.pop(request_id, None)
 
     def _draft(

@@ -80,7 +80,6 @@ class Pearl(TreePolicy):
         self._per_step = -(-self._limit // steps)
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self._limit
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

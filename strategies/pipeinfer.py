@@ -89,7 +89,6 @@ class PipeInfer(TreePolicy):
         self._requests[request.id] = _Speculation()
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.tokens * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
@@ -125,7 +124,6 @@ class PipeInfer(TreePolicy):
             speculation.runs = speculation.fruitless = 0
 
     def close(self, request_id: int) -> None:
-        """Drops the request's state."""
         self._requests.pop(request_id, None)
 
     def _run(self, request: RequestState) -> IntArray:

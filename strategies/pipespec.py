@@ -98,7 +98,6 @@ class FreeChain(FreePasses):
                 self._chains[commit.request].reroot()
 
     def close(self, request_id: int) -> None:
-        """Drops the request's state."""
         del self._chains[request_id]
 
     def start_passes(self, state: DecodeState, events: Events) -> None:
@@ -151,7 +150,6 @@ class _Chain:
     childless: int = NO_NODE
 
     def __post_init__(self) -> None:
-        """Every model is at the root."""
         self.reached = [self._tree.root_id] * self.num_levels
         self.predicted = [{} for _ in range(self.num_levels)]
 

@@ -117,7 +117,6 @@ class Ssd(TreePolicy):
         self._passes[request.id] = 0
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
@@ -146,7 +145,6 @@ class Ssd(TreePolicy):
         return False
 
     def close(self, request_id: int) -> None:
-        """Forgets the request."""
         del self._passes[request_id]
 
     def _leaves(self, request: RequestState) -> IntArray:

@@ -22,7 +22,7 @@ from specdec.models.bundled import record_path
 from specdec.pairs.record import Record, RecordedRequest, read_record, read_traces
 from specdec.pairs.recorded import DRAFT_MODEL, SYNTHETIC, RecordedPair
 from specdec.parts.fields import Count, Index, Text, validated
-from specdec.sources.hashing import hash_streams, hash_u64
+from specdec.sources.hashing import hash_u64
 from specdec.types import FloatArray, IntArray
 
 END = 0
@@ -110,8 +110,8 @@ class RecordedSequences:
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
         """(first token, class) int64[n] each after wrong nodes: drawn positions of the prompt."""
-        streams = (_NODE, _NODE_POSITION)
-        first, drawn = hash_streams(self.seed, streams, request_id, positions, tokens)
+        streams = np.array([[_NODE], [_NODE_POSITION]])
+        first, drawn = hash_u64(self.seed, streams, request_id, positions, tokens)
         classes = self._drawn(self.request(request_id), drawn)
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
 

@@ -154,13 +154,11 @@ class Adaptive(TreePolicy):
         self._records: dict[int, _Record] = {}
 
     def held_nodes(self, in_flight: int) -> int | None:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         sizes = [arm.policy.held_nodes(in_flight) for arm in self._arms]
         known = [size for size in sizes if size is not None]
         return max(known) if len(known) == len(sizes) else None
 
     def open(self, request: RequestState) -> None:
-        """Starts the request's history."""
         num = len(self.rounds)
         self._records[request.id] = _Record([_Mean(_FADE) for _ in range(num)], [0] * num)
         for arm in self._arms:
@@ -189,7 +187,6 @@ class Adaptive(TreePolicy):
         return Nodes(tuple(items))
 
     def close(self, request_id: int) -> None:
-        """Drops the request's history."""
         self._records.pop(request_id, None)
         for arm in self._arms:
             arm.policy.close(request_id)

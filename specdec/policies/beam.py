@@ -58,7 +58,6 @@ class BestOfBeam(TreePolicy):
         self.depth = depth
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return self.nodes
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

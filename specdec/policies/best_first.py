@@ -128,7 +128,6 @@ class BestFirst(TreePolicy):
         self.expansions = {"between": 0, "beside": 0}
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return self.bs
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

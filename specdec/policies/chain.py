@@ -43,7 +43,6 @@ class Chain(TreePolicy):
         self.gamma = self.chain_length = gamma
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

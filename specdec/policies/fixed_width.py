@@ -86,7 +86,6 @@ class FixedWidth(TreePolicy):
         self.value_dependent = width > 1 or children > 1
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         if self.depth is not None:
             return 1 + self.depth * self.width
         return 1 + self.width * (self.levels_per_step or 1) * in_flight

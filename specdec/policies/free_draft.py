@@ -38,7 +38,6 @@ class FreePasses(TreePolicy):
     ahead: int
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.ahead
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
@@ -85,7 +84,6 @@ class FreeDraft(FreePasses):
         self._childless[request.id] = NO_NODE
 
     def close(self, request_id: int) -> None:
-        """Drops the request's state."""
         del self._childless[request_id]
 
     def can_draft(self, request: RequestState) -> bool:

@@ -18,7 +18,6 @@ class RootOnly(TreePolicy):
     value_dependent = False
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

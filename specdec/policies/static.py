@@ -81,7 +81,6 @@ class Static(TreePolicy):
         self._complete: set[int] = set()  # requests whose tree is completely drafted
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + sum(itertools.accumulate(self.branching, operator.mul))
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
@@ -135,7 +134,6 @@ class Static(TreePolicy):
             self._complete.discard(commit.request)
 
     def close(self, request_id: int) -> None:
-        """Drops the request's state."""
         self._ahead.pop(request_id, None)
         self._complete.discard(request_id)
         self._submitted_s.pop(request_id, None)

@@ -27,7 +27,6 @@ class CandidateCache(NodeMap[_Row]):
     """Rows of ``Candidates`` of the live nodes."""
 
     def missing(self, nodes: Nodes) -> Nodes:
-        """The nodes that have no row."""
         return nodes.where(np.array([row is None for row in self.get(nodes)], np.bool_))
 
     def keep(self, nodes: Nodes, candidates: Candidates) -> None:

@@ -1,11 +1,68 @@
-"""Requirements and counters of sources that are composed of other sources."""
+"""Sources that are composed of other sources."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
+from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
-from specdec.types import Needs
+from specdec.types import Commit, Needs, Output
+
+if TYPE_CHECKING:
+    from specdec.state import RequestState
+
+
+class CombinedSource(TokenSource):
+    """Base of sources that open, commit and close other sources.
+
+    Attributes:
+        counters: sums over the sources; ``by_level`` lists their levels in the same order.
+    """
+
+    def __init__(self, sources: Sequence[TokenSource]) -> None:
+        """Wraps sources, which must not be used elsewhere.
+
+        Raises:
+            ValueError: for no sources, or different vocabularies.
+        """
+        if not sources:
+            raise ValueError("source.sources=[] must list at least one source")
+        sizes = {s.vocab_size for s in sources if s.vocab_size is not None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"the sources' vocabularies differ in size ({sorted(sizes)}); all need the target's"
+                " tokenizer"
+            )
+        self.vocab_size = sizes.pop() if sizes else None
+        self.needs = joined_needs(source.needs for source in sources)
+        self._sources = tuple(sources)
+        self._sum = SourceCounters()
+
+    @property
+    def counters(self) -> SourceCounters:
+        total = self._sum
+        total.passes = total.rows = total.catch_up_rows = 0
+        total.by_level.clear()
+        for part in (source.counters for source in self._sources):
+            total.passes += part.passes
+            total.rows += part.rows
+            total.catch_up_rows += part.catch_up_rows
+            for name, passes in part.by_level.items():
+                total.by_level[name] = total.by_level.get(name, 0) + passes
+        return total
+
+    def open(self, request: RequestState) -> None:
+        for source in self._sources:
+            source.open(request)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        for source in self._sources:
+            source.commit(commits, output)
+
+    def close(self, request_id: int) -> None:
+        for source in self._sources:
+            source.close(request_id)
 
 
 def joined_needs(needs: Iterable[Needs]) -> Needs:
@@ -22,15 +79,3 @@ def joined_needs(needs: Iterable[Needs]) -> Needs:
         real_nodes=any(n.real_nodes for n in parts),
         all_answers=any(n.all_answers for n in parts),
     )
-
-
-def tally(total: SourceCounters, parts: Iterable[SourceCounters]) -> None:
-    """Sets ``total`` to the sum of ``parts`` in place; levels in the order of the parts."""
-    total.passes = total.rows = total.catch_up_rows = 0
-    total.by_level.clear()
-    for part in parts:
-        total.passes += part.passes
-        total.rows += part.rows
-        total.catch_up_rows += part.catch_up_rows
-        for name, passes in part.by_level.items():
-            total.by_level[name] = total.by_level.get(name, 0) + passes

@@ -80,7 +80,6 @@ class DraftModelSource(CachedModelSource):
             self._near = NearDraw(spread=guess_spread)
 
     def open(self, request: RequestState) -> None:
-        """Allocates the request's cache; the first ``expand`` computes the prompt."""
         super().open(request)
         if self.guesser is not None:
             self.guesser.open(request.id)
@@ -92,7 +91,6 @@ class DraftModelSource(CachedModelSource):
             self.guesser.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Frees the request's cache."""
         super().close(request_id)
         if self.guesser is not None:
             self.guesser.close(request_id)

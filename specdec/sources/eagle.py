@@ -96,11 +96,9 @@ class EagleSource(CachedModelSource):
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes of weights that one pass of the head reads."""
         return int(self._runner.weight_bytes)
 
     def open(self, request: RequestState) -> None:
-        """Allocates the request's cache; the first ``expand`` computes the prompt."""
         super().open(request)
         self._states.open(request.id)
         self._drafts[request.id] = HeadState(
@@ -124,7 +122,6 @@ class EagleSource(CachedModelSource):
                 draft.commit(commit)
 
     def close(self, request_id: int) -> None:
-        """Frees the request's cache."""
         super().close(request_id)
         self._states.close(request_id)
         self._drafts.pop(request_id, None)
@@ -304,7 +301,6 @@ class HeadPass:
     """
 
     def __init__(self, runner: EagleRunner) -> None:
-        """Begins an empty pass of ``runner``."""
         self.num_rows = self.num_nodes = 0
         self._runner = runner
         self._rows: list[Rows] = []

@@ -80,7 +80,6 @@ class ExitSource(ModelSource):
         return head.num_parameters * size + before
 
     def open(self, request: RequestState) -> None:
-        """Starts a request; the executor has the caches."""
         for book in self._books:
             book.open(request.id)
 
@@ -95,7 +94,6 @@ class ExitSource(ModelSource):
             book.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Removes a request."""
         for book in self._books:
             book.close(request_id)
 

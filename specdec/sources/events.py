@@ -20,7 +20,6 @@ class LoopEvents(Events):
     """The events of one decode loop, and the draft passes that run in it; see ``Events``."""
 
     def __init__(self, state: DecodeState, source: TokenSource, executor: Executor) -> None:
-        """Nothing runs yet."""
         self.running: list[Ticket] = []
         self._state = state
         self._source = source
@@ -30,7 +29,6 @@ class LoopEvents(Events):
         self._look_every_s = _LOOK_EVERY_S
 
     def start(self, nodes: Nodes, k: int, level: int = 0) -> Ticket:
-        """Starts a draft pass."""
         with self._state.drafting():
             ticket = self._levels[level].start(self._state, nodes, k)
         ticket.level = level
@@ -38,7 +36,6 @@ class LoopEvents(Events):
         return ticket
 
     def ready(self) -> bool:
-        """Whether the target's work of the step has ended."""
         return self._executor.ready()
 
     def next_draft(self) -> Event:

@@ -176,7 +176,6 @@ class DrawGuesser:
         return np.take_along_axis(line, order, axis=1), np.take_along_axis(scores, order, axis=1)
 
     def open(self, request_id: int) -> None:
-        """Starts a request without guesses."""
         self._guesses.open(request_id)
 
     def commit(self, commits: Sequence[Commit]) -> None:

@@ -37,55 +37,14 @@ def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     return value
 
 
-def hash_streams(
-    seed: int, streams: tuple[int, ...], *parts: npt.ArrayLike
-) -> npt.NDArray[np.uint64]:
-    """Several hashes of the same integers in one call, which costs little more than one hash.
-
-    Args:
-        seed: the key, any integer.
-        streams: S numbers of streams.
-        parts: integers first, which are hashed once for all entries; then integer arrays of n
-            entries, at least one.
-
-    Returns:
-        uint64[S, n]; row i is ``hash_u64(seed, streams[i], *parts)``.
-    """
-    leading = 0
-    while isinstance(parts[leading], int):
-        leading += 1
-    value = _stream_keys(int(seed), streams, *parts[:leading])  # type: ignore[arg-type]
-    for part in parts[leading:]:
-        value = _finish(value ^ np.asarray(part).astype(np.uint64))
-    return value
-
-
 def as_uniform(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Hashes as float64 in [0, 1) with 53 random bits."""
     return (hashes >> _HALF_BITS).astype(np.float64) * 2.0**-53
 
 
-def as_hashes(limits: npt.NDArray[np.float64]) -> npt.NDArray[np.uint64]:
-    """uint64 of the same shape: ``hash >= as_hashes(x)`` where ``as_uniform(hash) >= x``.
-
-    Limits of [0, 1] can so be compared with hashes that are not converted. A limit of 1, which no
-    uniform number reaches, becomes the largest hash.
-    """
-    steps = np.ceil(limits * 2.0**53)  # exact: a power of two
-    below = np.minimum(steps, 2.0**53 - 1).astype(np.uint64) << _HALF_BITS
-    return np.where(steps >= 2.0**53, np.uint64(_MASK), below)
-
-
 def hash_uniform(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """``hash_u64`` as float64 in [0, 1) with 53 random bits."""
     return as_uniform(hash_u64(seed, *parts))
-
-
-@lru_cache(maxsize=4096)
-def _stream_keys(seed: int, streams: tuple[int, ...], *parts: int) -> npt.NDArray[np.uint64]:
-    """uint64[S, 1], never written to."""
-    keys = [_key(seed, stream, *parts) for stream in streams]
-    return np.array(keys, np.uint64)[:, None]
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from specdec.parts.fields import Index, Share, validated
-from specdec.sources.hashing import as_hashes, hash_streams, hash_u64, hash_uniform
+from specdec.sources.hashing import as_uniform, hash_u64, hash_uniform
 from specdec.types import FloatArray, IntArray
 
 MAX_RANK = 64
@@ -26,6 +26,7 @@ Stays = Sequence[Annotated[float, Field(ge=0, lt=1)]]
 Odds = Sequence[Annotated[float, Field(ge=-100, le=100)]]
 
 _TOKEN, _CLASS, _RANK, _NODE, _NODE_CLASS, _GROUP, _STAY = range(7)  # streams of the hash
+_NODE_STREAMS = np.array([[_NODE], [_NODE_CLASS]])
 
 
 class HiddenPair(Protocol):
@@ -149,7 +150,7 @@ class SyntheticPair:
         with np.errstate(divide="ignore"):
             self.class_logprobs: FloatArray = np.log(self.class_probs)
         self._rank_edges = np.cumsum(by_depth, axis=2)  # [D, C, 64]
-        self._class_edges = as_hashes(self.shares.cumsum(axis=1)[:, :-1])  # [G, C - 1]
+        self._class_edges = self.shares.cumsum(axis=1)[:, :-1]  # [G, C - 1]
         self._groups: dict[int, int] = {}  # request id -> its group
 
     def rank_probabilities(self) -> FloatArray:
@@ -158,12 +159,10 @@ class SyntheticPair:
         return result
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """See ``HiddenPair``."""
         drawn = hash_u64(self.seed, _TOKEN, request_id, positions)
         return (drawn % np.uint64(self.vocab_size)).astype(np.int64)
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """See ``HiddenPair``."""
         group = self._group(request_id)
         if not self._stay.any():
             drawn = hash_uniform(self.seed, _CLASS, request_id, positions)
@@ -194,12 +193,11 @@ class SyntheticPair:
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """See ``HiddenPair``."""
         level = int(positions[0])
         at = level if (positions == level).all() else positions
-        first, drawn = hash_streams(self.seed, (_NODE, _NODE_CLASS), request_id, at, tokens)
+        first, drawn = hash_u64(self.seed, _NODE_STREAMS, request_id, at, tokens)
         edges = self._class_edges[self._group(request_id)]
-        classes = edges.searchsorted(drawn, side="right")
+        classes = edges.searchsorted(as_uniform(drawn), side="right")
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
 
     def _group(self, request_id: int) -> int:

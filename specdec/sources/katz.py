@@ -24,9 +24,6 @@ import numpy as np
 
 from specdec.types import FloatArray, IntArray
 
-NO_TOKEN = -1
-"""Placeholder for tokens before the start of a sequence."""
-
 _MAX_DISCOUNTED = 5  # Katz 1987: counts above 5 are taken as reliable
 _COUNTED: WeakKeyDictionary[Any, KatzModel] = WeakKeyDictionary()
 _NOTHING_LEFT = 1e-9  # discounted mass below this is taken as 0
@@ -201,8 +198,7 @@ class KatzModel:
         """Whole distributions.
 
         Args:
-            contexts: W token sequences of any length, of which the last ``order - 1`` tokens count;
-                ``NO_TOKEN`` on the left of shorter ones is ignored.
+            contexts: W token sequences of any length, of which the last ``order - 1`` tokens count.
 
         Returns:
             float64[W, V], rows sum to 1.
@@ -253,8 +249,7 @@ class KatzModel:
 
     def _chain(self, context: IntArray) -> list[tuple[_Level, slice, float]]:
         """Continuations and back-off weights of the context's seen suffixes, shortest first."""
-        recent = context[max(0, len(context) - self.order + 1) :].tolist()
-        tail = [token for token in recent if token != NO_TOKEN]
+        tail = context[max(0, len(context) - self.order + 1) :].tolist()
         chain: list[tuple[_Level, slice, float]] = []
         for length in range(1, len(tail) + 1):
             index, *following = tail[-length:]

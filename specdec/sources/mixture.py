@@ -14,17 +14,16 @@ from pydantic import Field
 
 from specdec.device import on_host
 from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import PositiveShare, validated
-from specdec.sources.combined import joined_needs, tally
+from specdec.sources.combined import CombinedSource
 from specdec.sources.sampled import sampled_candidates
-from specdec.types import Candidates, Commit, FloatArray, Nodes, Output
+from specdec.types import Candidates, FloatArray, Nodes
 
 if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
+    from specdec.state import DecodeState
 
 
-class MixtureSource(TokenSource):
+class MixtureSource(CombinedSource):
     """Calls its sources in order and merges their candidates by mixture probability.
 
     If a source's best candidate has at least the probability ``confident``, later sources are not
@@ -63,18 +62,11 @@ class MixtureSource(TokenSource):
             ValueError: for no sources, a wrong number of weights, different vocabularies, or
                 ``sample`` with ``confident`` or a source without distributions.
         """
-        if not sources:
-            raise ValueError("source.sources=[] must list at least one source")
+        super().__init__(sources)
         weights = [1.0] * len(sources) if weights is None else weights
         if len(weights) != len(sources):
             raise ValueError(
                 f"weights={list(weights)} must have one entry for each of {len(sources)} sources"
-            )
-        vocab_sizes = {s.vocab_size for s in sources if s.vocab_size is not None}
-        if len(vocab_sizes) > 1:
-            raise ValueError(
-                f"the sources' vocabularies differ in size ({sorted(vocab_sizes)}); all need the"
-                " target's tokenizer"
             )
         without = [type(s).__name__ for s in sources if not s.gives_probs]
         if sample and without:
@@ -88,20 +80,11 @@ class MixtureSource(TokenSource):
                 " would bias a rejection verifier; use verifier=match or source.confident=null"
             )
         self.gives_probs = sample
-        self.vocab_size: int | None = vocab_sizes.pop() if vocab_sizes else None
-        self.needs = joined_needs(s.needs for s in sources)
-        self.counters = SourceCounters()
-        self._sources = list(sources)
         self.members: tuple[TokenSource, ...] = tuple(
             _Member(source, number) for number, source in enumerate(sources)
         )
         self._confident_logprob = np.inf if confident is None else float(np.log(confident))
         self._weights = np.asarray(weights, float) / sum(weights)
-
-    def open(self, request: RequestState) -> None:
-        """Opens the request on every source."""
-        for source in self._sources:
-            source.open(request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """The ``k`` most probable candidates of the mixture, or ``k`` sampled from it."""
@@ -117,24 +100,12 @@ class MixtureSource(TokenSource):
             best = candidates.logprobs[:, 0]
             remaining &= ~((candidates.counts > 0) & (best >= self._confident_logprob))
             proposals.append(candidates)
-        tally(self.counters, (source.counters for source in self._sources))
         proposed = np.stack([c.counts > 0 for c in proposals], axis=1)  # [W, S]
         weights = np.where(proposed, self._weights, 0.0)
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), np.finfo(float).tiny)
         if self.gives_probs:
             return _sampled(state, nodes, proposals, weights, k)
         return _merged(proposals, weights, k)
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Commits on every source."""
-        for source in self._sources:
-            source.commit(commits, output)
-        tally(self.counters, (source.counters for source in self._sources))
-
-    def close(self, request_id: int) -> None:
-        """Closes the request on every source."""
-        for source in self._sources:
-            source.close(request_id)
 
 
 class _Member(TokenSource):

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import validated
-from specdec.sources.combined import joined_needs, tally
-from specdec.types import Candidates, Commit, Nodes, Output
+from specdec.sources.combined import CombinedSource
+from specdec.types import Candidates, Nodes
 
 if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
+    from specdec.state import DecodeState
 
 
-class ModelChain(TokenSource):
+class ModelChain(CombinedSource):
     """A draft and middle models between it and the target, each at work on its own (PipeSpec).
 
     A policy starts passes of the model ``level`` by ``Events.start``. Passes of level 0 propose, as
@@ -33,44 +32,11 @@ class ModelChain(TokenSource):
         Raises:
             ValueError: for no sources, or different vocabularies.
         """
-        if not sources:
-            raise ValueError("source.sources=[] must list at least one source")
-        sizes = {s.vocab_size for s in sources if s.vocab_size is not None}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"the models' vocabularies differ in size ({sorted(sizes)}); all need the target's"
-                " tokenizer"
-            )
-        self.vocab_size: int | None = sizes.pop() if sizes else None
-        self.needs = joined_needs(s.needs for s in sources)
-        self._levels = tuple(sources)
-        self._sum = SourceCounters()
+        super().__init__(sources)
 
     @property
     def levels(self) -> Sequence[TokenSource]:
-        return self._levels
-
-    @property
-    def counters(self) -> SourceCounters:
-        """Sums over the models; ``by_level`` has the passes of each."""
-        tally(self._sum, (level.counters for level in self._levels))
-        return self._sum
-
-    def open(self, request: RequestState) -> None:
-        """Opens the request on every model."""
-        for level in self._levels:
-            level.open(request)
+        return self._sources
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """The draft's candidates."""
-        return self._levels[0].expand(state, nodes, k)
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Tells every model; one that runs a pass hears it when the pass has ended."""
-        for level in self._levels:
-            level.commit(commits, output)
-
-    def close(self, request_id: int) -> None:
-        """Closes the request on every model."""
-        for level in self._levels:
-            level.close(request_id)
+        return self._sources[0].expand(state, nodes, k)

@@ -199,7 +199,6 @@ class CachedModelSource(ModelSource):
         self._logits: NodeMap[Tensor] = NodeMap()
 
     def open(self, request: RequestState) -> None:
-        """Allocates the request's cache; the first ``expand`` computes the prompt."""
         capacity = request.num_prompt + request.stop.max_new_tokens + _SPARE_NODES
         self._caches[request.id] = self._runner.new_cache(capacity)
         self._logits.open(request.id)
@@ -223,7 +222,6 @@ class CachedModelSource(ModelSource):
         self._logits.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Frees the request's cache."""
         self._caches.pop(request_id, None)
         self._logits.close(request_id)
 

@@ -71,7 +71,6 @@ class PromptLookupSource(TokenSource):
             self._own[commit.request].extend(commit.new_tokens)
 
     def close(self, request_id: int) -> None:
-        """Drops the request."""
         self._own.pop(request_id, None)
 
     def _matches(self, automaton: SuffixAutomaton, confidence: Confidence) -> TreeMatches:

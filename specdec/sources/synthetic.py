@@ -187,7 +187,6 @@ class SyntheticSource(TokenSource):
                 tables.keep(commit.kept_ids)
 
     def close(self, request_id: int) -> None:
-        """Drops the request's tables."""
         self._tables.pop(request_id, None)
 
     def _law(self, k: int) -> tuple[FloatArray, IntArray]:

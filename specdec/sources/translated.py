@@ -80,7 +80,6 @@ class TranslatedSource(CachedModelSource):
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes of weights that one pass of the draft reads."""
         return self._model.weight_bytes
 
     def open(self, request: RequestState) -> None:
@@ -95,7 +94,6 @@ class TranslatedSource(CachedModelSource):
         super().commit([self._texts[commit.request].commit(commit) for commit in known], output)
 
     def close(self, request_id: int) -> None:
-        """Frees the request's cache."""
         super().close(request_id)
         self._texts.pop(request_id, None)
 

@@ -53,7 +53,6 @@ class ThompsonChain(TreePolicy):
         self._outcomes[request.id] = [0, 0]
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.max_gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
@@ -77,7 +76,6 @@ class ThompsonChain(TreePolicy):
             outcomes[1] += accepted < num_submitted
 
     def close(self, request_id: int) -> None:
-        """Drops the request's counts."""
         self._outcomes.pop(request_id, None)
         self._submitted.pop(request_id, None)
 

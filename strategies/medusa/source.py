@@ -99,7 +99,6 @@ class MedusaSource(ModelSource):
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes of weights that one pass of a head reads."""
         return self._heads.head_bytes
 
     def open(self, request: RequestState) -> None:
@@ -143,7 +142,6 @@ class MedusaSource(ModelSource):
             self._last[commit.request] = _Last(commit.prefix_len - 1, commit.hidden[name][-1])
 
     def close(self, request_id: int) -> None:
-        """Removes a request."""
         self._last.pop(request_id, None)
         self._prompt_ends.pop(request_id, None)
 

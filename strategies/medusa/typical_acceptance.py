@@ -52,7 +52,6 @@ class TypicalVerifier(Verifier):
         self.delta = delta
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        """One verdict per request; see ``Verifier``."""
         return [self._follow(request) for request in requests]
 
     def _follow(self, request: RequestState) -> Verdict:

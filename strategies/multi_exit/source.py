@@ -72,7 +72,6 @@ class MultiExitSource(ExitSource):
         self._chances: dict[int, ExitChances] = {}
 
     def open(self, request: RequestState) -> None:
-        """Starts a request; the executor has the caches."""
         super().open(request)
         self._tops.open(request.id)
         self._chances[request.id] = ExitChances(len(self.layers))
@@ -111,7 +110,6 @@ class MultiExitSource(ExitSource):
         self._tops.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Removes a request."""
         super().close(request_id)
         self._tops.close(request_id)
         self._chances.pop(request_id, None)
@@ -197,7 +195,6 @@ class ExitChances:
     """
 
     def __init__(self, num_exits: int) -> None:
-        """Starts without observations."""
         self._right = np.zeros((num_exits, num_exits, _BINS))
         self._seen = np.zeros((num_exits, num_exits, _BINS))
 

@@ -32,7 +32,6 @@ class RelaxedVerifier(Verifier):
     lossless = Lossless.LOSSY
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        """One verdict per request; see ``Verifier``."""
         return [follow(r, accept_child(r.tree, partial(self._choose, r.tree))) for r in requests]
 
     @staticmethod
@@ -62,7 +61,6 @@ class StrictVerifier(Verifier):
         self.top_p = top_p
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        """One verdict per request; see ``Verifier``."""
         return [follow(r, accept_child(r.tree, partial(self._choose, r.tree))) for r in requests]
 
     def _choose(self, tree: TokenTree, slot: int, children: IntArray) -> int:

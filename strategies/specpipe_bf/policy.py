@@ -57,7 +57,6 @@ class PipelineBestFirst(TreePolicy):
         self.draft_passes = draft_passes
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.width * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

@@ -110,11 +110,9 @@ class AdaptiveWidth(TreePolicy):
         )
 
     def open(self, request: RequestState) -> None:
-        """Starts a request."""
         self._calibration.open(request.id)
 
     def held_nodes(self, in_flight: int) -> int:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         return 1 + self.width * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
@@ -135,11 +133,9 @@ class AdaptiveWidth(TreePolicy):
         return False
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Updates the calibration with the nodes that were on the path."""
         self._calibration.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Drops the request's state."""
         self._calibration.close(request_id)
         self._num_output.pop(request_id, None)
 

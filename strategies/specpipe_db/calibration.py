@@ -45,7 +45,6 @@ class RankCalibration:
         self._pending: dict[int, deque[_CalibratedLevel]] = {}
 
     def open(self, request_id: int) -> None:
-        """Starts a request."""
         self._pending[request_id] = deque()
 
     def add_level(
@@ -82,7 +81,6 @@ class RankCalibration:
                 pending.clear()
 
     def close(self, request_id: int) -> None:
-        """Discards the request's undecided levels."""
         self._pending.pop(request_id, None)
 
 

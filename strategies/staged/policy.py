@@ -70,11 +70,9 @@ class StagedTree(TreePolicy):
         self.extend_depth = extend_depth
 
     def open(self, request: RequestState) -> None:
-        """Calls the inner policy."""
         self.inner.open(request)
 
     def held_nodes(self, in_flight: int) -> int | None:
-        """Maximum number of a request's nodes in the target; see ``TreePolicy``."""
         inner = self.inner.held_nodes(in_flight)
         return None if inner is None else inner + self.extend_leaves * self.extend_depth
 
@@ -108,15 +106,12 @@ class StagedTree(TreePolicy):
         )
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Calls the inner policy."""
         return self.inner.overlap(state, source, events)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Calls the inner policy."""
         self.inner.commit(commits, output)
 
     def close(self, request_id: int) -> None:
-        """Calls the inner policy."""
         self.inner.close(request_id)
 
 

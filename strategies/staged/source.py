@@ -1,34 +1,39 @@
 """A draft accelerated by a cheaper source (Staged Speculative Decoding, 3.2), to any depth.
 
+Both sources work in a *scratch tree* beside the request's real one: the same committed tokens, and
+the nodes that the draft has computed, which are expanded nodes of the real tree and guesses that
+are not in it. Real and scratch nodes are matched by their token path from the root, so the result
+of a guess is available when a policy creates the real node.
+
 Shape letters: W nodes, K candidates, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
 from specdec.device import on_host
 from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
-from specdec.sources.combined import joined_needs, tally
-from specdec.types import Candidates, Commit, IntArray, Nodes, Output
-from strategies.staged.cached_source import CachedSource
-from strategies.staged.scratch_tree import ScratchRequest
+from specdec.sources.candidate_cache import CandidateCache
+from specdec.sources.combined import CombinedSource
+from specdec.tree import TokenTree
+from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 _DEFAULT_CHILDREN = 16
 
-_Selection = list[tuple[ScratchRequest, IntArray]]
+_Selection: TypeAlias = "list[tuple[ScratchRequest, IntArray]]"
 """(request, int64[W_r] scratch slots) per request."""
 
 
-class StagedSource(TokenSource):
+class StagedSource(CombinedSource):
     """Returns the same candidates as its draft, in fewer passes of the draft.
 
     When the draft must run, the cheaper source first guesses which nodes below the expanded ones
@@ -71,26 +76,15 @@ class StagedSource(TokenSource):
         Raises:
             ValueError: for different vocabularies, or a source that needs nodes of the real trees.
         """
-        if (
-            None not in (draft.vocab_size, cheap.vocab_size)
-            and draft.vocab_size != cheap.vocab_size
-        ):
-            raise ValueError(
-                f"the draft's vocabulary has {draft.vocab_size} tokens, the cheaper source's"
-                f" {cheap.vocab_size}; both need the target's tokenizer"
-            )
-        self.gives_probs = draft.gives_probs
-        self.vocab_size = draft.vocab_size
-        self.needs = joined_needs([draft.needs, cheap.needs])
+        self._draft, self._cheap = draft, CachedSource(source=cheap)
+        super().__init__([self._draft, self._cheap])
+        self.gives_probs, self.vocab_size = draft.gives_probs, draft.vocab_size
         if self.needs.real_nodes:
             raise ValueError(
                 "a staged source expands nodes of scratch trees, which the executor does not have,"
                 " so it cannot contain a source that reads the target's hidden states"
                 " (source=medusa, source=early_exit): use source=mixture"
             )
-        self.counters = SourceCounters()
-        self._draft = draft
-        self._cheap = CachedSource(source=cheap)
         self.cheap = _CheapView(self, self._cheap)
         self._width = guess_width
         self._depth = guess_depth
@@ -105,8 +99,7 @@ class StagedSource(TokenSource):
         """Creates the request's scratch tree, in which both sources work."""
         scratch = ScratchRequest(request)
         self._requests[request.id] = scratch
-        for source in (self._draft, self._cheap):
-            source.open(cast("RequestState", scratch))
+        super().open(cast("RequestState", scratch))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """The draft's candidates; the draft runs only for nodes that are not computed yet."""
@@ -120,7 +113,6 @@ class StagedSource(TokenSource):
         if missing:
             scratch_state = self._scratch_state(state)
             self._run_draft(scratch_state, self._with_guesses(scratch_state, missing))
-            tally(self.counters, (self._draft.counters, self._cheap.counters))
         return self._stored(selected, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
@@ -134,22 +126,16 @@ class StagedSource(TokenSource):
             moved = None if scratch is None else scratch.commit(commit)
             if moved is not None:
                 scratch_commits.append(moved)
-        for source in (self._draft, self._cheap):
-            source.commit(scratch_commits, output)
+        super().commit(scratch_commits, output)
 
     def close(self, request_id: int) -> None:
-        """Drops the request."""
+        super().close(request_id)
         self._requests.pop(request_id, None)
-        for source in (self._draft, self._cheap):
-            source.close(request_id)
 
     def expand_cheap(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """The cheaper source's candidates for nodes of the real trees."""
-        candidates = self._cheap.expand(
-            self._scratch_state(state), _scratch_nodes(self._located(nodes)), k
-        )
-        tally(self.counters, (self._draft.counters, self._cheap.counters))
-        return candidates
+        scratch = _scratch_nodes(self._located(nodes))
+        return self._cheap.expand(self._scratch_state(state), scratch, k)
 
     # ------------------------------------------------------------------ scratch trees
 
@@ -281,3 +267,157 @@ class _CheapView(TokenSource):
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         return self._owner.expand_cheap(state, nodes, k)
+
+
+class ScratchRequest:
+    """A request as the wrapped sources see it: the real request's tokens with a scratch tree.
+
+    Has the attributes of ``RequestState`` that sources read.
+    """
+
+    def __init__(self, request: RequestState) -> None:
+        self._real = request
+        self.id = request.id
+        self.sampling = request.sampling
+        self.stop = request.stop
+        self.num_prompt = request.num_prompt
+        tree = request.tree
+        self.tree = TokenTree(token=int(tree.tokens[0]), position=int(tree.positions[0]))
+        self._scratch_of = {tree.root_id: self.tree.root_id}  # real id -> scratch id
+        self._children: dict[tuple[int, int], int] = {}  # (scratch id, token) -> scratch id
+        self._last_step = -1
+
+    @property
+    def tokens(self) -> IntArray:
+        """int64[T]: prompt and emitted tokens; the last one is the root."""
+        return self._real.tokens
+
+    @property
+    def prefix_len(self) -> int:
+        """Number of committed tokens before the root."""
+        return self._real.prefix_len
+
+    def path_tokens(self, slot: int) -> IntArray:
+        """int64[T + depth]: committed tokens, then the path from below the root to ``slot``."""
+        return np.concatenate([self.tokens, self.tree.tokens[self.tree.path(slot)[1:]]])
+
+    def slots(self, real_ids: IntArray) -> IntArray:
+        """int64[W]: scratch slots of real nodes; missing nodes are created."""
+        known = self._scratch_of
+        ids = [known.get(i, NO_NODE) for i in real_ids.tolist()]
+        if NO_NODE in ids:
+            real = self._real.tree
+            for at, slot in enumerate(real.slots(real_ids).tolist()):
+                if ids[at] == NO_NODE:
+                    ids[at] = self._add_path(slot)
+        return self.tree.slots(np.array(ids, np.int64))
+
+    def child(self, slot: int, token: int) -> int:
+        """Slot of the child of a scratch node with ``token``; created if missing."""
+        return self.children([slot], [token])[0]
+
+    def children(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Slots of the children with the given tokens; missing ones are created.
+
+        Args:
+            parents: slots of the parents.
+            tokens: one per parent; no (parent, token) pair occurs twice.
+        """
+        tree, known = self.tree, self._children
+        ids = tree.ids
+        keys = [(int(ids[slot]), token) for slot, token in zip(parents, tokens, strict=True)]
+        child_ids = [known.get(key, NO_NODE) for key in keys]
+        new = [at for at, node_id in enumerate(child_ids) if node_id == NO_NODE]
+        if new:
+            above = np.array([parents[at] for at in new])
+            slots = tree.append(above, np.array([tokens[at] for at in new]), np.zeros(len(new)))
+            ids = tree.ids
+            for at, slot in zip(new, slots.tolist(), strict=True):
+                child_ids[at] = known[keys[at]] = int(ids[slot])
+        return ids.searchsorted(child_ids).tolist()  # type: ignore[no-any-return]
+
+    def commit(self, commit: Commit) -> Commit | None:
+        """Moves the scratch root.
+
+        Returns:
+            The commit in scratch ids; None if its step was already applied.
+        """
+        if commit.step <= self._last_step:
+            return None
+        self._last_step = commit.step
+        tree = self.tree
+        path = [0]
+        for token in commit.retired_tokens[1:].tolist():
+            path.append(self.child(path[-1], token))
+        retired = tree.ids[path]
+        root = self._children.get((int(retired[-1]), commit.next_token))
+        if root is None:
+            kind = CommitKind.MISS
+            tree.reset(token=commit.next_token, position=int(tree.positions[path[-1]]) + 1)
+        else:
+            kind = CommitKind.HIT
+            tree.reroot(int(np.searchsorted(tree.ids, root)))
+        kept = tree.ids.copy()
+        live = set(kept.tolist())
+        self._scratch_of = {r: s for r, s in self._scratch_of.items() if s in live}
+        self._children = {key: s for key, s in self._children.items() if s in live}
+        self._scratch_of[commit.root_id] = tree.root_id
+        return replace(commit, kind=kind, retired_ids=retired, root_id=tree.root_id, kept_ids=kept)
+
+    def _add_path(self, real_slot: int) -> int:
+        """Scratch id of a real node; creates the missing part of its path."""
+        real = self._real.tree
+        real_id = int(real.ids[real_slot])
+        known = self._scratch_of.get(real_id)
+        if known is None:
+            parent = self._add_path(int(real.parents[real_slot]))
+            slot = int(np.searchsorted(self.tree.ids, parent))
+            slot = self.child(slot, int(real.tokens[real_slot]))
+            known = int(self.tree.ids[slot])
+            self._scratch_of[real_id] = known
+        return known
+
+
+class CachedSource(TokenSource):
+    """Wraps a source so that a live node is expanded only once, however often it is requested.
+
+    Policies do not need this, since the token tree stores candidates; a staged source requests the
+    same guesses whenever they are close to the nodes that its draft computes. Rows of count 0 are
+    not cached: the source may have a proposal later.
+    """
+
+    def __init__(self, *, source: TokenSource) -> None:
+        self.needs = source.needs
+        self.vocab_size = source.vocab_size
+        self.counters = source.counters
+        self.gives_probs = source.gives_probs
+        self._source = source
+        self._cache = CandidateCache()
+        self._k = 1
+
+    def open(self, request: RequestState) -> None:
+        self._cache.open(request.id)
+        self._source.open(request)
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        """Cached rows, and the source's candidates for all other nodes in one call."""
+        if k > self._k:
+            self._k = k
+            self._cache.clear()
+        missing = self._cache.missing(nodes)
+        if not missing.items:
+            return self._cache.recall(nodes, k)
+        candidates = self._source.expand(state, missing, self._k)
+        self._cache.keep(missing, candidates)
+        if len(missing) == len(nodes) and candidates.tokens.shape[1] <= k:
+            return candidates
+        return self._cache.recall(nodes, k)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        """Drops the rows of retired and pruned nodes."""
+        self._cache.commit(commits)
+        self._source.commit(commits, output)
+
+    def close(self, request_id: int) -> None:
+        self._cache.close(request_id)
+        self._source.close(request_id)

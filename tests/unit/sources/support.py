@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules
+from specdec.tree import TokenTree
 from specdec.types import Answers, Candidates, Commit, IntArray, Nodes, Output, Verdict
 
 VOCAB = 32
@@ -45,10 +46,10 @@ def make_runner(model: LlamaForCausalLM, name: str = "draft") -> ModelRunner:
     return ModelRunner(model=model, name=name, meter=Meter())
 
 
-def make_onnx_runner(*, max_positions: int = 256, backend: str = "onnx") -> ModelRunner:
+def make_onnx_runner(*, max_positions: int = 256) -> ModelRunner:
     """A draft in ONNX Runtime, which needs float32 and heads of a multiple of 16."""
     model = tiny_model(max_positions=max_positions, hidden_size=32).float()
-    onnx = Execution(backend=backend)
+    onnx = Execution(backend="onnx")
     return ModelRunner(model=model, name="draft", meter=Meter(), execution=onnx)
 
 
@@ -124,3 +125,36 @@ def random_path(tree, rng: np.random.Generator) -> tuple[list[int], int]:
     if len(children) and rng.random() < 0.6:
         return path, int(tree.tokens[rng.choice(children)])
     return path, int(rng.integers(VOCAB))
+
+
+def grow(tree: TokenTree, rng: np.random.Generator) -> None:
+    """Makes nodes of random candidates, and now and then one below an unexpanded node."""
+    slots, columns = np.nonzero(tree.candidate_logprobs > -np.inf)
+    chosen = rng.permutation(len(slots))[: rng.integers(0, 5)]
+    tree.take(slots[chosen], columns[chosen])
+    free = np.flatnonzero(~tree.expanded)
+    if len(free) and rng.random() < 0.5:
+        parent = rng.choice(free, 1)
+        if not len(tree.children(int(parent[0]))):
+            tree.append(parent, rng.integers(0, VOCAB, 1), np.array([-1.0]))
+
+
+def expansions(
+    state: DecodeState, source: TokenSource, rng: np.random.Generator, rounds: int = 5
+) -> Iterator[tuple[dict[int, list[int]], int, Candidates]]:
+    """Random expansions (slots by request, k, candidates), and commits between the rounds."""
+    for _ in range(rounds):
+        for _ in range(int(rng.integers(1, 4))):
+            wanted = {}
+            for request_id, request in state.requests.items():
+                free = np.flatnonzero(~request.tree.expanded)
+                if len(free):
+                    wanted[request_id] = rng.permutation(free)[:3].tolist()
+            k = int(rng.integers(1, 6))
+            if wanted:
+                yield wanted, k, expand(state, source, wanted, k)
+            for request in state.requests.values():
+                grow(request.tree, rng)
+        for request_id in state.requests:
+            path, token = random_path(state.requests[request_id].tree, rng)
+            commit(state, [source], request_id, path, token)

@@ -23,8 +23,7 @@ from specdec.models.eagle import EagleHead
 from specdec.models.eagle_fitting import hidden_states, sampled_text
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sources import EagleSource, MixtureSource, RandomSource
-from specdec.sources.eagle import HeadPass
-from specdec.state import DecodeState
+from specdec.state import DecodeState, RequestState
 from specdec.testing import TablePair
 from specdec.types import Candidates, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
@@ -32,6 +31,7 @@ from strategies.specpipe_bf import PipelineBestFirst
 from strategies.staged import StagedSource
 from tests import eagle, toys
 from tests.laws import least_p_value
+from tests.proposals import check_proposals
 
 pytestmark = pytest.mark.slow
 
@@ -90,38 +90,18 @@ def reference(head: EagleHead, tokens: np.ndarray, depth: int) -> torch.Tensor:
     return head.logits(outputs[0, -1])
 
 
-def check_proposals(head: EagleHead, parts: Parts) -> list[int]:
-    """Decodes the cases and compares every proposal. Returns the number compared, by depth."""
-    expand = parts.source.expand
-    seen = [0] * 8
+def compared(head: EagleHead, parts: Parts) -> list[int]:
+    """Decodes the cases and compares every proposal; their number by depth."""
 
-    def checked(state: DecodeState, nodes: Nodes, asked: int) -> Candidates:
-        found, row = expand(state, nodes, K), 0
-        for request_id, ids in nodes.items:
-            request = state.requests[request_id]
-            for slot in request.tree.slots(ids).tolist():
-                if not request.prefix_len:
-                    assert found.counts[row] == 0
-                elif not found.counts[row]:  # in a pipeline the prompt is still under way
-                    assert parts.executor.in_flight > 1
-                    assert not request.output
-                elif not request.sampling.needs_history:
-                    depth = int(request.tree.depths[slot])
-                    logits = reference(head, request.path_tokens(slot), depth)
-                    warm = request.sampling.temperature or 1.0
-                    expected = (logits / warm).log_softmax(-1).sort(descending=True)
-                    ids_of = torch.arange(100) if head.target_ids is None else head.target_ids
-                    tokens = ids_of[expected.indices[:K]].tolist()
-                    assert found.tokens[row].tolist() == tokens
-                    given = torch.from_numpy(found.logprobs[row])
-                    assert torch.allclose(given, expected.values[:K], atol=1e-9)
-                    seen[depth] += 1
-                row += 1
-        return found
+    def logits_of(request: RequestState, slot: int) -> torch.Tensor | None:
+        if not request.prefix_len:
+            return None
+        return reference(head, request.path_tokens(slot), int(request.tree.depths[slot]))
 
-    parts.source.expand = checked  # type: ignore[method-assign]
-    decode_cases(parts, CASES, batch_size=3, prefill_chunk=4)
-    return seen
+    def decode() -> None:
+        decode_cases(parts, CASES, batch_size=3, prefill_chunk=4)
+
+    return check_proposals(parts, decode, logits_of, k=K, token_ids=head.target_ids)
 
 
 @pytest.mark.parametrize("name", ["chain", "static", "static over stages"])
@@ -131,33 +111,14 @@ def test_proposals_are_the_heads_on_features_and_its_own_outputs(
 ) -> None:
     policy, stages = POLICIES[name]
     head = eagle.trained_head(version)
-    seen = check_proposals(head, built(head, policy(), stages))
+    seen = compared(head, built(head, policy(), stages))
     assert min(seen[: 4 if name == "chain" else 3]) > 3, seen
 
 
 def test_a_reduced_vocabulary_proposes_tokens_of_the_target() -> None:
     head = eagle.toy_head(3, vocabulary=20).requires_grad_(False)
     head.target_ids = torch.arange(20) * 2 + 1
-    assert min(check_proposals(head, built(head, Static(branching=[3, 2])))[:2]) > 5
-
-
-def test_a_feature_of_another_position_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control of the comparison: the old root's feature in place of the last accepted node's."""
-    right = EagleSource.commit
-
-    def first_of(commit: Any) -> Any:
-        return replace(
-            commit, hidden={n: rows[:1].expand_as(rows) for n, rows in commit.hidden.items()}
-        )
-
-    monkeypatch.setattr(
-        EagleSource,
-        "commit",
-        lambda self, commits, output: right(self, [first_of(c) for c in commits], output),
-    )
-    head = eagle.trained_head(3)
-    with pytest.raises(AssertionError):
-        check_proposals(head, built(head, Chain(gamma=4)))
+    assert min(compared(head, built(head, Static(branching=[3, 2])))[:2]) > 5
 
 
 # ---------------------------------------------------------------------- the cache
@@ -213,22 +174,6 @@ def test_committed_entries_are_those_of_the_targets_features(name: str, early: b
     assert error < 1e-9
     assert compared > 200
     assert parts.source.counters.catch_up_rows > 15
-
-
-def test_an_entry_that_is_not_corrected_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: entries that were drafted from the head's own output stay as they are."""
-    right = HeadPass.add_prefix
-
-    def lazy(self: HeadPass, draft: Any, limit: int | None = None) -> None:
-        last = min(draft.cache.cached_len, draft.request.prefix_len - 1)
-        draft.true_len = max(draft.true_len, last)
-        right(self, draft, limit)
-
-    monkeypatch.setattr(HeadPass, "add_prefix", lazy)
-    monkeypatch.setattr(HeadPass, "add_corrections", lambda *_: None)
-    head = eagle.trained_head(3)
-    error, _ = largest_error(head, built(head, levels(), 4))
-    assert error > 1e-3
 
 
 def test_early_features_correct_nodes_before_their_answers() -> None:
@@ -348,15 +293,3 @@ def rejecting_p_value() -> float:
 
 def test_sampled_candidates_keep_the_law_of_the_target() -> None:
     assert rejecting_p_value() > FALSE_ALARM
-
-
-def test_another_law_than_the_sampled_one_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: the distribution in the tree is not the one that was sampled from."""
-    right = EagleSource._candidates
-
-    def other(self: EagleSource, *args: Any) -> Candidates:
-        found = right(self, *args)
-        return replace(found, probs=np.roll(found.probs, 1, axis=1))
-
-    monkeypatch.setattr(EagleSource, "_candidates", other)
-    assert rejecting_p_value() < FALSE_ALARM

@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specdec.sources.hashing import hash_uniform
-from specdec.sources.katz import NO_TOKEN, KatzModel, discounts
+from specdec.sources.katz import KatzModel, discounts
 from specdec.sources.ngram import NGramSource
 
 from .support import VOCAB, commit, expand, make_request, make_state, open_request
@@ -103,20 +102,6 @@ def test_top_is_the_top_of_probs(case, k):
     assert all(len(set(row)) == k for row in tokens.tolist())
 
 
-def test_rows_do_not_depend_on_batch_nor_form(case):
-    model, _, contexts = case
-    tokens, logprobs = model.top(contexts, 8)
-    length = max(map(len, contexts))
-    padded = np.full((len(contexts), length), NO_TOKEN)
-    for row, context in zip(padded, contexts, strict=True):
-        row[length - len(context) :] = context
-    for form in (contexts, padded):
-        for i in (0, 7, 70):
-            one_tokens, one_logprobs = model.top(form[i : i + 1], 8)
-            assert (one_tokens[0] == tokens[i]).all()
-            assert (one_logprobs[0] == logprobs[i]).all()
-
-
 def test_discounts_are_good_turing():
     """Counts of counts 100, 40, 20, 12, 8, 5: the formula by hand for r = 1 and r = 3."""
     num = [100, 40, 20, 12, 8, 5]
@@ -191,25 +176,6 @@ def test_source_reads_path_and_committed_tokens():
     assert (got.tokens == model.top([np.array([7, 2, 3])], 6)[0]).all()
 
 
-def test_looked_up_contexts_are_kept_for_their_request_alone(monkeypatch):
-    """A request works a context out once; the same prompt again pays as the first time."""
-    model = KatzModel.from_tokens(np.arange(VOCAB), order=3, vocab_size=VOCAB, separator=None)
-    asked, top = [], model.top
-    monkeypatch.setattr(
-        model, "top", lambda windows, k: asked.append(len(windows)) or top(windows, k)
-    )
-    source, state = NGramSource(katz=model), make_state()
-    for request_id in (1, 2):
-        open_request(state, source, make_request(request_id, [4, 5]))
-        first, again = (expand(state, source, {request_id: [0]}, 3) for _ in range(2))
-        assert (first.tokens == again.tokens).all()
-    assert asked == [1, 1]
-    source.close(1)
-    open_request(state, source, make_request(1, [4, 5]))
-    expand(state, source, {1: [0]}, 3)
-    assert asked == [1, 1, 1]
-
-
 def test_sampled_candidates_come_with_their_distribution():
     rng = np.random.default_rng(3)
     model = KatzModel.from_tokens(
@@ -223,12 +189,3 @@ def test_sampled_candidates_come_with_their_distribution():
     assert (got.probs == model.probs([np.array([4, 5])])).all()
     assert len(set(got.tokens[0].tolist())) == 5
     np.testing.assert_allclose(np.exp(got.logprobs[0]), got.probs[0, got.tokens[0]])
-
-
-def test_hash_is_uniform_and_keyed():
-    """Mean of 10^5 uniforms within 5 standard deviations (false alarm 6e-7)."""
-    drawn = hash_uniform(1, 5, np.arange(100_000))
-    assert abs(drawn.mean() - 0.5) < 5 * np.sqrt(1 / 12 / 100_000)
-    assert len(np.unique(drawn)) == 100_000
-    other = hash_uniform(2, 5, np.arange(100_000))
-    assert abs(np.corrcoef(drawn, other)[0, 1]) < 5 / np.sqrt(100_000)

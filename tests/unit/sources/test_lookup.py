@@ -109,14 +109,6 @@ def test_confidence_follows_the_outcomes():
     assert got.counts[1] == 0 or np.exp(got.logprobs[1, 0]) < 0.2
 
 
-def test_requests_do_not_mix():
-    source, state = PromptLookupSource(), make_state()
-    open_request(state, source, make_request(1, [1, 2, 1]))
-    open_request(state, source, make_request(2, [1, 3, 1]))
-    assert expand(state, source, {1: [0], 2: [0]}, 1).tokens[:, 0].tolist() == [2, 3]
-    source.close(1)
-
-
 def test_bad_bounds_are_refused():
     with pytest.raises(ValueError, match="min_match=5"):
         PromptLookupSource(min_match=5, max_match=3)

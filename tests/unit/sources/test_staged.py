@@ -132,47 +132,6 @@ def test_sampled_trees_are_those_of_the_draft_alone(policy):
             np.testing.assert_allclose(row, probs[node_id], atol=1e-12)
 
 
-@pytest.mark.parametrize("cheap", ["ngram", "staged"])
-def test_random_order_of_expansions(cheap):
-    """Deep nodes before shallow ones, nodes without candidates, several requests: same answers."""
-    rng = np.random.default_rng(4)
-    draft = make_draft()
-    staged = StagedSource(draft=make_draft(), cheap=cheap_sources()[cheap](), guess_rows=4)
-    state = make_state()
-    for i in range(2):
-        request = make_request(i, rng.integers(0, VOCAB, 6))
-        open_request(state, draft, request)
-        staged.open(request)
-    for _ in range(12):
-        wanted = {}
-        for i, request in state.requests.items():
-            tree = request.tree
-            slots, columns = np.nonzero(tree.candidate_logprobs > -np.inf)
-            chosen = rng.permutation(len(slots))[:3]
-            tree.take(slots[chosen], columns[chosen])
-            free = np.flatnonzero(~tree.expanded)
-            deep = tree.append(free[:1], rng.integers(0, VOCAB, 1), np.array([-1.0]))
-            if len(set(tree.tokens[tree.children(int(free[0]))])) == len(
-                tree.children(int(free[0]))
-            ):
-                free = np.append(free, deep)
-            wanted[i] = rng.permutation(free)[:3].tolist()
-        k = int(rng.integers(1, 20))
-        one = expand(state, draft, wanted, k)
-        nodes_again = staged.expand(
-            state,
-            type_nodes(state, wanted),
-            k,
-        )
-        assert (one.counts == nodes_again.counts).all()
-        assert (one.tokens == nodes_again.tokens).all()
-        np.testing.assert_allclose(one.logprobs, nodes_again.logprobs, atol=1e-10)
-        if rng.random() < 0.5:
-            i = int(rng.integers(2))
-            path, token = random_path(state.requests[i].tree, rng)
-            commit(state, [draft, staged], i, path, token)
-
-
 def type_nodes(state, wanted):
     from specdec.types import Nodes
 

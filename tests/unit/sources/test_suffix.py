@@ -73,14 +73,6 @@ def _occurs(piece, whole):
     return any(whole[i : i + len(piece)] == piece for i in range(len(whole) - len(piece) + 1))
 
 
-def test_the_search_can_fail():
-    """An automaton that runs texts together counts followers that no text has."""
-    automaton = SuffixAutomaton()
-    for token in [1, 2, *(3, 4)]:  # two texts, without ``begin`` between them
-        automaton.append(token)
-    assert counted(automaton, [2]) != followers([[1, 2], [3, 4]], [2])
-
-
 def test_the_oldest_requests_are_evicted_and_memory_stays_bounded():
     cache = SuffixCache(max_tokens=40)
     for first in range(60):
