@@ -42,7 +42,6 @@ class Curves:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Content of the folder's ``config.yaml``."""
         extra: dict[str, Any] = {"batch_sizes": list(self.sizes)}
         if self.cross is not None:
             extra["cross"] = self.cross.config

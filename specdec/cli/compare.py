@@ -41,7 +41,6 @@ Examples
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=("--cfg",))
     sizes, rest = batch_sizes(arguments.overrides)
     if sizes is not None:

@@ -59,7 +59,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
@@ -80,7 +79,6 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     options = _read(words)
     # Imported here: torch and transformers take seconds to import.
     from specdec.metrics.loops import loop_share
@@ -209,7 +207,6 @@ def _show(report: dict[str, Any], json_file: str | None) -> None:
 
 
 def _verdict(report: dict[str, Any]) -> list[str]:
-    """What to do."""
     own, *others = report["readings"]
     if not report["fits"]:
         return [

@@ -84,7 +84,6 @@ _LENGTHS = tuple(range(1, 21))
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     files, values, checks = _arguments(words)
     options = ReadOptions(
         method=values.get("method"),

@@ -126,7 +126,6 @@ def make_folder(folder: Path) -> None:
 
 
 def as_yaml(config: Mapping[str, Any]) -> str:
-    """A plain configuration as YAML, keys in their order."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
 
 

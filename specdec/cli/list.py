@@ -50,7 +50,6 @@ _USES = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=())
     titles = {group: title for title, group in SECTIONS.items()}  # so `specdec list policy` too
     chosen = [titles.get(word, word) for word in arguments.overrides]

@@ -45,7 +45,6 @@ _VERDICT = "check.json"
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     from specdec.planning.asked import planning_of
     from specdec.planning.job import SEARCH_FILE, check_job, plan_job
     from specdec.planning.writing import PRESET, TABLE_FILE

@@ -54,7 +54,6 @@ Examples
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=("--cfg",))
     if arguments.cfg:
         return show_config(arguments, lambda *words: profile_config(*words)[0], name="profiling")

@@ -26,8 +26,6 @@ _LINE_EVERY_S = 10.0
 
 
 class _Bars:
-    """Bars on a terminal."""
-
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task: TaskID | None = None

@@ -52,7 +52,6 @@ _DEFAULTS = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=("--help",))
     if "--help" in arguments.flags:
         print(HELP, end="")

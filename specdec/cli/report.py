@@ -31,7 +31,6 @@ _NUMBER = (r"\d+", "texts=N is a number, text=ID a prompt's id")
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     folder, options = read_folder(words, "report", {"texts": _NUMBER, "text": _NUMBER})
     # Imported here: matplotlib takes a second to import.
     from specdec.report.page import load_report, text_of, write_report

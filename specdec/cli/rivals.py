@@ -20,7 +20,6 @@ made once from the package registry. Without arguments: what is installed.
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     given = read_arguments(words, flags=()).overrides
     if not given:
         for name, runtime in RUNTIMES.items():

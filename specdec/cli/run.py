@@ -42,7 +42,6 @@ A complete run folder is not run again; an interrupted run is resumed.
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=("--multirun", "--cfg", "--info"))
     overrides, extra = arguments.overrides, arguments.config_dirs
     if arguments.info:

@@ -41,7 +41,6 @@ _STEPS = (r"(\d+)-(\d+)", "write steps=FROM-TO, as in steps=40-70")
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     folders, options = read_folders(words, "trace", {"steps": _STEPS}, most=2)
     steps = options.get("steps")
     if steps and int(steps[1]) > int(steps[2]):

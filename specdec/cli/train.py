@@ -30,7 +30,6 @@ _MAPS = ("packages", "weights", "distill_weights", "prompts")
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command and returns its exit status."""
     arguments = read_arguments(words, flags=("--cfg",))
     known = options("train")
     if "--help" in arguments.flags or not arguments.overrides:

@@ -49,7 +49,6 @@ Examples
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     arguments = read_arguments(words, flags=("--cfg", "--fail-fast"))
     depth, overrides = _depth(arguments.overrides)
     arguments = replace(arguments, overrides=overrides)

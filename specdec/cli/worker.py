@@ -30,7 +30,6 @@ docs/distributed.md shows several machines and Slurm.
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     if len(words) != 2:
         raise UserError("specdec worker takes two arguments, CONFIG and OUTPUT_DIR: see --help")
     config, folder = _read(Path(words[0])), Path(words[1])

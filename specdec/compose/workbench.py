@@ -281,7 +281,6 @@ class Workbench:
 
 
 def _needs(source: TokenSource, verifier: Verifier) -> Needs:
-    """What the executor has to deliver."""
     needs = joined_needs((verifier.needs, source.needs))
     follows = verifier.lossless is Lossless.TOKEN
     return needs if follows else replace(needs, all_answers=True)

@@ -41,7 +41,6 @@ class Comparison:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Content of the folder's ``config.yaml``."""
         rows = {job.name: job.config for job in self.jobs}
         return {"command": "compare", "repeats": self.repeats, "strategies": rows}
 

@@ -169,6 +169,22 @@ class ModelPair:
             " or source=draft_model"
         )
 
+    def sequences(self, model: str) -> Any:
+        """The target's given tokens and a model's ranks of them, for ``SyntheticSource``.
+
+        Args:
+            model: "draft" or "middle".
+
+        Returns:
+            A ``specdec.sources.hit_law.HiddenPair``.
+
+        Raises:
+            UserError: the pair has real models, or no ranks of that model.
+        """
+        raise UserError(
+            "source=synthetic proposes for model=synthetic only; choose source=draft_model"
+        )
+
     def prompts(self) -> list[tuple[int, IntArray]] | None:
         """(id, int64[T]) of every recorded prompt, in place of ``data=``; None: there is none."""
         return None

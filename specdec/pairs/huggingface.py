@@ -93,7 +93,6 @@ class HuggingFacePair(ModelPair):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the models that there are."""
         return ("target", "draft")
 
     def model(self, name: str) -> PreTrainedModel:

@@ -128,7 +128,6 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def translated(self) -> PreTrainedModel:
-        """The draft model with another tokenizer."""
         self._translated_info()  # refuses where there is none
         return self._whole(TRANSLATED)
 
@@ -257,7 +256,6 @@ class PretrainedPair(HuggingFacePair):
 
 
 def _heads_folder(exit_heads: str) -> Path:
-    """The folder ``model.exit_heads``, which must exist."""
     folder = Path(family_path(exit_heads))
     if not folder.is_dir():
         raise UserError(
@@ -268,7 +266,6 @@ def _heads_folder(exit_heads: str) -> Path:
 
 
 def _samples_file(ngram: str) -> Path:
-    """The file ``model.ngram``, which must exist."""
     path = Path(family_path(ngram))
     if not path.is_file():
         raise UserError(f"model.ngram={ngram}: no such file; give a safetensors file of samples")

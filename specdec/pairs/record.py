@@ -68,7 +68,6 @@ class RecordedRequest:
 
     @property
     def num_output(self) -> int:
-        """L."""
         return len(self.ranks)
 
 
@@ -195,7 +194,6 @@ def check_recordable(pair: ModelPair, name: str, claims: Lossless) -> None:
 
 
 def write_record(path: str | Path, record: Record) -> Path:
-    """Writes a record atomically and returns its path."""
     requests = record.requests
     head = {
         "format": FORMAT,

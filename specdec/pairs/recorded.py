@@ -69,6 +69,16 @@ class RecordedPair(ModelPair):
         self.weight_bytes = dict(zip(("target", "draft"), weight_bytes, strict=True))
         self.about = dict(about or {})
 
+    def sequences(self, model: str) -> HiddenPair:
+        if model != "middle":
+            return self.hidden
+        if self.hidden_middle is None:
+            raise UserError(
+                "this strategy needs a middle model, whose law model=synthetic has under"
+                " model.middle_top1: give one chance per class of positions"
+            )
+        return self.hidden_middle
+
     def stage(
         self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
@@ -168,8 +178,6 @@ def build_synthetic(
 
 
 class SyntheticAnswerer(Answerer):
-    """Answers from given sequences instead of a model."""
-
     def __init__(self, hidden: HiddenPair) -> None:
         self._hidden = hidden
         self._tokens: dict[int, IntArray] = {}  # request id -> hidden tokens by position
@@ -190,7 +198,6 @@ class SyntheticAnswerer(Answerer):
         )
 
     def _at(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: the hidden tokens at absolute positions."""
         last = int(positions.max(initial=0))
         known = self._tokens.get(request_id)
         if known is None or last >= len(known):
@@ -199,5 +206,4 @@ class SyntheticAnswerer(Answerer):
         return known.take(positions)
 
     def close(self, request_id: int) -> None:
-        """Drops the request's tokens."""
         self._tokens.pop(request_id, None)

@@ -116,7 +116,6 @@ class RecordedSequences:
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
 
     def prompts(self) -> list[tuple[int, IntArray]]:
-        """(id, int64[T]) of every recorded prompt, in the order of the record."""
         return [
             (i, self.tokens(i, np.arange(request.num_prompt)))
             for i, request in self._requests.items()
@@ -135,7 +134,6 @@ class ReplayModels(RecordedPair):
     eos_ids = frozenset({END})
 
     def prompts(self) -> list[tuple[int, IntArray]]:
-        """(id, int64[T]) of every recorded prompt; the tokens are made up."""
         return self.hidden.prompts()
 
     def conditions(self) -> dict[str, Any]:

@@ -148,7 +148,6 @@ class TableHeads:
     head_bytes = 0
 
     def __init__(self, *, table: torch.Tensor, num_heads: int, layer: int) -> None:
-        """Computes the laws from the table [S, V]."""
         self.num_heads, self.layer, self.vocab_size = num_heads, layer, table.shape[1]
         law = table.softmax(dim=1)
         rows = torch.arange(table.shape[1]) % len(table)
@@ -180,11 +179,9 @@ class TableEagle:
         self._cache = TableRunner(table, "eagle")
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """An empty cache; its values are unused."""
         return self._cache.new_cache(capacity)
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits themselves: the draft vocabulary is the target's."""
         return logits
 
     def forward(
@@ -246,7 +243,6 @@ class TableRunner:
         self._table = table
 
     def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
-        """An empty cache; its values are unused."""
         storage = None if pool is None else Paged(pool=pool)
         return TreeCache(spec=self.spec, capacity=capacity, storage=storage)
 

@@ -22,13 +22,14 @@ from specdec.clocks.meter import Meter
 from specdec.data.edits import chosen_turns, edits_provenance
 from specdec.data.texts import Turn, read_turns, tokenized
 from specdec.errors import UserError
-from specdec.executors.models import A
+from specdec.executors.models import A, ModelPair
 from specdec.models.bundled import family_path
 from specdec.models.loading import load_model, load_tokenizer, weight_bytes
 from specdec.models.runner import ModelRunner
 from specdec.pairs.options import Device, Dtype
 from specdec.pairs.recorded import RecordedPair
 from specdec.parts.fields import Count, Text, validated
+from specdec.sources.hit_law import HiddenPair
 from specdec.types import IntArray
 
 EDITS = "edits"
@@ -71,7 +72,6 @@ class GivenTexts:
         return np.where(inside, whole[np.minimum(positions, len(whole) - 1)], self._end)
 
     def prompts(self) -> list[tuple[int, IntArray]]:
-        """(id, int64[T]) of every prompt."""
         return self._prompts
 
 
@@ -146,8 +146,10 @@ class TranscriptModels(RecordedPair):
         note = "the target's text is given: passes and tokens are exact, times are not a target's"
         return {"sampling": "given text", "dtype": None, "replay": note, **self._facts}
 
+    def sequences(self, model: str) -> HiddenPair:
+        return ModelPair.sequences(self, model)  # type: ignore[no-any-return]  # refused: no ranks
+
     def artefact(self, kind: type[A], **options: Any) -> A:
-        """Raises ``UserError``: there are no weights."""
         raise UserError(f"{kind.__name__} needs a model, which model=transcript has not; {_COPIES}")
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:

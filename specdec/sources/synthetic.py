@@ -16,12 +16,12 @@ Shape letters: W nodes, K candidates, C classes, V vocabulary, n positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from specdec.clocks import CONTROLLER, Work
-from specdec.errors import UserError
+from specdec.executors.models import ModelPair
 from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, validated
@@ -29,7 +29,6 @@ from specdec.sources.hit_law import MAX_RANK, HiddenPair
 from specdec.types import Candidates, Commit, FloatArray, IntArray, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.executors.models import ModelPair
     from specdec.state import DecodeState, RequestState
 
 _TABLE = 512  # positions tabulated at a time
@@ -112,30 +111,18 @@ class SyntheticSource(TokenSource):
         """Proposes tokens for the target of ``pair``.
 
         Args:
-            pair: the hidden sequences and the draft's rank distributions, or a model pair that has
-                them as attribute ``hidden``, and those of a middle model as ``hidden_middle``.
+            pair: the hidden sequences and the draft's ranks, or a model pair that has them.
             model: the name, by which a latency profile prices its passes. Default: "draft".
             prefill_chunk: maximum number of prompt rows per pass. Default: 512.
 
         Raises:
             UserError: for a pair of real models, or one without that model.
         """
-        hidden = getattr(pair, "hidden", pair)
-        if model == "middle" and hasattr(pair, "hidden"):
-            hidden = getattr(pair, "hidden_middle", None)
-            if hidden is None:
-                raise UserError(
-                    "this strategy needs a middle model, whose law model=synthetic has under"
-                    " model.middle_top1: give one chance per class of positions"
-                )
-        if not hasattr(hidden, "class_logprobs"):
-            raise UserError(
-                "source=synthetic proposes for model=synthetic only; choose source=draft_model"
-            )
+        hidden: HiddenPair = pair.sequences(model) if isinstance(pair, ModelPair) else pair
         self.vocab_size: int | None = pair.vocab_size
         self.counters = SourceCounters(by_level={model: 0})
         self._work = Work(model)
-        self._pair = cast("HiddenPair", hidden)
+        self._pair = hidden
         self._prefill_chunk = prefill_chunk
         self._tables: dict[int, _RequestTables] = {}
         self._logprobs = hidden.class_logprobs
