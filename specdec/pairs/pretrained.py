@@ -111,7 +111,7 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def target(self) -> PreTrainedModel:
-        return self._whole("target")
+        return self._load(self.info)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
@@ -120,23 +120,32 @@ class PretrainedPair(HuggingFacePair):
                 "this strategy needs a draft model; give model.draft=PATH (same tokenizer as the"
                 " target) or a source without one, e.g. source=prompt_lookup"
             )
-        return self._whole("draft")
+        return self._load(self._infos["draft"])
 
     @cached_property
     def middle(self) -> PreTrainedModel:
-        return self._whole("middle") if "middle" in self._infos else super().middle
+        info = self._infos.get("middle")
+        return super().middle if info is None else self._load(info)
 
     @cached_property
     def translated(self) -> PreTrainedModel:
-        self._translated_info()  # refuses where there is none
-        return self._whole(TRANSLATED)
+        return self._load(self._translated_info())
 
-    def _whole(self, name: str) -> PreTrainedModel:
+    def _load(
+        self,
+        info: ModelInfo,
+        layers: tuple[int, int] | None = None,
+        group: Collective | None = None,
+    ) -> PreTrainedModel:
+        """A whole model, or layers of it or this rank's shares of them, and nothing else."""
         return load_model(
-            self._infos[name],
+            info,
             dtype=self.dtype,
             device=self.device,
+            layers=layers,
+            group=group,
             quantization=self.options.quantization,
+            loaded_before=self._weights,
         )
 
     def _translated_info(self) -> ModelInfo:
@@ -166,30 +175,16 @@ class PretrainedPair(HuggingFacePair):
     def part(self, first: int, last: int) -> PreTrainedModel:
         if self._runs_target or last - first == self.num_layers:
             return self.target
-        return self._layers(self.info, first, last)
+        return self._load(self.info, (first, last))
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
-        return self._layers(self.info, first, last, group)
+        return self._load(self.info, (first, last), group)
 
     def model_share(self, name: str, group: Collective) -> PreTrainedModel:
         info = self._infos.get(name)
         if info is None:
             return super().model_share(name, group)  # raises: there is no such model
-        return self._layers(info, 0, info.num_layers, group)
-
-    def _layers(
-        self, info: ModelInfo, first: int, last: int, group: Collective | None = None
-    ) -> PreTrainedModel:
-        """Layers of a model, or this rank's shares of them; nothing else is read."""
-        return load_model(
-            info,
-            dtype=self.dtype,
-            device=self.device,
-            layers=(first, last),
-            group=group,
-            quantization=self.options.quantization,
-            loaded_before=self._weights,
-        )
+        return self._load(info, (0, info.num_layers), group)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
