@@ -20,7 +20,6 @@ import torch
 
 import specdec.clocks.meter as metering
 import specdec.clocks.wall as wall
-import specdec.models.runner as running
 from specdec.clocks import CONTROLLER
 from specdec.distributed.messages import HEADER_WORDS, Kind, unpack_ending, unpack_entry
 from specdec.distributed.plan import SessionPlan
@@ -183,7 +182,7 @@ class VirtualGroup(_Group):
         self._now: defaultdict[int, float] = defaultdict(float)
         self._rank = CONTROLLER
         self._replies: dict[ReplyKey, deque[tuple[float, ReceivedReply]]] = defaultdict(deque)
-        for module in (wall, metering, running):
+        for module in (wall, metering):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         monkeypatch.setattr(wall, "sleep", self._sleep)
 
