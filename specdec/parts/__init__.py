@@ -1,1 +1,1 @@
-"""Classes named by a configuration: import, validation and construction."""
+"""Imports, checks and constructs the classes that a configuration names."""

@@ -3,9 +3,9 @@
 A class is called only if it subclasses the base of its kind, so a ``_target_`` cannot name an
 arbitrary callable. Its module is imported to find that out, which runs the module's code.
 
-What is refused raises ``UserError``. Arguments of all functions: ``where`` is the dotted key of a
-section or node, ``label`` how the user chose it (default: the key), ``base`` the base
-class that a class must have (None: any).
+All functions raise ``UserError`` for bad input. They share these arguments: ``where`` is the dotted
+key of the section or node, ``label`` is what messages call it (default: the key), and ``base`` is
+the base class that a class must have (None: any).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILLED = {
     "serving": {"batch_size", "prefill_chunk"},
     "clock": {"rank"},
 }
-"""Section -> plain arguments of its class that are no keys: the program passes them."""
+"""For each section, arguments of its class that the program passes, so configurations omit them."""
 
 
 def locate(target: object, where: str, base: type | None = None) -> type:
@@ -57,9 +57,10 @@ def check_values(
     """Checks a section of a configuration against the parameters of a function or class.
 
     Args:
-        given: parameters that it may not state, since the program passes them.
-        also: keys that it may state or leave out; unless parameters, their values are not checked.
-        complete: whether it must state the parameters with defaults too.
+        given: parameters that the section may not contain, since the program passes them.
+        also: keys that are allowed but not required; their values are checked only if they are
+            parameters of ``make``.
+        complete: whether parameters with defaults are required too.
     """
     label, prefix = label or where or "the configuration", where and f"{where}."
     plain, required, _ = signature_of(make)
@@ -85,12 +86,12 @@ def build_part(
     label: str = "",
     known: Collection[str] = (),
 ) -> Any:
-    """Constructs a part; parts inside it first.
+    """Constructs the parts nested in a node, then the part itself.
 
     Args:
-        runtime: argument name -> factory of the object passed where the node has no such key.
-            None: everything is checked and nothing constructed; returns None.
-        known: further keys that the section has.
+        runtime: argument name -> factory of the object that is passed if the node lacks that key.
+            With None the node is only checked, and None is returned.
+        known: keys that are allowed besides the class's own parameters.
     """
     label = label or where
     if isinstance(node, list):
@@ -127,7 +128,7 @@ def build_part(
 
 
 def check_class(cls: type, base: type | None, at: str) -> None:
-    """Refuses a class, named ``at``, that does not subclass ``base`` or lacks a method of it."""
+    """Refuses a class that does not subclass ``base`` or is abstract; messages call it ``at``."""
     if base is None:
         return
     if not issubclass(cls, base):

@@ -27,7 +27,7 @@ _STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def expects(text: str) -> pydantic.GetPydanticSchema:
-    """Metadata of ``typing.Annotated``: a field's error message, with the remedy, in one clause."""
+    """Returns ``Annotated`` metadata that replaces a field's error message, best with a remedy."""
     return pydantic.GetPydanticSchema(
         lambda hint, make: custom_error_schema(make(hint), "expects", custom_error_message=text)
     )
@@ -49,16 +49,16 @@ PositiveShare = Annotated[float, Field(gt=0, le=1), expects("it must be above 0 
 
 
 class Signature(NamedTuple):
-    """Parameters of a callable; those that a configuration can state are ``plain``."""
+    """The parameters of a callable; ``plain`` are those that a configuration can set."""
 
     plain: Mapping[str, pydantic.TypeAdapter[Any]]  # name -> validator
-    required: tuple[str, ...]  # those of them without a default
+    required: tuple[str, ...]  # names in ``plain`` that have no default
     objects: Mapping[str, Any]  # name -> type hint, None where it exists for type checkers only
 
 
 @cache
 def signature_of(make: Callable[..., Any]) -> Signature:
-    """The parameters of a class or function; one without annotation takes every value."""
+    """Returns the parameters of a class or function; an unannotated one accepts every value."""
     plain, required, objects = {}, [], {}
     body = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     for p in inspect.signature(make).parameters.values():
@@ -74,9 +74,9 @@ def signature_of(make: Callable[..., Any]) -> Signature:
 
 
 def validated(make: _Make) -> _Make:
-    """Decorates an ``__init__``, a dataclass or a function to validate its annotated arguments.
+    """Makes a function, dataclass or ``__init__`` check its annotated arguments.
 
-    A call raises ``ValueError`` that names the argument, its value, the bound and the remedy.
+    A bad argument raises ``ValueError`` with its name, its value, the bound and the remedy.
     """
     if isinstance(make, type):
         make.__init__ = validated(make.__init__)  # type: ignore[misc]
@@ -93,8 +93,8 @@ def validated(make: _Make) -> _Make:
 
 
 def errors_of(make: Callable[..., Any], values: Mapping[str, Any], where: str = "") -> list[str]:
-    """One message per value that a parameter does not accept; ``where`` is put before its name."""
-    messages: dict[str, dict[str, None]] = {}  # several for a union's members
+    """Returns one message per unacceptable value; ``where`` is the prefix of the argument names."""
+    messages: dict[str, dict[str, None]] = {}  # a union yields one message per member
     for key, validator in signature_of(make).plain.items():
         if key not in values:
             continue
@@ -123,7 +123,7 @@ def _resolved(make: Callable[..., Any], annotation: Any) -> Any:
 
 
 def _validator(hint: Any) -> pydantic.TypeAdapter[Any] | None:
-    """None for types that YAML cannot state: other than scalars, choices, lists, mappings."""
+    """Returns None for types that YAML cannot express (not scalars, choices, lists or mappings)."""
     if hint is None or object in (hint, *get_args(hint)):
         return None
     try:
@@ -131,4 +131,4 @@ def _validator(hint: Any) -> pydantic.TypeAdapter[Any] | None:
         schema = json.dumps(validator.json_schema())
     except pydantic.PydanticUserError:
         return None
-    return None if '"properties"' in schema else validator  # which a dataclass has
+    return None if '"properties"' in schema else validator  # a dataclass has it

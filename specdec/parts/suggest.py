@@ -1,5 +1,3 @@
-"""Suggestions for unknown words in error messages."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -9,10 +7,9 @@ _MAX_LISTED = 24
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Suggests a replacement for ``word``, which is not in ``known``.
+    """Returns a hint for an unknown word: close matches, and a list of the known words.
 
-    Returns:
-        The closest known words as a question, then all known words if they are at most 24.
+    The list is cut after 24 words. It is omitted where it would be cut and there are close matches.
     """
     words = sorted(set(known))
     # A long dotted key is close to many others; its last part decides.
