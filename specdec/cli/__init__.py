@@ -1,1 +1,1 @@
-"""The command line: composes with Hydra, checks, and hands a plain dict to the engine."""
+"""The command line composes a configuration with Hydra, checks it and passes plain dicts on."""

@@ -1,4 +1,4 @@
-"""Flags of the command line; everything else is an override."""
+"""Separates a command's flags from its overrides."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from specdec.parts.suggest import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The words after a command.
+    """The parsed words after a command.
 
     Attributes:
-        overrides: key=value and group=option, in order.
+        overrides: ``key=value`` and ``group=option``, in order.
         flags: long names of the flags that are set.
-        config_dirs: further configuration trees (``--config-dir``). Modules beside them can be
-            imported, so that their YAML may name classes there.
-        cfg: ``--cfg``: job, hydra or all; "" where it is not set.
-        info: ``--info``: what Hydra is to show; "" where it is not set.
+        config_dirs: further configuration trees (``--config-dir``). Their parent folders are put on
+            ``sys.path``, so that their YAML files may name classes there.
+        cfg: value of ``--cfg`` (job, hydra or all); "" if it is not set.
+        info: value of ``--info``; "" if it is not set.
     """
 
     overrides: tuple[str, ...]
@@ -59,18 +59,15 @@ _NOT_HERE = {
     "--package": "leave it out: --cfg prints the whole configuration",
     "--experimental-rerun": "start the same command with the same output_dir again",
 }
-"""Flags of Hydra's that do not apply -> what to do instead."""
+"""Flags of Hydra that this command line refuses, with advice for the error message."""
 
 
 def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
-    """Separates overrides from flags.
+    """Parses the words after a command.
 
     Args:
         words: the words after the command.
         flags: long names that this command has; ``--help`` and ``--config-dir DIR`` always work.
-
-    Raises:
-        UserError: an unknown flag, a flag of Hydra's that does not apply, or a missing folder.
     """
     known = ("--help", "--config-dir", *flags)
     overrides, flags_set, folders, chosen = [], set(), [], {}
@@ -102,7 +99,7 @@ def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
 def read_folder(
     words: Sequence[str], command: str, options: Mapping[str, tuple[str, str]]
 ) -> tuple[Path, dict[str, re.Match[str]]]:
-    """The folder after a command, and the matches of its options; see ``read_folders``."""
+    """Parses one folder and its options; see ``read_folders``."""
     (folder,), values = read_folders(words, command, options)
     return folder, values
 
@@ -110,13 +107,13 @@ def read_folder(
 def read_folders(
     words: Sequence[str], command: str, options: Mapping[str, tuple[str, str]], *, most: int = 1
 ) -> tuple[list[Path], dict[str, re.Match[str]]]:
-    """1 to ``most`` folders after a command, and the matches of its options of the form key=value.
+    """Parses 1 to ``most`` folders and options of the form key=value.
 
     Args:
-        options: key -> (pattern of its value, remedy for a value that does not match).
+        options: key -> (regular expression of its value, advice for a value that does not match).
 
-    Raises:
-        UserError: another number of folders, or a value that does not match.
+    Returns:
+        The folders, and for each given key the match of its value.
     """
     folders, values = [], {}
     for word in read_arguments(words, flags=()).overrides:
@@ -140,11 +137,7 @@ def read_folders(
 def read_keys(
     words: Sequence[str], defaults: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The words without "=", and the values of the keys in ``defaults``.
-
-    Raises:
-        UserError: another key, or a key without a value.
-    """
+    """Returns the words without "=", and ``defaults`` updated by the words ``key=value``."""
     values, others = dict(defaults), []
     for word in words:
         key, equals, value = word.partition("=")
@@ -158,7 +151,7 @@ def read_keys(
 
 
 def _tree(name: str) -> Path:
-    """A configuration tree; makes the modules beside it importable, for its ``_target_``."""
+    """Checks a configuration tree; puts its parent on ``sys.path``, for classes in ``_target_``."""
     folder = Path(name).expanduser()
     if not name or not folder.is_dir():
         raise UserError(

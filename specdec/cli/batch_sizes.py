@@ -21,18 +21,18 @@ TABLE = "comparison.md"
 _RECORDER = ("strategy=speculative", "record=true", "executor=local", "clock=measured")
 _OTHERS = ("clock", "serving", "output_dir", "logger", "trace", "record", "prefill_chunk")
 _NOT_RECORDED = frozenset([*PARTS, *COMPARE, *_OTHERS])
-"""Overrides that do not change the record, which has the target's tokens and the draft's."""
+"""Groups and keys that are not passed to the recording run: they do not change the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """A comparison at several batch sizes.
+    """A checked comparison at several batch sizes.
 
     Attributes:
         sizes: batch sizes, increasing.
-        comparison: the rows, at the largest size.
-        cross: additional row, plain decoding on another profile; None for no such row.
-        record: run that is recorded first and replayed by the rows; None: rows load the models.
+        comparison: the rows, composed at the largest size.
+        cross: an additional row, plain decoding on another latency profile; None for no such row.
+        record: the run that is recorded and then replayed by every row; None if rows load models.
     """
 
     sizes: tuple[int, ...]
@@ -48,7 +48,7 @@ class Curves:
         return {**self.comparison.config, **extra}
 
     def rows(self, size: int) -> list[dict[str, Any]]:
-        """One configuration per row, at one batch size."""
+        """Returns one configuration per row, at one batch size."""
         jobs = [*self.comparison.jobs, *([] if self.cross is None else [self.cross])]
         return [{**deepcopy(job.config), "batch_size": size} for job in jobs]
 
@@ -72,11 +72,7 @@ def curves(
 def compose_curves(
     sizes: Sequence[int], overrides: Sequence[str], folder: Path, extra: Sequence[Path] = ()
 ) -> Curves:
-    """Composes and checks every row.
-
-    Raises:
-        UserError: an error in a row.
-    """
+    """Composes and checks every row; on a simulated clock adds the recording and the cross row."""
     keys = {str(o.key_or_group): o.value() for o in parse(overrides)}
     own = ("curve_profile", "cross_profile", "curve_replay", "clock", "model")
     words = [w for w in overrides if w.partition("=")[0] in own]
@@ -103,12 +99,12 @@ def compose_curves(
 
 
 def _without(words: Sequence[str], groups: Collection[str]) -> list[str]:
-    """The overrides but those of the keys and sections ``groups``."""
+    """Drops the overrides of these keys and sections."""
     return [w for w in words if w.partition("=")[0].partition(".")[0] not in groups]
 
 
 def _cross(overrides: Sequence[str], profile: str, extra: Sequence[Path]) -> Job:
-    """Plain decoding on another profile: a row, but not the baseline of speed-ups."""
+    """Composes plain decoding on another profile, a row that is not the baseline of speed-ups."""
     words = [*_without(overrides, (*PARTS[:3], "strategies")), f"clock.profile={profile}"]
     job = compose_comparison(["strategies=[ar]", *words], extra).jobs[0]
     config = deepcopy(job.config)
@@ -133,7 +129,7 @@ def _run(composed: Curves, folder: Path, progress: Any) -> bool:
 
 
 def _paper_remarks() -> Callable[..., list[str]] | None:
-    """The paper's own ratios, which the package ``experiments`` has; None if not installed."""
+    """Imports remarks on the paper's own ratios; None without the package ``experiments``."""
     try:
         remarks = importlib.import_module("experiments.pipelines.batch_ratios").remarks
     except ModuleNotFoundError:

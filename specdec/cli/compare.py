@@ -1,5 +1,3 @@
-"""``specdec compare``: several strategies on the same prompts."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -58,11 +56,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def batch_sizes(overrides: Sequence[str]) -> tuple[list[int] | None, list[str]]:
-    """Splits off a list of batch sizes: (sizes, other overrides); sizes are None without a list.
-
-    Raises:
-        UserError: the list is not one of different numbers of at least 1.
-    """
+    """Splits off a list of batch sizes: (sizes, other overrides); sizes are None without a list."""
     sizes, rest = None, []
     for override in parse(overrides):
         value = override.value()
@@ -83,11 +77,7 @@ def batch_sizes(overrides: Sequence[str]) -> tuple[list[int] | None, list[str]]:
 
 
 def execute(comparison: Comparison, folder: Path) -> None:
-    """Runs a comparison in its folder; shows its table again where it is complete.
-
-    Raises:
-        UserError: the folder belongs to another configuration, or the engine refuses a row.
-    """
+    """Runs a comparison in its folder; if it is complete already, only prints its table."""
     from specdec.runs.jobs import compare_jobs  # torch takes seconds to import
 
     configs = [job.config for job in comparison.jobs]

@@ -1,4 +1,4 @@
-"""``specdec doctor``: which reading of an EAGLE head gives the acceptance it was trained for."""
+"""``specdec doctor`` finds which reading of an EAGLE head's files its target accepts best."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _ERRORS = 1.0  # standard errors over texts by which another reading must be bet
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports what it cannot read as other commands do."""
+    """Raises ``UserError`` in place of argparse's exit, so that ``main`` reports it."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"specdec doctor: {message}; see `specdec doctor --help`")
@@ -117,7 +117,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _texts(frozen: FrozenModel, target: str, options: Any) -> list[tuple[Tensor, int]]:
-    """Prompts with the target's own continuations, and the lengths of the prompts."""
+    """Samples continuations of the target: (tokens int64[T + L], prompt length T) per prompt."""
     import torch
 
     from specdec.data import load_prompts
@@ -148,7 +148,7 @@ def _texts(frozen: FrozenModel, target: str, options: Any) -> list[tuple[Tensor,
 
 
 def _compared(known: Sequence[Reading], counts: Sequence[Accepted]) -> dict[str, Any]:
-    """Rows of all readings, and the verdict."""
+    """Compares the readings; the first one is the folder's own."""
     best = max(range(len(known)), key=lambda i: counts[i].mean)
     top, own = counts[best].mean, counts[0].mean
     rows = [
@@ -174,7 +174,6 @@ def _compared(known: Sequence[Reading], counts: Sequence[Accepted]) -> dict[str,
 
 
 def _show(report: dict[str, Any], json_file: str | None) -> None:
-    """Prints the table and the verdict, or writes the figures as JSON."""
     from specdec.files import plain, write_json
 
     if json_file == "-":

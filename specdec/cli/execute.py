@@ -1,5 +1,3 @@
-"""Runs the work of a configuration in its folder."""
-
 from __future__ import annotations
 
 import sys
@@ -16,14 +14,11 @@ from specdec.config.job import Job
 _T = TypeVar("_T")
 
 RESULT_FILE = "summary.json"
-"""Written last in a run folder; where it exists the run is complete."""
+"""This file is written last in a run folder: if it exists, the run is complete."""
 
 
 def execute(job: Job, folder: Path) -> Mapping[str, Any] | None:
-    """Runs a job in its folder unless it is complete.
-
-    Returns:
-        The summary; None if the job was complete.
+    """Runs a job in its folder; returns its summary, or None if the job was complete already.
 
     Raises:
         UserError: the folder belongs to another configuration, or the engine refuses the job.
@@ -50,7 +45,7 @@ def run_in(
     Args:
         work: called with the ``specdec.runs.jobs.Progress`` to report to.
         result: file that the work writes last; "" for work that is always repeated.
-        table: file that is printed in place of complete work.
+        table: file that is printed if the work is complete already.
 
     Raises:
         UserError: the folder belongs to another configuration, or another process uses it.

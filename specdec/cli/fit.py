@@ -1,4 +1,4 @@
-"""``specdec fit``: a law of a draft's hits from acceptance that was measured elsewhere."""
+"""``specdec fit`` fits an acceptance model (a law of hits) to acceptance measured elsewhere."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _KEYS: dict[str, str] = {
     "source": r".+",
     "license": r".+",
 }
-"""Key -> pattern of its value."""
+"""Key -> regular expression of its value."""
 
 _MEANING = {
     "weights": "how often each class of positions is drawn, over all groups",
@@ -78,7 +78,7 @@ _MEANING = {
     "draft_name": "whose hits: the profile must have its time",
     "origin": "of the law, for result files",
 }
-"""Key of the option -> its comment."""
+"""Key of the option -> comment beside it in the YAML."""
 
 _LENGTHS = tuple(range(1, 21))
 
@@ -114,12 +114,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def option_text(fitted: FittedLaw, values: dict[str, str], command: str) -> str:
-    """The YAML of the model option: the law, and as comments where it is from.
+    """Writes the YAML of a model option, with the law's provenance as comments.
 
     Args:
-        fitted: the law.
-        values: keys of the command line: name, draft, source, license.
-        command: that fitted it.
+        values: draft, source and license of the command line, as far as given.
+        command: the command that fitted the law.
     """
     origin = values.get("source", "acceptance logs")
     about = [
@@ -133,7 +132,7 @@ def option_text(fitted: FittedLaw, values: dict[str, str], command: str) -> str:
     ]
     option: dict[str, Any] = {
         **fitted.model_option(),
-        # One request is a summary, which says nothing of the spread.
+        # A single request is a summary, which has no spread between requests.
         **({"requests": fitted.requests} if fitted.requests > 1 else {}),
         "draft_name": values.get("draft"),
         "origin": origin,
@@ -149,7 +148,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _arguments(words: Sequence[str]) -> tuple[list[Path], dict[str, str], list[Path]]:
-    """(files, values by key, files of check=)."""
+    """Returns the log files, the values by key, and the files of ``check=``."""
     files: list[Path] = []
     checks: list[Path] = []
     values: dict[str, str] = {}
@@ -171,7 +170,7 @@ def _arguments(words: Sequence[str]) -> tuple[list[Path], dict[str, str], list[P
 
 
 def _matching(word: str) -> list[Path]:
-    """The file, or the files that a pattern fits."""
+    """Returns the named file, or the files that a glob pattern matches."""
     path = Path(word).expanduser()
     if path.exists() or not glob.has_magic(word):
         return [path]

@@ -1,4 +1,4 @@
-"""Run folders: their names, their configurations, and whether their work is complete."""
+"""Run folders: their names, their stored configurations, locks and completeness."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_SHOWN = 3
 
 
 def output_folder(chosen: str | None, command: str, name: str = "") -> Path:
-    """The folder ``chosen``; for None ``outputs/<command>/<name>/<time>-<unique>``."""
+    """Returns ``chosen``, or a new folder ``outputs/<command>/<name>/<time>-<unique>`` for None."""
     if chosen:
         return Path(chosen)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -42,7 +42,7 @@ def output_folder(chosen: str | None, command: str, name: str = "") -> Path:
 
 
 def safe_name(text: str) -> str:
-    """``text`` as one folder name, with a digest where characters were removed."""
+    """Makes ``text`` a folder name; a digest tells shortened and cleaned names apart."""
     name = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", text).strip(".-") or "run"
     if name == text and len(name) <= _LONGEST_NAME:
         return name
@@ -50,12 +50,11 @@ def safe_name(text: str) -> str:
 
 
 def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
-    """Assigns ``folder`` to a configuration, which is written to its ``config.yaml``.
+    """Assigns ``folder`` to a configuration by writing the folder's ``config.yaml``.
 
     Args:
         folder: a new or empty folder, or one with the same ``config.yaml``.
-        config: plain values.
-        result: name of the file that is written last.
+        result: name of the file that the work writes last.
 
     Returns:
         Whether ``result`` exists, so that the work is complete.
@@ -108,11 +107,7 @@ def _is_complete(result: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder if needed, and checks that it is writable.
-
-    Raises:
-        UserError: it cannot be created or written.
-    """
+    """Creates a folder if needed; raises ``UserError`` unless it is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -131,11 +126,7 @@ def as_yaml(config: Mapping[str, Any]) -> str:
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Locks the folder and writes the outcome to its ``status.json``: ok, interrupted or failed.
-
-    Raises:
-        UserError: another process uses the folder.
-    """
+    """Locks the folder; at the end writes ok, interrupted or failed to its ``status.json``."""
     with alone_in(folder):
         try:
             yield
@@ -148,9 +139,9 @@ def working_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Locks a folder against other processes of this library until the process ends.
+    """Locks a folder against other processes of this library.
 
-    No lock where folders cannot be locked (Windows, some network file systems).
+    Folders that the system cannot lock (Windows, some network file systems) are not locked.
 
     Raises:
         UserError: another process uses the folder.

@@ -1,5 +1,3 @@
-"""``specdec list``: the options of every group."""
-
 from __future__ import annotations
 
 import json
@@ -41,7 +39,7 @@ SECTIONS = {
     "profiles": "profile",
     "loggers": "logger",
 }
-"""Title -> folder of the options in a configuration tree."""
+"""Section of the listing -> folder of its options in a configuration tree."""
 
 _USES = {
     "strategy": "strategy=NAME, or 'strategies=[NAME,...]' with compare",
@@ -71,7 +69,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _about(group: str, path: Path) -> str:
-    """An option's description; a part's keys with their values."""
+    """Describes an option by its title or first comment; parts also by their keys and defaults."""
     values = own_values(path)
     if group == "strategy":
         return str(values.get("strategy", {}).get("title", ""))
@@ -84,7 +82,7 @@ def _about(group: str, path: Path) -> str:
 
 
 def _needs_and_costs(path: Path, trees: Sequence[Path]) -> str:
-    """What a preset needs and costs, by the comments "Needs:" and "Costs:" of it and its parts."""
+    """Joins the comments "# Needs:" and "# Costs:" of a preset and of the parts that it chooses."""
     needs, costs = [stated(path, "Needs")], [stated(path, "Costs")]
     for group, option in chosen_parts(path).items():
         part = options(group, trees).get(option) if group in PARTS else None

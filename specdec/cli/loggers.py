@@ -1,4 +1,4 @@
-"""Loggers (``logger=``): where results are sent besides the run folder."""
+"""Loggers (``logger=``) send results elsewhere besides the run folder."""
 
 from __future__ import annotations
 
@@ -18,21 +18,17 @@ _HISTOGRAMS = {
     "drafted_share_by_position": "position",
     "path_lengths": "tokens_per_answer",
 }
-"""Metric -> the axis of its curve, which its keys count."""
+"""Histogram metric -> name of the curve's axis, whose values are the histogram's keys."""
 
 
 def log_results(
     configs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], folder: Path
 ) -> None:
-    """Sends finished results to the logger of the first configuration (``logger=none``: to none).
+    """Sends finished results to the logger of the first configuration.
 
     Args:
         configs: one resolved configuration per row.
         rows: metrics by name, one mapping per strategy.
-        folder: the run folder.
-
-    Raises:
-        UserError: a class that cannot be imported or refuses its arguments.
     """
     node = configs[0]["logger"]
     if "_target_" in node:
@@ -46,17 +42,17 @@ def log_results(
 
 
 class WandbLogger(Logger):
-    """Weights & Biases: one wandb run per strategy.
+    """Logs to Weights & Biases, one wandb run per strategy.
 
     A run has the configuration, every numeric metric in its summary, curves over prompts, depths
-    and positions, shares of drafted tokens by domain, and the folder's picture; a traced run also
-    why draft tokens were rejected. Runs of one folder are a group; those of a sweep share
-    the sweep's.
+    and positions, shares of drafted tokens by domain, and the folder's picture. A traced run also
+    has the reasons why draft tokens were rejected. Runs of one folder form a group; those of a
+    sweep share the sweep's group.
     """
 
     @validated
     def __init__(self, *, project: Text, mode: Literal["offline", "online", "disabled"]) -> None:
-        """Logs to ``project``; ``mode``: offline, online or disabled (see ``wandb.init``)."""
+        """Sets the wandb project and its mode (see ``wandb.init``)."""
         self._project = project
         self._mode = mode
 
@@ -91,12 +87,11 @@ class WandbLogger(Logger):
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numeric metrics of a row; ``lossless`` as 0 or 1."""
     return {k: v for k, v in row.items() if isinstance(v, int | float)}
 
 
 def _domains(folder: Path, strategy: str) -> dict[str, float]:
-    """Share of drafted tokens by domain, as ``domain/<name>/drafted_share``."""
+    """Returns the share of drafted tokens by domain, as ``domain/<name>/drafted_share``."""
     from specdec.report.requests import read_requests
     from specdec.report.trajectories import drafted_by_domain
 
@@ -106,7 +101,7 @@ def _domains(folder: Path, strategy: str) -> dict[str, float]:
 
 
 def _rejections(folder: Path) -> dict[str, float]:
-    """Why draft tokens were rejected, as ``rejections/...``; empty without a trace."""
+    """Counts why draft tokens were rejected, as ``rejections/...``; empty without a trace."""
     from specdec.report.results import read_object
     from specdec.trace.files import TREES_FILE
     from specdec.trace.rejections import rejections
@@ -118,7 +113,7 @@ def _rejections(folder: Path) -> dict[str, float]:
 
 
 def _curves(row: Mapping[str, Any], folder: Path, strategy: str) -> Iterator[dict[str, Any]]:
-    """Points to log, in order: prompt by prompt, then the histograms."""
+    """Yields the points to log, in order: prompt by prompt, then the histograms."""
     from specdec.report.requests import read_requests
     from specdec.report.results import prompt_metrics
     from specdec.report.trajectories import drafted_by_prompt

@@ -1,4 +1,4 @@
-"""The console script ``specdec``: dispatches to a command and maps errors to exit statuses."""
+"""The console script ``specdec`` dispatches to a command and maps errors to exit statuses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from specdec.files import is_full
 from specdec.parts.suggest import did_you_mean
 
 BAD_INPUT = 2
-"""Exit status of a ``UserError``."""
-
 _FAILED = 1
 _MAX_SHOWN = 200  # characters of a path or of another library's reason in a message
 _LONGEST = 1000  # characters of a message
@@ -28,12 +26,12 @@ _ONE_PROCESS = (
     "profile",
     "plan",
     "reproduce",
-)  # start their ranks themselves
+)  # commands that start their ranks themselves
 _LAUNCHERS = {
     "torchrun": ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 }
-"""Launcher -> variables that it sets, of this process's rank, and of the number of ranks."""
+"""Launcher -> environment variables: one it always sets, this process's rank, number of ranks."""
 
 _TORCH_FULL = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
 """Texts of torch's out-of-memory errors, which are plain ``RuntimeError`` on a CPU."""
@@ -42,7 +40,7 @@ _NO_SUCH_PLACE = (
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 )
-"""Errors of paths that the user gives."""
+"""Errors for which the path is to blame, so that they count as bad input."""
 
 _INTERRUPTED = 130
 _TERMINATED = 143
@@ -64,19 +62,17 @@ _COMMANDS = {
     "worker": "one rank of a job that torchrun or Slurm starts",
     "list": "strategies, their parts, datasets, profiles",
 }
-"""Command, and module of this package -> what it does."""
+"""Command, which is also the module's name -> what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs a command and returns the exit status.
+
+    The status is 0, 1 if disk or memory is full, 2 for bad input, 3 if a rank failed, 130 if
+    interrupted, 143 if ended by SIGTERM. A defect of the library is raised with its traceback.
 
     Args:
-        argv: arguments after the program's name; None: ``sys.argv``.
-
-    Returns:
-        The exit status: 0, 1 where disk or memory is full, 2 for bad input, 3 when a rank failed,
-        130 when interrupted, 143 when ended by SIGTERM. A defect of the library is an exception
-        with its traceback, and status 1.
+        argv: arguments after the program's name; None for those in ``sys.argv``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     with _terminating_like_ctrl_c():
@@ -84,12 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which Slurm and ``timeout`` send."""
+    """Raised on SIGTERM, which Slurm and ``timeout`` send."""
 
 
 @contextmanager
 def _terminating_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises ``_Terminated`` in the block, once: ``timeout`` sends it twice."""
+    """Raises ``_Terminated`` on the first SIGTERM only, since ``timeout`` sends it twice."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
@@ -130,7 +126,7 @@ def _reporting_errors(words: Sequence[str]) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """The message and the exit status of an error; no message for a defect."""
+    """Returns the message and exit status of an error; the message of a defect is ""."""
     text = _shortened(" ".join(str(error).split()))
     if isinstance(error, UserError):
         return text, BAD_INPUT
@@ -156,17 +152,17 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _shortened(text: str) -> str:
-    """A message without the middle of a huge value; the remedy is at its end."""
+    """Cuts the middle out of a long message, since the advice is at its end."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST * 3 // 4]} [...] {text[-(_LONGEST // 4) :]}"
 
 
 def _launched_beside_others(command: str) -> bool:
-    """Whether a launcher has started this command once per rank.
+    """Whether a launcher started this command once per rank and this is not the first rank.
 
     Raises:
-        UserError: so it is, and this is the process that tells.
+        UserError: on the first rank, so that the message is printed once.
     """
     if command not in _ONE_PROCESS:
         return False

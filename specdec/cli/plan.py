@@ -1,5 +1,3 @@
-"""``specdec plan``: which method, sizes and layout, for given models on given machines."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""``specdec profile``: a latency profile of this hardware, and trees that suit it."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from specdec.config.profiles import load_profile
 from specdec.errors import UserError
 
 RESULT_FILE = "profile.json"
-"""Written last: a folder with this file is complete."""
+"""This file is written last: a folder that has it is complete."""
 
 HELP = """\
 specdec profile [--cfg] [--config-dir DIR] [group=option] [key=value] ...
@@ -65,11 +63,7 @@ def main(words: Sequence[str]) -> int:
 def profile_config(
     overrides: Sequence[str], extra: Sequence[Path] = ()
 ) -> tuple[dict[str, Any], str | None]:
-    """Composes and checks the configuration; returns it and its ``output_dir``.
-
-    Raises:
-        UserError: an override, a value or a combination that cannot be used.
-    """
+    """Composes and checks the configuration; returns it and its ``output_dir``."""
     composed = compose_config(overrides, name="profiling", extra=extra)
     values = dict(composed.values)
     section = values.pop("profiling")
@@ -89,7 +83,7 @@ def profile_config(
 
 
 def execute(config: dict[str, Any], folder: Path) -> None:
-    """Measures or simulates in the folder, unless it is complete."""
+    """Measures, or simulates with an existing profile, unless the folder is complete."""
     from specdec.profiling.allocation import allocation_job, print_splits
     from specdec.profiling.job import print_profile, profile_job
 

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a line every ten seconds elsewhere."""
+"""Shows progress as a bar on a terminal and as a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Bars:
 
 
 class _Lines:
-    """Lines in a log: one per phase, and one every ``_LINE_EVERY_S`` seconds."""
+    """Writes a line per phase, and one every ``_LINE_EVERY_S`` seconds."""
 
     def __init__(self) -> None:
         self._label = ""
@@ -78,7 +78,7 @@ class _Lines:
 
 
 def duration(seconds: float) -> str:
-    """A duration as text: 40 s, 12 min, 3 h 20 min."""
+    """Formats a duration, as 40 s, 12 min or 3 h 20 min."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -87,7 +87,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def reporting() -> Iterator[jobs.Progress]:
-    """Progress on standard error, notes on standard output."""
+    """Shows progress on standard error; notes go to standard output."""
     if not sys.stderr.isatty():
         yield _Lines()
         return

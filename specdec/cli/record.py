@@ -1,4 +1,4 @@
-"""``specdec record``: a record for ``model=replay`` from texts of a target, without the target."""
+"""``specdec record`` scores given texts with a draft model, for ``model=replay``."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _texts(path: Path, folder: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """(id, prompt int64[T], output int64[L]) of each line."""
+    """Reads (id, prompt int64[T], output int64[L]) from each line."""
     from specdec.data.texts import read_turns, tokenized
     from specdec.models.loading import load_tokenizer
 

@@ -1,5 +1,3 @@
-"""``specdec report``: a folder of results as one HTML page and as pictures."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""``specdec reproduce``: calls the package of experiments, if it is installed."""
+"""``specdec reproduce`` calls the package of experiments, if it is installed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ _COMMAND = "experiments.reproduce.command"
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-        UserError: the experiments are not installed.
-    """
     try:
         command = importlib.import_module(_COMMAND)
     except ModuleNotFoundError as error:

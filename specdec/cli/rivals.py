@@ -1,5 +1,3 @@
-"""``specdec rivals``: environments of other runtimes."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""``specdec run``: one strategy on one workload, or a sweep of them."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

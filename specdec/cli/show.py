@@ -1,4 +1,4 @@
-"""``--cfg`` and ``--info``: print a configuration, or what Hydra knows of it, and run nothing."""
+"""``--cfg`` and ``--info`` print a configuration, or what Hydra knows about it, and run nothing."""
 
 from __future__ import annotations
 
@@ -23,18 +23,15 @@ Make = Callable[[Sequence[str], Sequence[Path]], Mapping[str, Any]]
 def show_config(
     arguments: Arguments, make: Make, jobs: Sequence[Sequence[str]] | None = None, *, name: str
 ) -> int:
-    """Prints the configuration of every job as YAML, a document each; returns exit status 0.
+    """Prints the configuration of every job as a YAML document; returns exit status 0.
 
-    ``--cfg job`` prints what would be run; where values are invalid, the composed configuration,
-    with the error on standard error. ``--cfg hydra`` and ``--cfg all`` print Hydra's node and all.
+    ``--cfg job`` prints the checked configuration. If that is invalid, it prints the composed one,
+    and the error on standard error. ``--cfg hydra`` prints Hydra's own node, ``--cfg all`` both.
 
     Args:
         make: (overrides, trees) -> the checked configuration; may raise ``UserError``.
-        jobs: overrides of each job of a sweep; None for a single one.
-        name: root of the tree.
-
-    Raises:
-        UserError: the configuration cannot be composed.
+        jobs: overrides of each job of a sweep; None for a single job.
+        name: root of the configuration tree.
     """
     for overrides in [arguments.overrides] if jobs is None else jobs:
         if jobs is not None:
@@ -67,19 +64,19 @@ def show_info(arguments: Arguments) -> int:
 
 
 def run_hydra(task: Callable[[DictConfig], None], extra: Sequence[Path]) -> None:
-    """Hands the process's arguments to Hydra, with the trees in its search path."""
+    """Runs ``hydra.main`` with the arguments in ``sys.argv`` and further trees to search."""
     sys.argv += search_path(extra)
     hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
 
 
 def without_hydra(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a job itself; the others configure the launcher."""
+    """Returns the overrides of the job itself, without those of Hydra's own node."""
     return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
 @contextmanager
 def command_line(*words: str) -> Iterator[None]:
-    """Replaces ``sys.argv``, which ``hydra.main`` reads."""
+    """Replaces ``sys.argv`` in the block, since ``hydra.main`` reads it."""
     before = sys.argv
     sys.argv = list(words)
     try:

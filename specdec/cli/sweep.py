@@ -1,8 +1,8 @@
-"""``specdec run -m``: a Hydra multirun whose jobs can be resumed, in turn or side by side.
+"""``specdec run -m`` is a Hydra multirun whose jobs can be resumed.
 
-A launcher of Hydra's reports only the first failure and does not skip complete jobs, so a job here
-never raises: it writes a record of its outcome, and the sweep lists all records at its end. Records
-are files, because joblib's and submitit's jobs are other processes.
+A Hydra launcher reports only the first failure and does not skip complete jobs. A job here
+therefore never raises: it writes a record of its outcome, and the sweep lists all records at its
+end. Records are files, because joblib and submitit run jobs in other processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from specdec.parts.build import locate
 
 _MAX_CHECKED = 64
 _LAUNCHERS = {"joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
-"""Launcher -> the extra of this package that installs its plugin."""
+"""Launcher -> the optional dependency of this package that installs its plugin."""
 
 _SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers whose jobs share this machine
 SWEEP_FILE = "sweep.json"
@@ -48,7 +48,8 @@ _NOTES = ".jobs-"
 
 Record = dict[str, Any]
 """Outcome of a job: ``job`` (its folder's name), ``status`` (ok, skipped, refused, failed,
-interrupted, lost), ``error`` and ``seconds``."""
+interrupted, lost), ``error`` and ``seconds``.
+"""
 
 _LOST: Record = {
     "status": "lost",
@@ -92,7 +93,7 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     expected = [_job_name(job, varying) for job in jobs]
     make_folder(folder)
     with alone_in(folder):
-        for old in folder.glob(f"{_NOTES}*"):  # of a killed sweep
+        for old in folder.glob(f"{_NOTES}*"):  # left by a killed sweep
             shutil.rmtree(old, ignore_errors=True)
         with TemporaryDirectory(prefix=_NOTES, dir=folder, ignore_cleanup_errors=True) as name:
             notes, unrecorded = Path(name).resolve(), _LOST
@@ -109,11 +110,10 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
 
 
 def with_params(overrides: Sequence[str], extra: Sequence[Path] = ()) -> list[Override]:
-    """The overrides of a sweep, after those in ``hydra.sweeper.params`` of an experiment.
+    """Prepends ``hydra.sweeper.params`` of an experiment to the overrides.
 
-    Raises:
-        UserError: the first job cannot be composed, or a ``_target_`` of Hydra's node is of another
-            kind.
+    Also checks that each ``_target_`` of Hydra's node has the right kind, so that a mistake is
+    reported before the first job.
     """
     raw = _first_job(overrides, extra)
     for name, kind in (("launcher", Launcher), ("sweeper", Sweeper)):
@@ -158,13 +158,13 @@ def _check_hydra(parsed: Sequence[Override]) -> None:
 
 
 def _has_plugin(name: str) -> bool:
-    # The package of all plugins is missing where there is none.
+    # find_spec raises for a submodule if hydra_plugins itself is missing.
     return bool(find_spec("hydra_plugins") and find_spec(f"hydra_plugins.{name}"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """A sweep, as its jobs see it; pickled into other processes."""
+    """Settings that every job of the sweep needs; they are pickled into other processes."""
 
     folder: Path
     notes: Path  # folder of the jobs' records
@@ -185,7 +185,7 @@ def _launch(overrides: Sequence[str], extra: Sequence[Path], sweep: _Sweep) -> N
 
 
 def run_one(config: DictConfig, sweep: _Sweep) -> None:
-    """Runs one job of a sweep in the process that Hydra gives it; records its outcome."""
+    """Runs one job in the process that Hydra gives it, and records its outcome."""
     merged = OmegaConf.create({"hydra": HydraConfig.get()})
     merged.merge_with(config)
     name = _job_name(list(HydraConfig.get().overrides.task), sweep.varying)
@@ -206,7 +206,7 @@ def run_one(config: DictConfig, sweep: _Sweep) -> None:
     try:
         write_text(sweep.notes / f"{number}.json", json.dumps(record))
     except OSError as error:
-        if not is_full(error):  # of a full disk the sweep's own file tells
+        if not is_full(error):  # sweep.json, written at the end, would report a full disk
             raise
     remaining = _time_left(sweep)
     if remaining:
@@ -214,7 +214,7 @@ def run_one(config: DictConfig, sweep: _Sweep) -> None:
 
 
 def _time_left(sweep: _Sweep) -> str:
-    """How many jobs have ended and the time the others may take at the rate so far."""
+    """Says how many jobs have ended and how long the others may take at the rate so far."""
     records = _notes(sweep.notes)
     num_run = sum(record["status"] != "skipped" for record in records)
     if not num_run or len(records) >= sweep.total:
@@ -226,20 +226,20 @@ def _time_left(sweep: _Sweep) -> str:
 def _notes(folder: Path) -> list[Record]:
     records = []
     for path in sorted(folder.glob("*.json"), key=lambda p: int(p.stem)):
-        with suppress(OSError, ValueError):  # just being renamed
+        with suppress(OSError, ValueError):  # another process is just renaming it
             records.append(json.loads(path.read_text(encoding="utf-8")))
     return records
 
 
 def _collect(notes: Path, expected: Sequence[str], unrecorded: Record) -> list[Record]:
-    """The outcome of every job; ``unrecorded`` is that of jobs without a record."""
+    """Returns the outcome of every job; jobs without a record get ``unrecorded``."""
     records = {record["job"]: record for record in _notes(notes)}
     names = [*expected, *(name for name in records if name not in expected)]
     return [records.get(n, {"job": n, **unrecorded, "seconds": 0}) for n in names]
 
 
 def _warn_of_shared_cores(parsed: Sequence[Override], jobs: Sequence[Job]) -> None:
-    """Jobs side by side on one machine share its cores, which spoils wall-clock times."""
+    """Warns if jobs share this machine's cores, since this spoils wall-clock times."""
     launcher = [str(o.value()) for o in parsed if o.key_or_group == "hydra/launcher"][-1:]
     wall = any(job.config["clock"].get("kind") != "simulated" for job in jobs)
     if wall and set(launcher) & set(_SIDE_BY_SIDE):

@@ -1,5 +1,3 @@
-"""``specdec trace``: pictures of a traced run, or of two on one page."""
-
 from __future__ import annotations
 
 import shlex
@@ -92,10 +90,10 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
 
 
 def draw_beside(folder: Path, other: Path) -> Path:
-    """Writes the page of two runs, ``beside.html`` in the first one's folder; returns its path.
+    """Writes one page with both runs, ``beside.html`` in the first folder; returns its path.
 
     Raises:
-        UserError: a folder has no trace, or they have no prompt in common.
+        UserError: a folder has no trace, or the runs have no prompt in common.
     """
     from specdec.files import write_text
     from specdec.report.styles import row_styles
@@ -136,7 +134,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _without_trace(folder: Path) -> str:
-    """Why a folder has no trace, and the command that writes one."""
+    """Explains why a folder has no trace, with the command that writes one."""
     config = _config(folder)
     if config.get("command") == "compare":
         return (
@@ -171,7 +169,7 @@ def _strategy(folder: Path) -> str:
 
 
 def _title(folder: Path) -> str:
-    """Title of the pictures, from the run's configuration."""
+    """Builds the title of the pictures from the run's configuration."""
     config = _config(folder)
     if not config:
         return folder.name

@@ -1,5 +1,3 @@
-"""``specdec train``: trains the models that ship with the package, and others like them."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""``specdec verify``: certifies one configuration."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -70,7 +68,7 @@ def main(words: Sequence[str]) -> int:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
     refuse(job.config)
     layers = job.config["model"].get("num_layers")
-    if layers is not None:  # others are checked with their files
+    if layers is not None:  # other models are checked with their files
         check_stages(job.config, layers, f"model={job.config['choices']['model']}")
     folder = output_folder(job.output_dir, "verify", job.name)
 
@@ -93,7 +91,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _depth(overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The value of ``depth``, and the other overrides."""
+    """Splits off ``depth=``: its value, and the other overrides."""
     words = [word.partition("=") for word in overrides]
     depths = [value for key, _, value in words if key == "depth"]
     others = (word for word in overrides if word.partition("=")[0] != "depth")

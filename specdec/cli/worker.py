@@ -1,5 +1,3 @@
-"""``specdec worker``: one rank of a job whose ranks torchrun or Slurm start."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -41,13 +39,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A resolved configuration for ranks."""
     remedy = "give what `specdec run --cfg` prints, or the config.yaml of a run folder"
     loaded = read_yaml(path, f"{path} cannot be read", remedy)
     if not isinstance(loaded, dict) or not {"strategy", "choices"} <= loaded.keys():
         raise UserError(f"{path} is not a resolved configuration: {remedy}")
     config = {str(key): value for key, value in loaded.items()}
-    for section, node in config.items():  # before any class is called
+    for section, node in config.items():  # a class of another kind must not be called
         if isinstance(node, dict) and "_target_" in node and (path_of := BASES.get(section)):
             locate(node["_target_"], section, resolve_name(path_of))
     executor = config.get("executor", {})
