@@ -1,8 +1,8 @@
-"""Copies between host and device, and rows of probabilities in forms smaller than [A, V].
+"""Moves data between host and device, and stores rows of probabilities [A, V] in compact forms.
 
-With a vocabulary of 128k, a row of float64 takes a megabyte. Parts that support ``SupportProbs``
-work on the tokens of positive probability; rows of ``KeptProbs`` are in another process until a
-part reads them. For all other parts they convert to an array when used as one.
+With a vocabulary of 128k, a row of float64 takes a megabyte. Verifiers that support
+``SupportProbs`` work on the tokens of positive probability; rows of ``KeptProbs`` stay in another
+process until they are read. Both convert to a dense array wherever numpy expects one.
 
 Shape letters: A rows, V vocabulary, W selected rows, S stored entries, N entries of all rows.
 """
@@ -26,22 +26,22 @@ _Array: TypeAlias = npt.NDArray[np.float64]
 
 
 def to_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Returns the tensor as an array; a copy from a device waits for the device."""
+    """Copies a tensor to the host, waiting for pending work of its device."""
     array: npt.NDArray[Any] = tensor.cpu().numpy()
     return array
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Returns the array as a tensor on ``device``, without waiting for pending work there."""
+    """Copies an array to ``device`` without waiting for pending work there."""
     # Pageable memory is staged before the call returns, so ``array`` may be reused at once.
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 @contextmanager
 def model_call(meter: Meter, name: str, device: torch.device) -> Iterator[None]:
-    """Counts the block as one call of model ``name``; makes a CUDA ``device`` the current one.
+    """Times the block as one call of model ``name``; makes a CUDA ``device`` the current one.
 
-    On a CUDA device the call is timed by events and nothing waits for it.
+    On a CUDA device the call is timed by events, so that the host does not wait for it.
     """
     if device.type != "cuda":
         start = perf_counter()
@@ -58,12 +58,11 @@ def model_call(meter: Meter, name: str, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SupportProbs:
-    """Normalised probabilities on the host, stored for the tokens whose probability is positive.
+    """Normalised probabilities on the host; only those that are positive are stored.
 
     Attributes:
         ids: int64[A, S], or [S] for a single row: token ids, increasing up to the padding.
         values: float64[A, S] or [S]; 0 in the padding.
-        vocab_size: V.
     """
 
     ids: npt.NDArray[np.int64]
@@ -72,12 +71,12 @@ class SupportProbs:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that this converts to."""
+        """Returns the shape of the dense array: [A, V], or [V] for a single row."""
         return (*self.ids.shape[:-1], self.vocab_size)
 
     @property
     def support(self) -> tuple[npt.NDArray[np.int64], _Array]:
-        """Token ids int64[N] and probabilities float64[N], without padding, row by row."""
+        """Returns token ids int64[N] and probabilities float64[N] without padding, row by row."""
         positive = self.values > 0.0
         return self.ids[positive], self.values[positive]
 
@@ -85,14 +84,13 @@ class SupportProbs:
         return self.shape[0]
 
     def __getitem__(self, index: int | slice | npt.NDArray[np.int64]) -> SupportProbs:
-        """Returns a row or some rows."""
         return SupportProbs(self.ids[index], self.values[index], self.vocab_size)
 
     def __iter__(self) -> Iterator[SupportProbs]:
         return (self[row] for row in range(len(self)))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> _Array:
-        """Writes the rows out, float64[A, V]."""
+        """Returns the dense rows, float64[A, V]."""
         dense = np.zeros(self.shape)
         ids, values = self.support
         rows = np.nonzero(self.values)[:-1]
@@ -101,26 +99,25 @@ class SupportProbs:
 
 
 class RowKeeper(Protocol):
-    """Gives access to the rows of one request that another process keeps."""
+    """Fetches rows of probabilities of one request that are stored in another process."""
 
     def rows(self, node_ids: npt.NDArray[np.int64]) -> _Array:
-        """Fetches the rows of nodes, float64[A, V]."""
+        """Returns the rows of nodes, float64[A, V]."""
         ...
 
     def values(self, node_id: int, tokens: npt.NDArray[np.int64]) -> _Array:
-        """Fetches one node's probabilities of ``tokens``, float64[len(tokens)]."""
+        """Returns one node's probabilities of ``tokens``, float64[len(tokens)]."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptProbs:
-    """Normalised probabilities that stay in the process that has computed them until needed.
+    """Normalised probabilities that stay in the process that computed them until they are read.
 
     Attributes:
-        keeper: fetches rows; they exist while their nodes are in the tree.
+        keeper: fetches rows; a row exists while its node is in the tree.
         node_ids: int64[A], or [] for a single row: the node of each row.
-        vocab_size: V.
-        known: node id -> token -> probability, for tokens whose probability is here already.
+        known: node id -> token -> probability, for values that have been sent already.
     """
 
     keeper: RowKeeper
@@ -130,14 +127,13 @@ class KeptProbs:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that this converts to."""
+        """Returns the shape of the dense array: [A, V], or [V] for a single row."""
         return (*self.node_ids.shape, self.vocab_size)
 
     def __len__(self) -> int:
         return len(self.node_ids)
 
     def __getitem__(self, index: int | slice | npt.NDArray[np.int64]) -> KeptProbs:
-        """Returns a row or some rows."""
         ids = np.asarray(self.node_ids[index])
         return KeptProbs(self.keeper, ids, self.vocab_size, self.known)
 
@@ -145,12 +141,12 @@ class KeptProbs:
         return (self[row] for row in range(len(self)))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> _Array:
-        """Fetches the rows, float64[A, V]."""
+        """Fetches the rows and returns them as float64[A, V]."""
         rows = self.keeper.rows(np.atleast_1d(self.node_ids))
         return np.asarray(rows if self.node_ids.ndim else rows[0], dtype)
 
     def of(self, token: int) -> float:
-        """Returns the probability of one token; for a single row, of which no more is fetched."""
+        """Returns the probability of ``token`` in a single row, of which no more is fetched."""
         node_id = int(self.node_ids)
         known = self.known.get(node_id, {}).get(token)
         if known is None:
@@ -159,16 +155,16 @@ class KeptProbs:
 
 
 Probs: TypeAlias = _Array | SupportProbs | KeptProbs
-"""Rows of probabilities, in this process or in another."""
+"""Rows of probabilities; all three types convert to an array."""
 
 
 def on_host(probs: Probs) -> _Array:
-    """Returns the probabilities as an array; see the classes of ``Probs``."""
+    """Returns the dense rows, fetching those that are in another process."""
     return np.asarray(probs)
 
 
 def rows_on_host(rows: Sequence[Probs]) -> _Array:
-    """Returns single rows of one request as float64[A, V]; one message for all ``KeptProbs``."""
+    """Stacks single rows of one request to float64[A, V]; one message fetches all ``KeptProbs``."""
     kept = [row for row in rows if isinstance(row, KeptProbs)]
     if kept and len(kept) == len(rows):
         return kept[0].keeper.rows(np.array([int(row.node_ids) for row in kept]))
@@ -176,7 +172,7 @@ def rows_on_host(rows: Sequence[Probs]) -> _Array:
 
 
 def concatenate(parts: Sequence[Probs]) -> _Array | SupportProbs:
-    """Concatenates the rows of all parts, written out unless all are ``SupportProbs``."""
+    """Concatenates rows; the result is dense unless all parts are ``SupportProbs``."""
     supports = [part for part in parts if isinstance(part, SupportProbs)]
     if len(supports) < len(parts) or len({part.vocab_size for part in supports}) != 1:
         return np.concatenate([on_host(part) for part in parts])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Invalid input; the message is one paragraph that names the value and the remedy.
+    """The user's input is invalid; the message is one paragraph that names the value and the
+    remedy.
 
     The command line prints only the message and exits with status 2. Other exceptions, except
     ``RankFailure``, are defects of the library and keep their traceback.
@@ -14,13 +15,10 @@ class UserError(ValueError):
 class RankFailure(RuntimeError):
     """A rank died, timed out or raised; all other ranks have been terminated.
 
-    Attributes:
-        rank: the rank that failed first; None if it is unknown.
-        cause: description of the failure.
+    ``rank`` is the one that failed first, or None if that is unknown.
     """
 
     def __init__(self, *, rank: int | None, cause: str) -> None:
-        """Builds the message from rank and cause."""
         self.rank = rank
         self.cause = cause
         subject = "a rank" if rank is None else f"rank {rank}"

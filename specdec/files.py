@@ -22,12 +22,12 @@ import yaml
 
 
 def cache_dir() -> Path:
-    """The folder of what can be made again: ``SPECDEC_CACHE``, else ``~/.cache/specdec``."""
+    """Returns the folder for reproducible files: ``SPECDEC_CACHE``, else ``~/.cache/specdec``."""
     return Path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec").expanduser()
 
 
 def write_bytes(path: str | Path, data: bytes) -> Path:
-    """Writes a file atomically, creating parent folders. Returns its path."""
+    """Writes a file atomically, and the folders above it if they are missing."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid4().hex[:8]}.tmp")
@@ -44,12 +44,11 @@ def write_bytes(path: str | Path, data: bytes) -> Path:
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Writes UTF-8 text atomically. Returns its path."""
     return write_bytes(path, text.encode())
 
 
 def write_json(path: str | Path, value: Any) -> Path:
-    """Writes strict JSON atomically (see ``plain``). Returns its path."""
+    """Writes strict JSON atomically; values are converted by ``plain``."""
     return write_text(path, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
 
 
@@ -58,7 +57,6 @@ def plain(value: Any) -> Any:
 
     Raises:
         ValueError: for NaN or an infinite number; undefined metrics must be None.
-        TypeError: for any other type.
     """
     if isinstance(value, Enum):
         return plain(value.value)
@@ -85,11 +83,10 @@ def plain(value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Parses JSON; half of a surrogate pair is refused too, because it cannot be printed.
 
     Raises:
-        ValueError: the text cannot be used; the message says why, and where: it is no JSON or not
-            UTF-8, nested too deeply, or holds a number or half a character that nothing can print.
+        ValueError: the text is not JSON or UTF-8, or is nested too deeply; the message says where.
     """
     try:
         if isinstance(text, bytes):
@@ -103,11 +100,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text of plain types.
-
-    Raises:
-        ValueError: the text cannot be used; the message says why, and where.
-    """
     try:
         check_aliases(text)
         return yaml.safe_load(text)
@@ -116,13 +108,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_aliases(text: str) -> None:
-    """Refuses a YAML text whose aliases repeat parts of it too often.
-
-    Raises:
-        ValueError: the text has more than ``MAX_YAML_VALUES`` values when every alias is replaced
-            by the node that it refers to.
-        yaml.YAMLError, RecursionError: the text cannot be read.
-    """
+    """Raises ValueError for YAML of over ``MAX_YAML_VALUES`` values once aliases are expanded."""
     if "*" not in text:
         return
     sizes: dict[int, int] = {}
@@ -130,7 +116,7 @@ def check_aliases(text: str) -> None:
     def size(node: yaml.Node | None) -> int:
         known = sizes.get(id(node))
         if known is None:
-            sizes[id(node)] = 1  # of an alias inside of what it stands for
+            sizes[id(node)] = 1  # counts an alias that refers to a node around it
             parts = getattr(node, "value", "")
             parts = [] if isinstance(parts, str) else parts
             pairs = isinstance(node, yaml.MappingNode)
@@ -143,22 +129,21 @@ def check_aliases(text: str) -> None:
 
 
 MAX_YAML_VALUES = 100_000
-"""Largest number of values of a YAML, aliases replaced."""
 
 UNREADABLE = (ValueError, RecursionError, yaml.YAMLError)
-"""What libraries raise for a text that they cannot read."""
+"""Exceptions that json and yaml raise for a text that they cannot parse."""
 
 NOT_ARRAYS = (
     *(OSError, EOFError, ValueError, KeyError, AttributeError, TypeError),
     *(zipfile.BadZipFile, zlib.error, NotImplementedError),
 )
-"""What numpy raises for a file that is no archive of arrays."""
+"""Exceptions that numpy raises for a file that is not an archive of arrays."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def why_unreadable(error: BaseException) -> str:
-    """The reason that an error of ``UNREADABLE`` gives, in one line for a message."""
+    """Describes an exception of ``UNREADABLE`` in one line, for a message."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, UnicodeEncodeError):
@@ -179,5 +164,5 @@ def why_unreadable(error: BaseException) -> str:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that the disk, or the user's share of it, is full."""
+    """Returns whether the disk, or the user's quota on it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

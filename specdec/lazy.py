@@ -1,4 +1,4 @@
-"""Exports of a package that are imported when they are first used."""
+"""Lazy exports: names of a package whose modules are imported when the names are first used."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+    """Returns the functions ``__getattr__`` and ``__dir__`` for the package of this ``__name__``.
 
     The exports are the imports under ``if TYPE_CHECKING`` in its ``__init__.py``: type checkers and
-    readers see ordinary imports, and a program loads the modules of the names that it uses.
-
-    Args:
-        package: its ``__name__``.
+    readers see ordinary imports, and a program loads only the modules of the names that it uses.
     """
     module = sys.modules[package]
     modules: dict[str, str] = {}  # exported name -> module that defines it

@@ -1,10 +1,9 @@
-"""Linear layers whose weights are in oneDNN's own layout, on a CPU.
+"""Linear layers on a CPU whose weights are stored in oneDNN's own layout.
 
-PyTorch keeps a weight [N, E] in rows, and the libraries that it calls multiply 1 to 64 rows of
-activations by it more slowly than oneDNN by a packed one (``experiments.benchmarks.packed``). The
-operators here are those that torch's compiler uses for frozen weights.
+torch multiplies 1 to 64 rows more slowly by a plain weight [N, E] than oneDNN by a packed one
+(``experiments.benchmarks.packed``). torch's compiler uses the same operators for frozen weights.
 
-Shape letters: R rows, E inputs, N outputs.
+Shape letters: E inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ DTYPES: Mapping[torch.dtype, Callable[[], bool]] = {
     torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
     torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
 }
-"""Type of weights -> whether this CPU has instructions for it."""
+"""Maps each dtype of weights to a check whether this CPU has instructions for it."""
 
 _PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4
 _PAGE = 4096
 _MAPS = Path("/proc/self/maps")
 _LEAST_ROWS = {torch.bfloat16: 4}
-"""Fewer rows are padded: 4 took 0.7 to 0.9 times as long as 1 (AMD EPYC; in float32, 1.4 times)."""
+"""In bfloat16, 4 rows took 0.7 to 0.9 times as long as 1 (AMD EPYC), so passes are padded to 4."""
 
 _ROWS = 1  # for which oneDNN chooses the layout; it was as fast with 4, 16 and 64
 _packed: WeakTensorKeyDictionary = (
@@ -39,7 +38,6 @@ _packed: WeakTensorKeyDictionary = (
 
 
 def packed_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Returns why weights cannot be packed on ``device`` in ``dtype``; None if they can."""
     if torch.device(device).type != "cpu":
         return f"weights are packed for a CPU, and the models are on {device}"
     if not torch.backends.mkldnn.is_available():
@@ -51,10 +49,10 @@ def packed_problem(device: torch.device | str, dtype: torch.dtype) -> str | None
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a packed weight, which is not a parameter."""
+    """A linear layer whose packed weight is not a parameter."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Packs the layer's weight, or takes it as packed for another slice of the model."""
+        """Packs the weight, unless another slice of the model has packed the same tensor."""
         super().__init__()
         weight = linear.weight
         if weight not in _packed:
@@ -64,7 +62,7 @@ class PackedLinear(nn.Module):
         self._least = _LEAST_ROWS.get(weight.dtype, 0)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., E] -> [..., N]."""
+        """Maps [..., E] to [..., N]."""
         if hidden.numel() >= self._least * hidden.shape[-1]:
             return self._product(hidden)
         rows = hidden.flatten(0, -2)
@@ -80,13 +78,10 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: nn.Module) -> int:
-    """Replaces every linear layer of a runner's own copy; returns how many.
+    """Replaces all linear layers of a runner's own copy in place and returns their number.
 
-    The plain weights stay with the model that was copied. Where they are a mapped checkpoint, which
-    they are in its own type, Linux takes their memory back and reads them again if needed.
-
-    Raises:
-        UserError: for quantised weights.
+    The model that was copied keeps the plain weights; if they are mapped from a file, Linux frees
+    their memory and reads them again if needed.
     """
     found = [
         (child, parent, name)
@@ -100,7 +95,7 @@ def pack(model: nn.Module) -> int:
             " model.quantization=none or model.kernels=torch"
         )
     files = _mapped_files()
-    # The largest first: for a moment both its layouts take memory.
+    # The largest first: for a moment both of its layouts take memory.
     for child, parent, name in sorted(found, key=lambda item: -item[0].weight.numel()):
         linear = PackedLinear(child)
         _release(child.weight, files)
@@ -109,7 +104,7 @@ def pack(model: nn.Module) -> int:
 
 
 def _mapped_files() -> list[range]:
-    """Addresses of this process at which files are mapped; empty where that is not known."""
+    """Returns the address ranges at which files are mapped; empty on systems without /proc."""
     try:
         lines = _MAPS.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -124,10 +119,10 @@ def _mapped_files() -> list[range]:
 
 
 def _release(weight: Tensor, files: Sequence[range]) -> None:
-    """Returns the memory of a weight in a mapped file; that of others would be written to swap."""
+    """Asks Linux to free the memory of a weight in a mapped file; other memory would go to swap."""
     start, stop = weight.data_ptr(), weight.data_ptr() + weight.nbytes
     if any(start in file and stop <= file.stop for file in files):
         first = -(-start // _PAGE) * _PAGE
         size = max(0, stop // _PAGE * _PAGE - first)
-        # A hint: its failure costs memory only.
+        # madvise is a hint, so its result is ignored: failure costs memory only.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _PAGE_OUT)

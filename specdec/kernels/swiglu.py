@@ -1,7 +1,7 @@
-"""Fused SwiGLU in one launch (SwiftSpec 3.3): ``model.kernels=triton``.
+"""Fused SwiGLU in one launch (SwiftSpec 3.3), for ``model.kernels=triton``.
 
 Each thread block computes the same tile of both products, so that the input is read once and the
-gate stays on the chip.
+gate's output stays on the chip.
 
 Shape letters: R rows, E hidden size, F inner size.
 """
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from specdec.errors import UserError
 
 MAX_ROWS = 64
-"""Rows of a pass that the kernel takes; cuBLAS multiplies more rows in larger tiles."""
+"""The kernel runs passes of at most this many rows; cuBLAS is faster for more, with larger tiles.
+"""
 
 _MIN_DOT = 16  # smallest dimension of a product on tensor cores
 _BLOCK_OUT = 32
@@ -56,7 +57,7 @@ def _gated(  # type: ignore[no-untyped-def]
 
 
 def swiglu(hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(hidden gate^T) * (hidden up^T), [R, F], in float32, float16 or bfloat16.
+    """Computes silu(hidden gate^T) * (hidden up^T), [R, F], in float32, float16 or bfloat16.
 
     Args:
         hidden: [R, E], last dimension contiguous.
@@ -82,7 +83,7 @@ def swiglu(hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _SwiGLU(nn.Module):
-    """A layer's gated unit; passes of more than ``MAX_ROWS`` rows run through the original."""
+    """Replaces a gated MLP; passes of more than ``MAX_ROWS`` rows run through the original."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -97,12 +98,7 @@ class _SwiGLU(nn.Module):
 
 
 def use_swiglu(model: nn.Module) -> int:
-    """Replaces the gated units of a runner's own copy; returns how many.
-
-    Raises:
-        UserError: there are none, or one has another activation, biases, or weights that are
-            quantised or transposed.
-    """
+    """Replaces all gated MLPs of a runner's own copy in place and returns their number."""
     found = [
         (parent, name, child)
         for parent in model.modules()

@@ -11,25 +11,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 ONE_EXCHANGE_BYTES = 64 * 1024
-"""Tensors of at most this size are summed by one exchange; more ranks than two only."""
+"""With more than two ranks, larger tensors are summed in two exchanges instead of one."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class Collective:
-    """One rank of a group; subclasses implement the communication.
-
-    Attributes:
-        rank: rank within the group, from 0.
-        size: number of ranks.
-    """
+    """One rank of a tensor-parallel group; subclasses implement the communication."""
 
     def __init__(self, *, rank: int, size: int) -> None:
-        """Stores rank and size.
-
-        Raises:
-            ValueError: unless 0 <= rank < size.
-        """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not in a group of {size}")
         self.rank = rank
@@ -42,7 +32,7 @@ class Collective:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Disables communication inside the block: shapes are right, values are not."""
+        """Disables communication inside the block: shapes stay right, values do not."""
         self._paused = True
         try:
             yield
@@ -50,14 +40,14 @@ class Collective:
             self._paused = False
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over all ranks, in the type of ``tensor``.
+        """Returns the sum over all ranks, in the dtype of ``tensor``.
 
-        Parts are added in the order of ranks, so every rank gets the same bits, which depend
-        neither on an element's place in the tensor nor on the number of rows. They are sent in
-        their own type; sums of 16-bit parts are accumulated in float32 and rounded once.
+        Parts are added in rank order, so every rank gets the same bits, and an element's bits
+        depend neither on its index nor on the number of rows. Parts are sent in their own dtype;
+        sums of 16-bit parts are accumulated in float32 and rounded once.
 
-        Small tensors are sent whole to every rank (one exchange), large ones in slices that one
-        rank each adds up (two exchanges of 2 / size of the bytes). Both give the same bits.
+        Small tensors are sent whole to every rank (one exchange), large ones as slices, each summed
+        by one rank (two exchanges of 2 / size of the bytes). Both give the same bits.
         """
         if self._paused or self.size == 1:
             return tensor
@@ -76,7 +66,7 @@ class Collective:
         return torch.cat(list(parts), -1)  # einops would stack and copy once more
 
     def _gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Every rank's ``tensor``, in rank order; the caller does not change them."""
+        """Returns every rank's ``tensor`` in rank order; the caller must not change them."""
         raise NotImplementedError
 
     def _exchange(self, slices: Tensor) -> Tensor:
@@ -85,7 +75,6 @@ class Collective:
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Adds at least two tensors in their order."""
     first = parts[0]
     # torch.sum chooses the order of its terms by the tensor's shape, so its last bits vary.
     total = (first.float() if first.dtype in _HALF else first) + parts[1]

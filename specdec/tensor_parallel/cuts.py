@@ -1,4 +1,4 @@
-"""Shards of a weight: ranges along one dimension, each padded with zeros; shares of heads.
+"""One rank's share of a weight: ranges along one dimension, each padded with zeros.
 
 Shape letters: H query heads, G key/value heads, P ranks.
 """
@@ -22,25 +22,19 @@ class Piece:
     pad: int
 
     def times(self, unit: int) -> Piece:
-        """Returns the piece in units that are ``unit`` entries wide, such as heads."""
+        """Converts a piece counted in units (such as heads) of ``unit`` entries each to entries."""
         return Piece(self.start * unit, self.stop * unit, self.pad * unit)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One rank's share of a weight.
-
-    Attributes:
-        dim: the dimension that is cut, 0 or 1.
-        pieces: the share's pieces in order.
-    """
+    """One rank's share of a weight: ``pieces`` along dimension ``dim`` (0 or 1), in order."""
 
     dim: int
     pieces: tuple[Piece, ...]
 
     @property
     def size(self) -> int:
-        """Size of the share along ``dim``, including zeros."""
         return sum(p.stop - p.start + p.pad for p in self.pieces)
 
     def shape(self, full: Sequence[int]) -> tuple[int, ...]:
@@ -48,9 +42,8 @@ class Cut:
         return (*full[: self.dim], self.size, *full[self.dim + 1 :])
 
     def of(self, full: Any, dtype: torch.dtype) -> Tensor:
-        """Returns the share of a tensor, or of a slice of a safetensors file.
-
-        Of a file only the share is read. The result may be a view of ``full``.
+        """Returns the share of a tensor (possibly a view) or of a safetensors slice, reading only
+        that.
         """
         shape = tuple(full.get_shape() if hasattr(full, "get_shape") else full.shape)
         if len(self.pieces) == 1 and not self.pieces[0].pad:
@@ -72,9 +65,9 @@ class Cut:
 
 
 def even(total: int, *, rank: int, size: int, unit: int = 1) -> Piece:
-    """Splits ``total`` entries evenly; the shares of the last ranks are padded.
+    """Returns one rank's part of an even split; the parts of the last ranks are padded with zeros.
 
-    Shares consist of whole units of ``unit`` entries, of which ``total`` is a multiple.
+    Parts consist of whole units of ``unit`` entries, of which ``total`` is a multiple.
     """
     total //= unit
     width = -(-total // size)
@@ -88,8 +81,8 @@ class WholeGroups:
 
     Attributes:
         pieces: the extended share.
-        source: int64[extended size], index of each entry in the share before; the size of that
-            share for entries that were not in it.
+        source: int64[extended size], index of each entry in the original share; the size of that
+            share for entries that it lacks.
     """
 
     pieces: tuple[Piece, ...]
@@ -99,13 +92,8 @@ class WholeGroups:
 def whole_groups(pieces: Sequence[Piece], total: int, group_size: int) -> WholeGroups | None:
     """Extends a share to whole groups of ``group_size`` entries.
 
-    Args:
-        pieces: the share.
-        total: entries of the whole, a multiple of ``group_size``.
-        group_size: 0: no groups.
-
-    Returns:
-        None if the share already consists of whole groups and of groups of zeros.
+    ``total``, the entries of the whole weight, is a multiple of ``group_size``. Returns None if
+    there are no groups (0), or if the share consists of whole groups and groups of zeros already.
     """
     if not group_size:
         return None
@@ -128,7 +116,7 @@ def whole_groups(pieces: Sequence[Piece], total: int, group_size: int) -> WholeG
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """The heads of one rank.
+    """The attention heads of one rank; pieces are counted in heads.
 
     Groups (a key/value head and its query heads) are assigned in order, equally many per rank; the
     last ranks are padded with groups of zeros (SwiftSpec section 4), whose output projection is
@@ -138,10 +126,7 @@ class HeadSplit:
     with 3 key/value heads (without splitting 16, and two ranks with none); 11 regular ones would
     need 11 key/value heads.
 
-    Attributes:
-        query: pieces of the query heads, counted in heads.
-        key_value: pieces of the key/value heads, counted in heads.
-        group_size: query heads per key/value head on every rank.
+    ``group_size`` is the number of query heads per key/value head, equal on every rank.
     """
 
     query: tuple[Piece, ...]
@@ -150,18 +135,11 @@ class HeadSplit:
 
     @staticmethod
     def of(num_heads: int, num_kv_heads: int, *, rank: int, size: int) -> HeadSplit:
-        """Returns the heads of ``rank``.
-
-        Args:
-            num_heads: H, a multiple of G.
-            num_kv_heads: G.
-            rank: rank within the group.
-            size: P.
-        """
+        """Returns the heads of ``rank`` out of ``size``; H must be a multiple of G."""
         per_group = num_heads // num_kv_heads
 
         def num_held(parts: int) -> int:
-            """Query and key/value heads per rank, with so many parts per group."""
+            """Returns the query and key/value heads per rank, with ``parts`` parts per group."""
             return -(-num_kv_heads * parts // size) * (-(-per_group // parts) + 1)
 
         parts = min(range(1, per_group + 1), key=num_held)

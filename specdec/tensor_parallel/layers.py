@@ -1,4 +1,4 @@
-"""Sharded linear layers that replace transformers' own.
+"""Sharded linear layers that replace those of transformers.
 
 Shape letters: R rows, I inputs, O outputs, P ranks.
 """
@@ -22,10 +22,10 @@ _HOOKS = (
 
 
 class _Share(nn.Module):
-    """A share of a linear layer, whose cut parameters are on the meta device until assigned."""
+    """One rank's share of a linear layer; sharded parameters are meta tensors until assigned."""
 
     def __init__(self, module: Any, cuts: Mapping[str, Cut]) -> None:
-        """Takes the hooks of ``module``, and those of its parameters that ``cuts`` does not name.
+        """Copies the hooks of ``module`` and the parameters that ``cuts`` does not name.
 
         A weight of shape [I, O] (GPT-2's Conv1D) keeps that order.
         """
@@ -50,11 +50,11 @@ class ColumnLinear(_Share):
     """A share of a layer's outputs: [R, I] -> [R, share], or [R, O] if shares are gathered."""
 
     gathered: tuple[Collective, int] | None = None
-    """(group, O) if every rank needs all outputs. Shares are padded at the end of the last ranks,
-    so the first O outputs are the layer's."""
+    """(group, O) if every rank needs all outputs. Padding is at the end of the last ranks' shares,
+    so the first O gathered outputs are the layer's.
+    """
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the share's outputs, or all outputs if gathered."""
         output = self._product(hidden, self.bias)
         if self.gathered is None:
             return output
@@ -67,12 +67,11 @@ class RowLinear(_Share):
 
     group: Collective
     split: Piece | None = None
-    """The share of the inputs, if every rank receives all inputs; None: they are sharded."""
+    """The share of the inputs if every rank receives all of them; None if they arrive sharded."""
     source: Tensor | None
-    """int64[extended share], see ``WholeGroups``; None: the weight has the share's inputs."""
+    """int64[extended share], see ``WholeGroups``; None if no inputs were added to the share."""
 
     def __init__(self, module: Any, cuts: Mapping[str, Cut], source: Tensor | None = None) -> None:
-        """See ``_Share``; ``source`` is moved to the device of ``module``."""
         super().__init__(module, cuts)
         if source is not None and not module.weight.is_meta:
             source = source.to(module.weight.device)

@@ -1,9 +1,9 @@
-"""Sharding plans of model families: transformers' plans, and own plans for families without one.
+"""Sharding plans of model families: those of transformers, and our own for families without one.
 
 Styles have transformers' names: ``colwise`` (shards the outputs), ``rowwise`` (shards the inputs
-and sums), ``colwise_gather_output`` and ``rowwise_split_input`` (the same, with all activations on
-every rank in between), ``replicated...`` (not sharded). What a plan says of the input embeddings is
-not followed: they are replicated (``sharding``).
+and sums), ``colwise_gather_output`` and ``rowwise_split_input`` (the same, but every rank has all
+activations between the layers), ``replicated...`` (not sharded). A plan's entry for the input
+embeddings is ignored: they are replicated (``sharding``).
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ _OWN: Mapping[str, Mapping[str, str]] = {"gpt2": _GPT2, "gpt_bigcode": _GPT2, "o
 
 
 def planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields (path, module, style) of every linear layer to shard; the output head is last.
-
-    Raises:
-        UserError: for a family without a plan, or with an unsupported style.
-    """
+    """Yields (path, module, style) of every linear layer to shard; the output head is last."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings()
     embeddings = {name for name, m in model.base_model.named_modules() if m is embedding}

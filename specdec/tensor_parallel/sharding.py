@@ -1,8 +1,8 @@
-"""Sharding of a model: replaces the linear layers of transformers' modules by one rank's shares.
+"""Shards a model: replaces the linear layers of transformers' modules by one rank's shares.
 
-All other code is transformers', on smaller matrices; attention modules derive their number of
-heads from the projections' outputs. Embeddings are replicated, as in transformers' plans: a lookup
-is cheap, and a tied output head is a share of them.
+All other code is transformers', on smaller matrices; attention modules derive their number of heads
+from the projections' outputs. Embeddings are replicated, as in transformers' plans: a lookup is
+cheap, and a tied output head is a share of them.
 """
 
 from __future__ import annotations
@@ -27,21 +27,16 @@ def _no_groups(_: int) -> int:
 def shard_modules(
     model: PreTrainedModel, group: Collective, group_size: Callable[[int], int] = _no_groups
 ) -> dict[str, Cut]:
-    """Replaces a model's linear layers by shares, with weights on the meta device.
+    """Replaces a model's linear layers in place by shares with weights on the meta device.
 
     Args:
-        model: changed in place; other parameters are kept.
-        group: the rank's group.
-        group_size: number of inputs of a whole matrix -> size of its groups of inputs that no
-            share divides, because they have a common scale; 0: any input may be cut off. A share
-            of the heads that would divide a group gets the whole group, and zeros as the other
-            heads' activations.
+        group_size: maps the number of inputs of a whole matrix to the size of groups of inputs that
+            must not be divided, because they share a quantisation scale; 0 means that any split is
+            allowed. A share of heads that would divide a group gets the whole group, and zeros as
+            the activations of the other heads.
 
     Returns:
-        Parameter name -> share of the whole parameter that the caller must assign to it.
-
-    Raises:
-        UserError: for a family without a plan.
+        Parameter name -> share of the whole parameter, which the caller must assign to it.
     """
     cuts: dict[str, Cut] = {}
     for path, module, style in list(planned(model)):
