@@ -51,20 +51,15 @@ RUNTIME = {
     " (``specdec.executors.models.OverRanks``); None where everything runs in this process",
     "free_rank": "source: a clock rank that no device of the executor has; another one each time",
 }
-"""Objects that parts may request by name: the kinds of part that may, and what the object is.
+"""The kinds of part that may request an object by its name, and what the object is.
 
 Constructors of policies and sources request them as arguments, executors as arguments of ``build``.
-The order is: plan of the executor, policy, verifier, source, executor.
+The parts are made in this order: plan of the executor, policy, verifier, source, executor.
 """
 
 
 def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
-    """Builds and checks the parts of a configuration.
-
-    Args:
-        cfg: resolved plain configuration (``conf/config.yaml``) with the nodes source, policy,
-            verifier, executor and clock, and the key seed.
-        pair: target and draft.
+    """Builds and checks the parts of a resolved plain configuration (``conf/config.yaml``).
 
     Raises:
         UserError: an unknown key, a bad value, or parts that do not fit together.
@@ -80,15 +75,10 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
 def build_parts(
     cfg: Mapping[str, Any], bench: Workbench, *, verifier: Verifier | None = None
 ) -> Parts:
-    """Builds the strategy of a configuration on a workbench.
+    """Builds the parts of a configuration on a workbench.
 
-    Args:
-        cfg: the nodes source, policy, verifier and executor, optionally serving.
-        bench: models, clock and seed.
-        verifier: replaces that of ``cfg``.
-
-    Raises:
-        UserError: see ``compose``.
+    Clock and seed are those of the workbench, not of ``cfg``. A given ``verifier`` replaces the
+    configuration's.
     """
     pair, executor = bench.pair, plan_executor(cfg["executor"], bench.pair)
     plan = executor.plan
@@ -131,20 +121,15 @@ def build_parts(
 
 
 def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
-    """The plan of the executor that a configuration node names.
-
-    Raises:
-        UserError: a class that is no executor, or keys that do not fit.
-    """
     cls = locate(node["_target_"], "executor", Executor)
     keys = {key: value for key, value in node.items() if key != "_target_"}
     return planned(cls, pair, **keys)
 
 
 def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | None:
-    """Processes of a distributed executor; None for a single process.
+    """Returns the processes of a distributed executor, or None if everything runs in this process.
 
-    A simulated clock runs all ranks in one process.
+    A simulated clock runs all ranks in this process: it computes their times instead of measuring.
     """
     node = cfg["executor"]
     if node.get("transport") != "distributed" or clock.kind is ClockKind.SIMULATED:
@@ -154,10 +139,10 @@ def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | Non
             f"clock._target_={cfg['clock']['_target_']} has no method report, which ranks that are"
             " processes need: add it (specdec.clocks.WallClock)"
         )
-    from specdec.distributed.ranks import Ranks  # few runs need processes and their modules
+    from specdec.distributed.ranks import Ranks  # imported late: few runs need processes
 
     model = dict(cfg["model"])
-    if "dtype" in model:  # auto is decided once, not by each rank
+    if "dtype" in model:  # this process resolves auto once for all ranks
         model["dtype"] = pair.dtype or model["dtype"]
     return Ranks(
         model=model,

@@ -1,4 +1,8 @@
-"""The two phases of making an executor: its plan, then the object."""
+"""An executor is made in two phases.
+
+Its plan needs no weights and is checked against the other parts before models are loaded or
+processes started. The executor itself is built afterwards.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """An executor class with its plan.
-
-    Attributes:
-        cls: the class, a ``Executor``.
-        plan: the result of its ``plan``.
-    """
-
     cls: type[Executor]
     plan: ExecutorPlan
 
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
-        """Second phase.
+        """Builds the executor.
 
         Args:
-            needs: of source and verifier.
-            runtime: name -> factory of the object that ``build`` may request by that name.
+            needs: what source and verifier need from the executor.
+            runtime: factory of each object that ``build`` may request by name.
 
         Raises:
             UserError: ``build`` requests an object that does not exist.
@@ -53,16 +50,8 @@ class Planned:
 
 
 def planned(cls: type[Executor], pair: ModelPair, **keys: Any) -> Planned:
-    """First phase: the plan of an executor.
+    """Plans an executor; ``keys`` are its configuration keys.
 
-        executor = planned(PipelineExecutor, pair, stages=8)
-
-    Args:
-        cls: the executor's class, a ``Executor``.
-        pair: target and draft.
-        keys: configuration keys of the executor.
-
-    Raises:
-        UserError: keys that do not fit together or do not fit the models.
+    executor = planned(PipelineExecutor, pair, stages=8)
     """
     return Planned(cls, cls.plan(pair, **keys))

@@ -20,20 +20,20 @@ _SECTIONS = ("source", "policy", "verifier", "executor", "serving")
 def build(
     preset: str, bench: Workbench | None = None, *, verifier: Verifier | None = None, **keys: Any
 ) -> Parts:
-    """The parts of the strategy that ``strategy=NAME`` runs on the command line.
+    """Builds the strategy that ``strategy=NAME`` runs on the command line.
 
         parts = specdec.build("specpipe", width=4, stages=4)
         parts = specdec.build("speculative", Workbench(pair), verifier=RejectionVerifier())
 
     Args:
         preset: its name (``specdec list strategies``).
-        bench: models, clock and seed. Default: those of the configuration, the bundled pair on the
-            wall clock.
+        bench: models, clock and seed. Default: those of the configuration, which are the bundled
+            pair and the wall clock.
         verifier: replaces the preset's.
-        keys: values of the preset's parts by the names of their keys (``width`` for
-            ``policy.width``), or by whole names in ``**{"policy.width": 4}``; a group's name
-            chooses an option (``executor="pipeline"``). None keeps the preset's value. ``stages``
-            puts a preset of one device on a pipeline.
+        keys: values of the preset's keys, named shortly (``width`` for ``policy.width``) or in full
+            (``**{"policy.width": 4}``). The name of a group chooses one of its options
+            (``executor="pipeline"``). None leaves the preset's value. ``stages`` moves a preset of
+            one device to a pipeline.
 
     Raises:
         UserError: an unknown preset, key or option, a bad value, or parts that do not fit together.
@@ -52,7 +52,7 @@ def build(
 
 
 def _whole_name(key: str, config: Mapping[str, Any]) -> str:
-    """``width`` -> ``policy.width``, of the sections that a preset has."""
+    """Completes the name of a key by its section: ``width`` -> ``policy.width``."""
     if "." in key or key in _SECTIONS:
         return key
     sections = {name: config.get(name) or {} for name in _SECTIONS}
@@ -67,5 +67,5 @@ def _whole_name(key: str, config: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value in Hydra's grammar."""
+    """Writes a value in the grammar of Hydra's overrides."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,6 @@
 """Refuses parts that cannot work together, by ``UserError`` with the reason and the remedy.
 
-What only one policy or executor refuses, it refuses itself (``check``, ``check_clock``, ...).
+A rule that concerns only one policy or executor is in that class (``check``, ``check_clock``, ...).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from specdec.types import ExecutorPlan, Lossless
 
 
 def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
-    """Refuses a policy that does not fit the verifier or the clock."""
     name, judge = type(policy).__name__, type(verifier).__name__
     policy.check_clock(clock)
     if verifier.needs.draft_probs and policy.time_dependent:
@@ -30,7 +29,6 @@ def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
 def check_source(
     source: TokenSource, policy: TreePolicy, verifier: Verifier, target_vocab: int
 ) -> None:
-    """Refuses a source that does not fit the policy, the verifier or the target's vocabulary."""
     name, judge, needs = type(source).__name__, type(verifier).__name__, source.needs
     policy.check_source(source)
     if verifier.needs.draft_probs and not source.gives_probs:
@@ -58,7 +56,7 @@ def check_source(
 def check_executor(
     source: TokenSource, policy: TreePolicy, executor: ExecutorPlan | Executor
 ) -> None:
-    """Refuses a planned or built executor that does not deliver what the source needs."""
+    """Refuses an executor, or its plan, that does not deliver what the source needs."""
     name, needs = type(source).__name__, source.needs
     if needs.exits and (executor.latency == 1 or not policy.follows_exits):
         why = f"{type(policy).__name__} drafts before it submits, but a token's exit comes after"
@@ -68,7 +66,7 @@ def check_executor(
             f"{why}; use executor=early_exit, or executor=pipeline with at least 2 stages and"
             " policy=ppsd or policy=ppsd_tree"
         )
-    if isinstance(executor, ExecutorPlan):  # which does not state hidden states
+    if isinstance(executor, ExecutorPlan):  # a plan does not state its hidden states
         return
     early = {*needs.early_hidden} - {*executor.early_hidden}
     layers = sorted({missing.layer for missing in early | ({*needs.hidden} - {*executor.hidden})})

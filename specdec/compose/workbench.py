@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of one strategy, ready to run."""
+    """The parts of one strategy, ready to decode."""
 
     source: TokenSource
     policy: TreePolicy
@@ -55,7 +55,7 @@ class Parts:
     scheduler: MakeScheduler = FifoScheduler
 
     def new_state(self) -> DecodeState:
-        """An empty decoding state with the strategy's draws, clock and meter."""
+        """Returns an empty decoding state with the strategy's draws, clock and meter."""
         return DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
 
     def decode(
@@ -69,11 +69,8 @@ class Parts:
     ) -> Iterator[list[Commit]]:
         """Decodes ``requests`` and yields the commits of each step.
 
-        Every step runs in inference mode; the caller's code between steps does not.
-
-        Args:
-            state: see ``new_state``.
-            requests, batch_size, prefill_chunk, on_finish: see ``FifoScheduler``.
+        Every step runs in inference mode; the caller's code between steps does not. The arguments
+        after ``state`` are those of ``FifoScheduler``.
         """
         scheduler = self.scheduler(
             requests=requests,
@@ -111,9 +108,7 @@ def _in_inference_mode(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
 class Workbench:
     """Models, clock and seed that the parts of strategies share.
 
-    Attributes:
-        pair, clock, meter, draws: shared by all parts.
-        ranks: how to run processes; None: everything runs in this process.
+    Without ``ranks`` everything runs in this process.
     """
 
     def __init__(
@@ -129,10 +124,10 @@ class Workbench:
 
         Args:
             pair: target and draft.
-            seed: of all draws.
-            clock: the wall clock if omitted.
-            meter: counts model passes and the clock's waits; a new one if omitted.
-            ranks: processes of executors that are planned as distributed.
+            seed: seed of all draws.
+            clock: default: the wall clock.
+            meter: counts model passes and the clock's waits; default: a new one.
+            ranks: starts the processes of executors that are planned as distributed.
         """
         self.pair = pair
         self.meter = Meter() if meter is None else meter
@@ -142,14 +137,10 @@ class Workbench:
         self._front: ExitFront | None = None
 
     def runner(self, name: str, plan: ExecutorPlan | None = None) -> ModelRunner:
-        """Runner of the model of that name, for ``DraftModelSource``.
-
-        Args:
-            name: "draft" or "middle".
-            plan: see ``draft_runner``.
+        """Returns a runner of the "draft" or "middle" model, for ``DraftModelSource``.
 
         Raises:
-            UserError: there is no such model, or the clock's profile has no price for it.
+            UserError: there is no such model, or the clock's profile has no cost for it.
         """
         profile = self.clock.profile
         if name == "draft":
@@ -162,11 +153,11 @@ class Workbench:
         return self.pair.runner(name, self.meter)
 
     def draft_runner(self, plan: ExecutorPlan | None = None) -> ModelRunner:
-        """Runner of the draft model.
+        """Returns a runner of the draft model.
 
-        Args:
-            plan: if it places the draft on several ranks, and these are processes, they share the
-                draft. The executor of ``parts`` for this plan shuts them down.
+        If ``plan`` distributes the draft over several processes, they share it by tensor
+        parallelism. They are shut down with the executor that ``parts`` builds for this plan, or by
+        ``release``.
 
         Raises:
             RankFailure: a rank failed while loading.
@@ -178,19 +169,17 @@ class Workbench:
         return self.pair.runner("draft", self.meter)
 
     def source_pair(self) -> ModelPair:
-        """The pair for token sources.
+        """Returns the pair for token sources.
 
-        Where processes run the target, it loads target layers for sources alone, without the rest
-        of the target.
+        If other processes run the target, a source that needs target layers loads these alone, and
+        this process never holds the whole target.
         """
         return self.pair if self.ranks is None else self.pair.without_target()
 
     def exit_front(self, plan: FrontPlan, layers: Sequence[int]) -> ExitFront:
-        """The layers before the last exit with the exit heads, shared by source and executor.
+        """Returns the target's first layers with their exit heads, shared by source and executor.
 
-        Args:
-            plan: of ``EarlyExitExecutor``.
-            layers: number of layers before each exit.
+        ``layers`` has the number of layers before each exit. Only the first call builds.
         """
         if self._front is None:
             self._front = ExitFront.of(
@@ -217,9 +206,9 @@ class Workbench:
 
         Args:
             source, policy, verifier: the strategy.
-            executor: see ``planned``; the local executor where omitted.
-            stages: in place of ``executor``: number of stages of a pipeline, one device each; every
-                device is a process if the workbench has ``ranks``.
+            executor: see ``planned``; default: the local executor.
+            stages: in place of ``executor``: number of stages of a pipeline with one device each.
+                With ``ranks`` every device is a process.
             serving: how requests share the target; by default each step feeds all of them.
 
         Raises:
@@ -240,7 +229,7 @@ class Workbench:
         serving.budget(policy, plan.in_flight)
         refusals.check_choice(policy, verifier, self.clock)
         refusals.check_source(source, policy, verifier, self.pair.vocab_size)
-        if not isinstance(plan, FrontPlan):  # whose executor says itself what it lacks
+        if not isinstance(plan, FrontPlan):  # its executor says itself what it lacks
             refusals.check_executor(source, policy, plan)
         parts = Parts(
             source=source,
@@ -260,7 +249,7 @@ class Workbench:
         return parts
 
     def _runtime(self, serving: ServingRules) -> dict[str, Callable[[], Any]]:
-        """Objects that ``build`` of an executor may request; see ``RUNTIME``."""
+        """Returns factories of what an executor's ``build`` may request; see ``RUNTIME``."""
         blocks = serving.num_blocks, serving.block_tokens
         ranks, seed = self.ranks, self.draws.seed
         return {
