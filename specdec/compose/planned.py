@@ -1,8 +1,4 @@
-"""An executor is made in two phases.
-
-Its plan needs no weights and is checked against the other parts before models are loaded or
-processes started. The executor itself is built afterwards.
-"""
+"""An executor is planned before models are loaded or processes started, and built afterwards."""
 
 from __future__ import annotations
 
@@ -27,9 +23,7 @@ class Planned:
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
         """Builds the executor.
 
-        Args:
-            needs: what source and verifier need from the executor.
-            runtime: factory of each object that ``build`` may request by name.
+        ``runtime`` has a factory for each object that the class's ``build`` may request by name.
 
         Raises:
             UserError: ``build`` requests an object that does not exist.
@@ -50,8 +44,10 @@ class Planned:
 
 
 def planned(cls: type[Executor], pair: ModelPair, **keys: Any) -> Planned:
-    """Plans an executor; ``keys`` are its configuration keys.
+    """Plans an executor, for ``Workbench.parts``.
 
-    executor = planned(PipelineExecutor, pair, stages=8)
+        executor = planned(PipelineExecutor, pair, stages=8)
+
+    The keys are those of the executor's configuration.
     """
     return Planned(cls, cls.plan(pair, **keys))

@@ -67,5 +67,4 @@ def _whole_name(key: str, config: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Writes a value in the grammar of Hydra's overrides."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of one strategy, ready to decode."""
-
     source: TokenSource
     policy: TreePolicy
     verifier: Verifier
@@ -55,7 +53,6 @@ class Parts:
     scheduler: MakeScheduler = FifoScheduler
 
     def new_state(self) -> DecodeState:
-        """Returns an empty decoding state with the strategy's draws, clock and meter."""
         return DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
 
     def decode(
@@ -106,10 +103,7 @@ def _in_inference_mode(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
 
 
 class Workbench:
-    """Models, clock and seed that the parts of strategies share.
-
-    Without ``ranks`` everything runs in this process.
-    """
+    """Models, clock and seed that the parts of strategies share."""
 
     def __init__(
         self,
@@ -123,11 +117,11 @@ class Workbench:
         """Stores the shared objects; models are loaded on first use.
 
         Args:
-            pair: target and draft.
             seed: seed of all draws.
             clock: default: the wall clock.
             meter: counts model passes and the clock's waits; default: a new one.
-            ranks: starts the processes of executors that are planned as distributed.
+            ranks: starts the processes of distributed executors; None: everything runs in this
+                process.
         """
         self.pair = pair
         self.meter = Meter() if meter is None else meter
@@ -155,8 +149,8 @@ class Workbench:
     def draft_runner(self, plan: ExecutorPlan | None = None) -> ModelRunner:
         """Returns a runner of the draft model.
 
-        If ``plan`` distributes the draft over several processes, they share it by tensor
-        parallelism. They are shut down with the executor that ``parts`` builds for this plan, or by
+        If ``plan`` distributes the draft over several processes, these share it by tensor
+        parallelism and end with the executor that ``parts`` builds for this plan, or with
         ``release``.
 
         Raises:

@@ -1,13 +1,13 @@
 """Sessions in which an agent edits files of the standard library, turn by turn.
 
-Made from held-out modules (``data.stdlib``) without downloads and without a model: the edits are
-applied by rule, so each turn has a prompt and the text that a model that follows it would write. A
-session edits one piece of a module several times. In turns of kind ``rewrite`` the prompt holds the
-file as it is, and the whole new version is written. In turns of kind ``resume`` it does not: the
-agent works on in a new context, as after a summary or in a second attempt, and the file occurs in
-earlier turns only.
+They are made from held-out modules (``data.stdlib``) without downloads and without a model: rules
+apply the edits, so each turn has a prompt and the completion of a model that follows it. A session
+edits one piece of a module several times. In turns of kind ``rewrite`` the prompt contains the file
+and the completion is its whole new version. In turns of kind ``resume`` the prompt does not contain
+the file: the agent continues in a new context, as after a summary or in a second attempt, and the
+file occurs only in earlier turns.
 
-Everything is keyed by names (CRC-32), so it depends on the Python version and on nothing else.
+All choices are keyed by names (CRC-32), so the turns depend on nothing but the Python version.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from specdec.data.stdlib import is_held_out, python_files, read_source, stdlib_r
 from specdec.errors import UserError
 
 MIN_CHARS, MAX_CHARS = 700, 1500
-"""Size of an edited file, in characters."""
+"""Smallest and largest size of an edited file."""
 TURNS = 6
-"""Turns of a session."""
 KINDS = ("rewrite", "resume")
 """Values of ``data.subset``."""
 
@@ -39,7 +38,7 @@ class Turn:
 
     Attributes:
         index: position in the whole set, from 0.
-        place: "json/tool.py:main", and the turn.
+        place: piece of a module and number of the turn ("json/tool.py:main turn 1").
         kind: one of ``KINDS``.
         prompt: what the agent sends.
         completion: the new version of the file, as written by a model that follows the prompt.
@@ -56,46 +55,34 @@ class EditPrompts:
     """The prompts of ``edit_turns``, for real models (``data=edits``)."""
 
     def __init__(self, *, subset: str | None = None) -> None:
-        """Takes keys of its YAML.
-
-        Args:
-            subset: one kind of turn; None for all.
-
-        Raises:
-            UserError: an unknown kind.
-        """
+        """Selects one kind of turn, or all (None)."""
         self._turns = chosen_turns(subset, "data.subset")
 
     def prompts(self) -> Iterator[Prompt]:
-        """One prompt per turn, the turns of a session in order."""
+        """Yields one prompt per turn, the turns of a session in order."""
         for turn in self._turns:
             yield Prompt(turn.index, turn.prompt, f"edits/{turn.index}", turn.place)
 
     def provenance(self) -> dict[str, object]:
-        """Digest of all turns, which depend on Python's version."""
         return edits_provenance()
 
 
 def chosen_turns(kind: str | None, key: str) -> tuple[Turn, ...]:
-    """The turns of a kind; ``key`` names it in messages.
-
-    Raises:
-        UserError: an unknown kind.
-    """
+    """Returns the turns of a kind, or all (None); ``key`` is the configuration key, for messages."""
     if kind not in (None, *KINDS):
         raise UserError(f"{key}={kind!r} is unknown: choose one of {', '.join(KINDS)}, or null")
     return tuple(turn for turn in edit_turns() if kind in (None, turn.kind))
 
 
 def edits_provenance() -> dict[str, object]:
-    """CRC-32 of the turns' texts."""
+    """Returns the CRC-32 of the turns' texts, which differ between Python versions."""
     texts = "".join(turn.prompt + turn.completion for turn in edit_turns())
     return {"turns": len(edit_turns()), "crc32": zlib.crc32(texts.encode())}
 
 
 @functools.cache
 def edit_turns() -> tuple[Turn, ...]:
-    """All turns; sessions ordered by CRC-32 of their place."""
+    """Returns all turns; sessions are ordered by CRC-32, so that the first ones mix modules."""
     turns: list[Turn] = []
     for place, text in _files():
         session = list(_session(place, text))
@@ -108,7 +95,7 @@ def edit_turns() -> tuple[Turn, ...]:
 
 
 def _files() -> list[tuple[str, str]]:
-    """(place, text): neighbouring functions and classes of held-out modules."""
+    """Returns (place, source) of pieces of held-out modules."""
     files = []
     for relative, path in python_files(stdlib_root()):
         text = read_source(path) if is_held_out(relative) else None
@@ -118,7 +105,7 @@ def _files() -> list[tuple[str, str]]:
 
 
 def _pieces(text: str) -> Iterator[tuple[str, str]]:
-    """(name of the first definition, source) of runs of definitions of the wanted size."""
+    """Yields neighbouring definitions of about one file's size: (name of the first, source)."""
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -142,7 +129,7 @@ def _pieces(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _session(place: str, text: str) -> Iterator[tuple[str, str, str]]:
-    """(kind, prompt, completion) of each turn; ends early if no edit applies."""
+    """Yields (kind, prompt, completion) of each turn; ends early if no edit applies."""
     for number in range(TURNS):
         found = _edited(text, zlib.crc32(f"{place} {number}".encode()))
         if found is None:
@@ -156,7 +143,7 @@ def _session(place: str, text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _edited(text: str, key: int) -> tuple[str, str] | None:
-    """(instruction, new text) of the first edit, from a keyed place in their list, that applies."""
+    """Returns (instruction, new text) of the first edit that applies, starting at a keyed one."""
     for attempt in range(len(_EDITS)):
         edit = _EDITS[(key + attempt) % len(_EDITS)]
         found = edit(text, key // len(_EDITS))
@@ -174,7 +161,7 @@ def _parses(text: str) -> bool:
 
 
 def _rename(text: str, key: int) -> tuple[str, str] | None:
-    """Another name for a variable or an argument that occurs at least twice."""
+    """Renames a variable or an argument that occurs at least twice."""
     names: dict[str, int] = {}
     for node in ast.walk(ast.parse(text)):
         name = getattr(node, "id", getattr(node, "arg", None))
@@ -190,7 +177,7 @@ def _rename(text: str, key: int) -> tuple[str, str] | None:
 
 
 def _comment(text: str, key: int) -> tuple[str, str] | None:
-    """A comment before a statement."""
+    """Adds a comment before a statement."""
     lines = text.split("\n")
     starts = sorted({n.lineno for n in ast.walk(ast.parse(text)) if isinstance(n, _SIMPLE)})
     if not starts:
@@ -204,7 +191,7 @@ def _comment(text: str, key: int) -> tuple[str, str] | None:
 
 
 def _guard(text: str, key: int) -> tuple[str, str] | None:
-    """A check of the first argument at the start of a function."""
+    """Adds a check of the first argument at the start of a function."""
     functions = [
         node
         for node in ast.walk(ast.parse(text))

@@ -15,21 +15,14 @@ from specdec.errors import UserError
 from specdec.files import parse_json
 
 DATA_VARIABLE = "SPECDEC_DATA"
-"""Environment variable with the path of the data folder."""
 
 _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 
 
 def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
-    """The folder of data sets.
+    """Returns the folder of data sets, ``data_dir`` or that of SPECDEC_DATA.
 
-    Args:
-        data_dir: the folder; None for SPECDEC_DATA.
-        name: the data set, for messages.
-        places: paths of its files inside the folder, for messages.
-
-    Raises:
-        UserError: SPECDEC_DATA is not set, or the folder does not exist.
+    The messages of its errors state the data set's ``name`` and the ``places`` of its files.
     """
     value = str(data_dir) if data_dir is not None else os.environ.get(DATA_VARIABLE, "")
     folder = Path(value).expanduser()
@@ -43,7 +36,7 @@ def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """The path of a file, with or without .gz on disk, or of a folder, which ends in "/"."""
+    """Finds a file, with or without .gz on disk, or a folder, whose name ends in "/"."""
     if name.endswith("/"):
         return folder / name if (folder / name).is_dir() else None
     return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
@@ -51,11 +44,7 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 @contextmanager
 def open_text(path: Path, form: str = "text") -> Iterator[IO[str]]:
-    """Opens UTF-8 text, gzip or plain as its first bytes show.
-
-    Raises:
-        UserError: it cannot be read or is not UTF-8; ``form`` names what it must be.
-    """
+    """Opens UTF-8 text, gzip or plain as its first bytes show; ``form`` is for messages."""
     try:
         with path.open("rb") as stream:
             compressed = stream.read(2) == b"\x1f\x8b"
@@ -72,17 +61,11 @@ def open_text(path: Path, form: str = "text") -> Iterator[IO[str]]:
 
 
 def read_text(path: Path) -> str:
-    """The whole file; errors as ``open_text``."""
     with open_text(path) as stream:
         return stream.read()
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file.
-
-    Raises:
-        UserError: it cannot be read or is not JSON.
-    """
     try:
         return parse_json(read_text(path))
     except UserError:
@@ -94,7 +77,6 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises as ``read_json``, also for a value that is no object."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{str(path)!r} is not a JSON object; correct the file or copy it again")
@@ -102,11 +84,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) of a JSON-lines file, without blank lines.
-
-    Raises:
-        UserError: a line is not a JSON object, or the file cannot be read.
-    """
+    """Yields (line number from 1, object) of a JSON-lines file, without blank lines."""
     with open_text(path, "JSON lines") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -127,10 +105,9 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> str:
-    """The text of a record's field.
+    """Returns the text of a record's field.
 
     Args:
-        record: the record.
         field: key; dots descend into mappings and lists ("turns.0").
         where: place of the record, for messages ("p.jsonl line 3").
         hint: remedy for a missing field ("choose one with data.field").
@@ -162,18 +139,15 @@ def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> 
 
 
 def fill(template: str, record: dict[str, Any], *, where: str, hint: str) -> str:
-    """A template with every ``{field}`` replaced by that field of the record.
+    """Replaces every ``{field}`` of a template by that field of the record.
 
-    Braces in the inserted text are kept.
-
-    Raises:
-        UserError: see ``text_field``.
+    Braces in the inserted text remain as they are. Errors are those of ``text_field``.
     """
     return _FIELD.sub(lambda m: text_field(record, m[1], where=where, hint=hint), template)
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, or of a folder's files in the order of their names."""
+    """Hashes a file, or a folder's files in the order of their names."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         digest.update(file.read_bytes())

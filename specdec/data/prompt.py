@@ -1,5 +1,3 @@
-"""A prompt, its tokens, and the base class of readers of prompts."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -25,12 +23,12 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        id: index in the data set, independent of limit, order and subset; keys its randomness. In
-            ``mixed``: 1,000,000 times the set's number plus the index in that set.
-        text: the prompt for a base model: the text inside the set's template.
+        id: index in the data set, independent of limit, order and subset; random draws are keyed by
+            it. In ``mixed``: 1,000,000 times the set's number plus the index in that set.
+        text: the prompt for a base model, within the set's template.
         name: short and unique in the data set ("humaneval/17").
         source: origin of the text ("json/decoder.py:JSONDecoder.decode", "line 3").
-        message: the user message for a model with a chat template; empty: ``text``.
+        message: the user message for a model with a chat template; if empty, ``text`` is used.
         later: (text, message) of each further turn of a dialogue.
         question_id, category: as in the set's file; None and empty without them.
     """
@@ -54,14 +52,14 @@ class DataReader(ABC):
 
     @abstractmethod
     def prompts(self) -> Iterable[Prompt]:
-        """Prompts in the data set's order, with different ids.
+        """Returns prompts with different ids, in the data set's order.
 
-        Called once before a run, for the first prompt only, and once in the run. Should raise
-        ``UserError`` for a missing file or an unreadable record.
+        It is called once before a run, for the first prompt only, and once in the run. It should
+        raise ``UserError`` for a missing file or an unreadable record.
         """
 
     def provenance(self) -> dict[str, Any]:
-        """Plain JSON facts for ``provenance.json``, such as a SHA-256."""
+        """Returns facts for ``provenance.json`` as plain JSON values, such as a SHA-256."""
         return {}
 
 
@@ -76,17 +74,12 @@ def prompt_tokens(
     chat: str = "auto",
     answers: Sequence[str] = (),
 ) -> npt.NDArray[np.int64]:
-    """A prompt's tokens, or those of a later turn of a dialogue.
+    """Tokenizes a prompt, or a later turn of its dialogue, as int64[T].
 
     Args:
-        prompt: the prompt.
-        tokenizer: the target's.
-        chat: "auto" applies the tokenizer's chat template to the message where it has one, "never"
+        chat: "auto" applies the tokenizer's chat template to the message if it has one, "never"
             uses the text, "always" refuses a tokenizer without a template.
-        answers: to the first turns; the next one is asked after them.
-
-    Returns:
-        int64[T].
+        answers: answers to the first turns; the prompt is the turn after them.
 
     Raises:
         UserError: "always" without a template, or a template that raises.
@@ -114,7 +107,6 @@ def prompt_tokens(
 
 
 def _messages(questions: Sequence[str], answers: Sequence[str]) -> list[dict[str, str]]:
-    """A dialogue that ends with a question."""
     messages = []
     for question, answer in zip_longest(questions, answers):
         messages.append({"role": "user", "content": question})
@@ -124,7 +116,6 @@ def _messages(questions: Sequence[str], answers: Sequence[str]) -> list[dict[str
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> npt.NDArray[np.int64]:
-    """Token ids of a text."""
     return np.asarray(tokenizer(text, **options)["input_ids"], np.int64)
 
 
@@ -144,7 +135,6 @@ def fit_prompt(
 
     Raises:
         UserError: the prompt is too long under "error" or has no tokens, or ``max_len`` is below 1.
-        ValueError: unknown ``truncation``.
     """
     if truncation not in ("left", "error"):
         raise ValueError(f"truncation={truncation!r} is unknown: use 'left' or 'error'")

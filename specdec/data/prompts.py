@@ -33,7 +33,7 @@ def load_prompts(
 
     Args:
         request: the data set; None for ``Request(**keys)``.
-        tokenizer: refuses prompts without tokens; None checks nothing.
+        tokenizer: if given, a prompt without tokens is refused.
         keys: attributes of ``Request``, such as ``name="humaneval", limit=8``.
 
     Raises:
@@ -57,10 +57,7 @@ def load_prompts(
 def check_data(request: Request) -> None:
     """Checks within milliseconds that the data set's file exists, by reading its first prompt.
 
-    ``load_prompts`` reports bad records after the first.
-
-    Raises:
-        UserError: as ``load_prompts``.
+    Bad records after the first are found by ``load_prompts``, whose errors it raises.
     """
     check_request(request)
     if request.origin == "hub":
@@ -71,7 +68,7 @@ def check_data(request: Request) -> None:
 
 
 def _prompts(request: Request) -> Iterator[Prompt]:
-    """The prompts in the requested order, without the limit."""
+    """Returns the prompts in the requested order, without the limit."""
     if request.name == "mixed" and request.reader is None:
         return _mixed(request)
     if request.sample_seed is None:
@@ -104,7 +101,7 @@ def _in_order(request: Request) -> Iterable[Prompt]:
 
 
 def _hub_records(name: str, hub: Hub) -> Iterator[DataRecord]:
-    """Records of a set's copy on the Hugging Face hub, cached by the library ``datasets``."""
+    """Reads a set's copy on the Hugging Face hub, cached by the library ``datasets``."""
     from datasets import load_dataset
 
     try:
@@ -156,7 +153,7 @@ def _of_records(
 def _later(
     template: str, message: str, record: DataRecord, hint: str
 ) -> tuple[tuple[str, str], ...]:
-    """Further turns of a record, for templates of the first: those with ``{turns.0}``."""
+    """Returns further turns of a dialogue, for templates that contain ``{turns.0}``."""
     turns = record.fields.get("turns")
     if _FIRST_TURN not in template or not isinstance(turns, list):
         return ()
@@ -175,7 +172,7 @@ def _later(
 
 
 def _mixed(request: Request) -> Iterator[Prompt]:
-    """One prompt of each set in turn, until all sets are exhausted."""
+    """Takes one prompt of each set in turn, until all sets are exhausted."""
     names = request.sets or ["stdlib", *(each for each in MIXED if holds(each, request.data_dir))]
 
     def prompts_of(name: str) -> Iterator[Prompt]:

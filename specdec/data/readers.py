@@ -1,8 +1,8 @@
 """Readers of file formats.
 
 A reader takes a path and a subset and yields ``DataRecord``s in the order of the set. Records of
-other subsets are skipped but counted, so that an index, which keys randomness, does not depend on
-``data.subset``. Functions without subsets ignore it.
+other subsets are skipped but counted: random draws are keyed by the index, which therefore must not
+depend on ``data.subset``. Formats without subsets ignore it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,14 @@ class DataRecord:
 
 
 Reader = Callable[[Path, str | None], Iterator[DataRecord]]
-"""(path, subset) -> records."""
 
 
 def json_lines(path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """One JSON object per line."""
     for index, (number, fields) in enumerate(read_records(path)):
         yield DataRecord(index, f"{path.name} line {number}", fields)
 
 
 def json_array(path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """A JSON array of objects."""
     loaded = read_json(path)
     if not isinstance(loaded, list):
         raise UserError(f"{str(path)!r} must be one JSON array, but is a {type(loaded).__name__}")
@@ -57,13 +54,13 @@ def json_array(path: Path, _subset: str | None) -> Iterator[DataRecord]:
 
 
 def text_lines(path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """One text per line, in the field ``text``."""
+    """Yields each line as the field ``text``."""
     for index, line in enumerate(read_text(path).splitlines()):
         yield DataRecord(index, f"{path.name} line {index + 1}", {"text": line})
 
 
 def paragraphs(path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """Paragraphs, separated by blank lines, in the field ``text``."""
+    """Yields each paragraph, separated by blank lines, as the field ``text``."""
     numbered = enumerate(read_text(path).splitlines(), start=1)
     blocks = groupby(numbered, lambda line: bool(line[1].strip()))
     texts = (list(lines) for is_text, lines in blocks if is_text)
@@ -73,24 +70,20 @@ def paragraphs(path: Path, _subset: str | None) -> Iterator[DataRecord]:
 
 
 def standard_library(_path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """Function heads of the running Python's standard library, in the field ``text``."""
+    """Yields function heads of the running Python's standard library as the field ``text``."""
     for index, head in enumerate(function_heads()):
         yield DataRecord(index, head.place, {"text": head.text})
 
 
 def instructions(path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """Alpaca's array: ``text`` is the instruction, followed by its input if it has one."""
+    """Reads Alpaca's array; ``text`` is the instruction, followed by its input if it has one."""
     for record in json_array(path, None):
         parts = [str(record.fields.get(key) or "") for key in ("instruction", "input")]
         yield DataRecord(record.index, record.where, {"text": "\n\n".join(p for p in parts if p)})
 
 
 def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
-    """JSON lines whose ``category`` determines their subset.
-
-    Args:
-        groups: subset -> its categories.
-    """
+    """Makes a reader of JSON lines; ``groups`` maps a subset to the values of its ``category``."""
 
     def read(path: Path, subset: str | None) -> Iterator[DataRecord]:
         categories = None if subset is None else groups[subset]
@@ -102,7 +95,7 @@ def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
 
 
 def multiple_choice(path: Path, subset: str | None) -> Iterator[DataRecord]:
-    """MMLU's folder: a CSV per subject without header, with question, four choices, answer."""
+    """Reads MMLU's folder: a CSV per subject without header, of question, four choices, answer."""
     index = 0
     for subject, file in _subjects(path, subset):
         with open_text(file) as stream:
@@ -130,10 +123,9 @@ def _subjects(folder: Path, subset: str | None) -> list[tuple[str, Path]]:
 
 
 def books(titles: dict[str, str]) -> Reader:
-    """A folder with one Project Gutenberg text per book, without its header and footer.
+    """Makes a reader of a folder of Project Gutenberg texts, without their headers and footers.
 
-    Args:
-        titles: file name without suffix -> title, in the order of the set.
+    ``titles`` maps file names without suffix to titles, in the order of the set.
     """
 
     def read(folder: Path, subset: str | None) -> Iterator[DataRecord]:

@@ -1,4 +1,4 @@
-"""The prompts of a run: the keys of ``data=``, checked without reading a file; provenance."""
+"""The prompts of a run: the keys of ``data=``, checked without reading a file, and provenance."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ class DataOptions:
         sets: sets of ``mixed``, in turn; None for those in the data folder.
         origin: "local", or "hub" for the copy on the Hugging Face hub.
         sample_seed: shuffles the data set before the limit applies (in ``mixed`` each set by
-            itself); None keeps its order. Ids do not change. Independent of the seed of decoding.
+            itself), without changing ids; None does not shuffle. Independent of the seed of
+            decoding.
         chat: see ``prompt_tokens``.
-        max_prompt_tokens: largest number of tokens of a prompt; None for what the model takes.
+        max_prompt_tokens: largest number of tokens of a prompt; None for the model's limit.
         truncation: see ``fit_prompt``.
         turns: "first", or "all" turns of dialogues, each after the model's own answers.
     """
@@ -84,11 +85,7 @@ class Request(DataOptions):
 
     @staticmethod
     def of(**section: Any) -> Request:
-        """The request that a configuration's section ``data`` describes.
-
-        Raises:
-            UserError: a reader's class cannot be imported or refuses its arguments.
-        """
+        """Builds the request of a configuration's section ``data``."""
         if "_target_" not in section:
             return Request(**section)
         kept = {key: section[key] for key in _OF_RUN if key in section}
@@ -96,10 +93,10 @@ class Request(DataOptions):
 
 
 def _build_reader(data: Mapping[str, Any]) -> DataReader:
-    """The reader of a section with ``_target_``, given the keys that its constructor names.
+    """Builds the reader of a section with ``_target_`` from the keys that its constructor names.
 
     Raises:
-        UserError: see ``Request.of``; a key is set that the constructor does not name.
+        UserError: a key is set that the constructor does not name.
     """
     names = inspect.signature(locate(data["_target_"], "data")).parameters
     for key in signature_of(DataOptions).plain:
@@ -113,7 +110,7 @@ def _build_reader(data: Mapping[str, Any]) -> DataReader:
 
 
 def section_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data_provenance`` of a configuration's section ``data``, or its reader's ``provenance``."""
+    """Returns ``data_provenance`` of a section ``data``, or the facts of its own reader."""
     if "_target_" in data:
         return {"data": data["name"], **_build_reader(data).provenance()}
     chosen = {key: data.get(key) for key in ("sets", "subset")}
@@ -128,15 +125,12 @@ def data_provenance(
     origin: str = "local",
     data_dir: str | Path | None = None,
 ) -> dict[str, object]:
-    """Facts needed to build the same prompts again.
-
-    Args:
-        name, sets, subset, origin, data_dir: see ``Request``.
+    """Returns what is needed to build the same prompts again; see ``Request`` for the arguments.
 
     Returns:
         ``data``, ``templates`` (set -> place -> text), ``templates_sha256``, ``files`` (set -> file
         and its SHA-256, of files in the folder), and for prompts from the standard library
-        ``python`` (prompts differ between versions).
+        ``python``, because its version determines them.
     """
     require_known(name)
     names = [name] if name != "mixed" else list(sets or ("stdlib", *MIXED))
@@ -155,7 +149,7 @@ def data_provenance(
 
 
 def _templates_of(name: str) -> dict[str, dict[str, str]]:
-    """Templates of a data set by place: for base models and for chat models."""
+    """Returns place -> template for base models and message for chat models."""
     if name in OWN:
         return {"": {"template": "{text}", "message": "{text}"}}
     entry = STDLIB if name == "stdlib" else SETS[name]
@@ -166,11 +160,7 @@ def _templates_of(name: str) -> dict[str, dict[str, str]]:
 
 
 def check_request(request: Request) -> None:
-    """Checks the keys and their values.
-
-    Raises:
-        UserError: a key that does not apply to the data set, or an unusable value.
-    """
+    """Refuses unusable values, and keys that do not apply to the data set."""
     if request.reader is None:
         require_known(request.name)
     values = {"limit": request.limit, "origin": request.origin, "turns": request.turns}

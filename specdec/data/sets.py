@@ -29,14 +29,11 @@ from specdec.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetFile:
-    """A possible place of a set's records.
+    """One file or folder that may contain a set's records.
 
     Attributes:
         file: path relative to the data folder, with or without .gz; ends in "/" for a folder.
             ``{subset}`` is replaced by the subset.
-        template: prompt of a base model.
-        message: user message of a chat model.
-        read: reader of the file's format.
     """
 
     file: str
@@ -47,12 +44,7 @@ class SetFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """A set's copy on the Hugging Face hub.
-
-    Attributes:
-        repo, config, split: arguments of ``datasets.load_dataset``.
-        template, message: as in ``SetFile``, with the hub's field names.
-    """
+    """A set's copy on the Hugging Face hub: arguments of ``datasets.load_dataset``, templates."""
 
     repo: str
     config: str | None = None
@@ -63,10 +55,10 @@ class Hub:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """A data set.
+    """A benchmark: where its records are, and its parts.
 
     Attributes:
-        places: copies in the data folder, in the order of preference.
+        places: possible files in the data folder, in the order of preference.
         hub: copy on the hub that loads without remote code, if there is one.
         subsets: values of ``data.subset``; None without subsets, () where the files name them.
     """
@@ -83,8 +75,6 @@ class DataSet:
 
 
 class Texts(TypedDict):
-    """The two templates of a record."""
-
     template: str
     message: str
 
@@ -92,12 +82,11 @@ class Texts(TypedDict):
 def _places(
     *files: str, read: Reader = json_lines, template: str, message: str
 ) -> tuple[SetFile, ...]:
-    """Places with the same format and templates."""
     return tuple(SetFile(file=f, template=template, message=message, read=read) for f in files)
 
 
 def _texts(template: str, message: str) -> Callable[[str], Texts]:
-    """Templates with FIELD in place of the record's field."""
+    """Returns a function that replaces FIELD in two templates by the name of a field."""
     return lambda field: {
         "template": template.replace("FIELD", field),
         "message": message.replace("FIELD", field),
@@ -121,7 +110,7 @@ def _choices(a: str, b: str, c: str, d: str) -> Texts:
 
 
 def _reasoning(file: str) -> DataSet:
-    """A set of DeepSpec's ``eval_datasets``, whose prompts say how to answer."""
+    """Describes a set of DeepSpec's ``eval_datasets``, whose prompts say how to answer."""
     files = f"deepspec_eval/{file}.jsonl", f"{file}.jsonl"
     return DataSet(places=_places(*files, **_open_question("turns.0")))
 
@@ -301,11 +290,6 @@ DATASETS: tuple[str, ...] = ("stdlib", *SETS, "mixed", *OWN)
 
 
 def require_known(name: str) -> None:
-    """Checks a data set's name.
-
-    Raises:
-        UserError: unknown; the message suggests the nearest name.
-    """
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -315,11 +299,10 @@ def require_known(name: str) -> None:
 def place_of(
     name: str, *, subset: str | None = None, data_dir: str | Path | None = None
 ) -> tuple[SetFile, Path]:
-    """The place of one of ``SETS``, and its path on this machine.
+    """Finds the first existing file of a set, as its description and its path.
 
     Args:
-        name: of the set.
-        subset: the requested subset; None for none (the first, where each subset is a file).
+        subset: None where no subset is requested; then the first, if each subset is a file.
         data_dir: folder of data sets; None for SPECDEC_DATA.
 
     Raises:
@@ -341,7 +324,6 @@ def place_of(
 
 
 def holds(name: str, data_dir: str | Path | None) -> bool:
-    """Whether the data folder has one of ``SETS``."""
     try:
         place_of(name, data_dir=data_dir)
     except UserError:

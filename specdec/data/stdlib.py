@@ -1,6 +1,6 @@
 """Prompts from held-out modules of the running Python's standard library.
 
-Available on every machine: a function's imports, signature and docstring, without the body, from
+They exist on every machine: a function's imports, signature and docstring, without the body, from
 modules that training never reads (``train.corpus``).
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_CHARS, MAX_CHARS = 200, 600
-"""Shortest and longest prompt, in characters."""
+"""Shortest and longest prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class FunctionHead:
 
 @functools.cache
 def function_heads() -> tuple[FunctionHead, ...]:
-    """All heads of the held-out modules, ordered by CRC-32 of their place.
+    """Returns the heads of all held-out modules, ordered by CRC-32 of their place.
 
-    The first few therefore come from many modules, and the order depends on names only.
+    The first few therefore come from many modules, and the order depends only on names.
     """
     heads: dict[str, FunctionHead] = {}
     for relative, path in python_files(stdlib_root()):
@@ -53,9 +53,7 @@ def function_heads() -> tuple[FunctionHead, ...]:
 def heads_of(text: str, relative: str) -> Iterator[FunctionHead]:
     """Yields the heads in one module's source, none if it does not parse.
 
-    Args:
-        text: the module's source.
-        relative: its path relative to the standard library, for ``place``.
+    ``relative`` is the module's path relative to the standard library.
     """
     try:
         module = ast.parse(text)
@@ -94,7 +92,7 @@ def _head(
 
 
 def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
-    """A module's import statements, of at most six names each, whose names a function uses."""
+    """Returns the import statements, of at most six names each, that a function uses."""
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     used = []
     for node in module.body:
@@ -124,16 +122,12 @@ def is_held_out(relative_path: str) -> bool:
 
     True if CRC-32 of the path, relative to the standard library's folder and with forward slashes,
     is a multiple of HELD_OUT_MODULUS.
-
-    Args:
-        relative_path: for example "json/decoder.py"; backslashes count as slashes.
     """
     name = relative_path.replace("\\", "/").lstrip("/")
     return zlib.crc32(name.encode("utf-8")) % HELD_OUT_MODULUS == 0
 
 
 def stdlib_root() -> Path:
-    """Folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -149,7 +143,7 @@ def python_files(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def read_source(path: Path) -> str | None:
-    """Text of a Python file with normalized newlines and tabs; None if it is not UTF-8."""
+    """Reads a Python file with normalized newlines and tabs; None if it is not UTF-8."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (UnicodeDecodeError, OSError):

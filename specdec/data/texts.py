@@ -21,11 +21,7 @@ Turn = tuple[str, str] | tuple[IntArray, IntArray]
 
 
 def read_turns(path: Path) -> Iterator[tuple[str, dict[str, Any], Turn]]:
-    """Yields (name of the line for messages, its object, its turn) of a JSON lines file.
-
-    Raises:
-        UserError: the file cannot be read, or a line has no turn.
-    """
+    """Yields (name of the line for messages, its object, its turn) of a JSON lines file."""
     for number, entry in read_records(path):
         where = f"{path} line {number}"
         if all(key in entry for key in _IDS):
@@ -38,15 +34,14 @@ def read_turns(path: Path) -> Iterator[tuple[str, dict[str, Any], Turn]]:
 
 
 def tokenized(turn: Turn, tokenizer: Callable[[], Any], where: str) -> tuple[IntArray, IntArray]:
-    """int64[T] each: prompt and completion of a turn.
+    """Returns prompt and completion of a turn as int64[T] each.
 
     Args:
-        turn: as text or as token ids.
-        tokenizer: loads the tokenizer of transformers for text.
+        tokenizer: loads the tokenizer of transformers; called only for text.
         where: name of the turn for messages.
 
     Raises:
-        UserError: a part without tokens.
+        UserError: prompt or completion has no tokens.
     """
     prompt, output = turn
     if isinstance(prompt, str):
