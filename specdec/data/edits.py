@@ -68,7 +68,7 @@ class EditPrompts:
 
 
 def chosen_turns(kind: str | None, key: str) -> tuple[Turn, ...]:
-    """Returns the turns of a kind, or all (None); ``key`` is the configuration key, for messages."""
+    """Returns the turns of a kind, or all (None); messages mention the configuration ``key``."""
     if kind not in (None, *KINDS):
         raise UserError(f"{key}={kind!r} is unknown: choose one of {', '.join(KINDS)}, or null")
     return tuple(turn for turn in edit_turns() if kind in (None, turn.kind))
