@@ -1,4 +1,7 @@
-"""One row of a comparison: medians over repeats, ratios to ``ar``, parity."""
+"""Builds one row of a comparison: medians over repeats, ratios to ``ar``, equality of tokens.
+
+``ar`` is plain decoding. Shape letters: P prompts that both strategies have finished.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,19 @@ def comparison_row(
     claims: str = "token",
     disturbed: Sequence[Collection[int]] = (),
 ) -> dict[str, Any]:
-    """One row of ``comparison.json``.
+    """Returns one row of ``comparison.json`` from the repeats of a strategy.
 
-    Contains every metric of ``summarise`` (medians over the repeats), ``<name>_range`` = [minimum,
-    maximum] of the main times, ``repeats``, and what docs/metrics.md names against plain decoding.
+    The row has every metric of ``summarise`` (medians over repeats), ``<name>_range`` = [minimum,
+    maximum] of the main times, ``repeats``, and the ratios to ``ar`` that docs/metrics.md names.
 
     Args:
-        strategy, runs: its name, and one run per repeat.
-        ar_runs: plain decoding's runs of the same prompts, by repeat; None if there are none.
+        ar_runs: runs of ``ar`` on the same prompts, by repeat; None if there are none.
         claims: what the verifier promises (``types.Lossless``); tokens are compared only under
             "token".
         disturbed: see ``paired_figures``.
 
     Raises:
-        ValueError: no runs, or another number of repeats than ``ar`` has.
+        ValueError: there are no runs, or ``ar`` has another number of repeats.
     """
     if not runs:
         raise ValueError(f"{strategy}: no finished repeat to report")
@@ -63,11 +65,11 @@ def comparison_row(
 
 
 def theoretical_speedup(run: Run, ar: Run) -> float | None:
-    """Speed-up over plain decoding predicted by the run's own counts, on any clock and executor.
+    """Predicts the speed-up over ``ar`` from the run's own counts, on any clock and executor.
 
-    With t the seconds per token of ``ar`` and L the executor's latency, a run takes turns t / L +
-    drafting seconds; docs/metrics.md explains this law. None if ``ar`` has no speed,
-    or an executor no latency.
+    With t the seconds per token of ``ar`` and L the executor's latency, a run takes turns * t / L
+    seconds plus its drafting time (docs/metrics.md). Returns None if ``ar`` has no speed or an
+    executor has no latency.
     """
     ar_speed, totals = decode_speed(ar.results), run.totals
     if not (totals.latency and ar.totals.latency):
@@ -82,7 +84,7 @@ def theoretical_speedup(run: Run, ar: Run) -> float | None:
 
 
 def _turns(totals: RunTotals) -> int:
-    """Decoding turns of the loop: passes, or steps of a pipeline without those of prompts."""
+    """Counts the loop's decoding turns: target passes, or pipeline steps other than prefill."""
     if totals.latency == 1:
         return totals.target_passes
     return totals.steps - totals.prefill_passes
@@ -95,10 +97,10 @@ def speed_ratio_interval(
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """95 % bootstrap interval of the ratio of decode speeds; prompts are resampled in pairs.
+    """Returns the 95 % bootstrap interval of the ratio of decode speeds.
 
-    Repeats of a prompt are pooled first. None with fewer than two common prompts or no times.
-    Prompts that only one side has are ignored.
+    Prompts that both sides have are resampled in pairs, after pooling the repeats of each prompt.
+    Returns None with fewer than two such prompts or without times.
     """
     table = _paired(results, ar_results)
     if len(table) < 2 or not (table.sum(0) > 0).all():
@@ -110,32 +112,31 @@ def speed_ratio_interval(
 
 
 def pooled(runs: Sequence[Run]) -> list[RequestResult]:
-    """The finished requests of all repeats."""
     return [result for run in runs for result in run.results]
 
 
 def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
-    """float64[P]: ratio of decode speeds per prompt, repeats pooled."""
+    """float64[P]: ratio of decode speeds per prompt, with repeats pooled."""
     return _ratios(_paired(pooled(runs), pooled(ar_runs)))
 
 
 def _paired(
     results: Sequence[RequestResult], ar_results: Sequence[RequestResult]
 ) -> npt.NDArray[np.float64]:
-    """float64[P, 4]: tokens and seconds of both sides, of the prompts that both have."""
+    """float64[P, 4]: tokens, seconds, ``ar`` tokens and ``ar`` seconds of each prompt."""
     ours, plain = decoded_by_prompt(results), decoded_by_prompt(ar_results)
     common = sorted(ours.keys() & plain.keys())
     return np.array([(*ours[i], *plain[i]) for i in common], np.float64).reshape(-1, 4)
 
 
 def _ratios(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Ratios of the speeds in the rows [*, 4] of ``_paired`` that have tokens and seconds."""
+    """Divides the speeds in rows of ``_paired``; omits rows without tokens or seconds."""
     table = table[(table > 0).all(1)]
     return (table[:, 0] / table[:, 1]) / (table[:, 2] / table[:, 3])
 
 
 def decoded_by_prompt(results: Sequence[RequestResult]) -> dict[int, tuple[float, float]]:
-    """Prompt id -> tokens and seconds of its decode phases."""
+    """Maps each prompt id to the (tokens, seconds) of its decode phases, summed over repeats."""
     totals: dict[int, tuple[float, float]] = {}
     for result in results:
         phase = decode_phase(result)
@@ -173,7 +174,7 @@ def _speedups(
 
 
 def _middle(values: list[Any]) -> Any:
-    """Median of numbers, key by key in histograms; else the first repeat's value."""
+    """Takes medians of numbers, per key in histograms; other values come from the first repeat."""
     first = values[0]
     if isinstance(first, dict):
         keys = dict.fromkeys(key for value in values if value for key in value)

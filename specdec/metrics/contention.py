@@ -1,4 +1,4 @@
-"""Whether other work on the machine disturbed a measurement: wall time beside CPU time.
+"""Detects measurements that other work on the machine disturbed, from wall time and CPU time.
 
 A measurement is one prompt decoded once by one strategy. docs/metrics.md states the rules.
 """
@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 MAX_WAITING = 0.05
-"""Largest number of threads, on average, that may have waited for a CPU."""
+"""At most this many threads, on average, may have waited for a CPU."""
 
 MAX_STOLEN_SHARE = 0.10
-"""Largest share of the wall time for which a virtual machine may have had no CPU."""
+"""A virtual machine may have been without its CPUs for at most this share of the wall time."""
 
 MIN_CPU_SHARE = 0.75
-"""Smallest CPU time per wall time of processes that have nothing to wait for."""
+"""Processes that wait for nothing else must use at least this much CPU time per wall time."""
 
 MAX_SLOWDOWN = 1.5
-"""Largest ratio of a prompt's time to that of its fastest repeat."""
+"""A prompt may take at most this many times as long as its fastest repeat."""
 
 _MIN_DIFFERENCE_S = 0.01  # between repeats; the timer and Python's garbage collection take less
 _TICK_ERROR_S = 0.02  # the CPU time of other processes is counted in ticks of 10 ms
@@ -28,40 +28,28 @@ _DIGITS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTimes:
-    """What the processes of a run did during one measurement, and the other processes.
+    """CPU use of a run's processes, and of the rest of the machine, during one measurement.
 
-    Attributes:
-        wall_s: seconds of wall time.
-        cpu_s: CPU seconds of the run's processes on this machine, all threads.
-        delay_s: seconds in which their threads were ready but had no CPU, summed over threads;
-            None where the system does not say.
-        others_s: CPU seconds of all other processes; None where the system does not say.
-        stolen_s: CPU seconds that the host of a virtual machine gave to others; None likewise.
-        preemptions: involuntary context switches of the controller; None likewise.
-        threads: threads of the run's processes that computed during the measurement.
-        cpus: CPUs that the processes may use.
-        waits: whether the processes also wait for something else than a CPU, such as a GPU or
-            ranks on other machines.
+    Optional values are None where the operating system does not report them.
     """
 
     wall_s: float
-    cpu_s: float
-    delay_s: float | None = None
-    others_s: float | None = None
-    stolen_s: float | None = None
-    preemptions: int | None = None
-    threads: int = 1
-    cpus: int = 1
-    waits: bool = False
+    cpu_s: float  # over all threads of the run's processes on this machine
+    delay_s: float | None = None  # threads were ready but had no CPU, summed over threads
+    others_s: float | None = None  # CPU seconds of all other processes
+    stolen_s: float | None = None  # CPU seconds that the host of a virtual machine gave to others
+    preemptions: int | None = None  # involuntary context switches of the controller
+    threads: int = 1  # threads of the run that computed during the measurement
+    cpus: int = 1  # CPUs that the processes may use
+    waits: bool = False  # also for something other than a CPU: a GPU, ranks on other machines
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, times rounded to microseconds."""
         values = asdict(self)
         return {k: round(v, _DIGITS) if isinstance(v, float) else v for k, v in values.items()}
 
     @property
     def disturbance(self) -> str:
-        """Why the times do not count, as a clause; "" if they do."""
+        """Explains in a clause why the times do not count; "" if they do."""
         if self.wall_s <= 0:
             return ""
         delay = (self.delay_s or 0.0) / self.wall_s
@@ -75,14 +63,14 @@ class CpuTimes:
         return ""
 
     def _crowd_themselves(self) -> bool:
-        """Whether the run's own threads wait for each other, and other processes do little."""
+        """Whether the threads wait only for each other, having fewer CPUs than threads."""
         if self.threads <= self.cpus or self.others_s is None:
             return False
         return self.others_s <= MAX_WAITING * self.wall_s + _TICK_ERROR_S
 
 
 def slow_repeats(seconds: Mapping[int, float]) -> dict[int, str]:
-    """Repeats of one prompt that took much longer than the fastest one, which did the same work.
+    """Finds repeats of one prompt that took much longer than the fastest, which did the same work.
 
     Args:
         seconds: repeat -> wall seconds, of one strategy and prompt.
@@ -99,10 +87,10 @@ def slow_repeats(seconds: Mapping[int, float]) -> dict[int, str]:
 
 
 def disturbed_figures(reasons: Iterable[str]) -> dict[str, Any]:
-    """The metrics ``disturbed`` and ``disturbed_because`` of a row.
+    """Returns the metrics ``disturbed`` and ``disturbed_because`` of a row.
 
     Args:
-        reasons: per measurement why it is disturbed; "" if it is not.
+        reasons: ``CpuTimes.disturbance`` of each measurement.
     """
     found = [reason for reason in reasons if reason]
     return {"disturbed": len(found), "disturbed_because": found[0] if found else None}

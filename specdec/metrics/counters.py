@@ -1,5 +1,3 @@
-"""Raw counts of sources, executors and requests."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -10,36 +8,22 @@ from specdec.types import Batch
 
 @dataclass(slots=True, kw_only=True)
 class SourceCounters:
-    """Raw counts of a source's model work.
+    """Raw counts of a source's model work."""
 
-    Attributes:
-        passes: forward passes of the source's model(s).
-        rows: rows computed in them, catch-up included.
-        catch_up_rows: rows for committed tokens missing in the cache.
-        by_level: passes per stage of a staged source, the outermost model first.
-    """
-
-    passes: int = 0
-    rows: int = 0
-    catch_up_rows: int = 0
-    by_level: dict[str, int] = field(default_factory=dict)
+    passes: int = 0  # forward passes of all its models
+    rows: int = 0  # token rows computed in them, catch-up included
+    catch_up_rows: int = 0  # of committed tokens that were missing in the cache
+    by_level: dict[str, int] = field(default_factory=dict)  # passes per level, outermost first
 
 
 @dataclass(slots=True, kw_only=True)
 class ExecutorCounters:
-    """Raw counts of an executor's target work.
+    """Raw counts of an executor's target work."""
 
-    Attributes:
-        passes: batches with tree nodes that entered the target.
-        prefill_passes: batches with prompt rows only.
-        rows: tree nodes among them.
-        prefill_rows: prompt rows.
-    """
-
-    passes: int = 0
-    prefill_passes: int = 0
-    rows: int = 0
-    prefill_rows: int = 0
+    passes: int = 0  # batches with tree nodes
+    prefill_passes: int = 0  # batches with prompt rows only
+    rows: int = 0  # tree nodes
+    prefill_rows: int = 0  # prompt rows
 
     def count(self, batch: Batch) -> None:
         """Counts a batch that is submitted to the target."""
@@ -54,42 +38,32 @@ class ExecutorCounters:
 class RequestCounters:
     """Raw counts of one request.
 
-    Attributes:
-        answers: verdicts, one per step that answered this request.
-        accepted: accepted draft tokens on answered paths.
-        hits, misses: answers whose next token was in the tree, and was not.
-        verified: candidates judged by the target.
-        proposed: draft nodes submitted to the target (roots not counted).
-        cut_tokens: decided tokens that were not emitted since the request was complete.
-        fill_steps, flush_steps, refill_steps: steps without an answer while the first root, a new
-            root after a miss, or a kept root passed through the executor.
-        accepted_by_depth, judged_by_depth: depth below the answered root -> count.
-        path_lengths: emitted tokens per answer -> count.
-        decided: the same lengths, one per answer, in order.
+    The target *answers* a tree, or one level of it, per step; the verifier then decides tokens.
+    ``fill_steps``, ``flush_steps`` and ``refill_steps`` are steps without an answer, because the
+    first root, a new root after a miss, or a kept root was on its way through the executor.
     """
 
     answers: int = 0
-    accepted: int = 0
-    hits: int = 0
-    misses: int = 0
-    verified: int = 0
-    proposed: int = 0
-    cut_tokens: int = 0
+    accepted: int = 0  # draft tokens on answered paths
+    hits: int = 0  # answers whose next token was in the tree
+    misses: int = 0  # answers whose next token was not in the tree
+    verified: int = 0  # candidates judged by the target
+    proposed: int = 0  # draft nodes submitted to the target, without roots
+    cut_tokens: int = 0  # decided, but not emitted because the request was complete
     fill_steps: int = 0
     flush_steps: int = 0
     refill_steps: int = 0
-    accepted_by_depth: Counter[int] = field(default_factory=Counter)
-    judged_by_depth: Counter[int] = field(default_factory=Counter)
-    path_lengths: Counter[int] = field(default_factory=Counter)
-    decided: list[int] = field(default_factory=list)
+    accepted_by_depth: Counter[int] = field(default_factory=Counter)  # by depth below the root
+    judged_by_depth: Counter[int] = field(default_factory=Counter)  # likewise
+    path_lengths: Counter[int] = field(default_factory=Counter)  # tokens decided -> answers
+    decided: list[int] = field(default_factory=list)  # the same lengths, one per answer, in order
 
     def count_answer(self, depth: int, num_verified: int, *, hit: bool) -> None:
-        """Counts an answer.
+        """Counts one answer with ``depth`` accepted draft tokens.
 
         Args:
-            depth: accepted draft tokens on its path.
-            num_verified: candidates that the target judged.
-            hit: whether its next token was in the tree.
+            num_verified: number of candidates that the target judged.
+            hit: whether the next token was in the tree.
         """
         self.answers += 1
         self.accepted += depth

@@ -1,7 +1,7 @@
-"""Acceptance under the keys of inference engines: vLLM's ``metrics.speculative_decoding``.
+"""Reports acceptance under the keys of vLLM's ``metrics.speculative_decoding``.
 
-The keys and their definitions are those of vLLM #48915, which SGLang and llama.cpp share. Readers
-of such objects (``specdec fit``) therefore read this library's result files.
+The keys and definitions are those of vLLM #48915, which SGLang and llama.cpp share, so readers of
+such objects (``specdec fit``) also read this library's result files.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from specdec.metrics.counters import RequestCounters
 def speculative_decoding(
     counters: Sequence[RequestCounters], *, whole_tree: bool, each_step: bool = False
 ) -> dict[str, Any] | None:
-    """Acceptance of requests; None without draft tokens, or where trees are answered in parts.
+    """Returns acceptance over requests; None without draft tokens or unless ``whole_tree``.
 
     Args:
-        counters: of the requests.
         whole_tree: see ``RunTotals``.
-        each_step: for one request: also ``per_step_accepted``, in the order of the steps.
+        each_step: adds ``per_step_accepted`` in the order of the steps; for one request only.
 
     Returns:
         ``mean_acceptance_length`` (1 + accepted / steps), ``draft_acceptance_rate`` (accepted /

@@ -1,4 +1,4 @@
-"""Share of looping text, which raises the acceptance of every speculative method."""
+"""Measures looping text, which raises the acceptance rate of every speculative method."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ NGRAM = 8
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.bool_]:
-    """Marks tokens that end an n-gram generated before (overlaps count).
+    """Marks tokens that end an n-gram generated before; overlapping n-grams count.
 
     Args:
-        tokens, n: int[T], generated tokens without the prompt, and length of the n-gram.
+        tokens: generated tokens, int[T], without the prompt.
 
     Returns:
-        bool[T]; the first n - 1 are False, and an n-gram's first occurrence is not a repetition.
+        bool[T]; the first n - 1 are False, and an n-gram's first occurrence is not marked.
     """
     row = np.asarray(tokens, np.int64)
     repeated = np.zeros(len(row), np.bool_)
@@ -31,7 +31,7 @@ def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.boo
 
 
 def loop_share(outputs: Iterable[Sequence[int]], n: int = NGRAM) -> float | None:
-    """Share of ``repeated_ngrams`` among the tokens of all outputs; None without tokens."""
+    """Returns the share of ``repeated_ngrams`` in all outputs; None without tokens."""
     repeated = [repeated_ngrams(output, n) for output in outputs]
     total = sum(len(of) for of in repeated)
     return int(sum(of.sum() for of in repeated)) / total if total else None

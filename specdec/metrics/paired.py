@@ -1,4 +1,4 @@
-"""Ratios to plain decoding, prompt by prompt: a slow prompt moves their median little."""
+"""Compares each prompt with plain decoding; slow prompts barely move the median of these ratios."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def paired_figures(
     ar_runs: Sequence[Run],
     disturbed: Sequence[Collection[int]] = (),
 ) -> dict[str, Any]:
-    """The median over prompts of their speed-ups, and its 95 % bootstrap interval over prompts.
+    """Returns the median speed-up over prompts and its 95 % bootstrap interval.
 
     A prompt's speed-up is the median over repeats of the ratio of decode speeds within a repeat.
 
     Args:
-        runs, ar_runs: by repeat, of a strategy and of plain decoding.
+        ar_runs: plain decoding, by repeat as ``runs``.
         disturbed: per repeat the ids of prompts whose time does not count on either side. They are
-            left out where the prompt has another repeat.
+            left out if the prompt has another repeat.
     """
     ratios = _prompt_ratios(runs, ar_runs, disturbed)
     if not ratios:

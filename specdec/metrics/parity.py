@@ -1,5 +1,3 @@
-"""Token-by-token comparison with plain decoding, reported as ``lossless``."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,38 +9,28 @@ from specdec.metrics.results import RequestResult
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference of an output from plain decoding.
+    """The first difference of an output from plain decoding."""
 
-    Attributes:
-        id: the prompt's id.
-        position: index of the first differing generated token; -1 if the output is missing.
-        token, ar_token: the two tokens there; None after the end of the shorter output.
-    """
-
-    id: int
-    position: int
-    token: int | None
-    ar_token: int | None
+    id: int  # of the prompt
+    position: int  # index of the generated token; -1 if the output is missing
+    token: int | None  # None after the end of the shorter output
+    ar_token: int | None  # likewise
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Result of a comparison.
+    """The outcome of comparing outputs with plain decoding token by token.
 
-    Attributes:
-        lossless: whether all outputs are equal; None if nothing was compared or token parity is
-            not claimed.
-        differing: first differences, in the order of the prompts.
-        num_compared: number of outputs that both rows have.
+    ``lossless`` is None if nothing was compared or token parity is not claimed.
     """
 
     lossless: bool | None
-    differing: tuple[Divergence, ...] = ()
-    num_compared: int = 0
+    differing: tuple[Divergence, ...] = ()  # in the order of the prompts
+    num_compared: int = 0  # outputs that plain decoding has too
 
 
 def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | None:
-    """Index of the first difference, a missing token included; None for equal sequences."""
+    """Returns the index of the first difference; None if equal. A missing token is a difference."""
     pairs = zip_longest(tokens, ar_tokens)
     return next((i for i, (token, ar_token) in enumerate(pairs) if token != ar_token), None)
 
@@ -50,14 +38,13 @@ def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | N
 def lossless_against(
     rows: Sequence[RequestResult], ar_rows: Sequence[RequestResult], *, claims_tokens: bool = True
 ) -> Parity:
-    """Compares a strategy's outputs with those of the ``ar`` row of the same run.
+    """Compares a strategy's outputs with those of ``ar`` in the same run.
 
-    A prompt of one side only and an output that ends early count as different. All results of a
-    prompt (repeats) are compared with its first ``ar`` result. There is no tolerance for numerical
-    ties (``certify.numerics`` has one).
+    Prompts that only one side has and outputs that end early count as different. Every repeat of a
+    prompt is compared with its first ``ar`` result. There is no tolerance for numerical ties
+    (``certify.numerics`` has one).
 
     Args:
-        rows, ar_rows: results of the strategy, and of plain decoding on the same prompts.
         claims_tokens: whether the strategy claims token parity; if not, nothing is compared.
 
     Raises:

@@ -1,6 +1,6 @@
-"""All rates, derived from raw counts.
+"""Derives all rates from raw counts.
 
-A value is None where it is undefined: a zero denominator, or not applicable to the strategy.
+A rate is None if its denominator is zero or if it does not apply to the strategy.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ POSITION_BUCKET = 32
 """Generated tokens per bucket of ``drafted_share_by_position``."""
 
 LEAST_CONTEXT = 128
-"""End of the first bucket of ``drafted_share_by_context``; each further one is twice as long."""
+"""End of the first bucket of ``drafted_share_by_context``; bucket ends double from there."""
 
 MAX_OVERRUN_SHARE = 0.02
-"""Largest share of overruns among pieces of paced work for which a run's times are valid."""
+"""A paced run counts if at most this share of its pieces of work took longer than planned."""
 
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
-    """All metrics of one run (one strategy, one repeat) by name, as JSON values.
+    """Returns all metrics of one repeat of a strategy by name, as JSON values.
 
-    docs/metrics.md has the definitions.
-
-    Raises:
-        AssertionError: the counts are inconsistent.
+    docs/metrics.md defines them. Asserts that the counts are consistent.
     """
     for result in results:
         check_invariants(result, level_per_step=totals.level_per_step)
@@ -74,10 +71,10 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
 
 
 def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
-    """Asserts the invariants between the counts of one request, cut tokens included.
+    """Asserts the relations between the counts of one request; tokens include those that were cut.
 
-    Whole-tree and multi-level answers: emitted = accepted + answers. One level per step: also
-    emitted = hits + misses. Every answer is a hit or a miss; accepted tokens are on paths.
+    Always: tokens = accepted + answers, and answers = hits + misses. With one level per step no
+    token is accepted below an answered one, so tokens = hits + misses.
     """
     c = result.counters
     decided = len(result.output) + c.cut_tokens
@@ -98,10 +95,10 @@ def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
 
 
 def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
-    """(accepted draft tokens, candidates judged by the target) of one request.
+    """Returns (accepted draft tokens, candidates judged by the target) of one request.
 
-    With levels in flight a hit is an accepted draft token too, whose own answer is still to come;
-    ``verified`` does not include it, so it is added to both.
+    If trees are answered in parts, a hit is an accepted draft token whose own answer is still in
+    flight. Neither counter includes it, so it is added to both.
     """
     in_flight = 0 if totals.whole_tree else counters.hits
     return counters.accepted + in_flight, counters.verified + in_flight
@@ -134,7 +131,7 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
 
 
 def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
-    """First position of each bucket -> share of its tokens that a source proposed."""
+    """Maps each bucket's first position to the share of its tokens that a source proposed."""
     drafted, emitted = Counter[int](), Counter[int]()
     for result in results:
         for position, origin in enumerate(result.origins):
@@ -145,9 +142,9 @@ def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
 
 
 def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
-    """Context length below which a bucket's tokens are -> share that a source proposed.
+    """Maps each bucket's (exclusive) end to the share of its tokens that a source proposed.
 
-    The context of a token is the prompt and the output before it.
+    Buckets are of context length, which is the number of prompt and output tokens before a token.
     """
     drafted, emitted = Counter[int](), Counter[int]()
     for result in results:
@@ -159,7 +156,6 @@ def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
 
 
 def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> dict[str, Any]:
-    """Counts by depth (empty for one level per step), by position and by origin."""
     accepted, judged, paths, origins = (Counter[int]() for _ in range(4))
     for result in results:
         if not level_per_step:
@@ -179,7 +175,6 @@ def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> di
 
 
 def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
-    """Times, bytes and memory."""
     # No model is called in replayed and synthetic runs.
     known = totals.wall_s > 0 and totals.total_model_s + totals.wait_s > 0
     overhead = totals.wall_s - totals.total_model_s - totals.wait_s

@@ -22,27 +22,15 @@ _TIME_DIGITS = 7  # 0.1 microseconds, in files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResult:
-    """One finished request.
+    """One finished request; times are seconds on the run's clock."""
 
-    Attributes:
-        id: the prompt's id.
-        num_prompt: prompt tokens fed, after truncation.
-        output: generated tokens, the end token included.
-        origins: per generated token the index of the source that proposed it; -1 for none.
-        finish_reason: eos, stop_string, length or cancelled.
-        text: the decoded output.
-        emitted_s: time of emission per generated token, on the run's clock; not decreasing.
-        arrival_s, admitted_s: times of arrival and of admission.
-        counters: raw counts.
-    """
-
-    id: int
-    num_prompt: int
-    output: tuple[int, ...]
-    origins: tuple[int, ...]
-    finish_reason: str
+    id: int  # of the prompt
+    num_prompt: int  # prompt tokens after truncation
+    output: tuple[int, ...]  # generated tokens, the end token included
+    origins: tuple[int, ...]  # index of the source that proposed each token; -1 for none
+    finish_reason: str  # eos, stop_string, length or cancelled
     text: str
-    emitted_s: tuple[float, ...]
+    emitted_s: tuple[float, ...]  # per token, not decreasing
     arrival_s: float
     admitted_s: float
     counters: RequestCounters
@@ -52,7 +40,7 @@ class RequestResult:
         assert len(lengths) == 1, f"request {self.id}: token, origin and time counts {lengths}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for one line of ``requests.jsonl``."""
+        """Converts to plain values for one line of ``requests.jsonl``."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         counters = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
         for name in _HISTOGRAMS:
@@ -62,11 +50,7 @@ class RequestResult:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RequestResult:
-        """The inverse of ``to_json``.
-
-        Raises:
-            KeyError, TypeError: the mapping has other keys.
-        """
+        """Inverts ``to_json``; raises KeyError or TypeError if keys are missing or unknown."""
         counters = dict(values["counters"])
         for name in _HISTOGRAMS:
             counters[name] = Counter({int(k): v for k, v in counters[name].items()})
@@ -79,71 +63,51 @@ class RunTotals:
     """Raw totals of one strategy over some prompts, without loading and warm-up.
 
     Attributes:
-        steps: iterations of the loop (baselines: target passes).
         target_passes: target passes that answered at least one token position: those with tree
             nodes, and a baseline's prefill, whose last row is answered.
-        prefill_passes: passes with prompt rows only.
-        target_rows, prefill_rows: tree nodes and prompt rows sent to the target.
-        draft_passes, draft_rows, draft_catch_up_rows: model work of the sources.
-        draft_passes_by_level: passes per stage of a staged source.
-        wall_s: wall time of the controller in decode calls, prefill included.
-        clock_s: the same on the run's clock; equal to ``wall_s`` unless that is simulated.
-        model_s, model_calls: seconds in model calls and their number, by model name.
-        wait_s: seconds of declared waits.
-        target_bytes: bytes of the target's weights.
-        draft_bytes: bytes of weights that a draft pass reads; 0 without a draft model.
-        latency: steps from submission to answer; None: answers come when they come.
-        level_per_step: an answer emits exactly one token (pipelines fed one level per step).
-        whole_tree: the whole tree is submitted and answered at once.
-        clock: kind of the clock: measured, paced or simulated.
+        latency: steps from submission to answer; None if it varies.
         paced_pieces, overruns: pieces of work on a paced clock, over all ranks, and those that took
             longer than the profile says; None on other clocks.
         stage_busy_s: rank -> seconds of work on the run's clock, stages only; None if unknown.
-        draft_total_s: seconds of draft work on the run's clock; on a measured clock seconds of
+        draft_total_s: seconds of draft work on the run's clock; on a measured clock, seconds of
             model calls.
-        draft_hidden_s: those of them during target work; None on a measured clock.
+        draft_hidden_s: the part of them that overlaps target work; None on a measured clock.
         law: theoretical speed-up of the strategy; None if its source states none.
-        bytes_sent: bytes sent between ranks; None in one process.
-        request_steps: sum over steps of the open requests.
-        kv_token_steps: sum over steps of the tokens and nodes in the target's cache.
-        kv_peak_tokens: maximum of these over the steps.
-        kv_budget_tokens: capacity of a stage's cache; None for no limit.
     """
 
-    steps: int = 0
+    steps: int = 0  # iterations of the decode loop (baselines: target passes)
     target_passes: int = 0
-    prefill_passes: int = 0
-    target_rows: int = 0
-    prefill_rows: int = 0
+    prefill_passes: int = 0  # passes with prompt rows only
+    target_rows: int = 0  # tree nodes sent to the target
+    prefill_rows: int = 0  # prompt rows sent to the target
     draft_passes: int = 0
     draft_rows: int = 0
-    draft_catch_up_rows: int = 0
-    draft_passes_by_level: dict[str, int] = field(default_factory=dict)
-    wall_s: float = 0.0
-    clock_s: float = 0.0
-    model_s: dict[str, float] = field(default_factory=dict)
+    draft_catch_up_rows: int = 0  # see ``SourceCounters``
+    draft_passes_by_level: dict[str, int] = field(default_factory=dict)  # see ``SourceCounters``
+    wall_s: float = 0.0  # of the controller in decode calls, with prefill
+    clock_s: float = 0.0  # the same on the run's clock; differs on a simulated one only
+    model_s: dict[str, float] = field(default_factory=dict)  # seconds in model calls, by model name
     model_calls: dict[str, int] = field(default_factory=dict)
-    wait_s: float = 0.0
-    target_bytes: int = 0
-    draft_bytes: int = 0
+    wait_s: float = 0.0  # for paced clocks and transport, see ``Meter``
+    target_bytes: int = 0  # of its weights
+    draft_bytes: int = 0  # of weights that a draft pass reads; 0 without a draft model
     latency: int | None = 1
-    level_per_step: bool = False
-    whole_tree: bool = True
-    clock: str = "measured"
+    level_per_step: bool = False  # an answer emits exactly one token
+    whole_tree: bool = True  # the whole tree is submitted and answered at once
+    clock: str = "measured"  # measured, paced or simulated
     paced_pieces: int | None = None
     overruns: int | None = None
     stage_busy_s: dict[int, float] | None = None
     draft_total_s: float = 0.0
     draft_hidden_s: float | None = None
     law: SpeedupLaw | None = None
-    bytes_sent: int | None = None
-    request_steps: int = 0
-    kv_token_steps: int = 0
-    kv_peak_tokens: int = 0
-    kv_budget_tokens: int | None = None
+    bytes_sent: int | None = None  # between ranks; None in one process
+    request_steps: int = 0  # open requests, summed over steps
+    kv_token_steps: int = 0  # tokens and nodes in the target's cache, summed over steps
+    kv_peak_tokens: int = 0  # the most of them in any step
+    kv_budget_tokens: int | None = None  # capacity of a stage's cache; None for no limit
 
     def add_meter(self, meter: Meter) -> None:
-        """Adds a meter's sums."""
         _add_into(self.model_s, meter.model_s)
         _add_into(self.model_calls, meter.calls)
         self.draft_total_s += meter.draft_s
@@ -151,7 +115,6 @@ class RunTotals:
 
     @property
     def total_model_s(self) -> float:
-        """Seconds in model calls, over all models."""
         return sum(self.model_s.values())
 
     @staticmethod
@@ -175,12 +138,10 @@ class RunTotals:
         return merged
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RunTotals:
-        """The inverse of ``to_json``."""
         law, busy_s = values.get("law"), values.get("stage_busy_s")
         busy_s = busy_s and {int(rank): seconds for rank, seconds in busy_s.items()}
         law = law and SpeedupLaw(**law)
@@ -196,14 +157,14 @@ _PEAKS = ("kv_peak_tokens",)  # maxima, not summed
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One repeat of one strategy: its requests and its totals."""
+    """One repeat of one strategy."""
 
     results: tuple[RequestResult, ...]
     totals: RunTotals
 
     @staticmethod
     def of(counted: Iterable[tuple[RequestResult, RunTotals]]) -> Run:
-        """The run of these requests, each with the totals counted during it."""
+        """Builds a run from its requests, each with the totals counted during it."""
         pairs = list(counted)
         totals = RunTotals.merge(totals for _, totals in pairs)
         return Run(tuple(result for result, _ in pairs), totals)

@@ -19,20 +19,15 @@ class DecodePhase:
 
     Tokens emitted together with the first one belong to the prefill; the decode phase starts at
     that time with the next token.
-
-    Attributes:
-        tokens: tokens emitted later than the first.
-        seconds: from the first emission to the last.
-        gaps_s: float64[tokens], time since the previous token; 0 for tokens emitted together.
     """
 
-    tokens: int
-    seconds: float
-    gaps_s: npt.NDArray[np.float64]
+    tokens: int  # emitted later than the first
+    seconds: float  # from the first emission to the last
+    gaps_s: npt.NDArray[np.float64]  # [tokens], since the previous token; 0 if emitted together
 
 
 def decode_phase(result: RequestResult) -> DecodePhase:
-    """The decode phase of a request; empty if all tokens were emitted together."""
+    """Returns a request's decode phase, which is empty if all tokens were emitted together."""
     times = np.asarray(result.emitted_s, np.float64)
     if not len(times):
         return DecodePhase(0, 0.0, times)
@@ -42,20 +37,20 @@ def decode_phase(result: RequestResult) -> DecodePhase:
 
 
 def decode_speed(results: Sequence[RequestResult]) -> float | None:
-    """Tokens per second of the decode phases, pooled; None if they take no time."""
+    """Returns tokens per second over all decode phases; None if they take no time."""
     phases = [decode_phase(result) for result in results]
     seconds = sum(phase.seconds for phase in phases)
     return sum(phase.tokens for phase in phases) / seconds if seconds > 0 else None
 
 
 def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[str, float | None]:
-    """Latencies and speeds by name, as docs/metrics.md defines them; None where undefined.
+    """Returns latencies and speeds by name (docs/metrics.md); undefined ones are None.
 
-    ``tokens_per_s`` is 1000 / ``tbt_ms_mean``: both are of the decode phases, in which the time
-    between tokens of one emission is 0.
+    ``tokens_per_s`` equals 1000 / ``tbt_ms_mean``: both cover the decode phases, where tokens of
+    one emission have a gap of 0.
 
     Args:
-        results, clock_s: finished requests, and seconds of the run on its clock.
+        clock_s: duration of the run on its clock.
     """
     gaps = [decode_phase(result).gaps_s for result in results]
     all_gaps = np.concatenate([np.zeros(0), *gaps])
