@@ -1,5 +1,3 @@
-"""Types of the controller's arrays, and the id of no node."""
-
 from __future__ import annotations
 
 from typing import TypeAlias
@@ -12,4 +10,4 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 NO_NODE = -1
-"""Parent id of a root, and the id or slot of a node that does not exist."""
+"""The parent id of a root, and the id or slot of a node that does not exist."""

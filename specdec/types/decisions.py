@@ -1,4 +1,4 @@
-"""Decisions of a verifier, and the commits made of them.
+"""Decisions of a verifier, and the commits that are made from them.
 
 Shape letters: W nodes, D accepted nodes, M kept nodes, E hidden size.
 """
@@ -21,12 +21,11 @@ class Verdict:
     """A verifier's decision for one request.
 
     Attributes:
-        request: request id.
-        accepted_ids: int64[D], accepted nodes below the root, a path from the root; all answered.
-        next_token: the token after that path: correction or bonus token or, if only the root is
+        accepted_ids: int64[D], the accepted path below the root; the target has answered all of it.
+        next_token: the token after that path: the correction or bonus token or, if only the root is
             answered (one level per step), the target's answer.
-        num_verified: candidates that the target judged: the accepted ones, and the children of the
-            last node on the path.
+        num_verified: number of draft tokens that were tested: the accepted ones, and the children
+            of the last node on the path.
     """
 
     request: int
@@ -36,10 +35,10 @@ class Verdict:
 
 
 class CommitKind(StrEnum):
-    """Relation of the committed next token to the tree.
+    """Whether a node of the tree has the committed next token.
 
-    ``HIT``: a node carries it and becomes the root; its subtree survives. ``MISS``: no node carries
-    it; the tree is discarded and a new root is created.
+    ``HIT``: a node has it and becomes the root; its subtree survives. ``MISS``: no node has it; the
+    tree is discarded and a new root is created.
     """
 
     HIT = "hit"
@@ -48,26 +47,24 @@ class CommitKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The state change of one request at the end of a step, sent to every holder of node state.
+    """The state change of one request at the end of a step.
 
-    Holders store different things (KV entries, candidates, tokens), so each maps the stable ids to
-    its own slots. Idempotent by ``step``. Retired nodes, the old root first, extend the prefix.
+    It is sent to all parts that store data per node. These store different data (KV entries,
+    candidates, tokens), so each maps the stable ids to its own slots. Applying a commit of the same
+    ``step`` again changes nothing. The retired nodes (the old root, then the accepted nodes) become
+    part of the prefix.
 
     Attributes:
-        request: request id.
-        step: step at whose end the decision was made.
-        kind: hit or miss.
-        retired_ids: int64[D + 1], old root and accepted nodes in path order; their KV entries move
-            into the prefix.
-        retired_tokens: int64[D + 1], their tokens.
-        next_token: token of the new root.
-        root_id: node id of the new root; a fresh id on a miss.
-        prefix_len: committed tokens before the new root.
-        kept_ids: int64[M], sorted ids of the surviving nodes, the new root included.
-        num_examined: submitted nodes besides the retired ones, which pruning in flight examines.
+        step: the step at whose end the decision was made.
+        retired_ids: int64[D + 1], the old root and the accepted nodes in path order.
+        retired_tokens: int64[D + 1].
+        root_id: node id of the new root, whose token is ``next_token``; a fresh id on a miss.
+        prefix_len: number of committed tokens before the new root.
+        kept_ids: int64[M], sorted ids of the surviving nodes, including the new root.
+        num_examined: number of submitted nodes, except the retired ones, that pruning examines.
         finished: the request is complete; ``close`` follows.
-        hidden: name -> [D + 1, E], hidden states of the retired nodes; only if a part needs them.
-            It is not sent to other processes.
+        hidden: name -> [D + 1, E], hidden states of the retired nodes, if a part needs them; not
+            sent to other processes.
     """
 
     request: int
@@ -85,11 +82,13 @@ class Commit:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Tokens that followed each retired node: the accepted tokens, then the next token."""
+        """Returns the token that followed each retired node: the accepted tokens, then the next
+        token.
+        """
         return [*self.retired_tokens[1:].tolist(), self.next_token]
 
     def keeps(self, node_ids: IntArray) -> BoolArray:
-        """bool[W]: which of ``node_ids``, int64[W], survive."""
+        """Returns bool[W]: which of the nodes ``node_ids``, int64[W], survive."""
         if not len(self.kept_ids):
             return np.zeros(len(node_ids), np.bool_)
         kept: BoolArray = (

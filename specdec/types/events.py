@@ -1,5 +1,3 @@
-"""Draft passes in flight, and what can happen while a policy waits."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,10 +11,12 @@ class Ticket:
     """A draft pass in flight.
 
     Attributes:
-        nodes: the nodes that it expands.
-        due_s: time of the run's clock at which it ends; None where only polling tells.
-        level: the model that runs it, 0 for the draft; see ``Events.start``.
-        candidates: the result of a pass that has run at its start.
+        nodes: the nodes that the pass expands.
+        due_s: the time on the run's clock at which the pass ends; None if this is only known by
+            polling.
+        level: the index of the model that runs the pass (0 is the draft model); see
+            ``Events.start``.
+        candidates: the result, if the pass was computed when it started.
     """
 
     nodes: Nodes
@@ -28,9 +28,8 @@ class Ticket:
 class EventKind(StrEnum):
     """What can happen while a policy waits.
 
-    ``TARGET``: ``Executor.collect`` would not wait. ``DRAFT``: a draft pass has ended, and its
-    candidates are in the trees, or in the event if a further model ran it. ``EARLY``: exits or
-    early hidden states have arrived.
+    ``TARGET``: ``Executor.collect`` would return without waiting. ``DRAFT``: a draft pass has
+    ended. ``EARLY``: exits or early hidden states have arrived.
     """
 
     TARGET = "target"
@@ -40,12 +39,12 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that has happened.
+    """Something that happened while a policy waited.
 
     Attributes:
-        kind: what.
-        ticket: the ended draft pass of a ``DRAFT`` event.
-        candidates: its candidates, if a further model ran it (``Ticket.level`` above 0).
+        ticket: the draft pass that ended (``DRAFT`` only).
+        candidates: its candidates, if ``Ticket.level`` is above 0; those of level 0 are in the
+            trees.
     """
 
     kind: EventKind

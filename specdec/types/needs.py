@@ -1,5 +1,3 @@
-"""What parts require of each other."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,7 +6,7 @@ from typing import NamedTuple
 
 
 class Lossless(StrEnum):
-    """The guarantee of a verifier.
+    """The guarantee that a verifier gives.
 
     ``TOKEN``: the output equals plain decoding with the same seed, token for token.
     ``DISTRIBUTION``: every token is distributed as under the target. ``LOSSY``: neither; results
@@ -21,12 +19,12 @@ class Lossless(StrEnum):
 
 
 class HiddenName(NamedTuple):
-    """Name of a hidden state of the target.
+    """Identifies a hidden state of the target.
 
     Attributes:
-        layer: the layer, from 0, that the state is the output of.
-        normed: after the model's final norm, which is the input of the output head; exists for the
-            last layer only. False: the residual stream, before any norm.
+        layer: the layer, counted from 0, whose output the state is.
+        normed: True: the state after the model's final norm, the input of the output head; only
+            possible for the last layer. False: the residual stream, before any norm.
     """
 
     layer: int
@@ -35,24 +33,23 @@ class HiddenName(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Inputs that a source or verifier requires of other parts; checked at composition.
+    """Inputs that a source or verifier requires from other parts; checked at composition.
 
     Attributes:
-        target_probs: the target's full processed distribution per answered node.
-        draft_probs: the draft's full distribution per expanded node, with candidates sampled from
-            it instead of taken from the top.
-        target_draws: the target's own keyed draws (allowed under ``match`` only).
-        hidden: hidden states of every row, prompt positions included: with its answer
-            (``Answers.hidden``, ``Output.prompts``).
-        early_hidden: hidden states of every row, as soon as the layer has computed them
-            (``Output.early``), before its answer.
-        exits: candidates per node in ``Output.exits``; 0: no exits needed.
-        further_exits: layers of additional exits, deeper than the model's own
-            (``model.exit_layer``).
-        real_nodes: ``expand`` must receive nodes of the real trees, whose ids the executor has.
+        target_probs: the target's full distribution after sampling transforms, per answered node.
+        draft_probs: the draft's full distribution per expanded node. Candidates are then sampled
+            from it; otherwise they are its most probable tokens.
+        target_draws: the random draws with which the target selects its tokens (``match`` only).
+        hidden: hidden states of all rows, including prompt positions. They arrive with the row's
+            answer (``Answers.hidden``, ``Output.prompts``).
+        early_hidden: hidden states of all rows, which arrive as soon as the layer has computed them
+            (``Output.early``).
+        exits: number of candidates per node in ``Output.exits``; 0 if no exits are needed.
+        further_exits: layers of exits beyond the model's own (``model.exit_layer``).
+        real_nodes: ``expand`` must receive nodes of the real trees, whose ids the executor knows.
         all_answers: the target's tokens after all answered nodes. If no part needs them and the
-            verifier accepts the target's own tokens only (``Lossless.TOKEN``), an executor may
-            leave out those after nodes that do not follow from an answer (``Answers.tokens``).
+            verifier is ``Lossless.TOKEN``, an executor may omit the tokens after nodes that are not
+            on the target's path (``Answers.tokens``).
     """
 
     target_probs: bool = False

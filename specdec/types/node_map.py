@@ -1,5 +1,3 @@
-"""Per-node values of requests that follow the commits."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -13,10 +11,10 @@ Value = TypeVar("Value")
 
 
 class NodeMap(Generic[Value]):
-    """Values of the live nodes of open requests, by node id.
+    """Stores a value per live node of open requests, by node id.
 
-    A commit drops the values of retired and pruned nodes and those of the old nodes only: a second
-    commit of the same step changes nothing.
+    A commit removes the values of retired and pruned nodes. It does not touch nodes that were
+    created after its step, so applying a commit twice changes nothing.
     """
 
     def __init__(self) -> None:
@@ -24,7 +22,6 @@ class NodeMap(Generic[Value]):
         self._steps: dict[int, int] = {}
 
     def open(self, request_id: int) -> None:
-        """Starts a request without values."""
         self._values[request_id] = {}
         self._steps[request_id] = -1
 
@@ -32,20 +29,19 @@ class NodeMap(Generic[Value]):
         return request_id in self._values
 
     def __getitem__(self, request_id: int) -> dict[int, Value]:
-        """Node id -> value of an open request; the caller may add and remove values."""
+        """Returns a dict from node id to value, which the caller may modify."""
         return self._values[request_id]
 
     def update(self, request_id: int, node_ids: IntArray, values: Iterable[Value]) -> None:
-        """Sets one value per node; ignored if the request is not open (any more)."""
+        """Sets one value per node; does nothing if the request is not open."""
         if request_id in self._values:
             self._values[request_id].update(zip(node_ids.tolist(), values, strict=True))
 
     def get(self, nodes: Nodes) -> list[Value | None]:
-        """The values of nodes of open requests in packing order; None for nodes without one."""
+        """Returns the values of nodes of open requests in packed order, None where missing."""
         return [self._values[r].get(i) for r, ids in nodes.items for i in ids.tolist()]
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Drops the values of retired and pruned nodes."""
         for commit in commits:
             if commit.step <= self._steps.get(commit.request, commit.step):
                 continue
@@ -55,11 +51,11 @@ class NodeMap(Generic[Value]):
                 del values[node_id]
 
     def clear(self) -> None:
-        """Drops all values; the requests stay open."""
+        """Removes all values; the requests stay open."""
         for values in self._values.values():
             values.clear()
 
     def close(self, request_id: int) -> None:
-        """Drops a request, if it is open."""
+        """Removes a request and its values; does nothing if it is not open."""
         self._values.pop(request_id, None)
         self._steps.pop(request_id, None)

@@ -16,10 +16,12 @@ from specdec.types.arrays import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Nodes of one or more requests, in the order in which per-node results are packed.
+    """Nodes of one or more requests.
+
+    Per-node results are *packed*: they have one row per node, in the order of ``items``.
 
     Attributes:
-        items: (request id, node ids[W_r] int64) per request; a request appears at most once.
+        items: (request id, node ids int64[W_r]) per request; a request appears at most once.
     """
 
     items: tuple[tuple[int, IntArray], ...] = ()
@@ -28,7 +30,7 @@ class Nodes:
         return sum([len(ids) for _, ids in self.items])
 
     def packed(self) -> Iterator[tuple[int, IntArray, slice]]:
-        """(request id, node ids[W_r], slice of their rows in a packed result) per request."""
+        """Yields (request id, node ids int64[W_r], slice of its packed rows) per request."""
         start = 0
         for request_id, ids in self.items:
             stop = start + len(ids)
@@ -36,23 +38,23 @@ class Nodes:
             start = stop
 
     def where(self, mask: BoolArray) -> Nodes:
-        """The nodes whose row is true in ``mask``, bool[W]; requests without any are dropped."""
+        """Returns the nodes whose entry in ``mask``, bool[W], is true, without empty requests."""
         selected = [(request_id, ids[mask[rows]]) for request_id, ids, rows in self.packed()]
         return Nodes(tuple(item for item in selected if len(item[1])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Proposed children of W nodes, one row per node in the order of the ``Nodes``.
+    """Proposed children of W nodes, with one row per node in packed order (``Nodes``).
 
     Attributes:
-        tokens: int64[W, K], most probable first, or in sampling order if sampled.
+        tokens: int64[W, K], most probable first, or in sampling order if they were sampled.
         logprobs: float64[W, K], log draft probability given the node (<= 0).
-        counts: int64[W], valid entries per row; 0 if the source has no proposal (yet).
-        probs: float64[W, V], the distribution that the candidates were sampled from; only if the
-            verifier needs it.
-        origins: int64[W, K], index of the source that proposed each candidate (0 is the only or
-            main source); None if all are 0.
+        counts: int64[W], number of valid entries per row; 0 if the source has no proposal (yet).
+        probs: float64[W, V], the distribution from which the candidates were sampled; None unless
+            the verifier needs it.
+        origins: int64[W, K], index of the source that proposed each candidate (0 is the main
+            source); None if all are 0.
     """
 
     tokens: IntArray
@@ -63,7 +65,6 @@ class Candidates:
 
     @staticmethod
     def empty(num_nodes: int, num_candidates: int = 1) -> Candidates:
-        """``num_nodes`` rows of count 0."""
         shape = (num_nodes, num_candidates)
         return Candidates(
             tokens=np.zeros(shape, np.int64),
@@ -73,7 +74,7 @@ class Candidates:
 
     @staticmethod
     def joined(parts: Sequence[Candidates]) -> Candidates:
-        """Concatenates rows; all parts have the same K, no origins, and all or none have probs."""
+        """Concatenates rows of parts with the same K, no origins, and probs in all or none."""
         if len(parts) == 1:
             return parts[0]
         assert all(part.origins is None for part in parts), "origins would be lost"
@@ -86,7 +87,7 @@ class Candidates:
         )
 
     def take(self, rows: IntArray) -> Candidates:
-        """The rows with the indices ``rows``, int64[W], which may repeat."""
+        """Returns the rows with the indices ``rows``, int64[W], which may repeat."""
         return Candidates(
             tokens=self.tokens[rows],
             logprobs=self.logprobs[rows],
@@ -96,9 +97,9 @@ class Candidates:
         )
 
     def spread(self, mask: BoolArray) -> Candidates:
-        """Scatters the rows to the true entries of ``mask``, bool[W]; other rows get count 0.
+        """Scatters the rows to the true entries of ``mask``, bool[W]; the other rows get count 0.
 
-        With ``probs``, a row of count 0 gets the uniform distribution.
+        If there are ``probs``, the other rows get the uniform distribution.
         """
         num_nodes = len(mask)
         full = Candidates.empty(num_nodes, self.tokens.shape[1])

@@ -1,5 +1,3 @@
-"""Plans of executors: devices and weights of each model."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -11,9 +9,9 @@ class Placement:
     """Where a model runs.
 
     Attributes:
-        ranks: clock ranks of its devices, in the order of its layers; 0 is the controller. Where
-            ranks are processes these are their numbers.
-        weight_bytes: bytes of weights on each of them.
+        ranks: clock ranks of the model's devices, in the order of its layers; 0 is the controller.
+            If ranks are processes, these are the process ranks.
+        weight_bytes: bytes of weights on each device.
         stages: number of pipeline stages.
         degree: number of devices that share every layer (tensor parallelism).
     """
@@ -30,7 +28,7 @@ class ExecutorPlan:
 
     Attributes:
         latency, in_flight: see ``Executor``.
-        placements: name of a model ("target", "draft", ...) -> where it runs.
+        placements: model name ("target", "draft", ...) -> where it runs.
     """
 
     latency: int | None
@@ -39,12 +37,12 @@ class ExecutorPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks besides the controller."""
+        """Number of ranks, not counting the controller."""
         return max(rank for place in self.placements.values() for rank in place.ranks)
 
     @property
     def device_bytes(self) -> dict[int, int]:
-        """Rank -> bytes of all weights on it."""
+        """Returns rank -> bytes of the weights of all models on that rank."""
         total: dict[int, int] = {}
         for place in self.placements.values():
             for rank, size in zip(place.ranks, place.weight_bytes, strict=True):

@@ -16,7 +16,9 @@ from specdec.types.needs import HiddenName
 from specdec.types.nodes import Candidates
 
 NO_TOKEN = -1
-"""Instead of the target's token after a node that another token than the target's leads to."""
+"""Stands in ``Answers.tokens`` for an answer that is not needed: its node is not on the target's
+path.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +26,12 @@ class Answers:
     """The target's next tokens after nodes of one request.
 
     Attributes:
-        request: request id.
         node_ids: int64[A].
         tokens: int64[A], the target's own next token after each node, by its keyed draw;
-            ``NO_TOKEN`` after nodes that are not on the target's path (``Needs.all_answers``).
-        probs: float64[A, V], processed target distributions; only if a part needs them.
-        hidden: name -> tensor[A, E] in the target's dtype, on its device or the host; only if a
+            ``NO_TOKEN`` for nodes that are not on the target's path (``Needs.all_answers``).
+        probs: float64[A, V], the target's distributions after sampling transforms; None unless a
+            part needs them.
+        hidden: name -> [A, E], in the target's dtype, on its device or the host; empty unless a
             part needs them.
     """
 
@@ -45,7 +47,6 @@ class Exits:
     """Proposals of one exit head for nodes of one request (PPSD Alg. 1, lines 13 and 29).
 
     Attributes:
-        request: request id.
         node_ids: int64[W], nodes that have passed the exit layer.
         candidates: one row per node, in the same order.
         layer: number of target layers before the exit.
@@ -59,12 +60,9 @@ class Exits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptHidden:
-    """Hidden states of all positions of a prefill chunk.
+    """Hidden states, name -> [T, E], of a prefill chunk that begins at position ``start``.
 
-    Attributes:
-        request: request id.
-        start: position of the chunk's first token.
-        hidden: name -> [T, E], in the target's dtype on its device.
+    They have the target's dtype and are on its device.
     """
 
     request: int
@@ -73,18 +71,14 @@ class PromptHidden:
 
     @property
     def last_position(self) -> int:
-        """Position of the last row."""
         return self.start + len(next(iter(self.hidden.values()))) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyHidden:
-    """Hidden states of nodes of one request that may not be answered yet.
+    """Hidden states, name -> [W, E], of nodes of one request that may not be answered yet.
 
-    Attributes:
-        request: request id.
-        node_ids: int64[W], nodes that have passed the layers.
-        hidden: name -> [W, E], in the target's dtype, on its device or the host.
+    They have the target's dtype and are on its device or the host.
     """
 
     request: int
@@ -94,16 +88,15 @@ class EarlyHidden:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The executor's results of one step.
+    """The results of an executor in one step.
 
     Attributes:
-        step: the step that these results end.
-        answers: answers that arrived in this step, of any earlier batch; a request may occur more
-            than once.
+        step: the step that ends with these results.
+        answers: answers that arrived in this step, possibly of earlier batches. A request may occur
+            more than once.
         exits: proposals for nodes that passed an exit layer in this step, on any stage.
-        prompts: hidden states of prefill chunks; only if a part needs them. ``Needs.hidden``
-            arrive when the chunk leaves the target, ``Needs.early_hidden`` when it has passed the
-            layer, as separate entries.
+        prompts: hidden states of prefill chunks. ``Needs.hidden`` arrive when the chunk leaves the
+            target and ``Needs.early_hidden`` when it has passed the layer, as separate entries.
         early: ``Needs.early_hidden`` of nodes that passed the layer in this step.
     """
 

@@ -1,4 +1,4 @@
-"""Rows that are fed to the target.
+"""Rows of the target's forward passes.
 
 Shape letters: W nodes, D nodes of the longest path.
 """
@@ -16,14 +16,13 @@ from specdec.types.arrays import NO_NODE, BoolArray, IntArray
 class TreeRows:
     """Tree nodes of one request as rows of a forward pass, parents before children.
 
-    The ancestors travel with the rows: every cache that they pass makes its attention mask of them.
+    The rows include their ancestors' ids because every cache derives its attention mask from them.
 
     Attributes:
-        request: request id.
-        prefix_len: committed tokens before the root at submission.
+        prefix_len: number of committed tokens before the root at submission.
         tokens: int64[W].
-        paths: int64[D, W], ids of the nodes, then of their ancestors 1, 2, ... levels above, up to
-            the root at submission; ``NO_NODE`` beyond it.
+        paths: int64[D, W]. Row 0 has the ids of the nodes, row i those of their ancestors i levels
+            above, up to the root at submission; ``NO_NODE`` beyond it.
     """
 
     request: int
@@ -40,7 +39,7 @@ class TreeRows:
         parent_ids: IntArray,
         request: int = 0,
     ) -> TreeRows:
-        """Rows, int64[W] each, whose ancestors are all among them; a root has another parent."""
+        """Builds rows, int64[W] each, of nodes that include all their ancestors but the root's."""
         parent_of = dict(zip(node_ids.tolist(), parent_ids.tolist(), strict=True))
         paths, level = list[list[int]](), node_ids.tolist()
         while not paths or any(node_id != NO_NODE for node_id in level):
@@ -53,7 +52,6 @@ class TreeRows:
 
     @property
     def node_ids(self) -> IntArray:
-        """int64[W], stable ids."""
         return self.paths[0]
 
     @property
@@ -63,20 +61,19 @@ class TreeRows:
 
     @property
     def depths(self) -> IntArray:
-        """int64[W], below the root at submission."""
+        """int64[W], distance from the root at submission."""
         return np.count_nonzero(self.paths != NO_NODE, axis=0) - 1
 
     @property
     def positions(self) -> IntArray:
-        """int64[W]: absolute positions, which no later commit changes."""
+        """int64[W], absolute positions, which no later commit changes."""
         return self.prefix_len + self.depths
 
     def keep(self, mask: BoolArray) -> TreeRows:
-        """The rows where ``mask``, bool[W], is true."""
         return self.take(mask.nonzero()[0])
 
     def take(self, rows: IntArray) -> TreeRows:
-        """Some rows, int64[K], in increasing order (pruning in flight, SpecPipe Alg. 1)."""
+        """Returns the rows with the increasing indices ``rows``, int64[K] (used for pruning)."""
         return TreeRows(
             request=self.request,
             prefix_len=self.prefix_len,
@@ -87,9 +84,9 @@ class TreeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """Prompt tokens ``start .. start + len(tokens)`` of one request, under a causal mask.
+    """Prompt tokens of one request from position ``start`` on, under a causal mask.
 
-    Prefill covers all prompt tokens but the last, which is the first root.
+    Prefill covers all prompt tokens except the last, which is the first root.
     """
 
     request: int
@@ -99,15 +96,10 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows submitted to the target in one step; an empty batch is only a step tick.
+    """Rows submitted to the target in one step; an empty batch only advances the step.
 
     A request's prefill chunk and its first root may share a batch; the chunk comes first.
-
-    Attributes:
-        step: of the loop.
-        trees, prefills: the rows.
-        num_nodes: tree nodes of all requests.
-        num_tokens: rows of the target's forward: tree nodes and prefill tokens.
+    ``num_tokens`` counts the rows of the target's forward pass: tree nodes and prefill tokens.
     """
 
     step: int
