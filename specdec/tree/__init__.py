@@ -1,5 +1,3 @@
-"""The token tree of one request."""
-
 from typing import TYPE_CHECKING
 
 from specdec.lazy import lazy_exports

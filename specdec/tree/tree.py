@@ -2,16 +2,16 @@
 
 A node has a stable *id* (increasing, never reused) and a *slot* (its current array index, which
 changes when the tree is rerooted). Interfaces exchange ids; slots are valid within one call. Slot
-order is both id order and topological order, so an id is located by bisection and a subtree by
-pointer jumping. No N x N ancestor matrix is stored (SpecPipe 3.2.1 stores one; at 1344 nodes each
-commit would compact 1.8 MB); ``paths`` lists the ancestors of a batch's nodes once, and they travel
-with its rows (``TreeRows``).
+order is both id order and topological order, so bisection finds an id, and pointer jumping finds a
+subtree. No N x N ancestor matrix is stored (SpecPipe 3.2.1 stores one; at 1344 nodes each commit
+would compact 1.8 MB). Instead, ``paths`` lists the ancestors of a batch's nodes once, and they are
+sent with its rows (``TreeRows``).
 
 *Candidates* are children that a source proposed and no policy has turned into nodes yet. They are
 stored with their parent, so taking one later costs no draft forward.
 
-*Answers* of the target stay with their nodes too, whenever they arrive, until a verifier's walk
-from the root reaches them or the node is pruned.
+*Answers* of the target are stored with their nodes until a verifier's walk from the root reaches
+them or the node is pruned.
 
 Shape letters: N nodes, W selected nodes, K candidates per node, C children, D depth, V vocabulary,
 E hidden size.
@@ -63,7 +63,7 @@ Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 
 class _Column(Generic[Array]):
-    """A view of one field of all nodes."""
+    """Descriptor that returns a view of one field of all nodes."""
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -74,7 +74,7 @@ class _Column(Generic[Array]):
 
 
 class TokenTree:
-    """Proposed continuations of a root, the last committed token (slot 0).
+    """Proposed continuations of a root, which is the last committed token (slot 0).
 
     The columns are views, valid until the next call that changes the tree.
 
@@ -90,12 +90,12 @@ class TokenTree:
         scores: float64[N], sum of ``logprobs`` along the path from the current root, which has 0.
         expanded: bool[N], whether the source has proposed candidates for the node.
         answered: bool[N], whether the target has answered the node.
-        draft_probs: node id -> float64[V], the distribution that the node's candidates were sampled
-            from; only for sources that sample.
+        draft_probs: node id -> float64[V], the distribution from which the node's candidates were
+            sampled; only for sources that sample.
         target_probs: node id -> float64[V], the target's distribution after the node; only if a
             part needs it (``Needs.target_probs``).
         hidden: node id -> name -> [E], the target's hidden states of the node; only if a part needs
-            them (``Needs.hidden``). Early ones are there before the node's answer.
+            them (``Needs.hidden``). Early ones arrive before the node's answer.
         next_id: id of the next new node.
     """
 
@@ -112,13 +112,7 @@ class TokenTree:
     answered = _Column[BoolArray]("answered")
 
     def __init__(self, *, token: int, position: int, root_id: int = 0) -> None:
-        """Creates a tree with only a root.
-
-        Args:
-            token: token of the root.
-            position: its absolute position, which is the number of committed tokens before it.
-            root_id: its id; later nodes get larger ones. Default: 0.
-        """
+        """Creates a tree with only a root, at absolute position ``position``."""
         self._nodes = np.zeros(_CAPACITY, _NODE)
         self._candidates = np.full((_CAPACITY, 0), _NO_CANDIDATE)
         self._size = 0
@@ -133,28 +127,27 @@ class TokenTree:
 
     @property
     def root_id(self) -> int:
-        """Id of the root."""
         return int(self._nodes["id"][0])
 
     @property
     def depths(self) -> IntArray:
-        """int64[N], below the root."""
+        """int64[N], distance from the root."""
         return self.positions - self.positions[0]
 
     @property
     def candidate_tokens(self) -> IntArray:
-        """int64[N, K]; a view."""
+        """int64[N, K], a view."""
         tokens: IntArray = self._candidates["token"][: self._size]
         return tokens
 
     @property
     def candidate_logprobs(self) -> FloatArray:
-        """float64[N, K], -inf where there is no candidate or it became a node; a view."""
+        """float64[N, K], a view; -inf where there is no candidate or it became a node."""
         logprobs: FloatArray = self._candidates["logprob"][: self._size]
         return logprobs
 
     def copy(self) -> Self:
-        """An independent copy; rows of probabilities and hidden states are shared."""
+        """Returns an independent copy that shares the rows of probabilities and hidden states."""
         tree = copy(self)
         tree._nodes, tree._candidates = self._nodes.copy(), self._candidates.copy()
         tree.draft_probs, tree.target_probs = dict(self.draft_probs), dict(self.target_probs)
@@ -164,7 +157,7 @@ class TokenTree:
     # ------------------------------------------------------------------ growth
 
     def reset(self, *, token: int, position: int) -> int:
-        """Discards all nodes and creates a new root; returns its id."""
+        """Discards all nodes, creates a new root and returns its id."""
         self._size = 0
         for rows in (self.draft_probs, self.target_probs, self.hidden):
             rows.clear()
@@ -205,8 +198,8 @@ class TokenTree:
         Args:
             slots: int64[W].
             candidates: packed candidates of the source.
-            rows: their W rows for these nodes. A row of count 0 leaves its node unexpanded, since
-                the source may have a proposal later.
+            rows: the W rows of ``candidates`` that belong to these nodes. A row of count 0 leaves
+                its node unexpanded, since the source may have a proposal later.
         """
         tokens, counts = candidates.tokens[rows], candidates.counts[rows]
         num = tokens.shape[1]
@@ -226,9 +219,9 @@ class TokenTree:
             self.draft_probs.update(zip(ids, candidates.probs[rows], strict=True))
 
     def drop_known_children(self, slots: IntArray) -> None:
-        """Marks candidates as taken if a child of the node already has their token.
+        """Removes candidates whose token a child of the node already has.
 
-        A node may have children before it is expanded; siblings must differ.
+        A node may have children before it is expanded, and siblings must differ.
         """
         children = _pairs(self.parents, self.tokens)
         known = np.isin(_pairs(slots[:, None], self.candidate_tokens[slots]), children)
@@ -249,7 +242,7 @@ class TokenTree:
         return self.append(slots, taken["token"], taken["logprob"], taken["origin"])
 
     def set_answers(self, answers: Answers) -> None:
-        """Stores the target's answers with their nodes; those of pruned nodes are dropped."""
+        """Stores the target's answers with their nodes; answers of pruned nodes are dropped."""
         slots = self.slots(answers.node_ids)
         live = slots >= 0
         self.answers[slots[live]] = answers.tokens[live]
@@ -261,12 +254,7 @@ class TokenTree:
             self.set_hidden(answers.node_ids, answers.hidden)
 
     def set_hidden(self, ids: IntArray, hidden: Mapping[HiddenName, torch.Tensor]) -> None:
-        """Stores hidden states of nodes; those of pruned nodes are dropped.
-
-        Args:
-            ids: int64[W].
-            hidden: name -> [W, E].
-        """
+        """Stores hidden states, name -> [W, E], of nodes ``ids``, int64[W]; skips pruned nodes."""
         for row, (node_id, slot) in enumerate(
             zip(ids.tolist(), self.slots(ids).tolist(), strict=True)
         ):
@@ -277,18 +265,18 @@ class TokenTree:
     # ------------------------------------------------------------------ queries
 
     def slots(self, ids: IntArray) -> IntArray:
-        """int64[W], slots of ``ids``; ``NO_NODE`` for an id that is not in the tree."""
+        """Returns int64[W], the slots of ``ids``; ``NO_NODE`` for an id that is not in the tree."""
         at = self.ids.searchsorted(ids)
         return np.where(self.ids.take(at, mode="clip") == ids, at, NO_NODE)
 
     def live_slots(self, ids: IntArray) -> IntArray:
-        """int64[W], slots of nodes that are all in the tree."""
+        """Returns int64[W], the slots of ``ids``, which must all be in the tree."""
         slots = self.slots(ids)
         assert (slots >= 0).all(), f"nodes {ids} are not in the tree"
         return slots
 
     def hidden_rows(self, ids: IntArray) -> dict[HiddenName, torch.Tensor]:
-        """Name -> [W, E], copies of the states that all nodes ``ids``, int64[W], have."""
+        """Returns name -> [W, E], copies of the states that all nodes ``ids``, int64[W], have."""
         rows = [self.hidden.get(node_id, {}) for node_id in ids.tolist()]
         return {
             name: torch.stack([row[name] for row in rows])
@@ -297,17 +285,17 @@ class TokenTree:
         }
 
     def child(self, slot: int, token: int) -> int:
-        """Slot of the child of ``slot`` with ``token``, or ``NO_NODE``."""
+        """Returns the slot of the child of ``slot`` with this token, or ``NO_NODE``."""
         matches = (self.parents == slot) & (self.tokens == token)
         first = int(matches.argmax())
         return first if matches[first] else NO_NODE
 
     def children(self, slot: int) -> IntArray:
-        """int64[C], slots of the children in order of creation."""
+        """Returns int64[C], the slots of the children in order of creation."""
         return (self.parents == slot).nonzero()[0]
 
     def path(self, slot: int) -> IntArray:
-        """int64[D + 1], slots from the root down to ``slot``, both included."""
+        """Returns int64[D + 1], the slots from the root down to ``slot``, both included."""
         path = [slot]
         parents = self.parents
         while (slot := int(parents[slot])) != NO_NODE:
@@ -315,7 +303,7 @@ class TokenTree:
         return np.array(path[::-1])
 
     def subtree(self, slot: int) -> BoolArray:
-        """bool[N]: ``slot`` and its descendants."""
+        """Returns bool[N], true for ``slot`` and its descendants."""
         inside = np.zeros(self._size, np.bool_)
         inside[slot] = True
         jump = np.maximum(self.parents, 0)  # the ancestor 2^i levels up; the root is outside
@@ -325,9 +313,10 @@ class TokenTree:
         return inside
 
     def paths(self, slots: IntArray) -> IntArray:
-        """int64[D, W]: ids of W nodes, then of their ancestors 1, 2, ... levels above.
+        """Returns int64[D, W]: row i has the ids of the nodes' ancestors i levels above.
 
-        Paths that are shorter than the longest end with ``NO_NODE``.
+        Row 0 has the nodes themselves. Paths that are shorter than the longest end with
+        ``NO_NODE``.
         """
         above, paths = self.parents[slots], [self.ids[slots]]
         while (inside := above >= 0).any():
@@ -338,7 +327,7 @@ class TokenTree:
     def with_missing_ancestors(
         self, slots: IntArray, has: Callable[[IntArray], BoolArray]
     ) -> IntArray:
-        """int64[M], sorted: ``slots`` and all their ancestors that a cache does not have.
+        """Returns int64[M], sorted: ``slots`` and all their ancestors that a cache does not have.
 
         Args:
             slots: int64[W].
@@ -353,11 +342,11 @@ class TokenTree:
         return rows
 
     def best_candidates(self, num: int) -> tuple[IntArray, IntArray, FloatArray]:
-        """The ``num`` candidates of the whole tree with the highest score.
+        """Finds the ``num`` candidates of the whole tree with the highest score.
 
         Returns:
-            (parent slots int64, candidate columns int64, scores float64), at most ``num`` each,
-            best first, ties in slot order.
+            (parent slots int64, candidate columns int64, scores float64), best first, ties in slot
+            order.
         """
         flat = (self.candidate_logprobs + self.scores[:, None]).ravel()
         best = top_stable(flat, num)
@@ -388,7 +377,7 @@ class TokenTree:
         self.hidden = {i: h for i, h in self.hidden.items() if i in live}
 
     def _claim(self, num: int) -> npt.NDArray[Any]:
-        """Adds ``num`` nodes that nothing has happened to, without tokens and parents; a view."""
+        """Adds ``num`` nodes without tokens and parents, and returns a view of them."""
         need, capacity = self._size + num, len(self._nodes)
         if need > capacity:
             extra = max(need, 2 * capacity) - capacity
@@ -407,5 +396,5 @@ class TokenTree:
 
 
 def _pairs(slots: IntArray, tokens: IntArray) -> IntArray:
-    """A number per (slot, token), equal for equal pairs only."""
+    """Returns a number per (slot, token) pair; different pairs have different numbers."""
     return (slots << 32) + tokens
