@@ -1,4 +1,4 @@
-"""Verifiers: turn the target's answers into accepted paths; lossless and lossy ones."""
+"""Verifiers turn the target's answers into accepted paths."""
 
 from typing import TYPE_CHECKING
 

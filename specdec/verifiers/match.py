@@ -1,5 +1,3 @@
-"""Token-exact verification: follow the target's own tokens as far as the tree contains them."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,18 +15,17 @@ class MatchVerifier(Verifier):
     """Accepts a draft token if it equals the target's own next token.
 
     The answer at a node is the token that plain decoding would draw there: from the same logits
-    (the node attends to its path only) and with the same keyed draw, or the argmax if greedy. The
+    (the node attends only to its path) and with the same keyed draw, or the argmax if greedy. The
     output therefore equals autoregressive decoding with the same seed, token for token. This is the
-    rule of SpecPipe and PipeDec, of PPSD Alg. 1, line 4, and for greedy decoding of every paper.
+    rule of SpecPipe and PipeDec, of PPSD Alg. 1, line 4, and of every paper for greedy decoding.
 
-    In a pipeline with one level per step only the root is answered: no token is accepted, the
+    In a pipeline with one level per step, only the root is answered: no token is accepted, the
     answer is the next token, and the child with that token becomes the root (a hit).
     """
 
     lossless = Lossless.TOKEN
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        """One verdict per request; see ``Verifier``."""
         return [_verdict(request) for request in requests]
 
 

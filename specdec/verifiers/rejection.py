@@ -1,7 +1,4 @@
-"""Rejection sampling: every emitted token is distributed as under the target model.
-
-Shape letters: V vocabulary, S support of the target distribution, C children.
-"""
+"""Shape letters: V vocabulary, S support of the target distribution, C children."""
 
 from __future__ import annotations
 
@@ -23,9 +20,10 @@ from specdec.verifiers.walk import Choice, follow, target_probs
 class RejectionVerifier(Verifier):
     """Accepts a sampled draft token with probability min(1, target_probs / draft_probs).
 
-    *Accepted token*: a draft token that passed its test. *Residual distribution*:
-    norm(max(0, target - draft)). *Correction token*: drawn from the residual distribution if all
-    children of a node are rejected. *Bonus token*: drawn from the target if a node has no children.
+    Every emitted token is distributed as under the target. An *accepted token* is a draft token
+    that passed its test. The *residual distribution* is norm(max(0, target - draft)). If all
+    children of a node are rejected, the *correction token* is drawn from the residual distribution;
+    if a node has no children, the *bonus token* is drawn from the target.
 
     On a chain this is Leviathan et al. 2023, Alg. 1 (Chen et al. 2023, Alg. 2). On a tree it is the
     multi-round form of SpecInfer (Miao et al. 2024, Alg. 2, verify_stochastic): children are tested
@@ -46,7 +44,6 @@ class RejectionVerifier(Verifier):
     lossless = Lossless.DISTRIBUTION
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        """One verdict per request; see ``Verifier``."""
         return [follow(request, partial(_judge, request, state.draws)) for request in requests]
 
 
@@ -84,7 +81,7 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
 
 
 def _in_sampling_order(tree: TokenTree, slot: int, children: IntArray) -> IntArray:
-    """int64[C]: the children's tokens; asserts that they are a prefix of the sampled candidates."""
+    """Returns int64[C], the children's tokens, which must be a prefix of the sampled candidates."""
     tokens = tree.tokens[children]
     assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
         "children must be taken in sampling order"
@@ -93,7 +90,7 @@ def _in_sampling_order(tree: TokenTree, slot: int, children: IntArray) -> IntArr
 
 
 def _prob_of(probs: Probs, token: int) -> float:
-    """The probability of a token in one row, 0 beyond its vocabulary."""
+    """Returns the probability of a token in one row; 0 beyond the row's vocabulary."""
     if isinstance(probs, KeptProbs):
         return float(probs.of(token))
     if isinstance(probs, SupportProbs):
@@ -103,7 +100,7 @@ def _prob_of(probs: Probs, token: int) -> float:
 
 
 def _support(tree: TokenTree, slot: int) -> tuple[IntArray, FloatArray]:
-    """Tokens int64[S] of positive probability after an answered slot, and their probabilities."""
+    """Returns the tokens int64[S] of positive target probability after a slot, and these [S]."""
     probs = tree.target_probs[int(tree.ids[slot])]
     if isinstance(probs, SupportProbs):
         return probs.support
@@ -113,14 +110,14 @@ def _support(tree: TokenTree, slot: int) -> tuple[IntArray, FloatArray]:
 
 
 def _without(draft: FloatArray, token: int) -> FloatArray:
-    """float64[V]: the distribution that the next sibling was drawn from."""
+    """Returns float64[V], the distribution from which the next sibling was drawn."""
     draft = draft.copy()
     draft[token] = 0.0
     return draft / draft.sum()
 
 
 def _on_support(draft: FloatArray, support: IntArray) -> FloatArray:
-    """float64[S]: ``draft``, float64[V], on the support; 0 beyond the draft's vocabulary."""
+    """Returns float64[S], ``draft``, float64[V], on the support; 0 beyond its vocabulary."""
     if support[-1] < len(draft):
         return draft[support]
     inside = support < len(draft)
@@ -130,8 +127,8 @@ def _on_support(draft: FloatArray, support: IntArray) -> FloatArray:
 
 
 def _residual(target: FloatArray, draft: FloatArray) -> FloatArray:
-    """float64[S]: norm(max(0, target - draft)), Leviathan et al. 2023, Alg. 1."""
+    """Returns norm(max(0, target - draft)), float64[S] (Leviathan et al. 2023, Alg. 1)."""
     rest = np.maximum(target - draft, 0.0)
     mass = rest.sum()
-    # With mass 0 they are equal up to rounding, where a rejection has probability ~1e-16.
+    # Mass 0: target and draft are equal up to rounding, so a rejection has probability ~1e-16.
     return rest / mass if mass > 0.0 else target

@@ -1,6 +1,6 @@
-"""Steps that verifiers share: walk the tree over stored answers, and build the verdict.
+"""Steps that verifiers share: walking the tree over stored answers, and building the verdict.
 
-Shape letters: N tree nodes, V vocabulary.
+Shape letters: V vocabulary, C children.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Choice:
     Attributes:
         child: slot of the accepted child; ``NO_NODE`` if none was accepted.
         token: the token after the node: the child's, or the correction or bonus token.
-        num_rejected: number of children that were judged and rejected.
+        num_rejected: number of children that were tested and rejected.
     """
 
     child: int
@@ -32,20 +32,19 @@ class Choice:
 
 
 def target_probs(tree: TokenTree, slot: int) -> FloatArray:
-    """float64[V]: the target's distribution after an answered slot (``Needs.target_probs``)."""
+    """Returns float64[V], the target's distribution after an answered slot."""
     return on_host(tree.target_probs[int(tree.ids[slot])])
 
 
 def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
     """Builds the verdict by applying ``rule`` from the root down, as far as nodes are answered.
 
+    If the rule accepts no child but a child has the rule's token, the walk continues with that
+    child, which becomes the next root in any case.
+
     Args:
         request: a request whose root is answered.
         rule: slot of an answered node -> the decision there.
-
-    Returns:
-        The verdict. If the rule accepts no child but a child has the rule's token, the walk
-        continues with that child, which becomes the next root in any case.
     """
     tree = request.tree
     slot, path = 0, []
@@ -69,12 +68,11 @@ def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
 def accept_child(
     tree: TokenTree, choose: Callable[[int, IntArray], int]
 ) -> Callable[[int], Choice]:
-    """An acceptance rule: the child that ``choose`` returns, or else the target's own token.
+    """Makes a rule that accepts the child that ``choose`` returns, or else the target's token.
 
     Args:
-        tree: the request's tree.
         choose: (slot of an answered node, int64[C] slots of its children, at least one) -> slot of
-            the accepted child, ``NO_NODE`` for none.
+            the accepted child, or ``NO_NODE``.
     """
 
     def rule(slot: int) -> Choice:
