@@ -1,1 +1,0 @@
-"""Sampling: keyed draws, the transform from logits to distributions, draft candidates."""

@@ -27,20 +27,19 @@ def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
 
 
 def sibling_draws(draws: KeyedDraws, request_id: int, positions: IntArray, k: int) -> FloatArray:
-    """Returns float64[W, K]: the draw of each of K siblings below nodes at ``positions``[W]."""
+    """Returns float64[W, K]: one draw for each of K siblings below nodes at ``positions``[W]."""
     return draws.uniform(request_id, positions[:, None] + 1, Purpose.DRAFT, np.arange(k))
 
 
 def top_candidates(
     transform: SamplingTransform, logits: Tensor, k: int, histories: Sequence[IntArray] | None
 ) -> Candidates:
-    """Returns the ``k`` most probable candidates of each row of logits[W, V]."""
     tokens, logprobs = transform.top(logits, k, histories)
     return Candidates(tokens=tokens, logprobs=logprobs, counts=counts_of(transform, logprobs))
 
 
 def counts_of(transform: SamplingTransform, logprobs: FloatArray) -> IntArray:
-    """Returns int64[W]: candidates per row of ``logprobs``[W, K] that no processor bans."""
+    """Returns int64[W]: how many candidates in each row of ``logprobs``[W, K] are not banned."""
     if transform.params.needs_history:
         return np.asarray((logprobs > -np.inf).sum(axis=1), np.int64)
     return np.full(len(logprobs), logprobs.shape[1])
@@ -59,12 +58,9 @@ def candidates_of(
     """Returns candidates for nodes of one request.
 
     Args:
-        transform: the request's sampling transform.
         logits: [W, V].
-        k: maximum number of candidates per node.
-        histories: for ``transform``.
-        draws: sample the candidates, which are returned with their distribution; None: the most
-            probable candidates.
+        draws: samples the candidates, which are then returned with their distribution; None: the
+            most probable candidates.
         request_id: key of the draws.
         positions: int64[W], absolute positions of the nodes.
     """

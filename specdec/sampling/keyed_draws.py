@@ -1,9 +1,9 @@
-"""Keyed draws: counter-based random numbers that depend on their key only.
+"""Keyed draws: counter-based random numbers that are functions of their key.
 
-The draw for prompt r at position t is a function of (seed, r, t, purpose, index): the same on every
-rank, in every batch and under every strategy. The generator is numpy's ``Philox`` (Philox4x64-10,
-Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the key (seed, r); the draws
-of a purpose and index are consecutive numbers of it, by position.
+The draw for prompt r at position t depends only on (seed, r, t, purpose, index), so it is the same
+on every rank, in every batch and under every strategy. The generator is numpy's ``Philox``
+(Philox4x64-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the key
+(seed, r). The draws of a purpose and index are consecutive numbers of it, by position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WORDS = 4  # draws per value of the generator's counter
 
 
 class Purpose(IntEnum):
-    """Purpose of a draw; draws of different purposes are independent.
+    """What a draw is used for; draws of different purposes are independent.
 
     ``TARGET``: the target's next token, including the bonus token. ``DRAFT``: a sampled candidate.
     ``ACCEPT``: the acceptance test of a candidate. ``RESIDUAL``: the correction token.
@@ -34,7 +34,7 @@ class Purpose(IntEnum):
 
 @lru_cache(maxsize=4096)  # 8 MiB
 def _block_of(seed: int, prompt_id: int, purpose: Purpose, index: int, number: int) -> FloatArray:
-    """The draws of positions ``number * _BLOCK`` onwards, float64[_BLOCK]."""
+    """Returns the draws of positions ``number * _BLOCK`` onwards, float64[_BLOCK]."""
     key = np.array([seed % 2**64, prompt_id % 2**64], np.uint64)
     counter = np.array([number * _BLOCK // _WORDS, index, purpose, 0], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(_BLOCK)
@@ -43,8 +43,7 @@ def _block_of(seed: int, prompt_id: int, purpose: Purpose, index: int, number: i
 class KeyedDraws:
     """The uniform draws of a run, keyed by (seed, prompt id, position, purpose, index).
 
-    Attributes:
-        seed: the run's seed, any integer; its low 64 bits are used.
+    Of the seed, which may be any integer, the low 64 bits are used.
     """
 
     def __init__(self, *, seed: int) -> None:
@@ -53,17 +52,12 @@ class KeyedDraws:
     def uniform(
         self, prompt_id: int, positions: IntArray, purpose: Purpose, index: int | IntArray = 0
     ) -> FloatArray:
-        """Returns draws for one prompt.
+        """Returns draws for one prompt, float64 in [0, 1), of the broadcast shape.
 
         Args:
-            prompt_id: the prompt's id.
-            positions: int64 of any shape, absolute positions of the drawn tokens: the token after
-                a node at position p is drawn at p + 1.
-            purpose: of all draws.
+            positions: int64 of any shape, absolute positions of the drawn tokens: the token after a
+                node at position p is drawn at p + 1.
             index: sibling number, or an array that broadcasts against ``positions``.
-
-        Returns:
-            float64 in [0, 1), multiples of 2**-53, of the broadcast shape.
         """
         at, indices = np.broadcast_arrays(positions, index)
         numbers, draws = at // _BLOCK, np.empty(at.shape)

@@ -1,8 +1,8 @@
-"""Logits processors, applied to each answered node with the token sequence that leads to it.
+"""Logits processors, which run once per answered node on the token sequence that leads to it.
 
 Every node of a tree has its own history: the committed tokens, then the path from the root to it.
 
-Shape letters: A nodes, V vocabulary, T sequence length, n n-gram size, B banned pairs.
+Shape letters: A nodes, V vocabulary, T sequence length, B banned pairs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class LogitsProcessor(Protocol):
 
 
 def repeated_ngrams(histories: Sequence[IntArray], size: int) -> tuple[IntArray, IntArray]:
-    """Returns the tokens that would complete an n-gram that the history already contains.
+    """Finds the tokens that would complete an n-gram that the history already contains.
 
-    Equals transformers' ``NoRepeatNGramLogitsProcessor``, for all histories at once.
+    The result equals that of transformers' ``NoRepeatNGramLogitsProcessor``.
 
     Args:
         histories: A arrays int64[T_i].
@@ -61,18 +61,10 @@ def repeated_ngrams(histories: Sequence[IntArray], size: int) -> tuple[IntArray,
 def apply_processors(
     processors: Sequence[LogitsProcessor], logits: Tensor, histories: Sequence[IntArray]
 ) -> Tensor:
-    """Applies processors to each node with its own history.
+    """Applies processors to logits [A, V] of nodes, each with its own history, int64[T_i].
 
-    One call per node, with the same ``input_ids`` [1, T] as in plain decoding, so that results do
-    not depend on the tree.
-
-    Args:
-        processors: applied in order.
-        logits: [A, V].
-        histories: A arrays int64[T_i], the sequences up to and including each node.
-
-    Returns:
-        [A, V], a new tensor.
+    Each node has a call of its own with the same ``input_ids`` [1, T] as in plain decoding, so that
+    results do not depend on the tree.
     """
     rows = []
     for row, history in zip(logits, histories, strict=True):
@@ -101,10 +93,10 @@ class HistoryTracker:
         self._nodes.open(request_id)
 
     def observe(self, rows: TreeRows) -> list[IntArray] | None:
-        """Records nodes that reached this rank; parents before or together with their children.
+        """Records nodes that reached this rank, and returns their histories.
 
-        Returns:
-            The nodes' histories; None for a request that was not opened.
+        Parents must be observed before or together with their children. The result is None for a
+        request that was not opened.
         """
         if rows.request not in self._nodes:
             return None
@@ -121,22 +113,13 @@ class HistoryTracker:
                 self._committed[commit.request] = np.append(up_to_old_root, commit.new_tokens)
 
     def close(self, request_id: int) -> None:
-        """Removes a request."""
         self._committed.pop(request_id, None)
         self._nodes.close(request_id)
 
     def histories(self, request_id: int, node_ids: IntArray) -> list[IntArray]:
-        """Returns the sequence up to and including each node.
+        """Returns the committed tokens and the path to each node, as A arrays int64[T_i].
 
-        Args:
-            request_id: an open request.
-            node_ids: int64[A], nodes that were observed and not pruned by a commit.
-
-        Returns:
-            A arrays int64[T_i]: committed tokens, then the path.
-
-        Raises:
-            KeyError: for an unknown node.
+        The nodes must have been observed and not pruned by a commit.
         """
         return [self._history(request_id, node_id) for node_id in node_ids.tolist()]
 

@@ -1,5 +1,3 @@
-"""Selection of the largest values, with ties broken by index."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,13 +1,13 @@
 """The sampling transform, from logits to the sampled distribution; the same for target and draft.
 
 Steps and their order are those of transformers' ``generate``: no_repeat_ngram, other processors,
-temperature, top-k, top-p. The largest logits are selected where they are, on any device; from the
+temperature, top-k, top-p. The largest logits are selected on the device of the logits. From the
 temperature on, everything is float64 in numpy on the host. Whole rows are copied to the host only
-where no top-k limits the number of entries. Every result depends on its row only: neither the other
-rows of a batch nor padding changes a bit of it.
+if no top-k limits the number of entries. Every result depends only on its own row: neither the
+other rows of a batch nor padding changes a bit of it.
 
-Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates,
-S stored entries of a row.
+Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates, S
+stored entries of a row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specdec.sampling.processors import LogitsProcessor, apply_processors, repea
 from specdec.types import FloatArray, IntArray
 
 SPARE = 64
-"""Entries that are selected on a device beyond the k-th; they may tie with it."""
+"""Number of entries that a device selects beyond the k-th, because they may tie with it."""
 
 _BLOCK = 64  # entries per block in the search for the largest entries of a row
 _MIN_BLOCKS = 4  # per entry searched for; with fewer, a partition of the row is as fast
@@ -54,16 +54,13 @@ class SamplingParams:
     """How the next token is chosen from the target's logits.
 
     Attributes:
-        temperature: 0 is greedy: the most probable token, of equal ones the lowest token id; top_k
-            and top_p then have no effect.
-        top_k: keep the k most probable tokens, including all that tie with the k-th; 0 disables it.
+        temperature: 0 is greedy: the most probable token is chosen, or the one with the lowest
+            token id if several are equal. top_k and top_p then have no effect.
+        top_k: keep the k most probable tokens, and all that tie with the k-th; 0 disables it.
         top_p: keep the smallest set of most probable tokens with at least this mass; 1 disables it.
         no_repeat_ngram: ban tokens that would repeat an n-gram of this size in prompt and output; 0
             disables it.
         processors: Hugging Face logits processors, applied before the temperature.
-
-    Raises:
-        ValueError: for a value outside its range.
     """
 
     temperature: Annotated[
@@ -83,7 +80,6 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is chosen instead of a random one."""
         return self.temperature == 0.0
 
     @property
@@ -99,12 +95,8 @@ class SamplingTransform:
     """Applies ``SamplingParams`` to logits.
 
     In every method, logits are [A, V] tensors of any float type and device, and ``histories[i]`` is
-    the int64 sequence up to and including the node of row i; None is allowed if
-    ``params.needs_history`` is false. Rows with NaN, infinity or no allowed token raise a
-    ``ValueError``.
-
-    Attributes:
-        params: the parameters to apply.
+    the int64 sequence up to and including the node of row i, or None if ``params.needs_history`` is
+    false. Rows with NaN, infinity or no allowed token raise a ``ValueError``.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -113,9 +105,9 @@ class SamplingTransform:
     def sample(
         self, logits: Tensor, uniforms: FloatArray, histories: Sequence[IntArray] | None = None
     ) -> IntArray:
-        """Returns the token at ``uniforms``[A] of each row's CDF in token-id order, int64[A].
+        """Returns int64[A]: the token at ``uniforms``[A] of each row's CDF in token-id order.
 
-        Greedy: the argmax, whatever the uniforms, which may be empty.
+        If greedy, it is the argmax, and the uniforms may be empty.
         """
         if self.params.greedy:
             return self.greedy(logits, histories)
@@ -126,7 +118,7 @@ class SamplingTransform:
         return np.concatenate(tokens)
 
     def greedy(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> IntArray:
-        """Returns the first of the largest processed logits of each row, int64[A]."""
+        """Returns int64[A]: the first of the largest processed logits of each row."""
         logits = self._processed(logits, histories)
         if not on_accelerator(logits):
             return argmax(logits.numpy())
@@ -138,7 +130,7 @@ class SamplingTransform:
     def distribution(
         self, logits: Tensor, histories: Sequence[IntArray] | None = None
     ) -> FloatArray | SupportProbs:
-        """Returns the processed distribution [A, V], on its support where a filter limits that.
+        """Returns the distribution [A, V] after all steps, as ``SupportProbs`` if it is filtered.
 
         If greedy, it is one-hot at the argmax.
         """
@@ -148,17 +140,17 @@ class SamplingTransform:
         return SupportProbs(best, np.ones(best.shape), logits.shape[1])
 
     def probs(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> FloatArray:
-        """Returns ``distribution`` written out, float64[A, V]."""
+        """Returns ``distribution`` as a dense array, float64[A, V]."""
         return np.asarray(self.distribution(logits, histories))
 
     def proposal_probs(
         self, logits: Tensor, histories: Sequence[IntArray] | None = None
     ) -> FloatArray | SupportProbs:
-        """Returns the distribution [W, V] that a draft samples candidates from.
+        """Returns the distribution [W, V] from which a draft samples its candidates.
 
-        This is the processed distribution; if greedy, the model's own at temperature 1, because the
-        processed one has a single token and cannot propose siblings. Rejection sampling is lossless
-        for any distribution, as long as the candidates were sampled from it.
+        This is ``distribution`` unless greedy: a one-hot distribution cannot propose siblings, so
+        it is the model's own at temperature 1. Rejection sampling is lossless for any distribution,
+        as long as the candidates were sampled from it.
         """
         if not self.params.greedy:
             return self.distribution(logits, histories)
@@ -172,14 +164,9 @@ class SamplingTransform:
         Processors and temperature (1 if greedy) are applied, so that scores estimate the
         probability that the target draws the token; top-k and top-p are not.
 
-        Args:
-            logits: [W, V].
-            k: number of candidates per row, reduced to at most V.
-            histories: as in the class.
-
         Returns:
-            tokens int64[W, K], best first, ties in token-id order; log probabilities float64[W, K],
-            <= 0; -inf for tokens that a processor bans, which are not candidates.
+            tokens int64[W, K], best first, ties in token-id order, with K = min(k, V); log
+            probabilities float64[W, K], which are -inf for tokens that a processor bans.
         """
         k = min(k, logits.shape[1])
         if not len(logits):
@@ -240,7 +227,7 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Iterator[FloatArray | S
             yield weights
             continue
         total = weights.sum(axis=1, keepdims=True)
-        # Entries below half of an equal share of the mass that may be cut are all cut.
+        # Entries below the share have in total at most half of the mass to cut, so all are cut.
         share = 0.5 * (1.0 - top_p) / vocab_size * total
         ids, chosen = _by_row(weights >= share, weights)
         weights = np.maximum(chosen, 0.0)
@@ -258,11 +245,11 @@ def _weights(values: npt.NDArray[np.floating], temperature: float) -> FloatArray
 
 
 def _cut_tail(weights: FloatArray, enough: FloatArray) -> None:
-    """Sets to 0 what top-p removes of ``weights``[A, S]; ``enough``[A, 1]: the mass to keep.
+    """Sets the entries of ``weights``[A, S] to 0 that top-p removes, in place.
 
     As in transformers, entries in descending order are kept while the mass before them is below
-    ``enough``, and the best always. Of equal weights at the cut, the lower token ids are kept, as
-    in greedy decoding (in transformers this depends on the sort).
+    ``enough``[A, 1], and the best always. Of equal weights at the cut, the lower token ids are
+    kept, as in greedy decoding (in transformers this depends on the sort).
     """
     ordered = np.sort(weights, axis=1)[:, ::-1]
     mass_before = ordered.cumsum(axis=1)[:, :-1]
@@ -284,11 +271,7 @@ def _normalised(weights: FloatArray | SupportProbs) -> FloatArray | SupportProbs
 
 
 def check_finite(best: npt.NDArray[np.floating]) -> None:
-    """Checks that row maxima are finite: sampling rows with NaN or infinity would hide a fault.
-
-    Raises:
-        ValueError: if one is not, with its value and possible causes.
-    """
+    """Raises ``ValueError`` if a row maximum is not finite: sampling would hide the fault."""
     if all(map(isfinite, best.ravel().tolist())):
         return
     raise ValueError(
@@ -302,7 +285,7 @@ def check_finite(best: npt.NDArray[np.floating]) -> None:
 
 
 def on_accelerator(tensor: Tensor) -> bool:
-    """Whether entries are selected where the tensor is, before the copy to the host."""
+    """Whether entries are selected on the tensor's device, before the copy to the host."""
     return tensor.device.type not in ("cpu", "mps")
 
 
@@ -365,7 +348,7 @@ def _by_row(
 
 
 def _copied(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
-    """Returns both as arrays, by one copy, since each copy waits for the device."""
+    """Copies both to the host at once, since each copy waits for the device."""
     both = to_host(torch.stack([indices.double(), values.double()]))
     return both[0].astype(np.int64), both[1]
 
@@ -381,16 +364,13 @@ def draw(weights: FloatArray | SupportProbs, uniforms: FloatArray) -> IntArray:
 
 
 def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
-    """Returns the first entry of each row whose cumulative share exceeds the row's uniform.
+    """Returns int64[A]: the first entry of each row whose cumulative share exceeds the uniform.
 
     It never returns entries of weight 0, even for the largest uniform below 1.
 
     Args:
         weights: float64[A, S], >= 0, each row with a positive finite sum.
         uniforms: float64[A] in [0, 1).
-
-    Returns:
-        int64[A].
     """
     cdf = weights.cumsum(axis=1)
     # The draw stays below the last entry: u <= 1 - 2**-53 rounds down.
@@ -408,7 +388,6 @@ def sample_candidates(
 
     Args:
         probs: float64[W, S], each row summing to 1.
-        k: draws per row.
         uniforms: float64[W, k] in [0, 1), one column per draw.
 
     Returns:
