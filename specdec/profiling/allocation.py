@@ -1,6 +1,7 @@
 """``specdec profile profiling.devices=K``: tries device splits and writes the best as a preset.
 
-The search of SwiftSpec 3.1 and 5.5: devices of target and draft, and the tree.
+This is the search of SwiftSpec 3.1 and 5.5, over trees and over the number of devices that the
+target and the draft each get.
 """
 
 from __future__ import annotations
@@ -28,20 +29,17 @@ from specdec.report.tables import number
 from specdec.runs.jobs import Progress
 
 BEST = "swiftspec_best"
-"""Name of the written preset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The result of one device split and tree. Times in milliseconds.
+    """The result of one device split and tree.
 
     Attributes:
-        target, draft: devices of the two groups.
         bs, w, d: parameters of the tree, see ``specdec.policies.BestFirst``.
-        target_ms, draft_ms: time of a target pass and of a draft pass; None if not simulated.
-        interpolated: whether the time of a degree is interpolated between those of the profile.
+        target_ms, draft_ms: milliseconds of one pass; None if measured on real ranks.
+        interpolated: whether a time is interpolated between device counts of the profile.
         acceptance_length: emitted tokens per target pass.
-        tokens_per_s: speed of the decode phase.
     """
 
     target: int
@@ -57,15 +55,9 @@ class Split:
 
 
 def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[str, Any]:
-    """Tries device splits and trees.
+    """Writes profile.json (all splits) and strategy/swiftspec_best.yaml (the best) into ``folder``.
 
-    Args:
-        cfg: as for ``profile_job``.
-        folder: for profile.json (every split) and strategy/swiftspec_best.yaml (the best one).
-        progress: advanced after every split.
-
-    Returns:
-        The content of ``profile.json``.
+    ``cfg`` is as for ``profile_job``. Returns the content of profile.json.
     """
     work = Workload.of(cfg, progress)
     options = work.options
@@ -91,22 +83,13 @@ def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dic
 
 
 def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[Split]:
-    """Decodes with every combination of split and tree.
+    """Decodes all prompts with every combination of split and tree, and yields each result.
 
-    ``profiling.devices`` is the number of devices and ``profiling.targets`` those of the target to
-    try; the draft has the others. ``profiling.bs`` and ``w`` are parameters of the trees to try.
-
-    Args:
-        work: models and prompts.
-        use: a latency profile with times by degree (``name``, ``costs``, ``degrees``) to simulate;
-            each tree is tried with d = floor(target time / draft time) and with d + 1. None: runs
-            on real ranks, timed by the wall clock, with as many expansions as fit.
-
-    Yields:
-        The results, in the order tried.
-
-    Raises:
-        UserError: a split leaves no device for a group, or the profile has no times for it.
+    The section ``profiling`` gives the total ``devices``, the ``targets`` to try (the target's
+    devices; the draft gets the rest), and the tree parameters ``bs`` and ``w`` to try. If ``use``
+    is a latency profile (``name``, ``costs``, ``degrees``), each tree is simulated with d =
+    floor(target time / draft time) and with d + 1. If it is None, decoding runs on real ranks,
+    timed by the wall clock, with as many draft expansions as fit into a target pass.
     """
     options = work.options
     devices = options.devices or 0
@@ -149,7 +132,7 @@ def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[Split]:
 
 
 def preset(split: Split, *, name: str, about: str) -> str:
-    """A strategy's YAML that decodes with a split: `--config-dir DIR strategy=NAME`."""
+    """Returns the YAML of a strategy that decodes with this split."""
     return f"""# @package _global_
 # {about}
 defaults:
@@ -173,7 +156,7 @@ executor:
 
 
 def _profile(use: Mapping[str, Any], target: int, draft: int) -> tuple[LatencyProfile, bool]:
-    """The profile of a split, and whether one of its degrees is interpolated."""
+    """Returns the profile of a split, and whether one of its times is interpolated."""
     degrees = use.get("degrees") or {}
     costs, interpolated = dict(use["costs"]), False
     for kind, degree in (("stage", target), ("draft", draft)):
@@ -192,7 +175,6 @@ def _profile(use: Mapping[str, Any], target: int, draft: int) -> tuple[LatencyPr
 
 
 def print_splits(result: Mapping[str, Any]) -> None:
-    """Prints the table of splits, fastest first, and the best."""
     console = Console()
     heads = ("target:draft", "bs", "w", "d", "t target", "t draft", "accepted", "tokens/s")
     table = Table(*heads, box=None, padding=(0, 1))

@@ -14,14 +14,14 @@ from specdec.clocks import LatencyProfile, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Times of one step at a tree width, in milliseconds.
+    """Times of one pipeline step at a tree width, in milliseconds.
 
     Attributes:
         stages: compute, pruning and transfer of each stage; the last includes the output head.
         compute: computation of the longest stage.
         compute_one: the same for one token.
-        transfer: transfer of one level.
-        draft: one draft pass over one level.
+        transfer: transfer of one tree level.
+        draft: one draft pass over one tree level.
     """
 
     stages: tuple[float, ...]
@@ -32,13 +32,10 @@ class StepTimes:
 
     @staticmethod
     def of(profile: LatencyProfile, *, width: int, stages: int, group: int = 1) -> StepTimes:
-        """The times of a step on a profile.
+        """Reads the times from a profile of one device.
 
-        Args:
-            profile: costs of one device.
-            width: tokens per level.
-            stages: N.
-            group: devices per stage, which work in sequence within a step (PipeDec's G).
+        ``width`` is in tokens per tree level. ``group`` is the number of devices per stage, which
+        work in sequence within a step (PipeDec's G).
         """
         one, all_tokens = profile.ms(Work.STAGE, 1), profile.ms(Work.STAGE, width)
         transfer = profile.ms(Work.TRANSFER, width)
@@ -56,9 +53,7 @@ class StepTimes:
 def eq1_tbt(stages: Sequence[float], hit: float) -> float:
     """SpecPipe Eq. 1 (reconstructed): max_i T_i + (1 - p) times the sum over the other stages.
 
-    Args:
-        stages: T_i, in any unit.
-        hit: p.
+    ``stages`` are the T_i, and ``hit`` is p. The result has the unit of ``stages``.
     """
     longest = max(stages)
     return longest + (1.0 - hit) * (sum(stages) - longest)
@@ -70,12 +65,15 @@ def eq2_tbt(step: float, num_stages: int, hit: float) -> float:
 
 
 def plain_latency(times: StepTimes) -> float:
-    """PipeDec 2.4, plain decoding: N computations and N - 1 transfers, of one token each."""
+    """PipeDec 2.4, plain decoding: a token takes N computations and N - 1 transfers."""
     num = len(times.stages)
     return num * times.compute + (num - 1) * times.transfer
 
 
 def pipedec_latency(times: StepTimes) -> float:
-    """PipeDec 2.4: max(T_draft, C max T_c + max T_t), C = T_c(w) / T_c(1); every token a hit."""
+    """PipeDec 2.4: max(T_draft, C max T_c + max T_t) with C = T_c(w) / T_c(1).
+
+    It assumes that every token is a hit.
+    """
     factor = times.compute / times.compute_one if times.compute_one else 1.0
     return max(times.draft, factor * times.compute_one + times.transfer)

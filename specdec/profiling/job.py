@@ -33,19 +33,11 @@ _NOISY = 0.25  # spread of a stage's times above which a warning is printed
 
 
 def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[str, Any]:
-    """Measures a profile, or reads that of ``profiling.use``, and proposes a tree and grouping.
+    """Measures a profile, or reads that of ``profiling.use``, and proposes a tree and a grouping.
 
-    Args:
-        cfg: resolved configuration with the section ``profiling`` and, if ``profiling.use`` names
-            a profile, the section ``use`` with its costs.
-        folder: for NAME.yaml (the profile) and profile.json (all measurements and proposals).
-        progress: advanced after every repeat and every simulated tree.
-
-    Returns:
-        The content of ``profile.json``.
-
-    Raises:
-        UserError: there is no model to measure, or a grouping does not divide the devices.
+    Writes NAME.yaml (a measured profile) and profile.json (all results) into ``folder``. If
+    ``profiling.use`` names a profile, the section ``use`` of ``cfg`` has its costs. Returns the
+    content of profile.json.
     """
     work = Workload.of(cfg, progress)
     options = work.options
@@ -79,7 +71,7 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
 
 
 def profile_of(samples: Mapping[Work, Sequence[Sample]], *, name: str, note: str) -> LatencyProfile:
-    """A latency profile of the medians; kinds of work without samples cost nothing."""
+    """Builds a latency profile of the medians; kinds of work without samples cost nothing."""
     costs = {}
     for kind, of_kind in samples.items():
         ms = tuple(round(s.median_ms, _DIGITS) for s in of_kind)
@@ -89,7 +81,7 @@ def profile_of(samples: Mapping[Work, Sequence[Sample]], *, name: str, note: str
 
 
 def profile_yaml(profile: LatencyProfile, *, stages: int) -> str:
-    """The YAML that ``clock.profile=PATH`` reads; ``stages``: stages of the measured pipeline."""
+    """Returns the YAML for ``clock.profile=PATH``; ``stages`` is the measured number of stages."""
     lines = ["# Measured by `specdec profile`; milliseconds against tokens."]
     lines += [f"note: {json.dumps(profile.note)}", f"stages: {stages}", "costs:"]
     for kind, node in costs_node(profile).items():
@@ -99,7 +91,7 @@ def profile_yaml(profile: LatencyProfile, *, stages: int) -> str:
 
 
 def proposal_of(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The choices of the simulator and of Eq. 2, and the range of Eq. 2's error."""
+    """Returns the fastest cell by the simulator and by Eq. 2, and the range of Eq. 2's error."""
     best, by_eq2 = min(cells, key=lambda c: c.tbt), min(cells, key=lambda c: c.eq2)
     simulated, eq2 = (
         {key: getattr(cell, key) for key in ("width", "children", "stages", "group", "tbt")}
@@ -120,7 +112,6 @@ def proposal_of(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def print_profile(result: Mapping[str, Any]) -> None:
-    """Prints the cost curves, the simulated trees and the proposal."""
     console = Console(width=120, soft_wrap=True)
     costs = result["profile"]["costs"]
     points = sorted({n for curve in costs.values() for n in curve["tokens"]})
@@ -164,7 +155,6 @@ def print_profile(result: Mapping[str, Any]) -> None:
 
 
 def _print_limits(limits: Mapping[str, Any], console: Console) -> None:
-    """Prints bytes, FLOPs and the share of the machine's limits that passes reach."""
     machine = limits["machine"]
     table = Table("pass", "rows", "MB", "MFLOPs", "ms", "least ms", "bound by", "reached", box=None)
     for work in limits["passes"]:
@@ -186,7 +176,7 @@ def _print_limits(limits: Mapping[str, Any], console: Console) -> None:
 def _limits(
     work: Workload, samples: Mapping[Work, Sequence[Sample]], folder: Path
 ) -> dict[str, Any]:
-    """The machine's limits and what passes reach of them; draws ``roofline.png``."""
+    """Compares the passes with the machine's measured limits, and draws ``roofline.png``."""
     pair = work.pair
     assert isinstance(pair, HuggingFacePair), "measured"
     stages, context = int(work.cfg["executor"]["stages"]), work.options.context
@@ -226,7 +216,6 @@ def _measure(work: Workload, progress: Progress) -> dict[Work, list[Sample]]:
 
 
 def _note(work: Workload) -> str:
-    """The conditions of the measurement."""
     cfg, options, pair = work.cfg, work.options, work.pair
     return (
         f"measured medians of {options.repeats} repeats; model {cfg['model']['kind']},"

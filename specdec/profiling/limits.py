@@ -37,8 +37,8 @@ class MachineLimits:
     """Measured limits of one device with the threads of the run.
 
     Attributes:
-        copy_bytes: size of the copied tensor, that of the weights of a pass: what fits into a cache
-            for one fits for the other.
+        copy_bytes: size of the copied tensor. It equals the weights of a pass, so that the copy and
+            the pass benefit alike from a cache.
         bytes_per_s: read plus written bytes per second of a copy.
         flops_per_s: floating-point operations per second of a product of square matrices.
     """
@@ -50,15 +50,13 @@ class MachineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCost:
-    """What a pass must move and compute.
+    """What a pass must move and compute, and its measured median time.
 
     Attributes:
-        kind: of work, as in a latency profile.
-        rows: R.
-        num_bytes: weights, keys and values read once, keys and values of the rows written. Rows of
-            activations are left out.
-        flops: two per weight and row, and those of attention over context and rows.
-        ms: measured median.
+        kind: kind of work, as in a latency profile.
+        num_bytes: weights, keys and values read once, and keys and values written for the rows.
+            Activations are ignored.
+        flops: two per weight and row, plus those of attention over context and rows.
     """
 
     kind: str
@@ -68,23 +66,21 @@ class PassCost:
     ms: float
 
     def bound_ms(self, machine: MachineLimits) -> float:
-        """The least time on this machine."""
         moving, computing = self.times_ms(machine)
         return max(moving, computing)
 
     def times_ms(self, machine: MachineLimits) -> tuple[float, float]:
-        """Milliseconds of moving the bytes, and of computing the operations."""
+        """Returns the milliseconds to move the bytes, and those to compute the operations."""
         return (
             1e3 * self.num_bytes / machine.bytes_per_s,
             1e3 * self.flops / machine.flops_per_s,
         )
 
     def share(self, machine: MachineLimits) -> float | None:
-        """Least time over measured time; None where no time was measured."""
+        """Returns the least time over the measured time; None if no time was measured."""
         return self.bound_ms(machine) / self.ms if self.ms else None
 
     def to_json(self, machine: MachineLimits) -> dict[str, Any]:
-        """Plain values, with the bound and the share."""
         moving, computing = self.times_ms(machine)
         return {
             **asdict(self),
@@ -95,7 +91,7 @@ class PassCost:
 
 
 def measure_machine(*, num_bytes: int, dtype: torch.dtype, device: torch.device) -> MachineLimits:
-    """Measures a copy of ``num_bytes`` (at least 4 MiB) and a product of 1024 x 1024 matrices."""
+    """Times a copy of ``num_bytes`` (at least 4 MiB) and a product of 1024 x 1024 matrices."""
     size = max(num_bytes, _LEAST_COPY) // dtype.itemsize
     source = torch.ones(size, dtype=dtype, device=device)
     target = torch.empty_like(source)
@@ -111,7 +107,6 @@ def measure_machine(*, num_bytes: int, dtype: torch.dtype, device: torch.device)
 
 
 def _seconds(work: Any, device: torch.device) -> float:
-    """Median time of a call, after an uncounted one."""
     times = []
     for _ in range(_REPEATS + 1):
         start = perf_counter()
@@ -125,14 +120,13 @@ def _seconds(work: Any, device: torch.device) -> float:
 def work_of(
     layers: Sequence[nn.Module], head: nn.Module | None, config: Any, *, rows: int, context: int
 ) -> tuple[int, int]:
-    """(bytes, FLOPs) of a pass.
+    """Returns (bytes, FLOPs) of a pass.
 
     Args:
-        layers: decoder layers that run; none for the output head alone.
-        head: output head; None without logits.
-        config: of the model: ``num_attention_heads`` and its keys and values.
-        rows: R.
-        context: tokens in the cache before the rows.
+        layers: decoder layers that run; empty for the output head alone.
+        head: output head; None for a pass without logits.
+        config: the model's text configuration.
+        context: number of cached tokens before the rows.
     """
     modules = [*layers] if head is None else [*layers, head]
     weights = [parameter for module in modules for parameter in module.parameters()]
@@ -149,7 +143,7 @@ def work_of(
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
-    """Bytes of one token's keys and values in one layer."""
+    """Returns the bytes of one token's keys and values in one layer."""
     groups = config_value(config, "num_key_value_heads", config.num_attention_heads)
     return 2 * int(groups) * head_size(config) * itemsize
 
@@ -161,13 +155,10 @@ def passes_of(
     stages: int,
     context: int,
 ) -> list[PassCost]:
-    """The measured passes of stage, head and draft, with what each must move and compute.
+    """Returns the measured passes of stage, head and draft, with what each must move and compute.
 
-    Args:
-        pair: the models.
-        samples: see ``measure_model``.
-        stages: of the pipeline, of which the longest slice was measured.
-        context: committed tokens before the rows.
+    ``samples`` are results of ``measure_model``, which measures the longest of ``stages`` slices.
+    ``context`` is the number of committed tokens before the rows.
     """
     bounds = split_layers(pair.num_layers, stages)
     num_layers = max(last - first for first, last in bounds)
@@ -200,7 +191,7 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def roofline_png(machine: MachineLimits, passes: Sequence[PassCost]) -> bytes:
-    """Reached FLOP/s against FLOPs per byte, under the machine's limits; both axes logarithmic."""
+    """Plots reached FLOP/s over FLOPs per byte, with the machine's limits, on logarithmic axes."""
     figure = figure_of(6.5, 4.0)
     axes = figure.subplots()
     intensities = [work.flops / work.num_bytes for work in passes]

@@ -1,5 +1,3 @@
-"""The section ``profiling`` of a configuration."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -32,21 +30,20 @@ FileName = Annotated[
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilingOptions:
-    """What ``specdec profile`` measures and simulates.
+    """The section ``profiling``: what ``specdec profile`` measures and simulates.
 
     Attributes:
-        name: of the measured profile.
-        use: a profile to propose for instead of measuring one.
-        tokens: rows per measured pass.
-        repeats: of every measurement.
+        name: name of the measured profile.
+        use: a profile to use instead of measuring one.
+        tokens: numbers of rows per pass to measure.
         context: committed tokens before the tree.
-        transfer: whether transfers between two processes are measured.
+        transfer: whether to measure transfers between two processes.
         widths, children, groups: tree widths, candidates per node and devices per stage to
             simulate.
         devices: number of devices to split between SwiftSpec's target and draft; None profiles a
             pipeline.
-        targets, bs, w: devices of the target, nodes per target pass and leaves per draft pass to
-            try.
+        targets, bs, w: for SwiftSpec, the target's devices, the nodes per target pass and the
+            leaves per draft pass to try.
     """
 
     name: FileName

@@ -1,7 +1,6 @@
 """Measures the times of a stage, the output head, a draft pass and pruning.
 
-Every repeat covers all numbers of tokens, so that a drift of the machine affects them equally; the
-profile takes the medians.
+Every repeat covers all numbers of tokens, so that a drift of the machine affects them equally.
 """
 
 from __future__ import annotations
@@ -37,16 +36,15 @@ def measure_model(
     requests: int = 1,
     on_repeat: Callable[[str], None] = lambda _: None,
 ) -> dict[Work, list[Sample]]:
-    """Measures target and draft.
+    """Measures the passes of target and draft.
 
     Args:
-        pair: models in memory.
         stages: number of pipeline stages; the longest slice of the target is measured.
         tokens: numbers of rows per pass, increasing.
-        repeats: measurements of each, after an uncounted one.
+        repeats: number of measurements of each, after one that is not counted.
         context: committed tokens before the tree.
-        requests: that the rows of a pass are of, each with its own cache; a pass of fewer rows has
-            a request per row.
+        requests: number of requests that share a pass, each with its own cache. A pass of fewer
+            rows has one row per request.
         on_repeat: called after each repeat with the kind of work.
 
     Returns:
@@ -73,7 +71,7 @@ def measure_model(
         for i in range(repeats + 1):
             for num in tokens:
                 seconds = seconds_of(num)
-                if i:  # the first round allocates and pages in
+                if i:  # the first round is not counted: it allocates and pages in
                     ms[num].append(seconds * 1e3)
             on_repeat(kind.value)
         samples[kind] = [Sample(num, tuple(ms[num])) for num in tokens]
@@ -81,7 +79,10 @@ def measure_model(
 
 
 class _Bench:
-    """A slice of a model with filled caches, one per request."""
+    """A slice of a model with one filled cache per request.
+
+    The methods return seconds; ``num`` is the number of rows over all requests.
+    """
 
     def __init__(
         self, runner: ModelRunner, context: int, max_tokens: int, requests: int = 1
@@ -100,16 +101,16 @@ class _Bench:
                 runner.forward([rows], hidden=self._hidden(len(tokens)), logits_rows=NO_ROWS)
 
     def layers(self, num: int) -> float:
-        """Seconds of the layers without logits, rows packed and masked as in a run."""
+        """Times the layers without logits, with rows packed and masked as in a run."""
         return self._seconds(lambda: self._pass(num, NO_ROWS))
 
     def head(self, num: int) -> float:
-        """Additional seconds of a pass with the logits of all rows; noise may make it negative."""
+        """Times the logits of all rows, a difference of two passes: noise may make it negative."""
         bare = self.layers(num)
         return self._seconds(lambda: self._pass(num, None)) - bare
 
     def proposals(self, num: int) -> float:
-        """Seconds of a draft pass and of selecting its candidates."""
+        """Times a draft pass and the selection of its candidates."""
 
         def propose() -> None:
             logits = self._pass(num, None)
@@ -120,7 +121,7 @@ class _Bench:
         return self._seconds(propose)
 
     def prune(self, num: int) -> float:
-        """Seconds of pruning the cache and the rows in flight to half of ``num`` nodes."""
+        """Times pruning the cache and the rows in flight to half of ``num`` nodes."""
         rows = _level(num, self._context)
         self._forward([(self._cache, num)], NO_ROWS)
         self._step += 1
@@ -163,7 +164,7 @@ class _Bench:
     def _forward(
         self, shares: Sequence[tuple[TreeCache, int]], logits_rows: IntArray | None
     ) -> torch.Tensor | None:
-        """Logits of one pass over so many rows of each cache."""
+        """Runs one pass over the given number of rows of each cache, and returns its logits."""
         packed = []
         for cache, num in shares:
             packed.append(cache.rows(tree=_level(num, self._context)))
@@ -183,7 +184,7 @@ class _Bench:
 
 
 def _level(num: int, context: int) -> TreeRows:
-    """A root and ``num`` - 1 children."""
+    """Returns a root and ``num`` - 1 children."""
     ids, tokens = np.arange(num), np.zeros(num, np.int64)
     parents = np.where(ids, 0, NO_NODE)
     return TreeRows.within(prefix_len=context, node_ids=ids, tokens=tokens, parent_ids=parents)
@@ -191,11 +192,9 @@ def _level(num: int, context: int) -> TreeRows:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Repeated measurements of one kind of work.
+    """Repeated measurements of one kind of work on ``tokens`` rows.
 
-    Attributes:
-        tokens: number of rows.
-        ms: milliseconds per repeat; a difference of times may be negative.
+    ``ms`` has the milliseconds of each repeat; the head's are differences and may be negative.
     """
 
     tokens: int
@@ -203,16 +202,15 @@ class Sample:
 
     @property
     def median_ms(self) -> float:
-        """The median, at least 0: the time in a profile."""
+        """The time in a profile: the median, or 0 if that is negative."""
         return max(0.0, median(self.ms))
 
     @property
     def spread(self) -> float:
-        """Half of the range over the median; 0 if the median is."""
+        """Half of the range over the median; 0 if the median is 0."""
         return (max(self.ms) - min(self.ms)) / 2 / self.median_ms if self.median_ms else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, median and spread included."""
         return {
             "tokens": self.tokens,
             "median_ms": self.median_ms,

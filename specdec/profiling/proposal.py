@@ -1,5 +1,3 @@
-"""Simulates trees and device groupings on a profile, with the equations' estimates."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,17 +20,15 @@ from specdec.runs.runners import PartsRunner, TokenPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """The result of one tree and grouping. Times in milliseconds.
+    """The result of one tree and grouping, with the equations' estimates; times in milliseconds.
 
     Attributes:
         width, children: nodes per level and candidates per node of the tree.
-        stages, group: number of pipeline stages, and devices per stage.
-        hit_rate: simulated hit rate, p of the equations.
-        steps_per_token: simulated.
-        tbt: simulated mean time between tokens.
-        eq1, eq2: SpecPipe's equations at that hit rate.
+        group: devices per stage.
+        hit_rate, steps_per_token, tbt: simulated; tbt is the mean time between tokens.
+        eq1, eq2: SpecPipe's equations with the simulated hit rate as p.
         pipedec: PipeDec's latency, which assumes that every token is a hit.
-        draft_bound: whether a draft pass takes longer than the stages' computation.
+        draft_bound: whether a draft pass takes longer than the computation of a stage.
     """
 
     width: int
@@ -48,7 +44,7 @@ class Cell:
     draft_bound: bool
 
     def to_json(self) -> dict[str, Any]:
-        """All attributes, and the equations' relative errors against the simulator."""
+        """Returns all fields, and the relative errors of the equations against the simulator."""
         values = asdict(self)
         errors = {
             f"{name}_error": values[name] / self.tbt - 1.0 for name in ("eq1", "eq2", "pipedec")
@@ -58,13 +54,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Models and prompts of a configuration, decoded one by one under changed sections.
+    """The models and prompts of a configuration, to be decoded one by one under changed sections.
 
-    Attributes:
-        cfg: resolved configuration; its source, verifier, sampling and seed are used, not its
-            ``batch_size`` and ``trace``.
-        options: its section ``profiling``.
-        pair, prompts: models and prompts.
+    ``cfg`` is the resolved configuration. Its ``batch_size`` and ``trace`` are ignored.
     """
 
     cfg: Mapping[str, Any]
@@ -84,15 +76,13 @@ class Workload:
     def decode(
         self, changes: Mapping[str, Any], *, warm_up: bool = False, needs: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Summary of decoding all prompts.
+        """Decodes all prompts and returns the summary.
 
         Args:
             changes: sections that replace those of the configuration.
-            warm_up: decode the first prompt once before.
-            needs: metrics that must not be None, besides the time between tokens.
-
-        Raises:
-            UserError: the outputs are too short for these metrics.
+            warm_up: whether to decode the first prompt once before.
+            needs: metrics that must not be None, besides the time between tokens; ``UserError`` if
+                the outputs are too short for them.
         """
         cfg = {**self.cfg, **changes, "batch_size": 1, "trace": False}
         runner = PartsRunner(cfg=cfg, pair=self.pair, stop=stop_rules(cfg, self.pair))
@@ -113,21 +103,11 @@ class Workload:
 
 
 def propose(work: Workload, profile: LatencyProfile) -> Iterator[Cell]:
-    """Simulates SpecPipe with several trees and groupings on a profile.
+    """Simulates SpecPipe with several trees and groupings on a profile of one device.
 
     Tries every width with every number of children (``profiling.widths``, ``children``) at one
     device per stage, then every grouping (``profiling.groups``) with the fastest tree.
     ``executor.stages`` is the number of devices.
-
-    Args:
-        work: models and prompts.
-        profile: costs of one device.
-
-    Yields:
-        The results, in the order tried.
-
-    Raises:
-        UserError: a grouping does not divide the number of devices.
     """
     options, devices = work.options, int(work.cfg["executor"]["stages"])
     wrong = [g for g in options.groups if devices % g]
@@ -154,7 +134,7 @@ def _cell(work: Workload, profile: LatencyProfile, width: int, children: int, gr
         **{"width": width, "children": children, "levels_per_step": 1},
     }
     clock, groups = clock_node(profile), None if group == 1 else [group] * stages
-    # The simulated clock runs in one process.
+    # The simulated clock needs all stages in one process.
     executor = {**cfg["executor"], "stages": stages, "groups": groups, "transport": "in_process"}
     changes = {"policy": policy, "clock": clock, "executor": executor}
     summary = work.decode(changes, needs=("hit_rate",))
@@ -176,7 +156,7 @@ def _cell(work: Workload, profile: LatencyProfile, width: int, children: int, gr
 
 
 def clock_node(profile: LatencyProfile) -> dict[str, Any]:
-    """The ``clock`` section of a configuration that simulates a profile."""
+    """Returns the ``clock`` section of a configuration that simulates a profile."""
     return {
         "kind": "simulated",
         "profile": profile.name,
@@ -187,7 +167,7 @@ def clock_node(profile: LatencyProfile) -> dict[str, Any]:
 
 
 def costs_node(profile: LatencyProfile) -> dict[str, Any]:
-    """The cost curves by kind, as in a profile's YAML."""
+    """Returns the cost curves by kind of work, as in a profile's YAML."""
     costs: dict[str, Any] = {}
     for kind, curve in profile.costs.items():
         costs[kind] = {"tokens": list(curve.tokens), "ms": list(curve.ms)}

@@ -19,19 +19,10 @@ _TIMEOUT_S = 180.0
 def measure_transfer(
     *, width: int, dtype: torch.dtype, tokens: Sequence[int], repeats: int
 ) -> list[Sample]:
-    """Measures round trips between two processes over the transport of the pipeline.
+    """Measures half of a round trip between two processes over the pipeline's transport.
 
-    Args:
-        width: values per row (the hidden size).
-        dtype: dtype of the rows.
-        tokens: numbers of rows per message, increasing.
-        repeats: measurements of each, after an uncounted one.
-
-    Returns:
-        Half of the round-trip times, per number of rows.
-
-    Raises:
-        UserError: a process failed, or both did not finish in time.
+    ``tokens`` are the numbers of rows per message, each of ``width`` values. One measurement before
+    the ``repeats`` is not counted.
     """
     # Fresh processes: gloo's and torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -52,7 +43,7 @@ def measure_transfer(
 def _side(
     rank: int, port: int, width: int, dtype: torch.dtype, tokens: tuple[int, ...], repeats: int
 ) -> list[list[float]]:
-    """One process: rank 0 sends and measures, rank 1 sends back."""
+    """Runs in each process: rank 0 sends and measures, rank 1 sends back."""
     from specdec.distributed.transport import control_group
 
     torch.set_num_threads(1)
