@@ -1,1 +1,1 @@
-"""From a command line or a mapping of overrides to one validated configuration."""
+"""Turns overrides into one validated configuration."""

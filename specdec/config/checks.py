@@ -1,7 +1,7 @@
-"""The keys of every section of the configuration, checked before any model is loaded.
+"""Checks the keys of every section of the configuration before any model is loaded.
 
-Types and bounds are the annotations of what takes a section: a class or function, or the class that
-its ``_target_`` names. Only what no single constructor takes has its types here.
+Types and bounds are the annotations of the function or class that takes a section, or of the class
+that its ``_target_`` names. Only keys that no single constructor takes have their types here.
 """
 
 from __future__ import annotations
@@ -66,17 +66,13 @@ _TAKERS: dict[str, str | type] = {
     "model=replay": "specdec.pairs.replay.build_replay",
     "profiling": "specdec.profiling.options.ProfilingOptions",
 }
-"""Section, with its ``kind`` or ``_target_`` if there are several -> what takes its keys."""
+"""Section (with ``kind`` or ``_target_`` if it has several) -> class or function for its keys."""
 
 _UNSTATED = {"logit_scale", "logit_step"}  # of RandomPair: only certification passes them
 
 
 def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """Checks keys, types and bounds of a composed configuration.
-
-    Raises:
-        UserError: naming the first key that cannot be used, its value and the remedy.
-    """
+    """Raises ``UserError`` for the first key that is unknown or has a bad type or value."""
     top = {key: value for key, value in config.items() if key not in GROUPS}
     check_values(_COMPARE if "strategies" in top else _KEYS, top, also=GROUPS)
     strategy: Any = config.get("strategy")
@@ -94,7 +90,7 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
 
 
 def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
-    """Checks a section; raises ``UserError`` for its class, or a key as ``check_values`` does."""
+    """Checks the keys of a section, and that its ``_target_`` is a class of the right kind."""
     label = f"{section}={choices[section]}" if section in choices else section
     if not isinstance(node, dict):
         raise UserError(f"{label} is not a section: give it an option's keys, or drop ~{section}")

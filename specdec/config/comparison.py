@@ -1,5 +1,3 @@
-"""Comparisons: one checked job per row of ``specdec compare``."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
 
 RESULT_FILE = "comparison.json"
-"""Where it exists in a folder, the comparison is complete."""
+"""If this file exists in a folder, the comparison is complete."""
 
 
 _YARDSTICK_PARTS = ("source", "policy", "verifier")
@@ -25,12 +23,11 @@ _YARDSTICK_PARTS = ("source", "policy", "verifier")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The jobs of a comparison.
+    """The checked jobs of ``specdec compare``, one per row.
 
     Attributes:
-        jobs: one per row.
-        repeats: interleaved repeats.
-        output_dir: of the configuration; None for the default folder.
+        repeats: number of interleaved measurements of every prompt.
+        output_dir: None for the default folder.
         notices: overrides that do not apply to every row, and the jobs' notices.
     """
 
@@ -84,7 +81,7 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
 def _compose_row(
     common: Sequence[str], of_parts: Sequence[Override], extra: Sequence[Path]
 ) -> tuple[Composed, list[str]]:
-    """One row, composed with the overrides that apply to it, and the overrides that do not.
+    """Composes one row with the overrides that apply to it; also returns those that do not.
 
     Composing takes a tenth of a second, so it is repeated only for overrides of parts.
     """
@@ -126,7 +123,7 @@ def _row_names(strategies: object, extra: Sequence[Path]) -> list[str]:
 
 
 def _part_of(override: Override) -> str | None:
-    """The part whose key an override sets, if any; "strategy" for options of a baseline."""
+    """Returns the part whose key an override sets, if any; "strategy" for options of a baseline."""
     key = str(override.key_or_group)
     if key.startswith("strategy.options."):
         return "strategy"
@@ -135,7 +132,7 @@ def _part_of(override: Override) -> str | None:
 
 
 def text_of(override: Override) -> str:
-    """The word of the command line that an override was parsed from."""
+    """Returns the word of the command line that an override was parsed from."""
     assert override.input_line is not None, "every override was parsed from a word"
     return override.input_line
 

@@ -1,4 +1,4 @@
-"""Composes a configuration from overrides; Hydra's errors become one line with a suggestion."""
+"""Composes configurations from overrides; Hydra's errors become one line with a suggestion."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from specdec.parts.suggest import did_you_mean
 
 _HYDRAS = (HydraException, OmegaConfBaseException)
 _FAULTS = (*_HYDRAS, TypeError, ValueError)
-"""Hydra's errors of bad overrides; the last two for a group set to null or to numbers."""
+"""Errors that Hydra raises for bad overrides; the last two for a group set to null or numbers."""
 
 _MAX_SHOWN = 200  # characters of an argument in a message
 _MAX_DEPTH = 100  # of brackets in an argument
@@ -44,9 +44,9 @@ class Composed:
     """A composed configuration.
 
     Attributes:
-        values: plain, resolved.
+        values: plain Python values with interpolations resolved.
         choices: group -> chosen option.
-        trees: further configuration trees that were searched.
+        trees: configuration trees that were searched besides the library's own.
     """
 
     values: dict[str, Any]
@@ -55,11 +55,7 @@ class Composed:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parses overrides.
-
-    Raises:
-        UserError: naming the first one that Hydra's grammar does not accept.
-    """
+    """Parses overrides with Hydra's grammar."""
     parsed: list[Override] = []
     parser = OverridesParser.create()
     for text in overrides:
@@ -87,7 +83,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _depth(text: str) -> int:
-    """Largest number of brackets that are open at a time."""
+    """Returns the largest number of brackets that are open at a time."""
     depth = deepest = 0
     for letter in text:
         if letter in "([{":
@@ -104,12 +100,9 @@ def compose_config(
     """Composes the root ``name`` with overrides into resolved, plain values.
 
     Args:
-        overrides: as on the command line, no sweeps.
+        overrides: as on the command line, without sweeps.
         name: root of the tree: config, compare or profiling.
         extra: further trees to search.
-
-    Raises:
-        UserError: an unknown group option or key, a missing value, a malformed override.
     """
     return replace(plain(compose_raw(overrides, name=name, extra=extra)), trees=tuple(extra))
 
@@ -117,11 +110,7 @@ def compose_config(
 def compose_raw(
     overrides: Sequence[str], *, name: str = "config", extra: Sequence[Path] = ()
 ) -> DictConfig:
-    """As ``compose_config``, unresolved and with the node ``hydra``.
-
-    Raises:
-        UserError: an unknown group option or key, a malformed override, an option outside the tree.
-    """
+    """Composes like ``compose_config``, but keeps interpolations and the node ``hydra``."""
     for override in parse(overrides):
         if override.is_sweep_override():
             raise UserError(
@@ -149,12 +138,8 @@ def compose_raw(
 
 
 def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> list[list[str]]:
-    """The overrides of every job of a sweep, in Hydra's order: the last key varies fastest.
-
-    Raises:
-        UserError: an interval, which only an optimizing ``hydra/sweeper`` can sample.
-    """
-    values: dict[str, list[str]] = {}  # a key that is repeated has its last value
+    """Returns the overrides of every job of a sweep in Hydra's order, the last key fastest."""
+    values: dict[str, list[str]] = {}  # if a key is repeated, its last value counts
     for override in overrides:
         key, value = override.get_key_element(), override.value()
         if isinstance(value, Glob):
@@ -172,11 +157,7 @@ def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> l
 
 
 def plain(raw: DictConfig) -> Composed:
-    """Resolves a composed configuration (node ``hydra`` included) into values and choices.
-
-    Raises:
-        UserError: a mandatory value is missing, or an interpolation fails.
-    """
+    """Resolves a composed configuration, which includes the node ``hydra``."""
     chosen = OmegaConf.to_container(raw.hydra.runtime.choices)
     assert isinstance(chosen, dict)
     choices = {group: str(chosen[group]) for group in GROUPS if group in chosen}
@@ -197,7 +178,7 @@ def plain(raw: DictConfig) -> Composed:
 
 
 def search_path(extra: Sequence[Path]) -> list[str]:
-    """The override by which Hydra searches further trees; none for none."""
+    """Returns the override that makes Hydra search further trees; empty if there are none."""
     trees = ",".join(f"file://{Path(p).resolve().as_posix()}" for p in extra)
     return [f"hydra.searchpath=[{trees}]"] if trees else []
 
@@ -235,13 +216,13 @@ def _refuse_unreadable(overrides: Sequence[str], extra: Sequence[Path], *, all_f
 
 
 def _refuse_repeated_aliases(extra: Sequence[Path]) -> None:
-    """Refuses YAML of the trees that would fill the memory before Hydra could say anything."""
+    """Refuses YAML files whose repeated aliases would fill the memory when Hydra loads them."""
     for tree in extra:
         for path in sorted(Path(tree).rglob("*.yaml")):
             try:
                 check_aliases(path.read_text(encoding="utf-8"))
             except (yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError):
-                continue  # named where it is chosen
+                continue  # read_yaml reports it if it is chosen
             except ValueError as error:
                 raise UserError(
                     f"{path} cannot be read ({why_unreadable(error)}): correct it, or remove it"
@@ -256,7 +237,7 @@ def _first_line(error: BaseException) -> str:
 def _explain(
     error: Exception, overrides: Sequence[str], name: str, extra: Sequence[Path]
 ) -> UserError:
-    """The error for the override that Hydra refused."""
+    """Finds the override that Hydra refused, and words the error for it."""
     missing = str(getattr(error, "missing_cfg_file", None) or "")
     if missing.startswith("hydra/"):  # such as hydra/launcher, whose options plugins add
         group, _, value = missing.rpartition("/")

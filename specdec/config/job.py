@@ -1,4 +1,4 @@
-"""Jobs: checked configurations, as the engine takes them."""
+"""Jobs are checked configurations in the form that the engine takes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec.data import Request, check_data
 from specdec.errors import UserError
 
 _COPYING = (".PromptLookupSource", ".SuffixSource", ".NGramSource")
-"""Sources that continue with what earlier text says, by the end of their path."""
+"""Ends of the class paths of sources that copy from earlier text."""
 
 _NOT_FOR_ENGINE = ("output_dir", *COMPARE)
 
@@ -31,8 +31,8 @@ class Job:
 
     Attributes:
         name: of the preset.
-        config: plain and resolved; ``choices`` names the options.
-        output_dir: of the configuration; None for the default folder.
+        config: plain and resolved; its key ``choices`` maps groups to options.
+        output_dir: None for the default folder.
         notices: warnings to print before the job starts.
     """
 
@@ -43,11 +43,7 @@ class Job:
 
 
 def run_job_of(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Job:
-    """Composes and checks the job of ``specdec run``.
-
-    Raises:
-        UserError: an override, a value or a combination that cannot be used.
-    """
+    """Composes and checks the job of ``specdec run``."""
     _refuse_foreign_keys(overrides)
     composed = compose_config(overrides, extra=extra)
     if composed.values["strategy"].get("kind") != "parts":
@@ -56,15 +52,11 @@ def run_job_of(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Job:
 
 
 def checked_job(composed: Composed) -> Job:
-    """Checks a composed configuration and makes it a job.
-
-    Raises:
-        UserError: a value, a file or a combination that cannot be used.
-    """
+    """Checks a composed configuration, adds its latency profile, and makes it a job."""
     values, choices = composed.values, dict(composed.choices)
     check_config(values, choices)
     if values["logger"].get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError(  # before a long run, whose end logs
+        raise UserError(  # now rather than at the end of a long run, when results are logged
             "logger=wandb needs the package wandb, which is not installed: run"
             " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
         )
@@ -112,7 +104,7 @@ def _refuse_foreign_keys(overrides: Sequence[str]) -> None:
 
 
 def _refuse_parts(composed: Composed, overrides: Sequence[str]) -> None:
-    """Refuses overrides of parts for another program's decoding, which has none."""
+    """Refuses overrides of parts for strategies that another program decodes."""
     name = composed.values["strategy"]["name"]
     for override in parse(overrides):
         part = str(override.key_or_group).split(".")[0]
@@ -154,7 +146,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
     """Checks the models' files, which is faster than loading them.
 
     Returns:
-        Layers of the target, and warnings.
+        The number of the target's layers, and warnings.
     """
     from specdec.models.inspection import inspect_pair
 
@@ -189,7 +181,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
 
 
 def _notices_without_text(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """A warning where parts copy text and the models have none."""
+    """Warns if a source copies from earlier text and the model's tokens are random."""
     copying = [t for t in _targets(config.get("source", {})) if t.endswith(_COPYING)]
     if not copying or config["model"].get("kind") != "synthetic":
         return ()
@@ -202,14 +194,10 @@ def _notices_without_text(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None:
-    """Checks that every stage has a layer.
+    """Raises ``UserError`` if there are more pipeline stages than layers.
 
     Args:
-        config: checked configuration.
-        num_layers, model: layers of the target, and how messages name it.
-
-    Raises:
-        UserError: there are more stages than layers.
+        model: how the message names the model.
     """
     stages = config.get("executor", {}).get("stages")
     if stages is not None and stages > num_layers:
@@ -220,7 +208,6 @@ def check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None
 
 
 def _uses_draft_model(config: Mapping[str, Any]) -> bool:
-    """Whether a checked configuration runs a draft model."""
     if config["strategy"]["kind"] != "parts":
         return str(config["strategy"].get("method")).endswith(("_assisted", "_draft"))
     return any(target.endswith(".DraftModelSource") for target in _targets(config["source"]))

@@ -1,5 +1,3 @@
-"""Compares the prompts' lengths with the model's positions."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -11,20 +9,22 @@ from specdec.data.files import read_json
 from specdec.errors import UserError
 from specdec.files import why_unreadable
 
-_KNOWN_TO_FIT = ("stdlib",)  # cut to a bounded length; reading it takes a second
+_KNOWN_TO_FIT = (
+    "stdlib",
+)  # data sets with prompts of bounded length, not read here to save a second
 
 
 def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: int) -> int | None:
-    """Tokenises the prompts before models are loaded; the run checks all lengths again.
+    """Tokenises the prompts and checks their lengths, so that errors come before models are loaded.
 
     Checks nothing for a model without ``tokenizer.json``, with a chat template that is used
-    (applying it needs transformers), or for prompts from the hub.
+    (applying it needs transformers), or for prompts from the hub: the run checks all lengths again.
 
     Returns:
-        Tokens of the longest prompt; None where nothing was checked.
+        Tokens of the longest prompt; None if nothing was checked.
 
     Raises:
-        UserError: an empty prompt, or one too long where ``data.truncation`` is error.
+        UserError: an empty prompt, or one too long while ``data.truncation`` is error.
     """
     data, file = config["data"], model_folder / "tokenizer.json"
     if data["name"] in _KNOWN_TO_FIT or data["origin"] == "hub" or not file.is_file():

@@ -1,4 +1,4 @@
-"""The configuration tree on disk: its folder, groups and options."""
+"""Reads the configuration tree on disk: its folder, groups and options."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ BASES = {
     "clock": "specdec.clocks.Clock",
     "logger": "specdec.interfaces.Logger",
 }
-"""Group -> base of the class that its ``_target_`` names; None where it has none."""
+"""Group -> base class of what its ``_target_`` may name; None if it takes no ``_target_``."""
 
 GROUPS = tuple(BASES)
-"""Groups with options for the command line; other folders of the tree are no groups."""
+"""Groups whose options can be chosen on the command line; the tree has other folders, too."""
 
 COMPARE: dict[str, Any] = {
     "strategies": list[str],
@@ -42,22 +42,22 @@ COMPARE: dict[str, Any] = {
     "cross_profile": Text | None,
     "curve_replay": bool,
 }
-"""Top-level keys of ``specdec compare`` alone."""
+"""Top-level keys that only ``specdec compare`` has, with their types."""
 
 YAML_ERRORS = (*UNREADABLE, OmegaConfBaseException, OSError, AttributeError)
-"""Errors of reading a YAML; the last is PyYAML's, of a malformed date."""
+"""Errors of reading a YAML; PyYAML raises ``AttributeError`` for a malformed date."""
 
 
 @cache
 def config_dir() -> Path:
-    """The folder of the Hydra tree, installed as the package ``specdec.conf``."""
+    """Returns the folder of the Hydra tree, which is installed as the package ``specdec.conf``."""
     return (Path(__file__).parent.parent / "conf").resolve()
 
 
 def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
-    """Option name -> YAML of a group; ``extra``: further trees, which take precedence.
+    """Returns a group's options: name -> YAML file, sorted by name.
 
-    Names are sorted; files that begin with an underscore are not options.
+    Files that begin with an underscore are not options. Trees in ``extra`` take precedence.
     """
     paths: dict[str, Path] = {}
     for root in (*extra, config_dir()):
@@ -68,11 +68,7 @@ def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
 
 
 def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = False) -> Any:
-    """The plain content of a YAML.
-
-    Raises:
-        UserError: ``refusal (reason): remedy``, for a file that cannot be read.
-    """
+    """Loads a YAML file; raises a ``UserError`` that says ``refusal (reason): remedy``."""
     try:
         check_aliases(Path(path).read_text(encoding="utf-8"))
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
@@ -83,11 +79,7 @@ def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = Fal
 
 
 def check_values_can_be_written(content: object, refusal: str, remedy: str = "") -> None:
-    """Refuses whole numbers beyond 64 bits and half characters, which no result file can hold.
-
-    Raises:
-        UserError: ``refusal (key and reason): remedy``.
-    """
+    """Refuses integers beyond 64 bits and lone surrogates, which no result file can hold."""
     for key, value in flatten(content).items():
         bits = 64 if key.endswith("seed") else 63
         reason = _unwritable(key, bits) or _unwritable(value, bits)
@@ -108,7 +100,7 @@ def _unwritable(value: object, bits: int) -> str:
 
 
 def first_comment(path: Path) -> str:
-    """The first comment line that is not Hydra's package header: the file's description."""
+    """Returns the file's description: its first comment line that is not Hydra's package header."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
@@ -116,10 +108,10 @@ def first_comment(path: Path) -> str:
 
 
 def stated(path: Path, what: str) -> str:
-    """The text of the comment that begins with ``what`` and a colon in an option's YAML.
+    """Returns the text of the comment ``# <what>: ...`` in an option's YAML.
 
-    An option without such a comment has that of the option that its defaults list extends, in its
-    own tree or in the one of this library. Without any: "".
+    An option without such a comment inherits it from the options that its defaults list extends,
+    in its own tree or in the library's. Returns "" if none has it.
     """
     seen, waiting = set[Path](), [path]
     while waiting:
@@ -137,7 +129,7 @@ def stated(path: Path, what: str) -> str:
 
 
 def chosen_parts(path: Path) -> dict[str, str]:
-    """Group -> option that a preset's defaults list names."""
+    """Returns the group -> option entries of a preset's defaults list."""
     entries = [entry for entry in _defaults(path) if isinstance(entry, dict)]
     named = {str(key): str(value) for entry in entries for key, value in entry.items()}
     return {key.removeprefix("override ").lstrip("/"): value for key, value in named.items()}
@@ -150,7 +142,7 @@ def _defaults(path: Path) -> list[Any]:
 
 
 def own_values(path: Path) -> dict[str, Any]:
-    """The values in a YAML of the tree, unresolved, without its defaults list."""
+    """Returns the unresolved values of a YAML of the tree, without its defaults list."""
     loaded = read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
     if not isinstance(loaded, dict):
         raise UserError(f"{path} holds no mapping of keys to values: correct it, or remove it")
@@ -158,7 +150,7 @@ def own_values(path: Path) -> dict[str, Any]:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of a plain nested dict; lists are values."""
+    """Maps dotted keys to the values of a plain nested dict; lists are values."""
     if not isinstance(config, dict) or not config:
         return {prefix: config} if prefix else {}
     flat: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Values that follow from the latency profile: costs by degree, expansions by ratio."""
+"""Sets values that follow from the latency profile: costs by degree, expansions by cost ratio."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
 
 
 def fit(config: dict[str, Any]) -> dict[str, Any]:
-    """Replaces ``clock.costs`` by those of the degrees and of the draft, ``policy.d`` by a number.
+    """Sets ``clock.costs`` for the executor's degrees and the draft, and ``policy.d`` to a number.
 
     Args:
         config: checked, with the profile's content under ``clock``.
@@ -33,11 +33,11 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The clock's section, with a ``caveat`` where its times cannot be compared.
+    """Returns the clock's section, with a ``caveat`` if its times cannot be compared with others.
 
     A profile has the time of one stage of its testbed. With another number of stages the simulated
-    target is larger or smaller than the testbed's. With a wall clock, devices that share a process
-    run one after the other.
+    target is larger or smaller than the testbed's. On a measured clock, devices that share a
+    process run one after the other.
 
     Args:
         config: checked, with the profile's content under ``clock``.
@@ -51,7 +51,7 @@ def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         )
     priced = clock.pop("stages", None)
     used = sum(executor.get("groups") or ()) or executor.get("stages", 1)
-    if used is None:  # as many as the exit fits into the layers
+    if used is None:  # executors with early exits: layers / exit layer, rounded up
         used = -(-num_layers // (config["model"].get("exit_layer") or num_layers))
     if priced is not None and used != priced:
         clock["caveat"] = (
@@ -63,9 +63,9 @@ def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """The clock's section with the time of the draft ``name``; None leaves it alone.
+    """Returns the clock's section with the time of the draft ``name``; unchanged for None.
 
-    A profile without draft times charges none to anybody, so it fits every draft.
+    A profile without draft times charges no draft, so it fits every one.
 
     Raises:
         UserError: the profile has the time of other drafts only.
@@ -85,7 +85,7 @@ def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
 
 
 def _take_turns(executor: Mapping[str, Any]) -> bool:
-    """Whether several devices of a pipeline are in one process."""
+    """Whether several devices of a pipeline share one process."""
     several = (executor.get(key) or 1 for key in ("stages", "target_degree", "draft_degree"))
     return executor.get("transport") == "in_process" and max(several) > 1
 
@@ -93,9 +93,10 @@ def _take_turns(executor: Mapping[str, Any]) -> bool:
 def _with_degrees(
     clock: Mapping[str, Any], degrees: Mapping[str, Any], executor: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The clock's section with the costs of the executor's degrees; null leaves a kind alone.
+    """Returns the clock's section with the costs of the executor's tensor-parallel degrees.
 
-    Other degrees than the profile's are interpolated, which is added to its note.
+    Degrees between those of the profile are interpolated, and the note says so. An executor's
+    degree of null leaves the costs of that kind as they are.
     """
     costs, note = dict(clock["costs"]), str(clock.get("note", ""))
     for kind, curves in degrees.items():
@@ -116,9 +117,9 @@ def _with_degrees(
 
 
 def _expansions(policy: Mapping[str, Any], clock: Mapping[str, Any]) -> int:
-    """Draft passes of w leaves that fit beside a target pass of bs nodes (SwiftSpec 5.5).
+    """Returns how many draft passes of w leaves fit beside a target pass of bs nodes, at least 1.
 
-    At least 1; one more for ``ratio_plus_one``.
+    This is d in SwiftSpec section 5.5; ``ratio_plus_one`` adds one.
     """
     if "costs" not in clock or not {"stage", "draft"} <= clock["costs"].keys():
         raise UserError(

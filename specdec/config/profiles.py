@@ -1,4 +1,4 @@
-"""Latency profiles by name or path, as plain values."""
+"""Loads latency profiles by name or path, as plain values."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ _CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
 def load_profile(
     name: str, extra: Sequence[Path] = (), *, key: str = "clock.profile"
 ) -> dict[str, Any]:
-    """The ``costs``, ``note`` and, where it has them, ``degrees`` and ``stages`` of a profile.
+    """Loads and checks a latency profile.
 
     Args:
         name: a profile of the tree, or the path of a YAML of the same form.
         extra: further configuration trees to look in.
-        key: which key names it, for messages.
+        key: configuration key that names it, for messages.
 
     Returns:
-        {"note": text, "costs": {kind: {"tokens": [...], "ms": [...], ...}}}, and "degrees": {kind:
-        {devices that share a layer: curve}}, and "stages": how many the testbed has.
-
-    Raises:
-        UserError: no such profile, or a file of another form.
+        "note": a text; "costs": {kind: {"tokens": [...], "ms": [...], ...}}; if the file has them,
+        "degrees": {kind: {number of devices that share a layer: curve}}, "stages": the testbed's
+        number of stages, "draft_name": the draft timed in "costs", and "drafts": {name: curve}.
     """
     known = options("profile", extra)
     path = known.get(name) or Path(name).expanduser()
@@ -80,7 +78,7 @@ def _check_drafts(drafts: object, where: str) -> None:
 
 
 def _check_origins(origins: object, costs: dict[str, Any], where: str) -> None:
-    """Every figure is stated, measured elsewhere or assumed, with its source."""
+    """Checks that every figure is labelled as stated, measured or assumed, with its source."""
     if not isinstance(origins, dict) or set(origins) != set(costs):
         raise UserError(f"{where} needs one text for each of {', '.join(costs)}")
     for kind, text in origins.items():
