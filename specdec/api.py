@@ -42,9 +42,9 @@ class Generation:
     Attributes:
         text: the decoded output; empty for pairs without a tokenizer.
         tokens: output tokens.
-        origins: per token the index of the source that proposed it; -1 for none.
+        origins: for each token the index of the source that proposed it; -1 for none.
         finish_reason: eos, stop_string, length or cancelled.
-        metrics: of the call, by the names of docs/metrics.md; prompts of one call share them.
+        metrics: metrics of the whole call (docs/metrics.md), which its prompts share.
     """
 
     text: str
@@ -60,11 +60,10 @@ class Step:
 
     Attributes:
         tokens: at least one.
-        origins: per token the index of the source that proposed it; -1 for none.
+        origins: for each token the index of the source that proposed it; -1 for none.
         text: decoded text; a character is complete with its last byte's step. Empty for pairs
             without a tokenizer.
         finish_reason: eos, stop_string or length at the last step, else None.
-        prompt_id: of the prompt.
     """
 
     tokens: tuple[int, ...]
@@ -79,7 +78,7 @@ OnStep = Callable[[Step], bool | None]
 
 
 class _Progress:
-    """The new tokens and the new text of a request after each step."""
+    """Splits a request's output into the new tokens and the new text of each step."""
 
     def __init__(self, pair: ModelPair) -> None:
         self._tokenizer = pair.tokenizer
@@ -87,7 +86,7 @@ class _Progress:
         self._text = ""
 
     def step(self, request: RequestState) -> Step | None:
-        """None: there are no new tokens (pipeline filling, prefill)."""
+        """Returns None if there are no new tokens, as while a pipeline fills."""
         first, self._num_tokens = self._num_tokens, len(request.output)
         if first == self._num_tokens:
             return None
@@ -124,7 +123,7 @@ class Decoder:
         config_dirs: Sequence[str | Path] = (),
         pair: ModelPair | None = None,
     ) -> None:
-        """Composes the strategy.
+        """Builds the strategy and its models.
 
         Args:
             overrides: as on the command line of ``specdec run``.
@@ -181,10 +180,10 @@ class Decoder:
         """Decodes one prompt, or several, to the end.
 
         Args:
-            prompt: text, or token ids; or a list of these, of which ``batch_size=`` share the
-                target's passes at a time.
-            prompt_id: of the draws, together with ``seed=``; of a list that of its first prompt,
-                the others follow.
+            prompt: text or token ids, or a list of prompts, of which ``batch_size=`` are decoded at
+                a time.
+            prompt_id: keys random draws together with ``seed=``; in a list it is the first
+                prompt's, and the others' follow it.
             chat: apply the model's chat template to the text, as the user's message.
             on_step: called with each step; returning False cancels its request.
 
@@ -193,7 +192,7 @@ class Decoder:
 
         Raises:
             UserError: a prompt that is empty or too long, text without a tokenizer, a decoder that
-                is decoding already, or one in which a step was interrupted.
+                is already decoding, or one in which a step was interrupted.
         """
         several = isinstance(prompt, list | tuple) and any(map(_is_prompt, prompt))
         given: Any = prompt if several else [prompt]
@@ -225,7 +224,7 @@ class Decoder:
         """Decodes one prompt and yields the tokens of each step.
 
         Stop iterating to cancel; the decoder then accepts the next prompt. Arguments and errors are
-        those of ``generate``. One stream at a time.
+        those of ``generate``. Only one stream can be open.
         """
         tokens = self._tokens(prompt, prompt_id, chat)
         with self._decoding():
@@ -255,7 +254,7 @@ class Decoder:
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """Marks the decoder busy: two prompts of one id would be mixed up."""
+        """Marks the decoder busy: the states of two prompts with one id would be mixed up."""
         self._busy, self._raised = True, None
         try:
             yield
@@ -334,7 +333,6 @@ def _is_prompt(item: object) -> bool:
 
 
 def _token_ids(prompt: object) -> list[int]:
-    """The token ids of one prompt."""
     try:
         return [operator.index(token) for token in prompt]  # type: ignore[attr-defined]
     except TypeError as error:
@@ -358,13 +356,8 @@ def generate(
 
         specdec.generate("def fib(n):", overrides=["strategy=best_first", "sampling=t06"])
 
-    Args:
-        prompt: text, or token ids.
-        overrides, config_dirs, pair: see ``Decoder``.
-        prompt_id, chat, on_step: see ``Decoder.generate``.
-
-    Raises:
-        UserError: anything that the command line refuses, and an empty prompt.
+    ``overrides``, ``config_dirs`` and ``pair`` are those of ``Decoder``, the other arguments and
+    the errors those of ``Decoder.generate``.
     """
     with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
         return decoder.generate(prompt, prompt_id=prompt_id, chat=chat, on_step=on_step)
@@ -379,9 +372,9 @@ def stream(
     pair: ModelPair | None = None,
     chat: bool = False,
 ) -> Iterator[Step]:
-    """Like ``generate``, but yields the tokens of each step.
+    """Decodes one prompt and yields the tokens of each step; arguments are those of ``generate``.
 
-    Stop iterating to cancel. Arguments and errors are those of ``generate``.
+    Stop iterating to cancel.
     """
     with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
         yield from decoder.stream(prompt, prompt_id=prompt_id, chat=chat)
@@ -397,8 +390,7 @@ def verify(
     """Certifies a configuration, as ``specdec verify`` does.
 
     Args:
-        overrides: as on the command line.
-        config_dirs: further configuration trees (``--config-dir``).
+        overrides, config_dirs: see ``Decoder``.
         checks: names of the checks; None for all.
         depth: "standard", or "full" for deeper checks.
 
@@ -436,15 +428,15 @@ class Compared:
     notes: tuple[str, ...]
 
     def frame(self) -> DataFrame:
-        """One row per strategy; see ``specdec.report.results.frame``."""
+        """Returns one row per strategy; see ``specdec.report.results.frame``."""
         return results.frame(*self.results)
 
     def prompt_frame(self) -> DataFrame:
-        """One row per prompt and repeat; see ``specdec.report.results.prompt_frame``."""
+        """Returns one row per prompt and repeat; see ``specdec.report.results.prompt_frame``."""
         return results.prompt_frame(*self.results)
 
     def token_frame(self) -> DataFrame:
-        """One row per generated token; see ``specdec.report.results.token_frame``."""
+        """Returns one row per generated token; see ``specdec.report.results.token_frame``."""
         return results.token_frame(*self.results)
 
     def __str__(self) -> str:
@@ -468,7 +460,7 @@ def compare(
         overrides: as on the command line, ``repeats=`` among them.
         config_dirs: further configuration trees (``--config-dir``).
         pair: models to use; built from ``model=`` if omitted.
-        output_dir: a new or empty folder for the result files; None: they are not kept.
+        output_dir: a new or empty folder for the result files; None: they are deleted.
 
     Raises:
         UserError: anything that the command line refuses, and a folder that is not empty.
@@ -494,7 +486,7 @@ def compare(
 
 
 class _Notes:
-    """Progress that collects notes and shows nothing."""
+    """Collects notes and shows no progress."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -509,7 +501,7 @@ class _Notes:
 
 @contextmanager
 def _folder(chosen: str | Path | None) -> Iterator[Path]:
-    """The folder of the result files; a temporary one for None."""
+    """Returns the folder of the result files; a temporary one for None."""
     if chosen is None:
         with TemporaryDirectory(prefix="specdec-") as name:
             yield Path(name)

@@ -1,8 +1,8 @@
 """Strategies of this library in transformers' ``model.generate`` (docs/transformers.md).
 
-from specdec.integrations.transformers import generate
+    from specdec.integrations.transformers import generate
 
-model.generate(**inputs, custom_generate=generate, strategy="best_first", draft_model=small)
+    model.generate(**inputs, custom_generate=generate, strategy="best_first", draft_model=small)
 
 Processors and criteria are called once per node or token with the sequence that leads to it, so
 they must depend on their arguments alone. Shape letters: B rows of the batch, T tokens.
@@ -75,9 +75,9 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
     Attributes:
         sequences: int64[B, T], prompts and new tokens, as without ``custom_generate``.
-        origins: per row and new token the index of the source that proposed it; -1 for none.
+        origins: for each row and new token the index of the source that proposed it; -1 for none.
         finish_reasons: per row eos, length or criteria.
-        metrics: metrics of the call, by the names of docs/metrics.md.
+        metrics: metrics of the call (docs/metrics.md).
     """
 
     origins: tuple[tuple[int, ...], ...] | None = None
@@ -104,24 +104,22 @@ def generate(
     """Decodes with a strategy of this library; for ``custom_generate=`` of ``model.generate``.
 
     transformers prepares the arguments up to ``generation_config``; the others are given to
-    ``model.generate``, which keeps ``streamer`` and ``assistant_model`` from a function. Greedy
-    tokens are those without it, up to ties within the rounding of the dtype (``exact`` removes
-    these); sampled ones have its distribution.
+    ``model.generate``, which does not pass on ``streamer`` and ``assistant_model``. Greedy tokens
+    equal those of ``model.generate`` itself, up to ties within the rounding of the dtype (``exact``
+    removes these); sampled tokens have its distribution.
 
     Args:
-        model: the target.
         input_ids: int64[B, T], padded on the left.
-        logits_processor: functions of their arguments alone; called per node of the tree.
+        logits_processor: called per node of the tree; must depend on its arguments alone.
         stopping_criteria: called with one row, int64[1, T], after each token, and no scores.
-        generation_config: as prepared by ``model.generate``.
         strategy: a preset of ``specdec list``.
         draft_model: a model with the target's tokenizer.
         eagle_head, exact: see ``LoadedPair``.
         overrides: of source, policy, verifier, executor and serving, as on the command line.
         config_dirs: further configuration trees (``--config-dir``).
-        seed: of the draws; None: drawn from torch's global generator if tokens are sampled.
-        token_streamer: receives the prompt and each new token of one row.
-        model_kwargs: what else transformers prepares; what has an effect here is refused.
+        seed: seed of the draws; if None, sampling takes one from torch's global generator.
+        token_streamer: receives the prompt and each new token; for one row only.
+        model_kwargs: further prepared arguments; those that would have an effect are refused.
 
     Returns:
         int64[B, T'], shorter rows padded; a ``SpeculativeOutput`` with ``return_dict_in_generate``.
@@ -174,7 +172,7 @@ def generate(
 def _config(
     strategy: str, overrides: tuple[str, ...], config_dirs: tuple[str, ...], num_layers: int
 ) -> dict[str, Any]:
-    """The checked configuration of a strategy for a target of that many layers."""
+    """Composes and checks a strategy's configuration for a target of that many layers."""
     for word in overrides:
         if word.lstrip("+~").partition("=")[0].partition(".")[0] not in _SECTIONS:
             raise UserError(
@@ -216,7 +214,7 @@ class _Batch:
     Attributes:
         input_ids: int64[B, T], padded on the left.
         padding: number of padding tokens of each row.
-        samples: whether tokens are drawn.
+        samples: whether tokens are sampled rather than greedy.
     """
 
     def __init__(
@@ -247,12 +245,7 @@ class _Batch:
         self._pad = next(iter(_ids(config._pad_token_tensor)), 0)
 
     def check(self, max_positions: int | None, streamer: BaseStreamer | None) -> None:
-        """Checks what depends on the number and the lengths of rows.
-
-        Raises:
-            UserError: a streamer for several rows, rows beyond the model's positions, or rows that
-                end apart without an end token.
-        """
+        """Checks what depends on the number and the lengths of rows."""
         if streamer is not None and len(self.padding) > 1:
             raise UserError(
                 f"token_streamer takes one row, not {len(self.padding)}: stream one prompt"
@@ -271,12 +264,11 @@ class _Batch:
             )
 
     def prompts(self) -> list[TokenPrompt]:
-        """The rows without their padding; ids are row numbers."""
+        """Returns the rows without their padding; ids are row numbers."""
         rows = zip(self.input_ids.cpu().numpy(), self.padding, strict=True)
         return [TokenPrompt(i, np.array(row[pad:], np.int64)) for i, (row, pad) in enumerate(rows)]
 
     def request(self, prompt: TokenPrompt, arrival_s: float) -> RequestState:
-        """The request of a row, which arrives at that second of the run's clock."""
         row = self.input_ids[prompt.id]
         return RequestState(
             request_id=prompt.id,
@@ -292,7 +284,7 @@ class _Batch:
         )
 
     def _sampling(self, row: int) -> SamplingParams:
-        """How a row's tokens are chosen: by this library's keys where they say the same."""
+        """Translates a row's processors into this library's keys if they mean the same."""
         left, keys = list(self._processors), {"temperature": float(self.samples)}
         for kind, name, bound in _WARPERS if self.samples else ():
             last = left[-1] if left else None
@@ -310,7 +302,7 @@ class _Batch:
         return SamplingParams(**keys, processors=tuple(processors))  # type: ignore[arg-type]
 
     def joined(self, outputs: Sequence[Sequence[int]]) -> Tensor:
-        """int64[B, T']: the rows with their new tokens, padded on the right."""
+        """Returns int64[B, T']: the rows with their new tokens, padded on the right."""
         longest, ids = max(map(len, outputs)), self.input_ids
         new = [[*output, *[self._pad] * (longest - len(output))] for output in outputs]
         return torch.cat([ids, torch.tensor(new, dtype=ids.dtype, device=ids.device)], dim=1)
@@ -318,7 +310,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CriteriaStop(StopRules):
-    """Stops where transformers' criteria do, asked after every emitted token.
+    """Stops if transformers' criteria do, which are called after every emitted token.
 
     Attributes:
         criteria: called with all tokens of the row, int64[1, T], padding included, and no scores.
@@ -329,7 +321,7 @@ class _CriteriaStop(StopRules):
     row: Tensor
 
     def reason(self, output: Sequence[int]) -> str | None:
-        """ "eos", "length" or "criteria"; None if the row is not complete."""
+        """Returns "eos", "length" or "criteria"; None if the row is not complete."""
         new = torch.tensor(output, dtype=self.row.dtype, device=self.row.device)
         if not bool(torch.as_tensor(self.criteria(torch.cat([self.row, new])[None], None)).any()):
             return "length" if len(output) >= self.max_new_tokens else None
@@ -342,8 +334,8 @@ class _CriteriaStop(StopRules):
 class _InBatch:
     """Processors of a batch for one of its rows.
 
-    Some keep a value per row, or count the padding; so they get a batch in which every row is this
-    one, with its padding.
+    Some processors store a value per row, or count the padding. They get a batch in which every row
+    is this one, with its padding.
     """
 
     processors: LogitsProcessorList
@@ -371,7 +363,6 @@ def _plain(warper: Any) -> bool:
 def _check_call(
     model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises ``UserError`` for the first argument that cannot be honoured."""
     if model.config.is_encoder_decoder:
         raise UserError(f"{type(model).__name__} has an encoder: only decoder-only models are run")
     if (config.num_beams or 1) > 1:
@@ -404,7 +395,7 @@ def _check_call(
 
 
 def _padding_of(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
-    """Number of padding tokens on the left of each row.
+    """Returns the number of padding tokens on the left of each row.
 
     Raises:
         UserError: a row without tokens, padding elsewhere, or positions that do not follow it.

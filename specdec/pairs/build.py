@@ -1,5 +1,3 @@
-"""Builds the pair that the section ``model`` of a configuration describes."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,15 +15,11 @@ _BUILDERS = {
     "replay": "specdec.pairs.replay.build_replay",
     "table": "specdec.pairs.table.TablePair",
 }
-"""``model.kind`` -> path of what takes the other keys; only that one is imported."""
+"""``model.kind`` -> function or class that takes the other keys; only that one is imported."""
 
 
 def build_pair(cfg: Mapping[str, Any]) -> ModelPair:
-    """The pair that ``model=`` describes: a built-in kind, or the class in ``_target_``.
-
-    Raises:
-        UserError: for an unknown kind or key, or unusable paths.
-    """
+    """Builds the pair of the section ``model``: a built-in kind, or the class in ``_target_``."""
     keys = {k: v for k, v in cfg.items() if k != "kind"}
     if "_target_" in cfg:
         return build_part(keys, {}, "model", ModelPair)  # type: ignore[no-any-return]

@@ -50,8 +50,8 @@ class HuggingFacePair(ModelPair):
     tokenizer, token samples, EAGLE heads.
 
     Attributes:
-        options: of all models; ``dtype`` and ``device`` are what its auto means here.
-        heads_folder: folder of trained exit and Medusa heads; None for untrained ones.
+        dtype, device: those of the options, where "auto" is replaced by this machine's value.
+        heads_folder: folder of trained exit and Medusa heads; None: heads are untrained.
     """
 
     dtype: str
@@ -66,7 +66,6 @@ class HuggingFacePair(ModelPair):
 
     @property
     def attention(self) -> str:
-        """Implementation of attention, a value of ``specdec.attention.backends.Attention``."""
         if self.options.attention == "auto":
             return auto_attention(torch.device(self.device), DTYPES[self.dtype])
         return self.options.attention
@@ -81,11 +80,7 @@ class HuggingFacePair(ModelPair):
 
     @property
     def middle(self) -> PreTrainedModel:
-        """The middle model, between draft and target in size.
-
-        Raises:
-            UserError: there is none.
-        """
+        """The model between draft and target in size."""
         raise UserError(
             "this strategy needs a middle model: give model.middle=PATH (model=random:"
             " model.middle_layers=LAYERS), or use the draft"
@@ -100,20 +95,16 @@ class HuggingFacePair(ModelPair):
         return model
 
     def plain_model(self, name: str) -> PreTrainedModel:
-        """The model of that name before quantisation; pairs that quantise make it again."""
+        """Returns the model before quantisation; pairs that quantise create it again."""
         return self.model(name)
 
     @cached_property
     def backend(self) -> str:
-        """What runs the passes of all models: eager or onnx.
-
-        Raises:
-            UserError: ``model.backend=onnx`` cannot run here, or with the other options.
-        """
+        """What runs the passes of all models: "eager" (PyTorch) or "onnx"."""
         return self.backend_of()
 
     def backend_of(self, *heads: PreTrainedConfig) -> str:
-        """The same for draft heads of these configurations beside the models."""
+        """Returns the backend of all models together with draft heads of these configurations."""
         if self.options.backend == "eager":
             return "eager"
         where = DTYPES[self.dtype], torch.device(self.device)
@@ -127,7 +118,6 @@ class HuggingFacePair(ModelPair):
 
     @cached_property
     def info(self) -> ModelInfo:
-        """Sizes of the target; by default from its config."""
         config = self.target.config.get_text_config()
         return ModelInfo(
             path=Path(),
@@ -158,7 +148,7 @@ class HuggingFacePair(ModelPair):
 
     @cached_property
     def head_cost(self) -> float:
-        """Weights of the output head over those of a layer; a pass reads each once."""
+        """The output head's weights relative to a layer's, since a pass reads each weight once."""
         info = self.info
         matrix = info.vocab_size * info.hidden_size
         total = self.weight_bytes["target"] // DTYPES[self.dtype].itemsize
@@ -166,15 +156,14 @@ class HuggingFacePair(ModelPair):
         return matrix * info.num_layers / max(1, layers)
 
     def part(self, first: int, last: int) -> PreTrainedModel:
-        """A model with at least layers ``first`` .. ``last`` of the target, norm and output."""
+        """Returns a model with at least these layers of the target, its norm and its output."""
         return self.target
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
-        """One rank's tensor-parallel share of target layers ``first`` .. ``last``."""
+        """Returns this rank's tensor-parallel share of target layers ``first`` .. ``last``."""
         return self.model_share("target", group)
 
     def model_share(self, name: str, group: Collective) -> PreTrainedModel:
-        """One rank's tensor-parallel share of a whole model."""
         return sharded(self.plain_model(name), group, self.options.quantization)
 
     def stage(
@@ -185,12 +174,10 @@ class HuggingFacePair(ModelPair):
         group: Collective | None = None,
         capture: Sequence[HiddenName] = (),
     ) -> ModelStage:
-        """Target layers ``first`` .. ``last``, or this rank's share of them.
+        """Builds a stage of the layers ``first`` .. ``last`` - 1; see ``ModelPair.stage``.
 
-        Args:
-            first, last, meter, capture: see ``ModelPair.stage``.
-            group: tensor-parallel ranks that share the layers; all of them must run the same
-                batches in the same order.
+        If a ``group`` of tensor-parallel ranks shares the layers, all its ranks must run the same
+        batches in the same order.
         """
         return ModelStage(
             runner=self._runner(
@@ -206,11 +193,7 @@ class HuggingFacePair(ModelPair):
         )
 
     def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        """Runner of a whole model, or of this rank's share in a tensor-parallel ``group``.
-
-        Raises:
-            UserError: there is no such model, or tensor parallelism does not support its family.
-        """
+        """Builds a runner of a whole model, or of this rank's share in a ``group``."""
         if group is None:
             return self._runner(name, meter, lambda: self.model(name))
         return self._runner(name, meter, lambda: self.model_share(name, group), group)
@@ -225,7 +208,6 @@ class HuggingFacePair(ModelPair):
         exact: bool = False,
         **layers: Any,
     ) -> ModelRunner:
-        """Runner of the loaded model, or of this rank's share of it in a ``group``."""
         options, execution = self.options, Execution(exact=exact)
         if group is None:
             execution = Execution(
@@ -275,12 +257,9 @@ class HuggingFacePair(ModelPair):
         exits: Sequence[int],
         group: Collective | None = None,
     ) -> ExitStage:
-        """Target layers ``first`` .. ``last`` with exit heads.
+        """Builds a stage with exit heads; see ``ModelPair.exit_stage``.
 
-        Args:
-            first, last, meter: see ``ModelPair.stage``.
-            exits: number of layers before each exit, above ``first`` and at most ``last``.
-            group: tensor-parallel ranks that share the layers; heads are not shared.
+        A tensor-parallel ``group`` shares the layers, but every rank has whole heads.
         """
         outside = [layer for layer in exits if not first < layer <= last]
         assert not outside, f"exits {outside} are not in {first} .. {last}"
@@ -292,7 +271,7 @@ class HuggingFacePair(ModelPair):
         return ExitStage(body=body, heads=heads)
 
     def _exit_head(self, meter: Meter, template: PreTrainedModel, layer: int) -> ExitHead:
-        """The head of the exit after ``layer`` layers, built from ``template``'s modules."""
+        """Builds the head of the exit after ``layer`` layers from ``template``'s modules."""
         weights = HeadWeights.from_pair(self, layer=layer)
         if "output.weight" not in weights.tensors:  # the target's, which a rank may not have
             output = self._last_layer().get_output_embeddings().weight
@@ -313,22 +292,11 @@ class HuggingFacePair(ModelPair):
 
     @cached_property
     def eagle_files(self) -> HeadFiles | None:
-        """Files of the EAGLE head; None: it is untrained.
-
-        Raises:
-            UserError: the pair has no head.
-        """
+        """Files of the EAGLE head; None: it is untrained. Refuses if the pair has no head."""
         return None
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
-        """The EAGLE head.
-
-        Args:
-            version: of an untrained head, see ``EagleConfig``.
-
-        Raises:
-            UserError: there is none, or it does not fit the target.
-        """
+        """Loads or creates the EAGLE head; ``version`` is that of an untrained one."""
         files, last = self.eagle_files, self._last_layer()
         embedding, output = self.input_embedding(), last.get_output_embeddings()
         if files is None:
@@ -337,19 +305,14 @@ class HuggingFacePair(ModelPair):
         return load_head(files, config, embedding=embedding, output=output)
 
     def input_embedding(self) -> torch.Tensor:
-        """[V, E]: the target's embedding matrix."""
         return self.part(0, 1).get_input_embeddings().weight.detach()  # type: ignore[no-any-return]
 
     def token_samples(self) -> IntArray:
-        """int64[T]: token samples for n-gram counts, documents separated by token 0."""
+        """Returns int64[T]: token samples for n-gram counts, documents separated by token 0."""
         raise NotImplementedError
 
     def vocabulary(self, name: str) -> Vocabulary:
-        """Tokens of the target, or of the draft with another tokenizer.
-
-        Raises:
-            UserError: there is no such draft, or a folder has no tokenizer that can be read.
-        """
+        """Returns the vocabulary of the target, or of the draft with another tokenizer."""
         raise UserError(
             f"{type(self).__name__} has no draft with another tokenizer; use model=hf or model=tiny"
             " with model.translated=PATH, or choose another source"

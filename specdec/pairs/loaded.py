@@ -1,5 +1,3 @@
-"""Pairs of models that the caller has loaded."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from specdec.types import IntArray
 
 
 class LoadedPair(HuggingFacePair):
-    """transformers' models in memory, in their own dtype and on their own device.
+    """Models that the caller has loaded, in their own dtype and on their own device.
 
         pair = LoadedPair(target=model, draft=small, tokenizer=tokenizer)
         specdec.generate("def fib(n):", pair=pair)
@@ -40,10 +38,10 @@ class LoadedPair(HuggingFacePair):
         Args:
             target: a decoder-only language model.
             draft: a smaller one with the same tokenizer; None for sources without a draft model.
-            tokenizer: of both; None: prompts are token ids.
-            eagle_head: folder of an EAGLE head trained for the target; None for none.
+            tokenizer: tokenizer of both; without one, prompts are token ids.
+            eagle_head: folder of an EAGLE head trained for the target.
             eos_ids: tokens that end a request. Default: none.
-            exact: whether a target row's bits must not depend on the pass (docs/exact.md).
+            exact: whether a row's result must have the same bits in every pass (docs/exact.md).
 
         Raises:
             UserError: models in training mode, on several devices, of different types, or with

@@ -1,5 +1,3 @@
-"""Options of models with weights: how they are loaded and how their passes are computed."""
-
 from __future__ import annotations
 
 import inspect
@@ -36,7 +34,7 @@ class ModelOptions:
     """Options of all models of a pair; keys of ``conf/model/hf.yaml`` and ``random.yaml``.
 
     Attributes:
-        dtype: of the weights; auto: the checkpoint's own on CUDA devices, float32 on others.
+        dtype: dtype of the weights; auto: the checkpoint's own on CUDA devices, float32 on others.
         device: a torch device; auto: the GPU if there is one.
         attention: a value of ``specdec.attention.backends.Attention``, or auto (``triton``
             on a CUDA device with Triton, else ``dense``).
@@ -46,10 +44,10 @@ class ModelOptions:
             each of them with the other options.
         exit_layer: number of layers before the early exit; None for no exit.
         exit_head: kind of the exit heads.
-        exact: whether a target row's bits must not depend on the pass (docs/exact.md).
+        exact: whether a row's result must have the same bits in every pass (docs/exact.md).
 
     Raises:
-        UserError: ``exact`` with passes that are not proved row by row.
+        UserError: ``exact`` with options for which this has not been proved.
     """
 
     dtype: OwnDtype = "auto"
@@ -74,7 +72,7 @@ class ModelOptions:
             )
 
     def special(self) -> list[tuple[str, str, str]]:
-        """(name, value, plain value) of the options by which a pass is computed in another way."""
+        """Returns (name, value, plain value) of the options that change how a pass is computed."""
         return [
             (name, _yaml(value), _yaml(plain[0]))
             for name, plain in _PLAIN.items()
@@ -82,7 +80,7 @@ class ModelOptions:
         ]
 
     def onnx_or_eager(self, reasons: Sequence[str | None]) -> str:
-        """What runs the passes: "onnx" or "eager".
+        """Chooses what runs the passes: "onnx" or "eager".
 
         Args:
             reasons: why ONNX Runtime cannot run a model; None for one that it can run.
@@ -104,14 +102,10 @@ def _yaml(value: object) -> str:
 
 
 def with_flat_options(cls: type[Any], **narrower: Any) -> Callable[..., Any]:
-    """A constructor of a pair with the fields of ``ModelOptions`` beside the class's own keys.
+    """Makes a constructor of a pair that takes the fields of ``ModelOptions`` as keys of its own.
 
-    Configurations state them flat, in one section. A field that is left out has the value of the
-    class's default for ``options``.
-
-    Args:
-        cls: has the parameter ``options``.
-        narrower: field -> type that accepts fewer values than ``ModelOptions``.
+    Configurations state them flat, in one section. An omitted field has the value of ``cls``'s
+    default for ``options``; ``narrower`` replaces the types of fields that ``cls`` restricts.
     """
     own = dict(inspect.signature(cls, eval_str=True).parameters)
     default: ModelOptions = own.pop("options").default

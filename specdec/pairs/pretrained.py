@@ -1,5 +1,3 @@
-"""Pairs from local folders, from the hub, or from the bundled family."""
-
 # Attributes of ModelPair are computed on first use, which mypy takes for a narrower override.
 # mypy: disable-error-code="override"
 
@@ -73,7 +71,6 @@ class PretrainedPair(HuggingFacePair):
             ngram: safetensors file of token samples for n-gram counts.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
             eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
-            options: of all models.
 
         Raises:
             UserError: a path without a usable model, or vocabularies that differ.
@@ -94,18 +91,13 @@ class PretrainedPair(HuggingFacePair):
         return tuple(self._infos)
 
     def folder(self, name: str) -> Path:
-        """The folder of a model.
-
-        Raises:
-            UserError: there is no such model.
-        """
         if name not in self._infos:
             raise UserError(f"this strategy needs model.{name}=PATH")
         return self._infos[name].path
 
     @cached_property
     def configs(self) -> Sequence[PreTrainedConfig]:
-        """Configurations of all models, without their weights."""
+        """Configurations of all models; weights are not loaded for them."""
         folders = [info.path for info in self._infos.values()]
         return [AutoConfig.from_pretrained(folder).get_text_config() for folder in folders]
 
@@ -137,7 +129,7 @@ class PretrainedPair(HuggingFacePair):
         layers: tuple[int, int] | None = None,
         group: Collective | None = None,
     ) -> PreTrainedModel:
-        """A whole model, or layers of it or this rank's shares of them, and nothing else."""
+        """Loads a whole model, only some of its layers, or only this rank's shares of them."""
         return load_model(
             info,
             dtype=self.dtype,
@@ -196,9 +188,9 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def weight_bytes(self) -> Mapping[str, int]:
-        """Name of each model -> bytes of its weights, without loading more than one layer of it.
+        """Bytes of each model's weights, by name, without loading more than one layer of it.
 
-        Quantised layers have the share of their plain bytes that a layer in the middle has.
+        Quantised layers are taken to shrink as much as the layer in the middle does.
         """
         sizes = {name: self._bytes(info) for name, info in self._infos.items()}
         if self._eagle is not None and (head := self.eagle_files) is not None:
@@ -237,11 +229,6 @@ class PretrainedPair(HuggingFacePair):
         return None if self._eagle == _UNTRAINED else HeadFiles(self._eagle)
 
     def token_samples(self) -> IntArray:
-        """The samples of ``model.ngram``, read once per process.
-
-        Raises:
-            UserError: no file is configured, or it has no usable samples.
-        """
         if self._ngram is None:
             raise UserError(
                 "this strategy needs n-gram counts; give model.ngram=FILE (safetensors with a 1-d"

@@ -1,5 +1,3 @@
-"""Small untrained pairs, for tests of equality."""
-
 from __future__ import annotations
 
 from functools import cached_property, partial
@@ -56,16 +54,19 @@ class RandomPair(HuggingFacePair):
 
         Args:
             family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
-            num_layers, draft_layers, middle_layers: the others are the target's first layers.
-            hidden_size, num_heads, vocab_size, max_positions: shapes.
-            sliding_window: in positions; None: the family's own, which no short sequence reaches.
-            seed: of the weights.
+            num_layers, draft_layers, middle_layers: depths; draft and middle are the target's first
+                layers.
+            sliding_window: in positions; None: the family's default, which no short sequence
+                reaches.
+            seed: seed of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
-            logit_step: logits are rounded to its multiples, which makes ties frequent; 0: not.
-            options: of all models; exit heads are untrained, and dtype=auto is float32.
+            logit_step: logits are rounded to its multiples, which makes ties frequent; 0: no
+                rounding.
+            options: options of all models; exit heads are untrained, and dtype=auto is float32.
 
         Raises:
-            UserError: a draft deeper than the target, uneven heads, a window for a family without.
+            UserError: a draft deeper than the target, a hidden size that is no multiple of
+                ``num_heads``, or a window for a family without.
         """
         super().__init__(options)
         if hidden_size % num_heads:
@@ -104,7 +105,7 @@ class RandomPair(HuggingFacePair):
 
     @cached_property
     def draft(self) -> PreTrainedModel:
-        """The target's first layers: often right, often not."""
+        """The target's first layers, so that proposals are often right and often wrong."""
         return quantize(self._new_model("draft"), self.options.quantization)
 
     @cached_property
@@ -115,11 +116,11 @@ class RandomPair(HuggingFacePair):
 
     @cached_property
     def translated(self) -> PreTrainedModel:
-        """The draft with another tokenizer: renumbered, some tokens missing, some its own."""
+        """The draft with another tokenizer: renumbered, without some tokens, with some new ones."""
         return with_vocabulary(self.draft, self._other[1])
 
     def vocabulary(self, name: str) -> Vocabulary:
-        """Tokens of the target, which are letters and pairs of them, or of ``translated``."""
+        """Returns a vocabulary of letters and pairs of letters."""
         described, size = simple_tokenizer(self.vocab_size), self.vocab_size
         if name != "target":
             described, size = self._other[0], len(self._other[1])
@@ -136,7 +137,7 @@ class RandomPair(HuggingFacePair):
         return tuple(self._layers)
 
     def plain_model(self, name: str) -> PreTrainedModel:
-        """The model of that name before quantisation, which is not kept."""
+        """Returns the model before quantisation, without caching it."""
         if self.options.quantization == Quantization.NONE:
             return self.model(name)
         if name == TRANSLATED:
@@ -144,14 +145,17 @@ class RandomPair(HuggingFacePair):
         return self._new_model(name)
 
     def _new_model(self, name: str) -> PreTrainedModel:
-        """A new model with plain weights; those but the target have the target's."""
+        """Creates a model before quantisation; draft and middle model get the target's weights."""
         model = self._make(self._layers[name])
         if name != "target":
             model.load_state_dict(self.plain_model("target").state_dict(), strict=False)
         return model
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
-        """A head that is fitted to the target once, in about a second, and then often right."""
+        """Returns a head that is fitted to the target on first use, in about a second.
+
+        An untrained head would almost never propose the right token.
+        """
         if version not in self._eagles:
             with torch.inference_mode(False):  # also where decoding asks for it first
                 head = super().eagle_head(version)
@@ -176,7 +180,7 @@ class RandomPair(HuggingFacePair):
         return model
 
     def token_samples(self) -> IntArray:
-        """Greedy continuations of the draft."""
+        """Returns greedy continuations of the draft, documents separated by token 0."""
         return self._samples
 
     @cached_property

@@ -1,9 +1,9 @@
-"""Records of finished runs, and acceptance traces: what ``model=replay`` plays (docs/replay.md).
+"""Records of finished runs, and acceptance traces: the inputs of ``model=replay`` (docs/replay.md).
 
-The record of a run (``record=true``) is one ``.npz`` file with the draft's ranks of the target's
-tokens and its probabilities, without tokens and text. It is made by one pass of the draft per
-prompt after the run. An acceptance trace has, as JSON lines, the number of tokens that a chain
-emits from each position.
+The record of a run (``record=true``) is one ``.npz`` file with the rank of each of the target's
+tokens in the draft's distribution, and with the draft's probabilities. It has no tokens and no
+text. One pass of the draft per prompt makes it after the run. An acceptance trace is a file of JSON
+lines with the number of tokens that a chain emits from each position.
 
 Shape letters: L generated tokens of a request, P recorded positions of all requests, K candidates.
 """
@@ -50,14 +50,14 @@ class RecordedRequest:
     """One request. Entry i is about the token after position ``num_prompt - 1 + i``.
 
     Attributes:
-        id: the prompt's id.
-        num_prompt: prompt tokens.
+        num_prompt: number of prompt tokens.
         ranks: int64[L], number of tokens that the draft ranked above the target's; ``MAX_RANK`` for
             that many or more, and beyond the draft's positions.
         logprobs: float16[L, K], log probabilities of the draft's best candidates in descending
-            order; -inf for none. Of a trace float64[L, 1], the share of accepted positions.
-        reach: int64[L], of a trace: tokens accepted of a chain with its root there, in place of
-            ``ranks``; None for a record.
+            order; -inf where there are fewer. In a trace float64[L, 1], the share of accepted
+            positions.
+        reach: only in a trace: int64[L], number of accepted tokens of a chain with its root at each
+            position; it replaces ``ranks``.
     """
 
     id: int
@@ -77,7 +77,7 @@ class Record:
 
     Attributes:
         requests: in the order of the run.
-        vocab_size: of the models; 0 for a trace.
+        vocab_size: vocabulary of the models; 0 for a trace.
         weight_bytes: of the target and of the draft.
         about: origin: models, sampling, data, dtype, seed, versions, command.
     """
@@ -88,7 +88,7 @@ class Record:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def top_share(self, k: int) -> float:
-        """Share of positions whose target token is among the draft's ``k`` best."""
+        """Returns the share of positions whose target token is among the draft's ``k`` best."""
         ranks = np.concatenate([request.ranks for request in self.requests])
         return float((ranks < k).mean())
 
@@ -101,16 +101,14 @@ def record_request(
     prompt: IntArray,
     output: IntArray,
 ) -> RecordedRequest:
-    """Ranks the target's tokens under a draft, at every position of a request.
+    """Ranks the target's tokens in the draft's distribution, at every position of a request.
 
     The draft reads the target's committed tokens, and candidates are scored by the transform of
     sources (``SamplingTransform.top``). So an entry equals the result of ``expand`` for the node on
     the target's path at that position.
 
     Args:
-        runner: of the whole draft, with a separate meter.
-        sampling: of the run.
-        request_id: the request's id.
+        runner: runner of the whole draft, with a meter that is not the run's.
         prompt: int64[T >= 1].
         output: int64[L >= 1], generated tokens.
     """
@@ -152,11 +150,9 @@ def record_run(
     """Records finished requests without changing the run's tokens or counts.
 
     Args:
-        pair: the models; the draft runs with a separate meter.
         prompts: prompt id -> int64[T].
-        results: of the run; requests without a token are skipped.
-        sampling: of the run.
-        about: origin of the run; ``loop_share`` is added, since replayed tokens are made up.
+        results: the run's results; requests without a token are skipped.
+        about: origin of the run; ``loop_share`` is added, because tokens of a replay are made up.
         on_request: called with the id of every recorded request.
     """
     runner = pair.runner("draft", Meter())
@@ -176,11 +172,7 @@ def record_run(
 
 
 def check_recordable(pair: ModelPair, name: str, claims: Lossless) -> None:
-    """Checks that a run of the strategy ``name`` can be recorded.
-
-    Raises:
-        UserError: the pair has no models, or the strategy's output is not the target's.
-    """
+    """Refuses a pair without models, and a strategy whose output is not the target's."""
     if pair.is_synthetic:
         raise UserError(
             "record=true needs a draft model, which this model= does not have; use model=tiny or"
@@ -216,11 +208,6 @@ def write_record(path: str | Path, record: Record) -> Path:
 
 
 def read_record(path: str | Path) -> Record:
-    """Reads a record.
-
-    Raises:
-        UserError: no such file, not a record, another version, or a damaged record.
-    """
     name = str(path)
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -262,7 +249,7 @@ def read_record(path: str | Path) -> Record:
 
 
 def _damage(head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
-    """Yields what is wrong; each test presupposes that those before it found nothing."""
+    """Yields what is wrong; a test may raise unless those before it yielded nothing."""
     for key in _WHOLE:
         if arrays[key].dtype.kind not in "iu":
             yield f"it has no {key} of numbers"
@@ -299,18 +286,17 @@ def _damage(head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
 
 
 def read_traces(path: str | Path, method: str | None = None) -> Record:
-    """Reads a trace: JSON lines, plain or gzipped.
+    """Reads an acceptance trace: JSON lines, plain or gzipped.
 
     A line has ``id``, the prompt's length as ``num_prompt`` or as the list ``prompt_token_ids``,
-    and ``acc_len``, or under the name ``method`` an object with ``acc_len``. Its entry i is the
-    number of tokens that a pass emits after i generated ones: the accepted ones and one of the
-    target. If the line also has ``generated_token_ids``, the shorter of the two lists counts. An id
-    that is not a number is replaced by the line's number; lines without a generated token are
+    and ``acc_len``, or an object with ``acc_len`` under the name ``method``. Entry i of ``acc_len``
+    is the number of tokens that a pass emits after i generated ones: the accepted ones and one of
+    the target. If the line also has ``generated_token_ids``, the shorter of the two lists counts.
+    An id that is not a number is replaced by the line's number; lines without a generated token are
     skipped.
 
     Args:
-        path: of the file.
-        method: which of the file's methods; None for a file of one method.
+        method: one of the file's methods; None for a file of one method.
 
     Raises:
         UserError: no such file, a malformed line, or a method that a line does not have.
@@ -348,7 +334,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 def _trace(
     entry: dict[str, Any], number: int, method: str | None, where: str
 ) -> tuple[int, int, IntArray]:
-    """(id, prompt tokens, emitted tokens int64[L]) of a line."""
+    """Returns (id, number of prompt tokens, emitted tokens int64[L]) of a line."""
     node = entry if method is None else entry.get(method)
     lengths = node.get(_LENGTHS) if isinstance(node, dict) else None
     if not isinstance(lengths, list) or not all(map(_is_count, lengths)):

@@ -1,4 +1,4 @@
-"""Pairs whose target tokens are given: by a law (``model=synthetic``), a record or a text."""
+"""Pairs whose target tokens are given: by an acceptance model, a record or a text."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _TABLE = 512  # positions tabulated at a time
 class RecordedPair(ModelPair):
     """A pair whose target is a token sequence per request that is given instead of computed.
 
-    The draft is a law or a record of its ranks of the target's tokens, which ``SyntheticSource``
-    plays; a source with another draft cannot be played.
+    The draft is represented by its ranks of the target's tokens, drawn from an acceptance model or
+    recorded. ``SyntheticSource`` proposes from these; other sources with a draft are refused.
 
     Attributes:
         hidden: the sequences and the draft's ranks.
@@ -56,12 +56,11 @@ class RecordedPair(ModelPair):
         weight_bytes: tuple[int, int] = (0, 0),
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes the sequences.
+        """Stores the sequences.
 
         Args:
-            hidden: the sequences and the draft's ranks.
-            num_layers: of the target; the largest possible number of stages.
-            weight_bytes: of target and draft.
+            num_layers: layers of the target, the largest possible number of stages.
+            weight_bytes: weights of target and draft.
             about: origin of the values.
         """
         self.hidden, self.vocab_size = hidden, hidden.vocab_size
@@ -82,15 +81,9 @@ class RecordedPair(ModelPair):
     def stage(
         self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
-        """A stage that computes nothing."""
         return Stage()
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Answers with the given tokens.
-
-        Raises:
-            UserError: ``needs_probs``; there are no distributions.
-        """
         if needs_probs:
             raise UserError(
                 f"model={self.option} has target tokens but no target distributions; use"
@@ -109,10 +102,11 @@ class RecordedPair(ModelPair):
 
 
 class SyntheticModels(RecordedPair):
-    """Plays a law of hits.
+    """Draws target tokens and the draft's ranks from an acceptance model.
 
     Attributes:
-        covers: what a hit is: the token of a chain, or some node of a measured tree.
+        covers: whose acceptance the model describes: "chain" for the token of a chain, "tree" for
+            any node of a measured tree.
     """
 
     covers: Literal["chain", "tree"] = "chain"
@@ -147,16 +141,18 @@ def build_synthetic(
     requests: Index = 0,
     seed: Index = 0,
 ) -> SyntheticModels:
-    """The models of ``SyntheticPair``, which has the other keys.
+    """Builds the models of ``model=synthetic``; ``SyntheticPair`` describes the other keys.
 
     Args:
-        num_layers: of the target; the largest possible number of stages.
+        num_layers: layers of the target, the largest possible number of stages.
         middle_top1: ``top1`` of a model between draft and target, which is right wherever the draft
             is if its chances are larger; where both are wrong they agree. Empty: there is none.
-        covers: what a hit is: the token of a chain, or some node of a measured tree.
-        draft_name: of the draft that the law was measured with; the profile must have its time.
-        origin: of the law, for result files.
-        requests: that the law was fitted to, for the intervals of a plan; 0: not known.
+        covers: see ``SyntheticModels``.
+        draft_name: the draft with which the acceptance was measured; the profile must have its
+            time.
+        origin: origin of the values, for result files.
+        requests: number of requests that the values were fitted to, for the confidence intervals of
+            a plan; 0: not known.
     """
     law = partial(
         SyntheticPair,
@@ -183,10 +179,10 @@ class SyntheticAnswerer(Answerer):
         self._tokens: dict[int, IntArray] = {}  # request id -> hidden tokens by position
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """The hidden token after every row's position.
+        """Answers with the given token after every row's position.
 
-        A node off the target's path gets the same answer as the node on it. It is never used: a
-        verifier follows matching children from the root and reads only answers on the path.
+        A node off the target's path gets the same answer as the node on it. This answer is never
+        used: a verifier follows matching children from the root and reads only answers on the path.
         """
         return tuple(
             Answers(

@@ -3,9 +3,9 @@
 A record has, for every position of every prompt, the draft's probabilities and the rank of the
 target's token. Strategies do not depend on the tokens themselves, so these are made up: hidden
 sequences of the recorded lengths. A node on the target's path gets the recorded candidates of its
-position, with the target's token at its recorded rank. The record has no candidates after a wrong
-token; such a node gets those of another position of the same prompt, drawn by keyed hash. This is
-an approximation wherever wrong nodes compete for the budget.
+position, with the target's token at its recorded rank. A node off the path gets those of another
+position of the same prompt, drawn by keyed hash, because the record has no candidates after a wrong
+token. This is an approximation if nodes off the path compete for the budget.
 
 Shape letters: P recorded positions of all requests, K candidates, n given positions.
 """
@@ -37,7 +37,7 @@ _NO_SOURCE = "specdec.sources.NullSource"
 class RecordedSequences:
     """Made-up target sequences of recorded lengths, each ending in ``END``, and a recorded draft.
 
-    A ``HiddenPair`` whose classes are the recorded positions.
+    It implements ``HiddenPair``; its classes are the recorded positions.
 
     Attributes:
         class_logprobs: float64[P, K].
@@ -46,7 +46,7 @@ class RecordedSequences:
     num_depths = 1
 
     def __init__(self, *, record: Record, seed: int = 0) -> None:
-        """Concatenates the requests of ``record``; ``seed``: of tokens and wrong nodes' draws."""
+        """Concatenates the requests; ``seed`` is that of tokens and of nodes off the path."""
         requests = record.requests
         self.vocab_size = _MIN_VOCAB
         self.seed = seed
@@ -64,11 +64,6 @@ class RecordedSequences:
         return any(request.reach is not None for request in self._requests.values())
 
     def request(self, request_id: int) -> RecordedRequest:
-        """The recorded request.
-
-        Raises:
-            UserError: the record has no such prompt.
-        """
         if request_id not in self._requests:
             raise UserError(
                 f"the record has no prompt {request_id}; model=replay decodes recorded prompts only"
@@ -76,14 +71,14 @@ class RecordedSequences:
         return self._requests[request_id]
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: tokens of the hidden sequence at absolute positions."""
+        """Returns int64[n]: tokens of the hidden sequence at absolute positions."""
         request = self.request(request_id)
         drawn = hash_u64(self.seed, _TOKEN, request_id, positions) % np.uint64(self.vocab_size - 1)
         last = request.num_prompt + request.num_output - 1
         return np.where(positions == last, END, drawn.astype(np.int64) + 1)
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: the recorded position; beyond the record a drawn one."""
+        """Returns int64[n]: the recorded positions; drawn ones beyond the end of the record."""
         request = self.request(request_id)
         entry = positions - (request.num_prompt - 1)
         drawn = self._drawn(request, hash_u64(self.seed, _POSITION, request_id, positions))
@@ -91,13 +86,13 @@ class RecordedSequences:
         return np.where(inside, self._first[request_id] + entry, drawn)
 
     def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
-        """int64[n]: the recorded rank of the token after each position, at every depth."""
+        """Returns int64[n]: the recorded rank of the token after each position, at every depth."""
         return self._ranks[self.classes(request_id, positions)]
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """int64[n]: accepted tokens of a chain with its root there; 0 beyond the trace.
+        """Returns int64[n]: accepted tokens of a chain with its root there; 0 beyond the trace.
 
-        None for a record: its ranks do not depend on the root.
+        Returns None for a record, whose ranks do not depend on the root.
         """
         request = self.request(request_id)
         if request.reach is None:
@@ -109,7 +104,7 @@ class RecordedSequences:
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """(first token, class) int64[n] each after wrong nodes: drawn positions of the prompt."""
+        """Returns (first token, class), int64[n] each, for nodes off the target's path."""
         streams = np.array([[_NODE], [_NODE_POSITION]])
         first, drawn = hash_u64(self.seed, streams, request_id, positions, tokens)
         classes = self._drawn(self.request(request_id), drawn)
@@ -127,7 +122,7 @@ class RecordedSequences:
 
 
 class ReplayModels(RecordedPair):
-    """Plays a record: hidden sequences of recorded lengths and the recorded draft."""
+    """The models of ``model=replay``: hidden sequences and a draft of recorded ranks."""
 
     hidden: RecordedSequences
     option = "replay"
@@ -137,7 +132,6 @@ class ReplayModels(RecordedPair):
         return self.hidden.prompts()
 
     def conditions(self) -> dict[str, Any]:
-        """Conditions of the recorded run, and a note on the approximation."""
         known = {k: self.about.get(k) for k in ("data", "sampling", "dtype")}
         of = ("model", "strategy", "seed", "max_new_tokens", "traces", "method")
         record = {k: self.about[k] for k in of if self.about.get(k) is not None}
@@ -150,7 +144,7 @@ class ReplayModels(RecordedPair):
         return {**known, "replay": note, "record": record}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> dict[str, Any]:
-        """The source node with the recorded draft in place of a draft model.
+        """Replaces a draft model in the source's configuration by the recorded draft.
 
         Raises:
             UserError: a source that cannot be replayed, or a policy that needs more of the draft
@@ -180,14 +174,14 @@ class ReplayModels(RecordedPair):
 def build_replay(
     *, record: Text, method: Text | None = None, num_layers: Count = 80, seed: Index = 0
 ) -> ReplayModels:
-    """The models of a recorded run.
+    """Builds the models of a recorded run.
 
     Args:
         record: a ``record.npz``, ``bundled:NAME``, or a ``.jsonl`` (``.jsonl.gz``) of acceptance
             lengths.
         method: name of a method in the trace; None for a trace of one method, and for records.
         num_layers: layers of the target, the largest possible number of stages.
-        seed: seed of the draws that choose wrong nodes.
+        seed: seed of tokens, and of positions for nodes off the target's path.
 
     Raises:
         UserError: a file that cannot be used.

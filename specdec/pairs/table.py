@@ -1,7 +1,7 @@
-"""Pairs given by tables of logits: the next token depends on the last one only.
+"""Pairs given by tables of logits: the next token depends only on the last one.
 
-All laws are known exactly, so distribution tests can run strategies for thousands of requests.
-Tables replace models in slices, caches and logits per node.
+All distributions are known exactly, so distribution tests can run strategies for thousands of
+requests. Tables have the same slices, caches and logits per node as models.
 
 Shape letters: V vocabulary, S rows of a table (token t has row t modulo S), R rows of a pass.
 """
@@ -54,14 +54,9 @@ class TablePair(ModelPair):
     def __init__(
         self, *, target: Sequence[Sequence[float]], draft: Sequence[Sequence[float]]
     ) -> None:
-        """Takes both tables.
+        """Takes two tables [S, V], S <= V: logits of the next token (column) after a token (row).
 
-        Args:
-            target, draft: [S, V], S <= V, logits of the next token (column) after each token,
-                whose row is its id modulo S. A large vocabulary then needs a few rows only.
-
-        Raises:
-            UserError: tables that have more rows than columns or differ in shape.
+        A token's row is its id modulo S, so a large vocabulary needs only a few rows.
         """
         self.target_table = torch.tensor(target, dtype=torch.float64)
         self.draft_table = torch.tensor(draft, dtype=torch.float64)
@@ -77,13 +72,12 @@ class TablePair(ModelPair):
     def stage(
         self, first: int, last: int, meter: Meter, capture: Sequence[HiddenName] = ()
     ) -> ModelStage:
-        """A slice of the target; all but the last pass tokens on as hidden states."""
+        """Builds a slice of the target; all but the last slice return tokens as hidden states."""
         is_last = last == self.num_layers
         runner = TableRunner(self.target_table, "target", first, is_last, capture)
         return ModelStage(runner=cast("ModelRunner", runner))
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """A slice with a table as the head of each exit."""
         heads = {}
         for layer in exits:
             table = self.draft_table.lerp(self.target_table, 1 - self.exit_layer / layer)
@@ -93,11 +87,7 @@ class TablePair(ModelPair):
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
 
     def artefact(self, kind: type[A], **options: Any) -> A:
-        """A stand-in computed from the draft's table; exit heads have no weights.
-
-        Raises:
-            UserError: there is no stand-in for the class.
-        """
+        """Builds a stand-in of the class from the draft's table; exit heads have no weights."""
         if issubclass(kind, HeadWeights):
             return cast("A", HeadWeights("table", options["layer"], {}))
         if issubclass(kind, MedusaHeads):
@@ -118,7 +108,7 @@ class TablePair(ModelPair):
         return cast("ModelRunner", TableRunner(self.draft_table, "draft"))
 
     def token_samples(self) -> IntArray:
-        """Samples of the draft, documents separated by token 0."""
+        """Returns samples of the draft, documents separated by token 0."""
         rng = np.random.default_rng(0)
         noise = rng.gumbel(size=(_SAMPLE_LENGTH, _NUM_SAMPLES, self.vocab_size))
         tokens = [np.arange(_NUM_SAMPLES) % self.vocab_size]
@@ -129,7 +119,7 @@ class TablePair(ModelPair):
 
 
 def _translated(table: torch.Tensor) -> TranslatedDraft:
-    """The draft's table [S, V] with another vocabulary: renumbered, and without some tokens."""
+    """Gives the draft's table [S, V] another vocabulary: renumbered, and without some tokens."""
     size = table.shape[1]
     described = simple_tokenizer(size)
     num = len(described["model"]["merges"])
@@ -143,7 +133,7 @@ def _translated(table: torch.Tensor) -> TranslatedDraft:
 
 
 class TableHeads:
-    """Stand-in for ``MedusaHeads``: powers of a table, the law of later tokens."""
+    """Stand-in for ``MedusaHeads``: powers of a table, the distributions of later tokens."""
 
     head_bytes = 0
 
@@ -158,7 +148,7 @@ class TableHeads:
             self._laws.append(law.log())
 
     def logits(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """logits[R, V] of head ``number`` for hidden states [R, 1], which are tokens."""
+        """Returns logits[R, V] of head ``number`` for hidden states [R, 1], which are tokens."""
         rows = hidden[:, 0].to(torch.int64) % len(self._laws[number])
         return self._laws[number][rows]
 
@@ -166,14 +156,14 @@ class TableHeads:
 class TableEagle:
     """Stand-in for ``EagleRunner``, whose states are tokens.
 
-    The law after a token depends on the state before it, so that a wrong one changes proposals.
+    Its logits also depend on the state before the token, so that a wrong state changes proposals.
     """
 
     weight_bytes = 0
     target_ids: torch.Tensor | None = None
 
     def __init__(self, *, table: torch.Tensor, layer: int) -> None:
-        """Serves a table [V, V], and reads the hidden states of ``layer``."""
+        """Takes a table [V, V]; the features are the hidden states of ``layer``."""
         self.vocab_size, self.names = len(table), (HiddenName(layer),)
         self._table = table
         self._cache = TableRunner(table, "eagle")
@@ -220,14 +210,10 @@ class TableRunner:
         is_last: bool = True,
         captured: Sequence[HiddenName] = (),
     ) -> None:
-        """Serves a table.
+        """Stores a table [S, V].
 
-        Args:
-            table: [S, V].
-            name: "target" or "draft".
-            first: 0 to take token ids, else hidden states.
-            is_last: whether it returns logits.
-            captured: hidden states that every pass returns.
+        The input is token ids if ``first`` is 0, else hidden states. Only with ``is_last`` a pass
+        returns logits. Every pass returns the hidden states ``captured``.
         """
         self._captured = tuple(captured)
         self.name = name

@@ -1,11 +1,11 @@
 """A target that writes given texts (``model=transcript``), with or without a draft model.
 
-Under ``verifier=match`` the tokens per pass on a workload depend on the text that the target writes
-and not on the target. Here the text is given: the turns of ``data.edits``, or prompts and
-completions of a file, such as the log of a larger model. Sources that read text need no more. With
-``draft`` a real draft model proposes after every token, right or wrong, so trees have exactly the
-hits and passes that they have beside the target. There are no probabilities of the target and no
-times of its own (use ``clock=simulated``).
+Under ``verifier=match`` the tokens per pass on a workload depend only on the text that the target
+writes. Here the text is given: the turns of ``data.edits``, or prompts and completions of a file,
+such as the log of a larger model. Sources that copy from text need no more. With ``draft`` a real
+draft model proposes after every token, right or wrong, so acceptance and numbers of passes are
+exactly those beside the target. There are no probabilities of the target and no times of its own
+(use ``clock=simulated``).
 
 Shape letters: T tokens of a request, n given positions.
 """
@@ -40,29 +40,18 @@ _DRAFT = "name its folder in model.draft, or use source=suffix or source=prompt_
 
 
 class GivenTexts:
-    """Token sequences of requests: prompt, completion, and the end-of-sequence token for ever."""
+    """Token sequences of requests: prompt, completion, and end-of-sequence tokens without limit."""
 
     def __init__(
         self, texts: list[tuple[int, IntArray, IntArray]], *, vocab_size: int, end: int
     ) -> None:
-        """Takes the texts.
-
-        Args:
-            texts: (id, prompt, completion) per request.
-            vocab_size: of the tokenizer.
-            end: token that follows each completion.
-        """
+        """Takes (id, prompt, completion) per request; the token ``end`` follows each completion."""
         self.vocab_size = vocab_size
         self._end = end
         self._prompts = [(i, prompt) for i, prompt, _ in texts]
         self._whole = {i: np.concatenate([prompt, text, [end]]) for i, prompt, text in texts}
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: tokens of a request at absolute positions.
-
-        Raises:
-            UserError: there is no such request.
-        """
         if request_id not in self._whole:
             raise UserError(
                 f"model=transcript has no prompt {request_id}; it decodes its own prompts only"
@@ -105,7 +94,7 @@ class TranscriptModels(RecordedPair):
             draft: folder of a draft model that shares the tokenizer, or ``bundled:NAME``.
             draft_name: the draft's name in latency profiles.
             dtype, device: of the draft.
-            num_layers: of the target; the largest possible number of stages.
+            num_layers: layers of the target, the largest possible number of stages.
 
         Raises:
             UserError: texts, tokenizer or draft that cannot be read, an empty prompt or
@@ -138,11 +127,10 @@ class TranscriptModels(RecordedPair):
         self.eos_ids = frozenset({int(end)})
 
     def prompts(self) -> list[tuple[int, IntArray]]:
-        """(id, int64[T]) of every prompt, in the order of the texts; in place of ``data=``."""
         return self.hidden.prompts()
 
     def conditions(self) -> dict[str, Any]:
-        """Conditions in place of the configuration's: the text is given, whatever the sampling."""
+        """Replaces the configuration's conditions: sampling has no effect on given text."""
         note = "the target's text is given: passes and tokens are exact, times are not a target's"
         return {"sampling": "given text", "dtype": None, "replay": note, **self._facts}
 
@@ -153,22 +141,17 @@ class TranscriptModels(RecordedPair):
         raise UserError(f"{kind.__name__} needs a model, which model=transcript has not; {_COPIES}")
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:
-        """The draft model.
-
-        Raises:
-            UserError: there is none, or another model is requested.
-        """
         if name == "draft" and self._draft is not None:
             return ModelRunner(model=self._draft, name=name, meter=meter)
         raise UserError(f"model=transcript has no {name} model; {_DRAFT}")
 
     def fitted_source(self, source: Any, policy: Any) -> Any:
-        """The source node, unchanged; ``runner`` refuses a draft model that is not there."""
+        """Returns the source unchanged; ``runner`` refuses a draft model that does not exist."""
         return source
 
 
 def _read(texts: str, subset: str | None) -> tuple[list[Turn], dict[str, Any]]:
-    """The turns, and facts about them."""
+    """Returns the turns, and facts about them for result files."""
     if texts == EDITS:
         edits = chosen_turns(subset, "model.subset")
         name = EDITS if subset is None else f"{EDITS}/{subset}"
