@@ -1,4 +1,4 @@
-"""Tree policies: which tokens to propose, keep and verify.
+"""Tree policies decide which tokens to propose, keep and verify.
 
 Every policy is deterministic: equal scores are ordered by slot. A *serial* policy submits nodes of
 a request only when all its submitted nodes are answered. Constructors raise ``ValueError`` for

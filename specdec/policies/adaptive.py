@@ -1,9 +1,3 @@
-"""Chooses source and tree per request by what they gained per second, or decodes plainly.
-
-The choice is made at the start of a round, from rounds that have ended: tokens that were committed
-and seconds of the run's clock. Draws that are still to be used have no part in it.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,8 +17,8 @@ if TYPE_CHECKING:
 
 _TRIALS = 2  # rounds of each arm before any is preferred
 _PRIOR_ROUNDS = 4.0  # weight of other requests in a request's own gain
-_FADE = 0.9  # of a request's gains per round of the arm
-_FADE_ALL = 0.99  # of all requests' gains and costs
+_FADE = 0.9  # factor by which each round lowers the weight of a request's older gains
+_FADE_ALL = 0.99  # likewise for the means over all requests
 _OUTLIER = 3.0  # a round's cost counts as at most this multiple of the mean
 _PLAIN = 0
 _PLAIN_WAIT = 64  # rounds of a request until plain decoding is tried again
@@ -32,13 +26,12 @@ _PLAIN_WAIT = 64  # rounds of a request until plain decoding is tried again
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A way to make a tree.
+    """A way to build a tree: a serial policy that drafts before it submits, and a source.
 
     Attributes:
-        name: in printed lines.
-        policy: a serial policy that drafts before it submits.
-        member: which of the source's members proposes; None, or a source without members: all of
-            it.
+        name: label in printed lines.
+        member: index into ``TokenSource.members`` of the source that proposes. None, or a source
+            without members: the whole source proposes.
     """
 
     name: Text
@@ -48,7 +41,7 @@ class Arm:
 
 @dataclass(slots=True)
 class _Mean:
-    """A faded mean; ``weight`` counts the rounds in it."""
+    """A mean in which older rounds have exponentially smaller weights."""
 
     fade: float
     total: float = 0.0
@@ -67,13 +60,12 @@ class _Mean:
 
 @dataclass(slots=True)
 class _Round:
-    """A request's round that has not ended.
+    """A round of a request that has not ended.
 
     Attributes:
-        arm: its number.
-        began_s: time of the run's clock.
-        num_tokens: emitted before.
-        first: whether the arm differs from that of the round before.
+        began_s: start on the run's clock.
+        num_tokens: number of tokens emitted before the round.
+        first: whether the round before had another arm.
     """
 
     arm: int
@@ -87,11 +79,10 @@ class _Record:
     """A request's own history.
 
     Attributes:
-        gains: per arm.
-        since: per arm, the request's rounds since it was tried.
-        open_round: the round that has not ended.
+        gains: tokens per round, per arm.
+        since: per arm, number of the request's rounds since the arm was last used.
         last: arm of the last round.
-        repeat: whether the last round was the first of a trial, which has two.
+        repeat: whether the next round must have the same arm, as the second round of a trial.
     """
 
     gains: list[_Mean]
@@ -102,20 +93,25 @@ class _Record:
 
 
 class Adaptive(TreePolicy):
-    """Per request and round, the arm with the best gain per cost; arm 0 is plain decoding.
+    """Chooses per request and round the arm with the best gain per cost; arm 0 decodes plainly.
 
-    An arm's *gain* is the mean number of tokens that a round of it commits: of the request's own
-    rounds, and of all requests' with the weight of four rounds. Its *cost* is the mean time of a
-    round over all requests, from the start of one round to the start of the next, on the run's
-    clock. So an arm pays if its gain is above its cost divided by that of plain decoding (its
-    *break-even*), which ``notes`` prints.
+    An arm's *gain* is the mean number of tokens that a round of it commits: that of the request's
+    own rounds, averaged with that of all requests, which has the weight of four rounds. Its *cost*
+    is the mean time of a round over all requests, from the start of one round to the start of the
+    next, on the run's clock. An arm therefore pays if its gain is above its cost divided by that of
+    plain decoding (its *break-even*), which ``notes`` prints.
 
-    Other arms are tried again, longest untried first, as long as the time that such rounds have
-    lost on balance is at most ``explore`` of all time; each trial has two rounds, since the first
-    one includes what a source has to catch up. Plain decoding is tried seldom: its gain is known,
-    only its cost may drift. In a batch a request's round includes the work of the others.
+    Other arms are tried again, the longest unused first, as long as the net time lost in such
+    rounds is at most ``explore`` of all time. Each trial has two rounds, since the first one
+    includes what a source has to catch up. Plain decoding is tried rarely: its gain is known, only
+    its cost may change. In a batch, a request's round includes the work of the others.
 
-    The output does not depend on the choices with verifiers that are lossless token for token.
+    A choice uses only rounds that have ended, never future random draws. With verifiers that are
+    lossless token for token, the output does not depend on the choices.
+
+    Args:
+        arms: the arms besides plain decoding, at least one.
+        explore: largest share of time that rounds of other arms than the best may lose.
 
     Attributes:
         rounds: number of rounds of each arm so far, plain decoding first.
@@ -123,17 +119,6 @@ class Adaptive(TreePolicy):
 
     @validated
     def __init__(self, *, arms: Sequence[Arm], explore: Share = 0.02) -> None:
-        """Takes the arms besides plain decoding.
-
-        Args:
-            arms: at least one.
-            explore: largest share of time that rounds of other arms than the best may lose.
-                Default: 0.02.
-
-        Raises:
-            ValueError: for no arms, or a policy that feeds while answers are awaited or drafts
-                beside the target.
-        """
         if not arms:
             raise ValueError("policy.arms=[] must list at least one arm besides plain decoding")
         for arm in arms:
@@ -165,7 +150,7 @@ class Adaptive(TreePolicy):
             arm.policy.open(request)
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Ends the rounds of ready requests, chooses their arms, and lets these select."""
+        """Ends the rounds of ready requests, chooses their arms, and lets these arms select."""
         chosen: dict[int, list[RequestState]] = {}
         now = state.clock.now()
         for request in ready_requests(state, serial=True):
@@ -192,7 +177,7 @@ class Adaptive(TreePolicy):
             arm.policy.close(request_id)
 
     def notes(self) -> list[str]:
-        """One line per arm: rounds, tokens per round, cost, and where it breaks even."""
+        """Returns one line per arm: rounds, tokens per round, cost, and break-even."""
         plain = self._costs[_PLAIN].value
         lines = []
         for number, rounds in enumerate(self.rounds):
@@ -207,7 +192,7 @@ class Adaptive(TreePolicy):
         return lines
 
     def _end(self, record: _Record, num_tokens: int, now: float) -> None:
-        """Counts the request's round that has ended."""
+        """Adds the round that ended to the means of its arm."""
         ended, record.open_round = record.open_round, None
         if ended is None:
             return
@@ -226,7 +211,7 @@ class Adaptive(TreePolicy):
         record.repeat = ended.first and arm != self._best(record)
 
     def _choose(self, record: _Record) -> int:
-        """The arm of the next round."""
+        """Returns the arm of the next round."""
         for arm, cost in enumerate(self._costs):
             if cost.rounds < _TRIALS:
                 return arm
@@ -244,23 +229,22 @@ class Adaptive(TreePolicy):
         return best
 
     def _best(self, record: _Record) -> int:
-        """The arm with the best gain per cost; plain decoding if equal."""
+        """Returns the arm with the best gain per cost; plain decoding if equal."""
         return max(range(len(self.rounds)), key=lambda arm: (self._rate(record, arm), -arm))
 
     def _rate(self, record: _Record, arm: int | None) -> float:
-        """Tokens per second of an arm; None: of the best."""
+        """Returns the expected tokens per second of an arm; None: of the best arm."""
         if arm is None:
             arm = self._best(record)
         cost = self._costs[arm].value
         return self._gain(record, arm) / cost if cost > 0.0 else 0.0
 
     def _gain(self, record: _Record, arm: int) -> float:
-        """Expected tokens of a round for this request."""
+        """Returns the expected tokens of a round for this request."""
         own, others = record.gains[arm], self._gains[arm]
         return (own.total + _PRIOR_ROUNDS * others.value) / (own.weight + _PRIOR_ROUNDS)
 
 
 def _proposing(source: TokenSource, member: int | None) -> TokenSource:
-    """The member of a source; the source itself where it has none."""
     members = source.members
     return source if member is None or member >= len(members) else members[member]

@@ -1,5 +1,3 @@
-"""A beam that drafts, and the best of all its candidates for the target (EAGLE-2, section 4)."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
@@ -24,13 +22,19 @@ if TYPE_CHECKING:
 class BestOfBeam(TreePolicy):
     """Expands the ``width`` best nodes of each level, then submits the ``nodes`` best of all.
 
-    EAGLE-2 (arXiv 2406.16858): the expansion phase takes ``children`` candidates of each node of
-    the beam, whose best by cumulative probability are the next level's beam; the reranking phase
-    selects among all candidates of all levels. They are connected, since a child's probability is
-    at most its parent's. It is a ``BestFirst`` whose expansions are bounded by level.
+    EAGLE-2 (arXiv 2406.16858, section 4): the expansion phase takes ``children`` candidates of each
+    node of the beam; the best of them by cumulative probability are the next level's beam. The
+    reranking phase selects among the candidates of all levels. The selected nodes are connected,
+    since a child's probability is at most its parent's. The policy is a ``BestFirst`` whose
+    expansions are bounded by level.
 
-    The tree that survives a verdict is kept, and grown where it lacks levels; EAGLE-2 drafts
-    anew.
+    After verification the surviving tree is kept and extended, whereas EAGLE-2 drafts a new one.
+
+    Args:
+        nodes: nodes per target pass, including the root, at least 2 (the paper: 60).
+        width: nodes expanded per level (the paper: 10).
+        children: candidates per expanded node (the paper: 10).
+        depth: levels expanded below the root (the paper: 7); candidates go one level deeper.
     """
 
     value_dependent = True
@@ -44,14 +48,6 @@ class BestOfBeam(TreePolicy):
         children: Count,
         depth: Count,
     ) -> None:
-        """Sets the sizes.
-
-        Args:
-            nodes: nodes per target pass, root included, at least 2 (the paper: 60).
-            width: nodes expanded per level (the paper: 10).
-            children: candidates per expanded node (the paper: 10).
-            depth: levels expanded below the root (the paper: 7); candidates go one level deeper.
-        """
         self.nodes = nodes
         self.width = width
         self.children = children
@@ -61,7 +57,6 @@ class BestOfBeam(TreePolicy):
         return self.nodes
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The best nodes of every ready request; one source call per level."""
         requests = ready_requests(state, serial=True)
         for level in range(self.depth + 1):
             beams = [(r, best_of_level(r, level, self.width)) for r in requests]

@@ -1,5 +1,3 @@
-"""Maximum-likelihood trees of any shape (SwiftSpec 3.1, Alg. 1)."""
-
 from __future__ import annotations
 
 import itertools
@@ -29,43 +27,60 @@ if TYPE_CHECKING:
 _FROM_TWO = expects("it must be a whole number of at least 2; the root alone is policy=root_only")
 
 UNTIL_READY = "until_ready"
-"""Value of ``d`` for as many expansions as fit into the target's pass."""
+"""Value of ``d``: expand as often as the target's pass allows."""
 
 COMPLETE = "complete"
-"""Value of ``d`` for expansions until the submitted subgraph can no longer change."""
+"""Value of ``d``: expand until the submitted nodes can no longer change."""
 
 
 class BestFirst(TreePolicy):
     """Expands the most probable leaves and verifies the most probable connected subgraph.
 
-    Leaves are those of ``best_leaves``; only expanded or submitted candidates become nodes. By
-    default an expansion requests ``max(bs, w)`` children, so that no omitted child can be among the
-    ``bs`` best nodes or the ``w`` best leaves. The paper does not state this number. With fewer
-    children the subgraph is the best one of a smaller tree, and a tree of the root alone takes
-    several serial expansions to reach ``bs`` nodes: a deeper tree, submitted later.
+    SwiftSpec, section 3.1, Alg. 1. Leaves are those of ``best_leaves``; only expanded or submitted
+    candidates become nodes. By default an expansion requests ``max(bs, w)`` children, so that no
+    omitted child can be among the ``bs`` best nodes or the ``w`` best leaves; the paper does not
+    state this number. With fewer children the subgraph is the best one of a smaller tree, and it
+    takes more serial expansions to grow from the root alone to ``bs`` nodes: the tree is deeper and
+    is submitted later.
 
     *Serial form* (SwiftSpec-base, the paper's ablation): ``select`` expands the ``w`` best leaves
     ``d`` times, continues while fewer than ``bs`` nodes are available, and submits the ``bs`` best
-    nodes, root included; nothing more is submitted until they are answered.
+    nodes, including the root. Nothing more is submitted until they are answered.
 
     *Asynchronous form* (SwiftSpec, Alg. 1): the ``d`` expansions run in ``overlap``, while the
-    target verifies; ``select`` only adds what is missing to ``bs`` nodes (lines 13-15), and with
-    ``min_mass`` what pays: after a miss the tree below the new root is empty, and a deeper one is
-    drafted just in time (which the paper does not do).
+    target verifies. ``select`` only adds what is missing to ``bs`` nodes (lines 13-15). With
+    ``min_mass``, ``select`` also makes the expansions that pay, which the paper does not do: after
+    a miss, the tree below the new root is empty.
 
-    *Complete trees* (``d="complete"``, serial): only leaves among the ``bs`` best nodes and
-    candidates are expanded, at most ``w`` per call of the source, until there are none. The result
-    is the best subgraph of ``bs`` nodes of the source's infinite tree, because a child's score is
-    at most its parent's. For a source that proposes for all positions without a pass of its own per
-    level (Medusa heads, block drafters) this is DDTree's heap over products of marginals
-    (arXiv 2604.12989), in whole levels instead of single nodes; with a draft model it takes as many
-    draft passes as the tree is deep.
+    *Complete trees* (``d="complete"``, serial): leaves are expanded only if they are among the
+    ``bs`` best nodes and candidates, at most ``w`` per call of the source, until there are none.
+    The result is the best subgraph of ``bs`` nodes of the source's infinite tree, because a child's
+    score is at most its parent's. For a source that proposes for all positions without a pass of
+    its own per level (Medusa heads, block drafters) this is DDTree's heap over products of
+    marginals (arXiv 2604.12989), in whole levels instead of single nodes. A draft model needs as
+    many passes as the tree is deep.
 
     Both forms wait for answers before they submit again; ``PipelineBestFirst`` submits at every
     step.
 
+    Args:
+        bs: nodes per target pass, including the root, at least 2 (the paper: 8).
+        w: leaves per expansion (the paper: 8).
+        d: expansions per target pass; "complete" (serial form only): see above; "until_ready" or
+            None (asynchronous form only): until the target is ready. The configuration replaces
+            "ratio" and "ratio_plus_one" by a number derived from the latency profile.
+        children: candidates per expanded leaf. Default: max(bs, w).
+        asynchronous: expand in ``overlap`` instead of in ``select``.
+        min_mass: minimum total probability of the ``w`` best leaves, which is an upper bound on the
+            tokens that their expansion gains. A useful value is (draft pass / target pass) x tokens
+            per pass. Serial form: a request's expansions end early below it; default 0: never.
+            Asynchronous form: ``select`` expands as long as it is reached; default 0: never.
+        min_prob: nodes whose draft probability of being on the target's path is lower are neither
+            expanded nor submitted. Useful up to (cost of a row / target pass) x tokens per pass
+            where rows have a cost (CPUs, large batches). Default 0: keep all.
+
     Attributes:
-        expansions: growth rounds so far, "between" target passes and "beside" them.
+        expansions: number of growth rounds so far, "between" target passes and "beside" them.
     """
 
     value_dependent = True
@@ -82,27 +97,6 @@ class BestFirst(TreePolicy):
         min_mass: Share = 0.0,
         min_prob: Share = 0.0,
     ) -> None:
-        """Sets the sizes, named as in the paper.
-
-        Args:
-            bs: nodes per target pass, root included, at least 2 (the paper: 8).
-            w: leaves per expansion (the paper: 8).
-            d: expansions per target pass; "complete" (serial form only): see above; "until_ready"
-                or None (asynchronous form only): until the target is ready. The configuration
-                replaces "ratio" and "ratio_plus_one" by a number derived from the latency profile.
-            children: candidates per expanded leaf. Default: max(bs, w).
-            asynchronous: expand in ``overlap`` instead of in ``select``. Default: false.
-            min_mass: probability that the ``w`` best leaves must have in total, an upper bound on
-                the tokens that their expansion gains. Useful: (draft pass / target pass) x tokens
-                per pass. Serial form: a request's expansions end early below it; default 0: never.
-                Asynchronous form: ``select`` expands as long as it is reached; default 0: never.
-            min_prob: nodes with a lower draft probability of being on the target's path are neither
-                expanded nor submitted. Useful up to (cost of a row / target pass) x tokens per
-                pass where rows have a cost (CPUs, large batches). Default 0: keep all.
-
-        Raises:
-            ValueError: for a value of ``d`` that the form does not support.
-        """
         d = None if d == UNTIL_READY else d
         if d is None and not asynchronous:
             raise ValueError(
@@ -131,7 +125,6 @@ class BestFirst(TreePolicy):
         return self.bs
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The ``bs`` most probable nodes of every ready request."""
         requests = ready_requests(state, serial=True)
         unanswered: dict[int, IntArray] = {}
         if not self.asynchronous:
@@ -154,7 +147,7 @@ class BestFirst(TreePolicy):
         return as_nodes((r, best_unsubmitted(r.tree, self.bs, self._min_score)) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Asynchronous form: ``d`` expansions, or as many as fit before the target is ready."""
+        """Asynchronous form: expands ``d`` times, or until the target is ready."""
         if not self.asynchronous:
             return False
         growing = live_requests(state)
@@ -174,14 +167,11 @@ class BestFirst(TreePolicy):
         unanswered: dict[int, IntArray],
         min_mass: float = 0.0,
     ) -> list[RequestState]:
-        """One growth round: expands the ``w`` most probable leaves of each request.
+        """Expands the ``w`` most probable leaves of each request in one call of the source.
 
         Args:
-            state: the decode state.
-            source: called once for all requests.
-            requests: requests whose trees grow.
             unanswered: request id -> slots for which the source had no candidates in this call of
-                the policy; excluded from the leaves, and updated here.
+                the policy. They are excluded from the leaves; new ones are added here.
             min_mass: minimum total probability of a request's leaves. Default: 0.
 
         Returns:
@@ -204,7 +194,7 @@ class BestFirst(TreePolicy):
         return [request for request, _ in leaves]
 
     def _least_score(self, tree: TokenTree) -> float:
-        """Least score of a leaf that is expanded."""
+        """Returns the minimum score of leaves to expand."""
         if not self._complete or _num_available(tree) < self.bs:
             return self._min_score
         # Children of the last of the bs best score no more than it does, so it needs none.
@@ -216,10 +206,10 @@ class BestFirst(TreePolicy):
 
 
 def _mass(tree: TokenTree, slots: IntArray) -> float:
-    """Draft probability that the target's path contains one of the leaves."""
+    """Returns the draft probability that the target's path contains one of the leaves."""
     return sum(map(exp, tree.scores.take(slots).tolist()))
 
 
 def _num_available(tree: TokenTree) -> int:
-    """Number of nodes and candidates, the size of the tree in SwiftSpec's sense."""
+    """Returns the number of nodes and candidates, which is SwiftSpec's size of the tree."""
     return len(tree) + int(np.count_nonzero(tree.candidate_logprobs > -np.inf))

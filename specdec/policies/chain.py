@@ -1,5 +1,3 @@
-"""A single draft path per target pass (Leviathan et al. 2023, Alg. 1; Chen et al. 2023, Alg. 2)."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -26,27 +24,21 @@ if TYPE_CHECKING:
 class Chain(TreePolicy):
     """Grows a chain of ``gamma`` draft tokens below the root and submits it whole.
 
-    Each node's first candidate is taken: the most probable one, or the sampled one if the verifier
-    needs sampled candidates. A chain that survives a commit is extended. ``gamma`` is the papers'
-    name for the number of draft tokens.
+    Leviathan et al. 2023, Alg. 1; Chen et al. 2023, Alg. 2 (gamma is Leviathan's symbol). Each
+    node's first candidate is taken: the most probable one, or the sampled one if the verifier needs
+    sampled candidates. A chain that survives a commit is extended.
     """
 
     value_dependent = False
 
     @validated
     def __init__(self, *, gamma: DraftCount) -> None:
-        """Sets the length.
-
-        Args:
-            gamma: draft tokens per target pass, at least 1.
-        """
         self.gamma = self.chain_length = gamma
 
     def held_nodes(self, in_flight: int) -> int:
         return 1 + self.gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Grows the chain of every ready request, one source call per token, and submits it."""
         requests = ready_requests(state, serial=True)
         grow_chains(state, source, [(request, self.gamma) for request in requests])
         return unsubmitted(requests)
@@ -58,11 +50,9 @@ def grow_chains(
     lengths: Sequence[tuple[RequestState, int]],
     children: int = 1,
 ) -> None:
-    """Grows a chain of first candidates below each root, one source call per token.
+    """Grows a chain of first candidates below each root, with one source call per token.
 
     Args:
-        state: the decode state.
-        source: called with the last nodes of all chains that still grow.
         lengths: (request, length of its chain); the chain is shorter near the request's end.
         children: candidates requested per node, of which the chain takes the first. Default: 1.
     """
@@ -83,7 +73,7 @@ def grow_chains(
 
 
 def first_path(tree: TokenTree) -> list[int]:
-    """Slots of the path along first children in the tree, from the root down."""
+    """Returns the slots of the path along first children, from the root down."""
     path = [0]
     while len(tree) > 1 and len(children := tree.children(path[-1])):
         path.append(int(children[0]))
@@ -91,6 +81,6 @@ def first_path(tree: TokenTree) -> list[int]:
 
 
 def _take_first(tree: TokenTree, tail: IntArray) -> IntArray:
-    """int64[0 or 1]: the node created from the first untaken candidate of ``tail``, int64[1]."""
+    """Turns the first untaken candidate of ``tail``, int64[1], into a node, if there is one."""
     columns = np.flatnonzero(tree.candidate_logprobs[tail[0]] > -np.inf)
     return tree.take(tail, columns[:1]) if len(columns) else NO_SLOTS

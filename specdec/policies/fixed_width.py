@@ -1,5 +1,3 @@
-"""A beam of fixed width, one level at a time (SpecPipe 3.3.3, PipeDec 3.3)."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -22,12 +20,13 @@ if TYPE_CHECKING:
 
 
 class FixedWidth(TreePolicy):
-    """Each level has the ``width`` candidates of highest cumulative probability.
+    """Gives each level the ``width`` candidates of highest cumulative probability.
 
-    The candidates of a level are the ``children`` best of each node of the level above.
+    The candidates of a level are the ``children`` best of each node of the level above (SpecPipe
+    3.3.3, PipeDec 3.3).
 
     *Pipelined form* (``levels_per_step`` set): each step submits that many levels. The draft
-    forward of the newest level runs in ``overlap`` while the pipeline computes; its candidates are
+    forward of the newest level runs in ``overlap`` while the pipeline computes. Its candidates are
     selected in the next ``select``, after the step's pruning, which leaves more valid nodes
     (PipeDec 3.3.4). After a miss the new root is submitted alone. If pruning empties the deepest
     levels, growth continues at the deepest remaining level, whose candidates are stored, so a
@@ -35,16 +34,18 @@ class FixedWidth(TreePolicy):
     grown in ``overlap`` from the candidates known then. Hits need an executor of latency 2 or more.
 
     *Serial form* (``levels_per_step`` None): ``select`` grows ``depth`` levels and submits the tree
-    whole; nothing more is submitted until it is answered.
+    whole. Nothing more is submitted until it is answered.
 
     With a source that proposes through ``Output.exits`` (PPSD), a level is expanded once its exits
-    have arrived. Width 1 with 1 child is PPSD's own chain. A chain also grows when it is another
-    request's turn: whether a node has a child when it is judged must not depend on the batch, since
-    rejection verifiers draw differently for a node with and without children.
+    have arrived. Width 1 with 1 child is PPSD's own chain. Such a chain also grows in the turns of
+    other requests: rejection verifiers draw differently for a node with and without children, so
+    whether a node has a child when it is tested must not depend on the batch.
 
-    Attributes:
-        value_dependent: false only for a chain, which takes candidates in their order.
-        follows_exits: whether the policy waits for exits; true for the pipelined form.
+    Args:
+        width: maximum number of nodes per level (SpecPipe: 64, PipeDec: 32).
+        children: maximum number of candidates per node (16 in both papers).
+        levels_per_step: levels submitted per step; None selects the serial form.
+        depth: levels below the root; serial form only.
     """
 
     @validated
@@ -56,17 +57,6 @@ class FixedWidth(TreePolicy):
         levels_per_step: Count | None = 1,
         depth: Count | None = None,
     ) -> None:
-        """Sets the shape.
-
-        Args:
-            width: maximum number of nodes per level (SpecPipe: 64, PipeDec: 32).
-            children: maximum number of candidates per node (16 in both papers).
-            levels_per_step: levels submitted per step; None selects the serial form. Default: 1.
-            depth: levels below the root; serial form only.
-
-        Raises:
-            ValueError: unless exactly one of ``levels_per_step`` and ``depth`` is set.
-        """
         if levels_per_step is not None and depth is not None:
             raise ValueError(
                 f"policy.depth={depth} has no effect with policy.levels_per_step="
@@ -91,7 +81,6 @@ class FixedWidth(TreePolicy):
         return 1 + self.width * (self.levels_per_step or 1) * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The next level(s) of every request; in the serial form, whole trees of ready requests."""
         requests = ready_requests(state, serial=self.serial)
         if self.depth is not None:
             growing = requests
@@ -130,7 +119,7 @@ class FixedWidth(TreePolicy):
         return False
 
     def _append_level(self, request: RequestState) -> IntArray:
-        """int64[<= width]: slots of a new level below the deepest one; may be empty."""
+        """Adds a level below the deepest one; returns its slots, int64[<= width], maybe none."""
         return append_best(request.tree, growable_level(request), self.width, self.children)
 
 

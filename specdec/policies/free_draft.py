@@ -1,8 +1,8 @@
-"""Policies whose draft models never wait: every pass is followed by the next.
+"""Policies whose draft models never wait: after every pass the next one starts.
 
-A pass may outlive the step in which it began. With a source that is not asynchronous
-(``sources.Background`` makes one of any) a pass runs when it is started, and the target waits for
-its end.
+A pass may outlive the step in which it began. If the source is not asynchronous
+(``sources.Background`` makes any source asynchronous), a pass runs when it is started, and the
+target waits for its end.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class FreePasses(TreePolicy):
     """Base of policies that start draft passes until the target is ready.
 
-    Rejection verifiers are refused: they would keep the target's distribution, but the output for
-    a seed would depend on the times of passes.
+    Rejection verifiers are not allowed: they would keep the target's distribution, but the output
+    for a seed would depend on the times of passes.
 
     Attributes:
         ahead: maximum number of tokens below the root.
         feeds_busy_target: whether a step also ends when a busy target can be given more nodes.
-            Default: only an idle one.
+            Default: only when an idle one can.
     """
 
     value_dependent = False
@@ -59,7 +59,7 @@ class FreePasses(TreePolicy):
         raise NotImplementedError
 
     def grow(self, state: DecodeState, event: Event) -> None:
-        """Updates the trees by the candidates of an ended pass."""
+        """Updates the trees with the candidates of a pass that ended."""
         raise NotImplementedError
 
     def can_submit(self, state: DecodeState) -> bool:
@@ -68,19 +68,16 @@ class FreePasses(TreePolicy):
 
 
 class FreeDraft(FreePasses):
-    """Base of policies with one chain per request, and one draft pass at a time on its end."""
+    """Base of policies that extend one chain per request, with one draft pass at a time.
+
+    A chain has at most ``ahead`` tokens below the root.
+    """
 
     def __init__(self, ahead: int) -> None:
-        """Sets the limit.
-
-        Args:
-            ahead: maximum number of tokens below the root.
-        """
         self.ahead = ahead
         self._childless: dict[int, int] = {}  # request -> node without candidates
 
     def open(self, request: RequestState) -> None:
-        """No node is known to have no candidates."""
         self._childless[request.id] = NO_NODE
 
     def close(self, request_id: int) -> None:
@@ -96,14 +93,13 @@ class FreeDraft(FreePasses):
         )
 
     def start_passes(self, state: DecodeState, events: Events) -> None:
-        """Starts a pass for every request that has none and can have one."""
         busy = {i for ticket in events.running for i, _ in ticket.nodes.items}
         for request in live_requests(state):
             if request.id not in busy and self.can_draft(request):
                 events.start(Nodes(((request.id, request.tree.ids[open_bottom(request)]),)), 1)
 
     def grow(self, state: DecodeState, event: Event) -> None:
-        """Makes the candidate of an ended pass a node; that of a pruned node is dropped."""
+        """Turns the candidate of a pass that ended into a node, unless its parent was pruned."""
         assert event.ticket is not None
         for request_id, ids in event.ticket.nodes.items:
             request = state.requests.get(request_id)

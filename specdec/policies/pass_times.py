@@ -1,17 +1,13 @@
-"""How many draft passes fit beside a pass of the target, by a latency profile."""
-
 from __future__ import annotations
 
 from specdec.clocks import LatencyProfile, Work
 
 
 def draft_passes(profile: LatencyProfile | None, *, stages: int = 1, rows: int = 1) -> float | None:
-    """t_target / t_draft; None without a profile that prices both.
+    """Returns how many draft passes fit into one target pass, t_target / t_draft.
 
-    Args:
-        profile: of the clock; None on a wall clock.
-        stages: of the target's pipeline, each with the profile's price of one. Default: 1.
-        rows: of a draft pass. Default: 1.
+    The result is None without a latency profile that has both times. ``stages`` of the target each
+    take the profile's time of one stage; a draft pass has ``rows`` rows.
     """
     if profile is None:
         return None

@@ -1,5 +1,3 @@
-"""No speculation: one token per request and target pass."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -21,5 +19,4 @@ class RootOnly(TreePolicy):
         return 1
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The unsubmitted roots of all ready requests."""
         return unsubmitted(ready_requests(state, serial=True))

@@ -1,5 +1,3 @@
-"""A tree of fixed topology per target pass (SpecInfer, section 3: expansion-based trees)."""
-
 from __future__ import annotations
 
 import itertools
@@ -32,8 +30,9 @@ if TYPE_CHECKING:
 class Static(TreePolicy):
     """Level ``l`` has the first ``branching[l]`` candidates of every node of the level above.
 
-    This is SpecInfer's expansion configuration; the default is its <1,1,3,1,1,1,1,1>. The topology
-    does not depend on the candidates' values, so sampled candidates stay unbiased under rejection.
+    This is SpecInfer's expansion configuration (section 3); the default is its <1,1,3,1,1,1,1,1>.
+    The topology does not depend on the candidates' values, so sampled candidates stay unbiased
+    under rejection.
 
     ``draft_overlap`` sets when the tree after the one under verification is drafted:
 
@@ -42,11 +41,16 @@ class Static(TreePolicy):
     *rule*: ahead of the answer. While a tree is verified, one draft pass per target step grows the
     next tree below each of the ``guesses`` most probable next roots, which are candidates that the
     submitted tree does not contain. If the answer ends in one of them, only the rest of its tree is
-    drafted serially; otherwise the whole tree is. This selects by value, so rejection verifiers
-    refuse it.
+    drafted serially; otherwise the whole tree is. The roots are selected by value, so rejection
+    verifiers cannot be used.
 
     *full*: an upper limit that no implementation reaches: the answer is always guessed. Drafting
-    then takes no time as long as it is shorter than the verification before it.
+    then takes no time if it is shorter than the verification before it.
+
+    Args:
+        branching: children per node, level by level from the root down; not empty.
+        draft_overlap: none, rule or full, see above. Default: none.
+        guesses: number of next roots that ``rule`` drafts below.
     """
 
     @validated
@@ -57,16 +61,6 @@ class Static(TreePolicy):
         draft_overlap: Literal["none", "rule", "full"] = "none",
         guesses: Count = 20,
     ) -> None:
-        """Sets the topology and when it is drafted.
-
-        Args:
-            branching: children per node, level by level from the root down; not empty.
-            draft_overlap: none, rule or full, see above. Default: none.
-            guesses: number of next roots that ``rule`` drafts below. Default: 20.
-
-        Raises:
-            ValueError: for an empty topology.
-        """
         if not branching:
             raise ValueError(
                 f"policy.branching={branching!r} must list the children per level, with at least"
@@ -84,7 +78,6 @@ class Static(TreePolicy):
         return 1 + sum(itertools.accumulate(self.branching, operator.mul))
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Grows the tree of every ready request, one source call per level, and submits it."""
         requests = ready_requests(state, serial=True)
         if self.draft_overlap == "full":
             self._grow_hidden(state, source, requests)
@@ -128,7 +121,6 @@ class Static(TreePolicy):
         return False
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Ends drafting ahead for the answered requests."""
         for commit in commits:
             self._ahead.pop(commit.request, None)
             self._complete.discard(commit.request)
@@ -139,7 +131,7 @@ class Static(TreePolicy):
         self._submitted_s.pop(request_id, None)
 
     def _next_ahead(self, request: RequestState) -> tuple[int, IntArray]:
-        """(level, its slots) that ``rule`` expands next; no slots if the trees are complete."""
+        """Returns the level that ``rule`` expands next, and its slots (none after the last)."""
         if request.id not in self._ahead:
             return -1, np.arange(len(request.tree))
         level, ids = self._ahead[request.id]
@@ -173,7 +165,7 @@ class Static(TreePolicy):
         self._complete.update(request.id for request in requests)
 
     def check_clock(self, clock: Clock) -> None:
-        """Refuses a clock that cannot hide all drafting; raises ``UserError``."""
+        """Raises ``UserError`` for a clock that cannot hide all drafting."""
         if self.draft_overlap == "full" and not isinstance(clock, SimulatedClock):
             raise UserError(
                 "draft_overlap=full hides all drafting, which only clock=simulated can do; use"
@@ -199,13 +191,13 @@ class Static(TreePolicy):
 
 
 def _expandable(request: RequestState, slots: IntArray) -> IntArray:
-    """int64[<= W]: the unexpanded nodes of ``slots`` that can have children."""
+    """Returns int64[<= W]: the unexpanded nodes of ``slots`` that can have children."""
     tree = request.tree
     return slots[~tree.expanded[slots] & (tree.positions[slots] < last_position(request))]
 
 
 def _next_level(tree: TokenTree, level: IntArray, children: int) -> IntArray:
-    """int64[W]: slots of all children of ``level``, after taking its first untaken candidates."""
+    """Takes the first candidates of ``level``; returns the slots of all its children, int64[W]."""
     existing = NO_SLOTS
     if len(level) and int(level[-1]) + 1 < len(tree):  # part of a tree survived a commit
         existing = np.flatnonzero(np.isin(tree.parents, level))

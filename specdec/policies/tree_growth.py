@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from specdec.interfaces import TokenSource
     from specdec.state import DecodeState, RequestState
 
-_LOWEST = float(np.finfo(np.float64).min)  # of all scores but -inf
+_LOWEST = float(np.finfo(np.float64).min)  # a lower bound of every score but -inf
 
 NO_SLOTS: IntArray = np.zeros(0, np.int64)
 """int64[0], shared; never written to."""
 
 
 def live_requests(state: DecodeState) -> list[RequestState]:
-    """Requests that are not finished, in order of admission."""
+    """Returns the requests that are not finished, in order of admission."""
     return [request for request in state.requests.values() if not request.finished]
 
 
 def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
-    """Requests whose nodes may be submitted in this step, in order of admission.
+    """Returns the requests whose nodes may be submitted in this step, in order of admission.
 
     A request is ready if it is its turn, its prefill is completely submitted, it is not finished
     and, for a ``serial`` policy, no answer is outstanding.
@@ -49,7 +49,7 @@ def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
 
 
 def last_position(request: RequestState) -> int:
-    """Position of the last token that the request can emit.
+    """Returns the position of the last token that the request can emit.
 
     Nodes beyond it are never created: they could not be emitted, and the model may not have such a
     position.
@@ -58,12 +58,12 @@ def last_position(request: RequestState) -> int:
 
 
 def as_nodes(selected: Iterable[tuple[RequestState, IntArray]]) -> Nodes:
-    """``Nodes`` of (request, int64[W_r] slots) pairs; pairs without slots are dropped."""
+    """Converts (request, int64[W_r] slots) pairs to ``Nodes``; drops pairs without slots."""
     return Nodes(tuple([(r.id, r.tree.ids[slots]) for r, slots in selected if len(slots)]))
 
 
 def unsubmitted(requests: Iterable[RequestState]) -> Nodes:
-    """All nodes of the requests' trees that were not submitted yet, parents first."""
+    """Returns all nodes of the requests' trees that were not submitted yet, parents first."""
     return as_nodes([(r, (r.tree.submitted_at < 0).nonzero()[0]) for r in requests])
 
 
@@ -73,11 +73,11 @@ def expand(
     selected: Sequence[tuple[RequestState, IntArray]],
     k: int,
 ) -> list[IntArray]:
-    """One growth round: stores the source's candidates for the selected nodes in the trees.
+    """Makes one growth round: stores the source's candidates for the selected nodes in the trees.
+
+    The source is called once, or not at all if no node is selected.
 
     Args:
-        state: the decode state.
-        source: called once, or not at all if no node is selected.
         selected: (request, int64[W_r] slots of unexpanded nodes); each request at most once.
         k: maximum number of candidates per node.
 
@@ -102,20 +102,20 @@ def expand(
 
 
 def bottom_level(tree: TokenTree) -> IntArray:
-    """int64[W]: slots of the deepest nodes."""
+    """Returns int64[W], the slots of the deepest nodes."""
     positions = tree.positions
     return (positions == positions.max()).nonzero()[0]
 
 
 def growable_level(request: RequestState) -> IntArray:
-    """int64[W]: slots of the deepest nodes; empty if their children could not be emitted."""
+    """Returns int64[W], the slots of the deepest nodes; none if no child could be emitted."""
     bottom = bottom_level(request.tree)
     room = int(request.tree.positions[bottom[0]]) < last_position(request)
     return bottom if room else NO_SLOTS
 
 
 def open_bottom(request: RequestState) -> IntArray:
-    """int64[W]: the unexpanded nodes of ``growable_level``."""
+    """Returns int64[W], the unexpanded nodes of ``growable_level``."""
     bottom = growable_level(request)
     return bottom[~request.tree.expanded[bottom]]
 
@@ -124,7 +124,6 @@ def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -
     """Turns the ``width`` most probable candidates of some nodes into nodes (PipeDec 3.3.3).
 
     Args:
-        tree: the tree to grow.
         parents: int64[W], slots, usually of one level.
         width: maximum number of new nodes, by cumulative probability, ties in slot order.
         children: only the first ``children`` candidates of each parent are considered.
@@ -150,14 +149,13 @@ def most_probable(
     num: int,
     min_score: float = -np.inf,
 ) -> IntArray:
-    """The ``num`` highest-scoring nodes and candidates; selected candidates become nodes.
+    """Selects the ``num`` highest-scoring nodes and candidates; selected candidates become nodes.
 
-    With ``tree.scores`` for both it is the best connected subgraph (SwiftSpec Alg. 1): a child's
-    score is at most its parent's, so the best nodes are connected.
+    With ``tree.scores`` for both scores it is the best connected subgraph (SwiftSpec Alg. 1): a
+    child's score is at most its parent's, so the best nodes are connected.
 
     Args:
-        tree: the tree.
-        node_scores: float64[N], scores of the nodes; -inf excludes a node.
+        node_scores: float64[N]; -inf excludes a node.
         parent_scores: float64[N], added to the log-probabilities of each node's candidates; -inf
             excludes them.
         num: maximum number of nodes; ties go to nodes before candidates, then in slot order.
@@ -169,7 +167,7 @@ def most_probable(
     num_nodes = len(tree)
     candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
     scores = np.concatenate([node_scores, candidate_scores.ravel()])
-    # The limit first: with it few entries are left, mostly no more than ``num``.
+    # Applying the limit first is faster: few entries remain, often no more than ``num``.
     best = (scores >= max(min_score, _LOWEST)).nonzero()[0]
     if len(best) > num:
         best = best.take(top_set(scores.take(best), num))
@@ -181,10 +179,10 @@ def most_probable(
 
 
 def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> IntArray:
-    """int64[<= num]: slots of the most probable unsubmitted nodes and candidates, parents first.
+    """Returns the slots of the most probable unsubmitted nodes and candidates, int64[<= num].
 
-    Together with the submitted nodes they are connected: a child's score is at most its parent's,
-    and ties go to nodes before candidates. Candidates become nodes. See ``most_probable``.
+    The candidates become nodes; parents come first. Together with the submitted nodes they are
+    connected: a child's score is at most its parent's, and ties go to nodes before candidates.
     """
     node_scores = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
     return most_probable(tree, node_scores, tree.scores, num, min_score)
@@ -193,14 +191,12 @@ def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> I
 def best_leaves(
     request: RequestState, num: int, *, excluded: IntArray = NO_SLOTS, min_score: float = -np.inf
 ) -> IntArray:
-    """int64[<= num]: slots of the most probable leaves; leaves that were candidates become nodes.
+    """Returns the slots of the most probable leaves, int64[<= num]; candidates become nodes.
 
     A *leaf* is an unexpanded node or an untaken candidate that can have children: one at the last
     position that the request can emit is not a leaf.
 
     Args:
-        request: the request whose tree is read and grown.
-        num: maximum number of leaves.
         excluded: int64[S], slots that are not returned. Default: none.
         min_score: minimum score of a leaf (the root has 0). Default: none.
     """
@@ -219,9 +215,9 @@ def best_leaves(
 
 
 def best_of_level(request: RequestState, level: int, num: int) -> IntArray:
-    """int64[<= num]: slots of the most probable nodes ``level`` steps below the root.
+    """Returns the slots of the most probable nodes ``level`` steps below the root, int64[<= num].
 
-    Candidates among them become nodes. Empty where their children could not be emitted.
+    Candidates among them become nodes. The result is empty if no child could be emitted.
     """
     tree = request.tree
     if tree.positions[0] + level >= last_position(request):
