@@ -1,4 +1,4 @@
-"""Laws of a draft's hits, fitted to measured acceptance; readers of acceptance logs."""
+"""Reads acceptance logs and fits hit laws (models of which draft tokens are accepted) to them."""
 
 from typing import TYPE_CHECKING
 

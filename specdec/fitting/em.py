@@ -1,7 +1,7 @@
 """Maximum-likelihood fit of a hit law by expectation maximisation.
 
-Shape letters: S segments, T positions, G groups, C classes, D depths. Segments are the last axis:
-there are many of them, and one to three groups and classes.
+Shape letters: S segments, T positions, G groups, C classes, D depths. Segments are the last axis
+because there are many of them, and only one to three groups and classes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from specdec.fitting.observations import Observations
 from specdec.fitting.requests import UNKNOWN
 from specdec.types import FloatArray, IntArray
 
-_FLOOR = 1e-4  # of weights, hit rates and their complements
+_FLOOR = 1e-4  # least value of weights, hit rates and their complements
 _MOST_STAY = 0.995
 _MAX_DEPTH = 6.0  # largest change of log odds by depth
-_CLOSE = 0.01  # relative error of tokens per pass
-_HALVINGS = 12  # of the interval of shifts, from 2 to 0.0005
-_SPREAD = 0.8  # of the measured one, below which groups may cost some likelihood
-_PATIENCE = 10.0  # of AIC, for such groups
-_GAIN = 0.01  # of the log likelihood, below which the iteration ends
+_CLOSE = 0.01  # relative error of tokens per pass that counts as agreement
+_HALVINGS = 12  # bisections of the interval of shifts, from width 2 to 0.0005
+_SPREAD = 0.8  # below this share of the measured spread, groups may cost some likelihood
+_PATIENCE = 10.0  # how much AIC such groups may cost
+_GAIN = 0.01  # the iteration ends at a smaller gain of log likelihood
 _LEAST_MASS = 30.0  # observations that a depth needs to get a separate parameter
-_LEAST_PROMPTS = 5  # for groups of prompts
+_LEAST_PROMPTS = 5  # needed to fit groups
 
 
 Depths = Literal["one", "few", "all"]
@@ -34,12 +34,12 @@ Depths = Literal["one", "few", "all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Size of a law.
+    """The number of parameters that a law has.
 
     Attributes:
         groups, classes: G and C.
-        depths: "one": the hit rate does not depend on the depth; "few": depths 0, 1, 2 to 3, 4 and
-            more; "all": every depth with enough observations.
+        depths: "one": the hit rate does not depend on the depth; "few": depths 0, 1, 2 to 3, and 4
+            or more have separate parameters; "all": every depth with enough observations has one.
     """
 
     groups: int = 1
@@ -49,14 +49,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A fitted law.
-
-    Attributes:
-        law: the parameters.
-        size: of the law.
-        log_likelihood: of the observations, natural logarithm.
-        aic: Akaike's criterion, 2 parameters - 2 log likelihood; smaller is better.
-    """
+    """A fitted law; ``aic`` is Akaike's criterion, 2 parameters - 2 log likelihood."""
 
     law: HitLaw
     size: Size
@@ -65,13 +58,7 @@ class Fit:
 
 
 def fit_law(data: Observations, size: Size, *, iterations: int = 150) -> Fit:
-    """Fits a law of given size; deterministic.
-
-    Args:
-        data: the observations.
-        size: of the law.
-        iterations: at most; it ends earlier where the likelihood gains less than 0.01.
-    """
+    """Fits a law; ends early if an iteration raises the log likelihood by less than 0.01."""
     bins = _depth_bins(data, size.depths)
     binned = replace(data, depths=bins[data.depths])
     law, before, value = _start(binned, size, int(bins.max()) + 1), -np.inf, -np.inf
@@ -86,7 +73,6 @@ def fit_law(data: Observations, size: Size, *, iterations: int = 150) -> Fit:
 
 
 def log_likelihood(data: Observations, law: HitLaw) -> float:
-    """Of observations under a law, natural logarithm."""
     return _iterate(data, law, False)[1]
 
 
@@ -98,22 +84,21 @@ def choose_law(
     spread: Callable[[HitLaw], float],
     chains: bool = True,
 ) -> Fit:
-    """The law of smallest AIC whose own tokens per pass agree with the data's.
+    """Chooses the law of smallest AIC whose predicted tokens per pass agree with the data.
 
     Depths are chosen first, then classes, then groups. Two kinds of law are chosen only if no other
     is left. First, laws whose tokens per pass differ from those of the data by more than 1 %, as
     happens when acceptance varies much between requests; ``calibrated`` corrects them. Second, laws
     of ordered chains whose hit rate rises with depth: the reason is easy text, in which passes are
-    longer, and classes describe that better. Groups are also taken where requests differ by clearly
-    more than under the law without them.
+    longer, and classes describe that better. Groups are also added if requests differ clearly more
+    than under the law without groups.
 
     Args:
-        data: the observations.
-        ordered: whether passes follow each other; otherwise classes cannot be told from depths, and
-            there is one class.
-        error: relative error of a law's tokens per pass on the data.
-        spread: spread of tokens per pass between requests under a law, over that of the data.
-        chains: False for passes of trees, whose shape shows in every depth.
+        ordered: whether passes follow each other in the text. If not, classes cannot be told from
+            depths, and one class is used.
+        error: returns the relative error of a law's tokens per pass.
+        spread: returns the spread of tokens per pass between requests under a law over the data's.
+        chains: False for passes that verify trees, whose shape affects the hit rate at each depth.
     """
 
     def fitted(size: Size) -> tuple[bool, Fit]:
@@ -152,15 +137,10 @@ def choose_law(
 
 
 def calibrated(fit: Fit, data: Observations, error: Callable[[HitLaw], float]) -> Fit:
-    """The fit with all log odds shifted such that ``error`` is 0, if it exceeds 1 %.
+    """Shifts all log odds of a law such that ``error`` becomes 0, if it exceeds 1 %.
 
-    Its likelihood and AIC are those of the shifted law. A law that no shift of at most 1 corrects
-    is returned as it is.
-
-    Args:
-        fit: of the data.
-        data: the observations.
-        error: relative error of a law's tokens per pass on the data; increases with the hit rates.
+    A law that no shift of at most 1 corrects is returned unchanged. ``error`` returns the relative
+    error of a law's tokens per pass, which increases with the hit rates.
     """
 
     def shifted(by: float) -> HitLaw:
@@ -181,7 +161,7 @@ def calibrated(fit: Fit, data: Observations, error: Callable[[HitLaw], float]) -
 
 
 def _depth_bins(data: Observations, depths: str) -> IntArray:
-    """int64[D], number of the depth's parameter."""
+    """Returns int64[D], the index of the parameter that each depth uses."""
     known = data.hits != UNKNOWN
     last = int(data.depths.max(initial=0))
     if depths == "one":
@@ -204,7 +184,7 @@ def _mass(data: Observations) -> FloatArray:
 
 
 def _start(data: Observations, size: Size, depths: int) -> HitLaw:
-    """Classes from hard to easy; easy ones stay longer, which real misses look like."""
+    """Returns initial parameters; easy classes stay longer, because misses cluster in real text."""
     known = data.hits != UNKNOWN
     mass = _mass(data) * known
     rate = float(np.clip((mass * (data.hits == 1)).sum() / max(mass.sum(), 1.0), 0.02, 0.98))
@@ -222,7 +202,7 @@ def _start(data: Observations, size: Size, depths: int) -> HitLaw:
 
 
 def _iterate(data: Observations, law: HitLaw, by_depth: bool) -> tuple[HitLaw, float]:
-    """One step of expectation maximisation, and the log likelihood before it."""
+    """Runs one step of expectation maximisation; also returns the log likelihood before it."""
     groups, classes = law.weights.shape
     likelihood = _likelihood(data, law)  # [T, C, S]
     forward, scale = _forward(likelihood, law, law.shares())  # [T, G, C, S], [T, G, S]
@@ -244,7 +224,8 @@ def _iterate(data: Observations, law: HitLaw, by_depth: bool) -> tuple[HitLaw, f
     drawn = redrawn.sum(axis=1) + first * (1.0 - stay)  # a start counts as a draw in part
     weights = np.maximum(drawn, _FLOOR * np.maximum(drawn.sum(axis=1, keepdims=True), 1.0))
     lengths = np.bincount(data.prompts, weights=data.weights * (data.hits != UNKNOWN).sum(axis=1))
-    shares = np.maximum(lengths @ posterior, _FLOOR * lengths.sum())  # of positions, as in a pool
+    # Shares of positions, not of prompts, so that long requests count more.
+    shares = np.maximum(lengths @ posterior, _FLOOR * lengths.sum())
     new = HitLaw(
         group_shares=shares / shares.sum(),
         weights=weights / weights.sum(axis=1, keepdims=True),
@@ -256,7 +237,7 @@ def _iterate(data: Observations, law: HitLaw, by_depth: bool) -> tuple[HitLaw, f
 
 
 def _likelihood(data: Observations, law: HitLaw) -> FloatArray:
-    """float64[T, C, S], probability of each observation by class; 1 where it is unknown."""
+    """Returns float64[T, C, S], each observation's probability by class; 1 if it is unknown."""
     rates = law.hit_rates(len(law.depth))  # [C, D]
     hits, depth = data.hits.T, np.minimum(data.depths.T, len(law.depth) - 1)
     result = np.empty((hits.shape[0], len(rates), hits.shape[1]))
@@ -270,7 +251,7 @@ def _likelihood(data: Observations, law: HitLaw) -> FloatArray:
 def _forward(
     likelihood: FloatArray, law: HitLaw, start: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Scaled forward probabilities float64[T, G, C, S] and their scales float64[T, G, S]."""
+    """Returns scaled forward probabilities [T, G, C, S] and their scales [T, G, S], float64."""
     length, classes, segments = likelihood.shape
     groups = len(law.weights)
     forward = np.empty((length, groups, classes, segments))
@@ -312,7 +293,7 @@ def _backward(
 
 
 def _counts(data: Observations, occupied: FloatArray, depths: int) -> FloatArray:
-    """float64[2, C, D], expected misses and hits by class and depth."""
+    """Returns float64[2, C, D], expected misses and hits by class and depth."""
     counts = np.zeros((2, occupied.shape[1], depths))
     hits, depth = data.hits.T, np.minimum(data.depths.T, depths - 1)
     for hit in (0, 1):
@@ -323,7 +304,7 @@ def _counts(data: Observations, occupied: FloatArray, depths: int) -> FloatArray
 
 
 def _emissions(law: HitLaw, counts: FloatArray, by_depth: bool) -> tuple[FloatArray, FloatArray]:
-    """(top1 [C], depth [D]) of largest likelihood; Newton's method on log odds in turn."""
+    """Returns the most likely (top1 [C], depth [D]), by Newton steps on the log odds of each."""
     misses, hits = counts
     if not by_depth:
         total = np.maximum((misses + hits).sum(axis=1), _FLOOR)

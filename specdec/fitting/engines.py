@@ -1,9 +1,9 @@
-"""Acceptance as inference engines report it per request: vLLM, SGLang and llama.cpp.
+"""Reads acceptance as inference engines report it per request: vLLM, SGLang and llama.cpp.
 
 Sources of the keys: vLLM #48915 (``metrics.speculative_decoding`` of responses) and its periodic
 log line ``SpecDecoding metrics``; SGLang #11144, #18332 and #33518 (``meta_info`` and ``sglext``);
 llama.cpp #12603 (``timings``) and #24536 (line of ``print_timing``). All histograms count accepted
-draft tokens, without the target's own.
+draft tokens, without the target's own. All readers return None for any other object or line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ _SGLANG_DRAFTED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_dra
 
 
 def from_vllm(node: Mapping[str, Any], name: str, draft_tokens: int | None) -> RequestLog | None:
-    """vLLM's ``speculative_decoding`` object; None for another object."""
     if "acceptance_histogram" not in node and "per_step_accepted" not in node:
         return None
     longest = _count(node.get("num_spec_tokens")) or draft_tokens
@@ -59,10 +58,9 @@ def from_vllm(node: Mapping[str, Any], name: str, draft_tokens: int | None) -> R
 
 
 def from_sglang(node: Mapping[str, Any], name: str, draft_tokens: int | None) -> RequestLog | None:
-    """SGLang's ``meta_info`` or statistics object; None for another object.
+    """Reads SGLang's ``meta_info`` or statistics object.
 
-    ``accept_lengths`` beside ``verify_lengths`` lists single passes: draft tokens, where a 0 is
-    among them, and emitted tokens otherwise.
+    ``accept_lengths`` counts draft tokens if it contains a 0, and emitted tokens otherwise.
     """
     verified, emitted = node.get("verify_lengths"), node.get("accept_lengths")
     if isinstance(verified, list) and isinstance(emitted, list) and emitted:
@@ -98,7 +96,6 @@ def from_sglang(node: Mapping[str, Any], name: str, draft_tokens: int | None) ->
 def from_llama_cpp(
     node: Mapping[str, Any], name: str, draft_tokens: int | None
 ) -> RequestLog | None:
-    """llama.cpp's ``timings`` object; None for another object."""
     drafted, accepted = node.get("draft_n"), node.get("draft_n_accepted")
     if type(drafted) is not int or type(accepted) is not int:
         return None
@@ -108,7 +105,6 @@ def from_llama_cpp(
 
 
 def from_line(line: str, name: str, draft_tokens: int | None) -> RequestLog | None:
-    """A line of vLLM's or llama.cpp's log; None for another line."""
     found = _VLLM_LINE.search(line)
     if found is not None:
         return _vllm_line(found[1], name)
@@ -133,7 +129,7 @@ def _vllm_line(text: str, name: str) -> RequestLog | None:
     if rates is None:
         return None
     shares = _floats(rates[1])
-    # Lines of engines that print rates without totals count alike.
+    # Lines that have rates but no totals get equal weight.
     passes = int(drafted[1]) / len(shares) if drafted is not None else 1.0
     return of_rates(name, passes, shares) if passes > 0 else None
 

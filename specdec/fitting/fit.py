@@ -1,5 +1,3 @@
-"""From acceptance logs to a law: held-out check, fit, prediction."""
-
 from __future__ import annotations
 
 import math
@@ -17,21 +15,17 @@ from specdec.fitting.predict import measured, predicted, simulated_spread
 from specdec.fitting.requests import AcceptanceLog
 from specdec.fitting.tails import RankTail, RankVector, class_decays, fit_tail, tail_of
 
-_Z = 1.96  # of a 95 % interval
-_LEAST = 20.0  # verified draft tokens
+_Z = 1.96  # half width of a 95 % interval in standard errors
+_LEAST = 20.0  # verified draft tokens, fewer are refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutCheck:
-    """Tokens per pass of requests beside a law's prediction.
+    """Compares measured tokens per pass of some requests with a law's prediction.
 
-    Attributes:
-        name: of the requests.
-        requests: how many.
-        draft_tokens: mean number per pass.
-        measured, predicted: tokens per pass.
-        low, high: 95 % interval of what such requests would measure if the law is right, by the
-            spread between requests of the fitted and the checked part; NaN without one.
+    ``low`` and ``high`` bound the 95 % interval of what such requests would measure if the law were
+    right, from the spread between requests in the fitted and the checked part; NaN if there is
+    none. ``draft_tokens`` is the mean number per pass.
     """
 
     name: str
@@ -44,25 +38,21 @@ class HeldOutCheck:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
         return self.predicted / self.measured - 1.0
 
     @property
     def is_inside(self) -> bool:
-        """Whether the measured value is inside the interval."""
         return self.low <= self.measured <= self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodness:
-    """How well a law of the same size, fitted to one part of the requests, describes the others.
+    """How well a law of the same size, fitted to a part of the requests, describes the others.
 
     Attributes:
-        check: tokens per pass of the held-out part.
-        gain: log likelihood per held-out draft token above that of one constant hit rate, nats.
+        gain: log likelihood per held-out draft token above that of one constant hit rate, in nats.
         spread: standard deviation of tokens per pass between all requests.
-        law_spread: the same under the law.
-        binomial_spread: the same under one constant hit rate.
+        law_spread, binomial_spread: the same under the law, and under one constant hit rate.
     """
 
     check: HeldOutCheck
@@ -74,17 +64,14 @@ class Goodness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedLaw:
-    """The law of all requests and how it was checked.
+    """The law that was fitted to all requests, and the result of checking it.
 
     Attributes:
-        law: of the hits; of one class for a rank vector alone.
-        tail: of the ranks.
-        tail_source: where the tail is from.
-        covers_tree: whether a hit means that some node of a tree was right.
-        requests, draft_tokens: how many were fitted.
-        goodness: of the held-out part; None for fewer than four requests.
-        checks: of further logs.
-        notes: what was inferred.
+        tail: ranks of the target's token where the first candidate is wrong.
+        covers_tree: whether a hit means that any node of a tree was right.
+        goodness: held-out check; None for fewer than four requests.
+        checks: predictions for further logs.
+        notes: what was inferred rather than stated in the logs.
     """
 
     law: HitLaw
@@ -98,7 +85,7 @@ class FittedLaw:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     def model_option(self) -> dict[str, Any]:
-        """Keys of ``model=synthetic`` that this law sets."""
+        """Returns the keys of ``model=synthetic`` that this law sets."""
         law = self.law
         decays = class_decays(law.top1, self.tail)
         option: dict[str, Any] = {
@@ -127,16 +114,13 @@ def fit_logs(
     holdout: int = 3,
     checks: Sequence[AcceptanceLog] = (),
 ) -> FittedLaw:
-    """Fits a law to logs of one pair.
+    """Fits a law to logs of one pair of models; ranks come from the log with a rank vector, if any.
 
     Args:
-        logs: with requests, rank vectors, or both: ranks then come from the vector.
         covers_tree: whether the passes verified trees.
-        holdout: every so many-th request is held out for the check; the law itself is of all.
+        holdout: every ``holdout``-th request is left out of the fit that is checked. The returned
+            law is fitted to all requests.
         checks: further logs of the pair, whose tokens per pass are predicted.
-
-    Raises:
-        UserError: nothing to fit, or too few draft tokens.
     """
     vectors = [log.vector for log in logs if log.vector is not None]
     if len(vectors) > 1:
@@ -208,7 +192,7 @@ def _chosen(samples: Sequence[DraftedRequest], covers_tree: bool) -> Fit:
 
 
 def _error_on(samples: Sequence[DraftedRequest]) -> Callable[[HitLaw], float]:
-    """Law -> relative error of its tokens per pass on the samples."""
+    """Returns a function from a law to the relative error of its tokens per pass on the samples."""
     mean = measured(samples).mean
     return lambda law: predicted(law, samples) / mean - 1.0
 
@@ -241,7 +225,7 @@ def _further(law: HitLaw, fitted: Sequence[DraftedRequest], log: AcceptanceLog) 
 def _check(
     law: HitLaw, name: str, fitted: Sequence[DraftedRequest], new: Sequence[DraftedRequest]
 ) -> HeldOutCheck:
-    """The interval has the sampling errors of both parts, relative to their means."""
+    """Predicts new requests; the interval has the relative sampling errors of both parts."""
     value, old, fresh = predicted(law, new), measured(fitted), measured(new)
     parts = [part.standard_error / part.mean for part in (old, fresh)]
     known = [part for part in parts if not math.isnan(part)]

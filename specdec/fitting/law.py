@@ -1,4 +1,4 @@
-"""The law of a draft's hits, and the tokens per pass that it predicts.
+"""The hit law: a model of which draft tokens are accepted, and the tokens per pass it predicts.
 
 A prompt belongs to one of G groups, and each position to one of C classes of difficulty. From one
 position to the next the class stays with probability ``stay``; otherwise it is drawn anew from the
@@ -30,14 +30,15 @@ _EDGE = 1e-12  # probabilities are kept this far from 0 and 1 in logarithms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HitLaw:
-    """Parameters of the law.
+    """The parameters of the law.
 
     Attributes:
         group_shares: float64[G], share of the prompts in each group.
-        weights: float64[G, C], class drawn where it changes; rows sum to 1.
+        weights: float64[G, C], distribution of a newly drawn class; rows sum to 1.
         stay: float64[C], probability to keep the class at the next position.
         top1: float64[C], hit rate at depth 0.
-        depth: float64[D], added to the log odds at each depth; the last one counts beyond D.
+        depth: float64[D], added to the log odds at each depth; the last entry also applies beyond
+            D.
     """
 
     group_shares: FloatArray
@@ -48,44 +49,42 @@ class HitLaw:
 
     @property
     def num_parameters(self) -> int:
-        """Number of free parameters."""
         groups, classes = self.weights.shape
         stays = classes if classes > 1 else 0
         return groups - 1 + groups * (classes - 1) + stays + classes + len(self.depth) - 1
 
     def hit_rates(self, num_depths: int) -> FloatArray:
-        """float64[C, num_depths], hit rate by class and depth."""
+        """Returns float64[C, num_depths], the hit rate by class and depth."""
         added = self.depth[np.minimum(np.arange(num_depths), len(self.depth) - 1)]
         odds = np.log(np.clip(self.top1, _EDGE, 1.0)) - np.log(np.clip(1.0 - self.top1, _EDGE, 1.0))
         rates: FloatArray = 1.0 / (1.0 + np.exp(-(odds[:, None] + added)))
         return rates
 
     def shares(self) -> FloatArray:
-        """float64[G, C], share of the positions of a prompt in each class."""
+        """Returns float64[G, C], the share of a prompt's positions in each class."""
         unnormalised = self.weights / np.maximum(1.0 - self.stay, _EDGE)
         result: FloatArray = unnormalised / unnormalised.sum(axis=1, keepdims=True)
         return result
 
     def transitions(self, group: int) -> FloatArray:
-        """float64[C, C], from each class to that of the next position."""
+        """Returns float64[C, C], the probability of the next position's class (column)."""
         matrix: FloatArray = np.diag(self.stay) + np.outer(1.0 - self.stay, self.weights[group])
         return matrix
 
     def hit_rate(self) -> float:
-        """Share of positions whose first draft token is right."""
+        """Returns the share of positions whose first draft token is right."""
         return float(self.group_shares @ self.shares() @ self.top1)
 
     def tokens_per_pass(self, num_draft_tokens: int) -> float:
-        """Expected emitted tokens per target pass of a chain of K draft tokens.
+        """Returns the expected emitted tokens per target pass of a chain of K draft tokens.
 
-        All prompts are as long as each other: the mean over groups is harmonic, that of passes per
-        token.
+        Prompts are assumed to be equally long, so groups are averaged by their passes per token.
         """
         passes = [1.0 / self._group_tokens(g, num_draft_tokens) for g in range(len(self.weights))]
         return float(1.0 / (self.group_shares @ np.array(passes)))
 
     def _group_tokens(self, group: int, num_draft_tokens: int) -> float:
-        """Exact: the classes at the starts of passes form a Markov chain."""
+        """Uses that the classes at the starts of passes form a Markov chain, so it is exact."""
         step = self.transitions(group)
         hits = self.hit_rates(max(num_draft_tokens, 1))
         alive = np.eye(len(step))  # [class at the start of the pass, class at the current depth]
@@ -103,9 +102,9 @@ class HitLaw:
     def draw_hits(
         self, rng: np.random.Generator, num_prompts: int, length: int, num_depths: int
     ) -> np.ndarray:
-        """bool[num_prompts, length, num_depths]: whether a draft token at each depth is right.
+        """Draws bool[num_prompts, length, num_depths], True where a draft token is right.
 
-        A position has one uniform number for all depths.
+        All depths of a position share one uniform number.
         """
         groups = rng.choice(len(self.weights), size=num_prompts, p=self.group_shares)
         classes = self._draw_classes(rng, groups, length)
@@ -127,7 +126,6 @@ class HitLaw:
         return classes
 
     def as_lists(self) -> dict[str, Any]:
-        """The parameters as plain lists, for YAML."""
         return {
             "group_shares": self.group_shares.tolist(),
             "weights": self.weights.tolist(),
@@ -138,12 +136,12 @@ class HitLaw:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> HitLaw:
-        """The law of plain lists, as ``as_lists`` gives them."""
+        """Returns the law from plain lists; the inverse of ``as_lists``."""
         return HitLaw(**{name: np.asarray(value, float) for name, value in values.items()})
 
 
 def _stationary(matrix: FloatArray) -> FloatArray:
-    """float64[C], the stationary distribution of a transition matrix."""
+    """Returns float64[C], the stationary distribution of a transition matrix."""
     size = len(matrix)
     system = np.vstack([matrix.T - np.eye(size), np.ones(size)])
     right = np.zeros(size + 1)

@@ -54,7 +54,7 @@ _LISTS = (
     *("pre_num", "accepted_tokens"),
 )
 _MATCHES = re.compile(r"[01?]{8,}")
-_DEEP = 12  # levels of nested objects
+_DEEP = 12  # most levels of nested objects
 _IDS = ("question_id", "sample_index", "request_id", "rid", "id", "name", "prompt_id")
 
 
@@ -63,10 +63,11 @@ class ReadOptions:
     """How to read a log.
 
     Attributes:
-        method: which of several methods or pairs in a file: a key, a name, or a number.
-        lengths: whether plain lists count the target's own token (emitted) or not (accepted); auto:
-            as the format says, and for plain lists accepted where a 0 is among them.
-        draft_tokens: verified draft tokens per pass, where the log does not say; None: unknown.
+        method: which of several methods or pairs in a file to read: a key, a name, or a number.
+        lengths: whether plain lists count the target's own token ("emitted") or not ("accepted").
+            "auto" uses what the format defines; a plain list counts as "accepted" if it contains a
+            0.
+        draft_tokens: verified draft tokens per pass if the log does not say; None if unknown.
     """
 
     method: str | None = None
@@ -75,11 +76,7 @@ class ReadOptions:
 
 
 def read_log(path: str | Path, options: ReadOptions | None = None) -> AcceptanceLog:
-    """Reads a file.
-
-    Raises:
-        UserError: it cannot be read, its format is not known, or it needs one of ``options``.
-    """
+    """Reads an acceptance log; raises ``UserError`` for an unknown format or a missing option."""
     file, options = Path(path).expanduser(), options or ReadOptions()
     if not file.is_file():
         raise UserError(f"{str(path)!r} is not a file: name an acceptance log")
@@ -114,7 +111,7 @@ def read_log(path: str | Path, options: ReadOptions | None = None) -> Acceptance
 
 
 class _Reader:
-    """Walks through a file's objects and collects forms and notes."""
+    """Walks through the objects of a file, and collects the formats that it finds, and notes."""
 
     def __init__(self, path: str, options: ReadOptions) -> None:
         self.path, self.options = path, options
@@ -122,7 +119,6 @@ class _Reader:
         self.notes: list[str] = []
 
     def requests(self, text: str) -> Iterator[RequestLog]:
-        """The requests of a file's text."""
         try:
             whole = parse_json(text)
         except ValueError:
@@ -153,7 +149,7 @@ class _Reader:
         yield from self._plain_lines(plain)
 
     def _plain_lines(self, lines: list[list[int]]) -> Iterator[RequestLog]:
-        """Lines of numbers: one request per line, or one number per line."""
+        """Reads lines of numbers: one request per line, or one request with one number per line."""
         name = Path(self.path).name
         if lines and all(len(line) == 1 for line in lines):
             lines = [[line[0] for line in lines]]
@@ -189,7 +185,7 @@ class _Reader:
                 yield from self._walk(value, f"{name} {key}", depth + 1)
 
     def _chosen(self, key: Any, node: Any) -> bool:
-        """Whether to descend: all, or the ``method`` where a key of the object names it."""
+        """Returns whether to descend into ``key``; ``method`` selects among keys of methods."""
         method = self.options.method
         if isinstance(node, list):
             return True
@@ -210,7 +206,7 @@ class _Reader:
         return key in fitting or key not in others
 
     def _object(self, node: Mapping[str, Any], name: str) -> list[RequestLog] | None:
-        """The request or requests of an object; None: look inside it."""
+        """Returns the requests of an object; None if they may be further inside."""
         draft_tokens = self.options.draft_tokens
         readers = (("vLLM", from_vllm), ("SGLang", from_sglang), ("llama.cpp", from_llama_cpp))
         for form, reader in readers:
@@ -231,7 +227,7 @@ class _Reader:
         return None
 
     def _list(self, value: list[Any], node: Mapping[str, Any], name: str, key: str) -> RequestLog:
-        """A list of passes, or one list per model of a chain of models (the last is the target)."""
+        """Reads a list of passes, or one list per model of a chain that ends with the target."""
         if all(isinstance(part, list) for part in value):
             level = self.options.method or "-1"
             if not re.fullmatch(r"-?\d+", level) or not -len(value) <= int(level) < len(value):
@@ -242,14 +238,14 @@ class _Reader:
             value = value[int(level)]
         steps = node.get("decoding_steps", [])
         turns = steps if _is_counts(steps) else []
-        if key == "pre_num":  # the first entry is the token of the prompt's pass
+        if key == "pre_num":  # its first entry is the token from the prefill
             value, turns = value[1:], []
         return self._passes(name, value, self._own_token(value, "emitted"), turns)
 
     def _trace(self, values: list[Any], name: str) -> RequestLog:
-        """Passes of a trace by position, each from the position after the one before.
+        """Reads passes that start at every position, and picks those that follow each other.
 
-        With draft_tokens, those of shorter chains than the trace's.
+        With ``draft_tokens``, passes are cut to chains of that length.
         """
         emitted = whole_numbers(values, f"{name}: acc_len", 1)
         longest = self.options.draft_tokens or int(max(emitted.max(initial=1) - 1, 1))
@@ -279,7 +275,7 @@ class _Reader:
         return [of_rates(name, float(passes), rates)]
 
     def _own_token(self, values: list[Any], stated: str | None) -> int:
-        """1 where the lengths count the target's own token, 0 where they do not."""
+        """Returns 1 if the lengths count the target's own token, otherwise 0."""
         chosen = self.options.lengths if self.options.lengths != "auto" else stated
         if 0 in values and chosen != "accepted":
             if self.options.lengths == "emitted":
@@ -315,7 +311,7 @@ def _is_counts(value: Any) -> bool:
 
 
 def _plain_lists(node: Any) -> dict[str, list[int]] | None:
-    """A document that is nothing but accepted lengths: request -> its list; None for another."""
+    """Returns request -> lengths if a document has nothing but accepted lengths; otherwise None."""
     if _is_counts(node):
         return {"": node}
     parts = dict(enumerate(node)) if isinstance(node, list) else node
@@ -325,7 +321,7 @@ def _plain_lists(node: Any) -> dict[str, list[int]] | None:
 
 
 def _has_sequences(node: Mapping[str, Any]) -> bool:
-    """Whether an object of a file of several pairs or methods holds one of them."""
+    """Returns whether an object is one method or pair of a file that has several."""
     if isinstance(node.get("acc_len"), list):
         return True
     values = list(node.values())
@@ -333,7 +329,7 @@ def _has_sequences(node: Mapping[str, Any]) -> bool:
 
 
 def _csv_vector(text: str, reader: _Reader) -> RankVector | None:
-    """The row that ``method`` names of a table with columns r1, r2, ...; None for another file."""
+    """Reads the row named by ``method`` in a CSV with columns r1, r2, ...; None for other files."""
     table = csv.DictReader(io.StringIO(text))
     names = [name for name in table.fieldnames or () if re.fullmatch(r"r\d+", name)]
     if not names:
@@ -358,7 +354,7 @@ def _csv_vector(text: str, reader: _Reader) -> RankVector | None:
 
 
 def _listed_vector(text: str, path: str) -> RankVector | None:
-    """A JSON list of shares of ranks 1, 2, ... that sum to at most 1; None for another file."""
+    """Reads a JSON list of shares of ranks 1, 2, ..., of sum at most 1; None for another file."""
     try:
         values = parse_json(text) if text.lstrip()[:1] == "[" else None
     except ValueError:
@@ -372,9 +368,9 @@ def _listed_vector(text: str, path: str) -> RankVector | None:
 
 
 def _torch_vector(path: Path) -> RankVector:
-    """The float32 storage of a torch file, read without unpickling.
+    """Reads the float32 storage of a torch file without unpickling it.
 
-    Either element 0 is the miss share, or it is 0 and the last element is.
+    The miss share is element 0, or the last element if element 0 is 0.
     """
     try:
         with zipfile.ZipFile(path) as archive:

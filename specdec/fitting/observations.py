@@ -1,8 +1,8 @@
-"""Acceptance logs as arrays of hits and misses by position and depth.
+"""Turns acceptance logs into arrays of hits and misses by position and depth.
 
-A pass that accepted a of k draft tokens shows a hits, then a miss where a < k; the target's token
-after k accepted ones has a position without a draft token. So passes that follow each other show
-the sequence of hits, except for those positions.
+A pass that accepted a of k draft tokens shows a hits, then a miss if a < k. After k accepted draft
+tokens the target emits a bonus token, at a position that has no draft token. So consecutive passes
+show the sequence of hits, except for those positions.
 
 Shape letters: S segments, T positions.
 """
@@ -17,22 +17,25 @@ import numpy as np
 from specdec.fitting.requests import UNKNOWN, AcceptanceLog, RequestLog
 from specdec.types import FloatArray, IntArray
 
-_LONGEST = 160  # positions of a segment; shorter ones are faster, and start from the shares
+_LONGEST = 160  # positions of a segment; short ones fit faster, but each starts from the shares
 _HEURISTIC_START = 5  # draft tokens of the first pass under transformers' schedule
 HEURISTIC = "heuristic"
-"""transformers' schedule of assisted generation: two more draft tokens after a full accept, one
-less otherwise, at least 1."""
+"""The schedule of transformers' assisted generation.
+
+The next pass has two more draft tokens if all were accepted, otherwise one less, but at least 1.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
-    """Segments of positions.
+    """Segments of consecutive positions.
 
     Attributes:
-        hits: int64[S, T], 1 hit, 0 miss, ``UNKNOWN`` without a draft token and beyond the segment.
+        hits: int64[S, T], 1 for a hit, 0 for a miss, ``UNKNOWN`` without a verified draft token and
+            beyond the end of the segment.
         depths: int64[S, T], depth of the draft token below its root, from 0.
-        prompts: int64[S], number of the request.
-        weights: float64[S], how many such segments there are.
+        prompts: int64[S], index of the request.
+        weights: float64[S], how often the segment occurred.
     """
 
     hits: IntArray
@@ -42,7 +45,7 @@ class Observations:
 
     @property
     def num_known(self) -> float:
-        """Weighted number of positions with a verified draft token."""
+        """The weighted number of positions with a verified draft token."""
         return float((self.weights[:, None] * (self.hits != UNKNOWN)).sum())
 
 
@@ -50,10 +53,8 @@ class Observations:
 class DraftedRequest:
     """A request with the number of draft tokens of every pass.
 
-    Attributes:
-        request: the log.
-        drafted: int64[N], for each entry of ``request.accepted``.
-        schedule: ``HEURISTIC``, or "" for stated or constant numbers.
+    ``drafted`` is int64[N]. ``schedule`` is ``HEURISTIC``, or "" if the log has the numbers or they
+    are constant.
     """
 
     request: RequestLog
@@ -62,20 +63,20 @@ class DraftedRequest:
 
     @property
     def passes(self) -> float:
-        """Number of target passes."""
         return float(self.request.counts.sum())
 
     @property
     def tokens(self) -> float:
-        """Number of emitted tokens."""
+        """The number of emitted tokens."""
         return float((self.request.counts * (self.request.accepted + 1)).sum())
 
 
 def samples_of(log: AcceptanceLog) -> tuple[list[DraftedRequest], str]:
-    """The requests of a log with their numbers of draft tokens, and a note on inferred numbers.
+    """Returns the requests of a log with draft tokens per pass, and a note if these are inferred.
 
-    Where the log does not say them: transformers' schedule, if every pass obeys it and the longest
-    pass exceeds its first number; else a constant, the largest number accepted in the log.
+    If the log does not have them, they follow transformers' schedule, if every pass obeys it and
+    the longest pass exceeds its first number. Otherwise they are the largest number accepted in the
+    log.
     """
     requests = log.requests
     unknown = [r for r in requests if r.drafted is None and r.matches is None]
@@ -99,13 +100,12 @@ def samples_of(log: AcceptanceLog) -> tuple[list[DraftedRequest], str]:
 
 
 def heuristic_next(planned: IntArray, accepted: IntArray) -> IntArray:
-    """Numbers of draft tokens of the next pass under ``HEURISTIC``."""
     following: IntArray = np.where(accepted == planned, planned + 2, np.maximum(planned - 1, 1))
     return following
 
 
 def _heuristic(request: RequestLog) -> IntArray | None:
-    """int64[N], the schedule along the request; None where passes have no order."""
+    """Returns int64[N], the schedule along a request; None if the request does not follow it."""
     if not request.ordered or request.matches is not None or request.drafted is not None:
         return None
     starts = set(np.cumsum((0, *request.turns)).tolist())
@@ -122,7 +122,6 @@ def _heuristic(request: RequestLog) -> IntArray | None:
 
 
 def observe(samples: Sequence[DraftedRequest]) -> Observations:
-    """The observations of requests."""
     rows: list[tuple[list[int], list[int], int, float]] = []
     for number, sample in enumerate(samples):
         request = sample.request
@@ -158,7 +157,7 @@ def observe(samples: Sequence[DraftedRequest]) -> Observations:
 
 
 def _pass(accepted: int, drafted: int) -> tuple[list[int], list[int]]:
-    """Hits and depths of one pass; what it accepted beyond ``drafted`` is not known (censored)."""
+    """Returns hits and depths; what a pass accepted beyond ``drafted`` is unknown (censored)."""
     judged = min(accepted, drafted)
     last = 0 if accepted < drafted else UNKNOWN
     return [1] * judged + [UNKNOWN] * (accepted - judged) + [last], list(range(accepted + 1))

@@ -1,4 +1,4 @@
-"""Tokens per pass that a law predicts for given passes, and their interval.
+"""Predicts tokens per pass under a law for given passes, and measures them in logs.
 
 Shape letters: R requests, T positions, K draft tokens per pass.
 """
@@ -16,30 +16,26 @@ from specdec.fitting.requests import UNKNOWN
 from specdec.types import FloatArray, IntArray
 
 _SIMULATED = 400  # requests
-_LENGTH = 400  # positions of each
-_DEPTHS = 32  # depths told apart in simulations
-_MATCH_DRAFT = 7  # draft tokens of the passes that match sequences are played with
+_LENGTH = 400  # positions of each simulated request
+_DEPTHS = 32  # depths with a hit rate of their own in simulations
+_MATCH_DRAFT = 7  # draft tokens per pass into which match sequences are split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPasses:
-    """Tokens per pass of requests.
-
-    Attributes:
-        tokens, passes: float64[R] of each.
-    """
+    """Emitted tokens and target passes of each request, float64[R]."""
 
     tokens: FloatArray
     passes: FloatArray
 
     @property
     def mean(self) -> float:
-        """Tokens per pass of all of them."""
+        """Tokens per pass over all requests."""
         return float(self.tokens.sum() / self.passes.sum())
 
     @property
     def standard_error(self) -> float:
-        """Of the mean, as a ratio of sums over requests; NaN for fewer than two."""
+        """The standard error of the mean (a ratio of sums); NaN for fewer than two requests."""
         count = len(self.tokens)
         if count < 2:
             return float("nan")
@@ -48,23 +44,23 @@ class MeasuredPasses:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the requests' own tokens per pass; NaN for fewer than two."""
+        """The standard deviation of tokens per pass between requests; NaN for fewer than two."""
         each = self.tokens / self.passes
         return float(each.std(ddof=1)) if len(each) > 1 else float("nan")
 
 
 def measured(samples: Sequence[DraftedRequest]) -> MeasuredPasses:
-    """Tokens and passes of requests; match sequences are played with chains of 7 draft tokens."""
+    """Counts tokens and passes; match sequences are split into passes of 7 draft tokens."""
     pairs = [_played(sample) for sample in samples]
     tokens, passes = np.array(pairs, float).T
     return MeasuredPasses(tokens=tokens, passes=passes)
 
 
 def predicted(law: HitLaw, samples: Sequence[DraftedRequest]) -> float:
-    """Tokens per pass of such passes under a law.
+    """Predicts tokens per pass under a law, for passes with the draft tokens of the samples.
 
-    Numbers of draft tokens are those of the samples, exactly for one number, in proportion for
-    several; the adaptive schedule is simulated.
+    Passes are weighted by how often their number of draft tokens occurs; the adaptive schedule is
+    simulated.
     """
     if any(sample.schedule == HEURISTIC for sample in samples):
         return _adaptive(law)
@@ -80,7 +76,10 @@ def predicted(law: HitLaw, samples: Sequence[DraftedRequest]) -> float:
 
 
 def simulated_spread(law: HitLaw, samples: Sequence[DraftedRequest], seed: int = 0) -> float:
-    """Standard deviation of tokens per pass between requests under a law, of median length."""
+    """Simulates requests of median length; returns their standard deviation of tokens per pass.
+
+    NaN for match sequences and for the adaptive schedule.
+    """
     if any(sample.request.matches is not None or sample.schedule for sample in samples):
         return float("nan")
     length = int(np.median([sample.tokens for sample in samples]))
@@ -101,7 +100,7 @@ def _adaptive(law: HitLaw, seed: int = 0) -> float:
 
 
 def _reaches(hits: np.ndarray, longest: int) -> IntArray:
-    """int64[R, T]: right draft tokens in a row of a chain with its first at each position."""
+    """Returns int64[R, T], the right draft tokens in a row of a chain that starts there."""
     requests, length, depths = hits.shape
     reach = np.zeros((requests, length), np.int64)
     alive = np.ones((requests, length), bool)
@@ -118,7 +117,10 @@ def _reaches(hits: np.ndarray, longest: int) -> IntArray:
 def _walk(
     reach: IntArray, length: int, planned: IntArray, adapts: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """(tokens [R], passes [R]) of passes over each request until it has ``length`` tokens."""
+    """Simulates passes until each request has ``length`` tokens; returns (tokens [R], passes [R]).
+
+    ``planned`` is the number of draft tokens per pass; with ``adapts`` it follows ``HEURISTIC``.
+    """
     rows = np.arange(len(reach))
     at, passes = np.zeros(len(reach), np.int64), np.zeros(len(reach))
     while (at < length).any():

@@ -1,6 +1,6 @@
 """Acceptance of one request as read from a log: accepted draft tokens per pass, or pass counts.
 
-Shape letters: N passes (or kinds of passes, where a log has only counts), T positions, K draft
+Shape letters: N passes (or kinds of passes, if a log has only counts), T positions, K draft
 tokens per pass.
 """
 
@@ -17,24 +17,23 @@ from specdec.fitting.tails import RankVector
 from specdec.types import FloatArray, IntArray
 
 UNKNOWN = -1
-"""Of a position whose draft token was never verified."""
+"""Marks a position whose draft token was never verified."""
 
-_MOST = 4096  # tokens of a pass
+_MOST = 4096  # most tokens of a pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLog:
-    """Acceptance of one request.
+    """The acceptance of one request.
 
     Attributes:
-        name: of the request.
         accepted: int64[N], accepted draft tokens of each pass.
-        counts: float64[N], number of such passes; all 1 where ``ordered``.
-        drafted: int64[N], verified draft tokens of each pass; None where the log has none.
+        counts: float64[N], number of such passes; all 1 if ``ordered``.
+        drafted: int64[N], verified draft tokens of each pass; None if the log has none.
         ordered: whether passes follow each other in the text.
-        turns: numbers of passes of the turns of a dialogue.
-        matches: int64[T], instead of passes: 1 right, 0 wrong, ``UNKNOWN``; None for passes.
-        totals_only: the log has a mean and no positions; those here are of a constant hit rate.
+        turns: number of passes in each turn of a dialogue.
+        matches: int64[T], used instead of passes: 1 right, 0 wrong, ``UNKNOWN``; None for passes.
+        totals_only: the log has only a mean; ``counts`` assume a constant hit rate.
     """
 
     name: str
@@ -49,15 +48,7 @@ class RequestLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceLog:
-    """The content of a file.
-
-    Attributes:
-        path: of the file.
-        form: which format it has.
-        requests: acceptance by request; empty for a file of rank vectors.
-        vector: shares of ranks; None for other files.
-        notes: what was inferred rather than stated.
-    """
+    """The content of a file: requests, or a rank vector; ``notes`` say what was inferred."""
 
     path: str
     form: str
@@ -67,11 +58,7 @@ class AcceptanceLog:
 
 
 def whole_numbers(values: Any, where: str, least: int = 0) -> IntArray:
-    """int64[N] of a list of whole numbers.
-
-    Raises:
-        UserError: it is no such list; ``where`` names it.
-    """
+    """Converts a list of whole numbers to int64[N]; ``where`` names it in the ``UserError``."""
     good = isinstance(values, list) and all(
         (type(v) is int or (type(v) is float and v.is_integer())) and least <= v <= _MOST
         for v in values
@@ -88,7 +75,6 @@ def of_passes(
     drafted: IntArray | None = None,
     turns: Sequence[int] = (),
 ) -> RequestLog:
-    """A request whose passes are known one by one, in their order."""
     if drafted is not None and len(drafted) != len(accepted):
         drafted = None
     fits = sum(turns) == len(accepted)
@@ -104,7 +90,7 @@ def of_passes(
 def of_histogram(
     name: str, counts: FloatArray, draft_tokens: int | None, *, totals_only: bool = False
 ) -> RequestLog:
-    """A request with ``counts[j]`` passes that accepted j draft tokens of ``draft_tokens``."""
+    """Returns a request in which ``counts[j]`` passes accepted j of ``draft_tokens`` tokens."""
     longest = max(draft_tokens or 0, len(counts) - 1)
     return RequestLog(
         name=name,
@@ -117,11 +103,7 @@ def of_histogram(
 
 
 def of_rates(name: str, passes: float, rates: Sequence[float]) -> RequestLog:
-    """A request with the share of passes that accepted each position, ``rates[i]`` for the i-th.
-
-    Raises:
-        UserError: shares that increase or are no shares.
-    """
+    """Returns a request in which ``rates[i]`` of the passes accepted the draft token at depth i."""
     edges = np.array([1.0, *rates, 0.0])
     if (np.diff(edges) > 0.02).any() or (edges < 0).any() or not np.isfinite(edges).all():
         raise UserError(
@@ -132,16 +114,9 @@ def of_rates(name: str, passes: float, rates: Sequence[float]) -> RequestLog:
 
 
 def of_totals(name: str, passes: float, accepted: float, draft_tokens: float) -> RequestLog:
-    """A request of which only totals are known: the hit rate is taken as the same everywhere.
+    """Returns a request of which only totals are known, with the same hit rate at every position.
 
-    Args:
-        name: of the request.
-        passes: number of target passes with draft tokens.
-        accepted: draft tokens accepted in all of them.
-        draft_tokens: per pass.
-
-    Raises:
-        UserError: totals that contradict each other.
+    ``accepted`` is the number of draft tokens in all passes, and ``draft_tokens`` that per pass.
     """
     longest = max(round(draft_tokens), 1)
     if passes <= 0 or not 0 <= accepted <= passes * longest * 1.001:

@@ -1,8 +1,8 @@
-"""Rank tails: where the target's token is when it is not the draft's first candidate.
+"""Rank tails: the distribution of the target token's rank where it is not the first candidate.
 
     P(rank r | not first) = (1 - miss) r^-decay / Z  for 2 <= r <= 64, else no candidate (miss)
 
-``fit_tail`` measures (decay, miss) from a rank vector. Where a log has accepted lengths only,
+``fit_tail`` measures (decay, miss) from a rank vector. If a log has accepted lengths only,
 ``tail_of`` gives the values of a draft of that hit rate: regressions over 16 published rank vectors
 of drafts from 68M to 7B (docs/calibration.md has their sources; ``fit_tails`` repeats them).
 
@@ -19,22 +19,22 @@ import numpy as np
 from specdec.types import FloatArray
 
 MAX_RANK = 64
-"""Largest rank of ``SyntheticPair``."""
+"""The largest rank that ``SyntheticPair`` can draw."""
 
 _DECAY = (1.508, 0.494)  # constant, slope over the log odds of the hit rate
-_MISS = (-1.605, -1.565)  # the same, of the log odds of the miss share
+_MISS = (-1.605, -1.565)  # the same for the log odds of the miss share
 _MOST_DECAY, _LEAST_DECAY = 4.0, 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTail:
-    """Parameters of the tail: see the module."""
+    """The parameters of a tail, as in the module's formula."""
 
     decay: float
     miss: float
 
     def shares(self) -> FloatArray:
-        """float64[63], P(rank r | not first) for r = 2 to 64."""
+        """Returns float64[63], P(rank r | not first) for r = 2 to 64."""
         shape = np.arange(2, MAX_RANK + 1) ** -self.decay
         result: FloatArray = shape * (1.0 - self.miss) / shape.sum()
         return result
@@ -44,10 +44,7 @@ class RankTail:
 class RankVector:
     """Measured shares of the target token's rank among the draft's candidates.
 
-    Attributes:
-        name: of the pair or file.
-        shares: float64[R], at rank 1, 2, ...
-        miss: share of positions where no candidate was right.
+    ``shares`` is float64[R], for ranks 1, 2, ...; ``miss`` is the share without a right candidate.
     """
 
     name: str
@@ -56,7 +53,7 @@ class RankVector:
 
 
 def fit_tail(vector: RankVector) -> RankTail:
-    """The tail of largest likelihood; ``miss`` so that the share beyond the R ranks agrees."""
+    """Fits a tail by maximum likelihood; ``miss`` reproduces the share beyond the R ranks."""
     below = vector.shares[1:MAX_RANK]
     wrong = float(below.sum() + vector.miss)
     if len(below) < 2 or below.sum() <= 0.0:
@@ -73,7 +70,7 @@ def fit_tail(vector: RankVector) -> RankTail:
 
 
 def fit_tails(vectors: Sequence[RankVector]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Least squares of decay and of the log odds of miss over the log odds of the hit rate."""
+    """Regresses decay, and log odds of miss, on log odds of hits: (constant, slope) of each."""
     tails = [fit_tail(vector) for vector in vectors]
     odds = _odds(np.array([vector.shares[0] for vector in vectors]))
     decay = np.polynomial.polynomial.polyfit(odds, [tail.decay for tail in tails], 1)
@@ -82,7 +79,7 @@ def fit_tails(vectors: Sequence[RankVector]) -> tuple[tuple[float, float], tuple
 
 
 def tail_of(hit_rate: float) -> RankTail:
-    """The tail of a draft of this hit rate, by the regressions."""
+    """Returns the tail that the regressions predict for a draft of this hit rate."""
     odds = float(_odds(np.array([hit_rate]))[0])
     decay = float(np.clip(_DECAY[0] + _DECAY[1] * odds, 0.5, 3.0))
     miss = 1.0 / (1.0 + np.exp(-(_MISS[0] + _MISS[1] * odds)))
@@ -90,7 +87,7 @@ def tail_of(hit_rate: float) -> RankTail:
 
 
 def class_decays(top1: FloatArray, tail: RankTail) -> FloatArray:
-    """float64[C]: the tail's decay, less in classes where rank 2 would beat rank 1 otherwise."""
+    """Returns float64[C], the tail's decay, reduced in classes where rank 2 would beat rank 1."""
     decays = np.full(len(top1), tail.decay)
     grid = np.linspace(tail.decay, 0.0, 200)
     for at, rate in enumerate(top1):
