@@ -18,16 +18,13 @@ POISSON = "poisson"
 def arrival_times(
     arrivals: str, num: int, *, rate_per_s: float | None = None, seed: int = 0
 ) -> FloatArray:
-    """float64[num]: arrival times in seconds since the start of the run, not decreasing.
+    """Returns float64[num]: arrival times in seconds since the start of the run, not decreasing.
 
     Args:
         arrivals: at_once, poisson, or the path of a text file with one time in seconds per line.
         num: number of requests.
         rate_per_s: mean requests per second of a Poisson process; None otherwise.
-        seed: of the Poisson process.
-
-    Raises:
-        UserError: a missing or unused rate, or an unusable file.
+        seed: seed of the Poisson process.
     """
     if (arrivals == POISSON) != (rate_per_s is not None):
         rate = "null" if rate_per_s is None else rate_per_s

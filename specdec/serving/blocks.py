@@ -1,9 +1,9 @@
-"""Admission to a paged cache: blocks that a request may need, and whether they are free.
+"""Admission to a paged cache: a request is admitted when the blocks that it may need are free.
 
 Each stage of the target has a pool of equal blocks (``kv_storage.BlockPool``). All stages cache the
 same prefixes, and the first stage the most tree nodes, so one budget serves all stages. A request
-is admitted when blocks for its longest prefix and its largest tree are free, and claims them until
-it finishes: no stage runs out of blocks, and no request is preempted.
+claims blocks for its longest prefix and its largest tree until it finishes: no stage runs out of
+blocks, and no request is preempted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from specdec.errors import UserError
 
 
 class BlockBudget:
-    """Blocks claimed by admitted requests.
+    """Counts the blocks that admitted requests have claimed.
 
     Attributes:
         num_blocks, block_tokens: size of each stage's pool.
@@ -26,9 +26,6 @@ class BlockBudget:
             kv_tokens: tokens and tree nodes per stage, rounded down to whole blocks.
             block_tokens: tokens per block.
             tree_nodes: largest number of cached nodes of one request's tree.
-
-        Raises:
-            ValueError: less than one block.
         """
         self.num_blocks = kv_tokens // block_tokens
         self.block_tokens = block_tokens
@@ -43,19 +40,14 @@ class BlockBudget:
 
     @property
     def num_claimed(self) -> int:
-        """Blocks claimed now."""
         return sum(self._claims.values())
 
     def need(self, num_prompt: int, max_new_tokens: int) -> int:
-        """Blocks that a request may need."""
+        """Returns the largest number of blocks that a request may need."""
         return -(-(num_prompt + max_new_tokens + self._tree_nodes) // self.block_tokens)
 
     def check(self, request_id: int, num_prompt: int, max_new_tokens: int) -> None:
-        """Refuses a request that needs more blocks than the pool has.
-
-        Raises:
-            UserError: with both numbers.
-        """
+        """Raises ``UserError`` for a request that needs more blocks than the whole pool has."""
         need = self.need(num_prompt, max_new_tokens)
         if need > self.num_blocks:
             raise UserError(
@@ -67,7 +59,7 @@ class BlockBudget:
             )
 
     def admit(self, request_id: int, num_prompt: int, max_new_tokens: int) -> bool:
-        """Claims a request's blocks; False if they are not free."""
+        """Claims a request's blocks and returns True; returns False if they are not free."""
         need = self.need(num_prompt, max_new_tokens)
         if self.num_claimed + need > self.num_blocks:
             return False
@@ -76,5 +68,4 @@ class BlockBudget:
         return True
 
     def release(self, request_id: int) -> None:
-        """Frees a request's blocks."""
         del self._claims[request_id]

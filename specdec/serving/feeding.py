@@ -1,4 +1,4 @@
-"""Which requests share one step of the target (SpecPipe 4.4)."""
+"""Selects the requests that share one step of the target (SpecPipe 4.4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Feeding(StrEnum):
-    """Which requests a step may feed; the others are fed in later steps.
+    """Which requests a step may feed to the target; the others wait for later steps.
 
     ``DYNAMIC``: all requests, as one ragged batch (SpecPipe-DB's dynamic batching).
     ``MICRO_BATCHES``: the open requests in as many groups as batches can be in flight, one group
@@ -30,14 +30,11 @@ class Turns:
     """Selects the requests of a step, the longest waiting first, so that none starves."""
 
     def __init__(self, *, feeding: Feeding, in_flight: int, policy: TreePolicy) -> None:
-        """Starts with no request fed.
-
-        Args:
-            feeding: which requests share a step.
-            in_flight: batches that the executor works on at the same time.
-            policy: chooses the nodes. While other requests are in flight, requests for which a
-                policy that ``drafts_waiting`` is not ``prepared`` get no turn, so that their
-                drafting delays no other request.
+        """Args:
+        feeding: which requests share a step.
+        in_flight: batches that the executor works on at the same time.
+        policy: if it ``drafts_waiting``, then while other requests are in flight a request is
+            skipped until the policy has ``prepared`` it, so that its drafting delays no other.
         """
         self._in_flight = in_flight
         self._policy = policy
@@ -48,7 +45,7 @@ class Turns:
         self._last: dict[int, int] = {}
 
     def take(self, state: DecodeState) -> frozenset[int] | None:
-        """Ids of the requests that this step may feed; None for all."""
+        """Returns the ids of the requests that this step may feed, or None for all."""
         if self._feeding is Feeding.DYNAMIC:
             return None
         live = [r for r in state.requests.values() if not r.finished]
@@ -63,7 +60,7 @@ class Turns:
         return chosen
 
     def _has_work(self, request: RequestState) -> bool:
-        """False while the request is prefilled or awaited, or when it is fed to its end."""
+        """Returns False during prefill, while answers are awaited, and at the last position."""
         if request.prefill_sent < request.num_prefill:
             return False
         tree = request.tree

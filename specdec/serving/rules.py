@@ -1,4 +1,4 @@
-"""How requests share the target: the section ``serving`` of a configuration."""
+"""How requests share the target: the group ``serving`` of a configuration."""
 
 from __future__ import annotations
 
@@ -49,16 +49,13 @@ class ServingRules:
         block_tokens: Count,
         **_scheduler: Any,
     ) -> ServingRules:
-        """The rules of the section ``serving``.
+        """Builds the rules from the configuration node ``serving``.
 
         Args:
             feeding, kv_tokens, block_tokens: see the class.
             prefill: "first" sets ``prefill_first``.
-            arrivals, rate_per_s: see ``arrival_times``, which reads them for the requests.
+            arrivals, rate_per_s: only checked here; ``arrival_times`` reads them for the requests.
             _scheduler: keys of a scheduler outside this library; ignored.
-
-        Raises:
-            UserError: unusable arrivals.
         """
         arrival_times(arrivals, 0, rate_per_s=rate_per_s)
         return ServingRules(
@@ -70,18 +67,15 @@ class ServingRules:
 
     @property
     def num_blocks(self) -> int | None:
-        """Blocks of each stage's pool; None where caches are not paged."""
+        """Number of blocks in each stage's pool; None if caches are not paged."""
         return None if self.kv_tokens is None else self.kv_tokens // self.block_tokens
 
     def budget(self, policy: TreePolicy, in_flight: int) -> BlockBudget | None:
-        """A new block budget for one run; None where caches are not paged.
+        """Returns a new block budget for one run, or None if caches are not paged.
 
         Args:
-            policy: states the size of its trees.
+            policy: states the largest number of cached nodes of its trees (``held_nodes``).
             in_flight: batches that the executor works on at the same time.
-
-        Raises:
-            UserError: the policy does not state the size of its trees.
         """
         if self.kv_tokens is None:
             return None
@@ -103,7 +97,7 @@ class ServingRules:
 
 
 class MakeScheduler(Protocol):
-    """Constructor of a scheduler: called once per run or prompt, with everything it may need."""
+    """Signature of a scheduler's constructor, which is called once per run or prompt."""
 
     def __call__(
         self,
@@ -118,9 +112,9 @@ class MakeScheduler(Protocol):
 
 
 def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
-    """The scheduler that a section with ``_target_`` names; None without one.
+    """Returns the scheduler that ``_target_`` names, or None for the default one.
 
-    Of the arguments of ``MakeScheduler``, its constructor takes those that it names.
+    Its constructor may leave out arguments of ``MakeScheduler`` that it does not need.
     """
     if "_target_" not in cfg:
         return None

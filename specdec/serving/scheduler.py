@@ -16,15 +16,15 @@ from specdec.types import Batch, Nodes, PrefillChunk
 
 
 class FifoScheduler(Scheduler):
-    """Admits requests in the order of arrival, up to ``batch_size`` at a time, see ``Scheduler``.
+    """Admits requests in the order of arrival, up to ``batch_size`` at a time.
 
-    A free place is filled in the same step (continuous admission). No request overtakes another: a
-    large request at the head of the queue waits for blocks and the requests behind it wait too, so
-    it cannot starve. Prompts are prefilled before their trees are fed, the oldest first.
+    A finished request is replaced in the same step (continuous admission). No request overtakes
+    another: while a large request at the head of the queue waits for blocks, those behind it wait
+    too, so it cannot starve. Prompts are prefilled before their trees are fed, the oldest first.
 
     Attributes:
         num_steps, num_batch_tokens: steps so far, and tree rows sent to the target in them.
-        budget: block budget; None where caches are not paged.
+        budget: block budget; None if caches are not paged.
     """
 
     def __init__(
@@ -40,15 +40,14 @@ class FifoScheduler(Scheduler):
         """Queues the requests of a run.
 
         Args:
-            requests: sorted by arrival; those of the same time keep this order.
+            requests: admitted by arrival time; those of the same time keep this order.
             parts: policy, source and executor, on which requests are opened and closed.
             batch_size: requests decoded at a time.
             prefill_chunk: prompt tokens per step, over all requests.
-            rules: feeding and paging; dynamic feeding without paging where omitted.
+            rules: feeding and paging; None means dynamic feeding without paging.
             on_finish: called with each finished request, after every part has closed it.
 
         Raises:
-            ValueError: a batch size or chunk below 1, or two requests with one id.
             UserError: a request needs more blocks than the cache has.
         """
         if batch_size < 1 or prefill_chunk < 1:
@@ -84,7 +83,6 @@ class FifoScheduler(Scheduler):
                 self.budget.check(request.id, request.num_prompt, request.stop.max_new_tokens)
 
     def admit(self, state: DecodeState) -> bool:
-        """Closes finished requests and opens waiting ones; see ``Scheduler``."""
         self._state = state
         for request in [r for r in state.requests.values() if r.finished]:
             self._close(state, request)
@@ -103,7 +101,6 @@ class FifoScheduler(Scheduler):
         return bool(state.requests)
 
     def merge(self, nodes: Nodes) -> Batch:
-        """The step's batch: the chosen nodes and prefill chunks; see ``Scheduler``."""
         state = self._state
         assert state is not None, "admit comes before merge"
         state.mark_submitted(nodes)
@@ -115,7 +112,7 @@ class FifoScheduler(Scheduler):
         return replace(batch, prefills=chunks) if chunks else batch
 
     def _place_for_next(self, state: DecodeState) -> bool:
-        """Whether the head of the queue can be admitted; waits for its arrival if none is open."""
+        """Returns whether the next request can be admitted; waits for it if none is open."""
         request = self._waiting[0]
         if request.finished:
             return True
@@ -142,12 +139,12 @@ class FifoScheduler(Scheduler):
 
     @staticmethod
     def _batches(request: RequestState) -> int:
-        """Number of batches that the live nodes of the request were submitted in."""
+        """Returns the number of batches in which the request's live nodes were submitted."""
         submitted_at = request.tree.submitted_at
         return len(np.unique(submitted_at[submitted_at >= 0]))
 
     def _prefill(self, state: DecodeState) -> tuple[PrefillChunk, ...]:
-        """Up to ``prefill_chunk`` prompt tokens, of the oldest requests first."""
+        """Takes up to ``prefill_chunk`` prompt tokens, the oldest requests first."""
         chunks, left = [], self._prefill_chunk
         for request in state.requests.values():
             start = request.prefill_sent
