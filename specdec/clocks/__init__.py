@@ -1,4 +1,4 @@
-"""Time: one interface for measured, paced and simulated clocks."""
+"""Clocks: one interface for measured, paced and simulated time."""
 
 from typing import TYPE_CHECKING
 

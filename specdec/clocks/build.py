@@ -1,4 +1,4 @@
-"""Clocks from configuration: ``clock=`` names a built-in kind or a class outside this library."""
+"""Builds the clock that ``clock=`` names: a built-in kind, or a class outside this library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.errors import UserError
 from specdec.parts.build import build_part, locate
 
 _DERIVED = ("kind", "caveat")
-"""Keys that a checked configuration adds to the section of an outside clock."""
+"""Keys that checking the configuration adds to the node of an outside clock."""
 
 
 def build_clock(
@@ -25,17 +25,14 @@ def build_clock(
     rank: int = CONTROLLER,
     timeline: Timeline | None = None,
 ) -> Clock:
-    """Builds one process's clock from the section ``clock``.
+    """Builds the clock of one process.
 
     Args:
-        node: resolved, with the profile's costs; with ``_target_`` for a clock outside this
-            library, whose constructor may also take ``meter``, ``rank`` and ``timeline``.
+        node: the resolved configuration node ``clock`` with the profile's costs. ``_target_`` names
+            an outside class, whose constructor may also take ``meter``, ``rank`` and ``timeline``.
         meter: the process's meter, to which a wall clock declares its waits.
         rank: rank of this process.
         timeline: receives the spans of a traced run.
-
-    Raises:
-        UserError: a class that cannot be imported or refuses its arguments.
     """
     if "_target_" in node:
         runtime = {"meter": lambda: meter, "rank": lambda: rank, "timeline": lambda: timeline}
@@ -52,11 +49,7 @@ def build_clock(
 
 
 def clock_kind(node: Mapping[str, Any]) -> ClockKind:
-    """The kind of the clock that a section ``clock`` describes, without building it.
-
-    Raises:
-        UserError: a class outside this library without an attribute ``kind``.
-    """
+    """Returns the kind of the clock that the configuration node describes, without building it."""
     if "_target_" not in node:
         return ClockKind(node["kind"])
     kind = getattr(locate(node["_target_"], "clock"), "kind", None)
@@ -69,16 +62,9 @@ def clock_kind(node: Mapping[str, Any]) -> ClockKind:
 
 
 def check_in_process(kind: ClockKind, *, tracing: bool) -> None:
-    """Refuses clocks and traces of a pipeline whose stages share one process.
+    """Raises ``UserError`` for clocks and traces that need one process per stage.
 
-    Stages take turns there, so measured and paced times would mean nothing.
-
-    Args:
-        kind: of the clock.
-        tracing: whether spans are recorded.
-
-    Raises:
-        UserError: with the remedy.
+    Stages that share a process take turns, so measured and paced times would mean nothing.
     """
     remedy = "add executor.transport=distributed, or use clock=simulated or executor=local"
     if kind is ClockKind.PACED:
@@ -88,6 +74,5 @@ def check_in_process(kind: ClockKind, *, tracing: bool) -> None:
 
 
 def build_profile(node: Mapping[str, Any]) -> LatencyProfile:
-    """The latency profile in a section ``clock``: its keys ``profile``, ``costs`` and ``note``."""
     costs = {kind: CostCurve.of(curve) for kind, curve in node["costs"].items()}
     return LatencyProfile(name=node["profile"], costs=costs, note=node.get("note", ""))

@@ -1,4 +1,4 @@
-"""What the controller does while a token source runs."""
+"""A context manager that marks the controller's work as drafting."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from specdec.clocks.meter import Meter
 
 
 class Drafting:
-    """Context in which a clock's charges and a meter's model calls count as drafting.
+    """Inside the block, work charged to the clock and model calls of the meter count as drafting.
 
     A class, because a generator with ``contextmanager`` would cost microseconds in every pass.
     """
 
     def __init__(self, clock: Clock, meter: Meter) -> None:
-        """Stores both; they are marked while the block runs."""
         self._clock, self._meter = clock, meter
 
     def __enter__(self) -> None:

@@ -15,7 +15,6 @@ from specdec.clocks.profile import LatencyProfile, Work
 from specdec.clocks.timeline import ClockReport, DraftTime, Timeline
 
 CONTROLLER = 0
-"""Rank of the controller."""
 
 
 class ClockKind(StrEnum):
@@ -32,7 +31,7 @@ class ClockKind(StrEnum):
 
 
 class Clock(ABC):
-    """Source of all times; executors and token sources charge it for their work.
+    """Source of all times. Executors and token sources charge their work to it.
 
     Where ranks are processes, each process has its own clock and charges only itself, in three
     steps: ``start``, the work, ``charge``. A simulated clock is one object that accounts for all
@@ -40,21 +39,21 @@ class Clock(ABC):
     """
 
     kind: ClockKind
-    """A class attribute: composition depends on it before a clock is built."""
+    """A class attribute, because composition reads it before a clock is built."""
     timeline: Timeline | None = None
-    """Receives a span per piece of work; None unless the run is traced."""
+    """Receives one span per piece of work; None unless the run is traced."""
     drafting: bool = False
-    """Whether a token source is running: work charged to the controller is then draft work."""
+    """Whether a token source is running; work charged to the controller is then draft work."""
     profile: LatencyProfile | None = None
-    """Prices of work, read by policies that adapt to costs."""
+    """Costs of work, for policies that adapt to them."""
     busy_s: Mapping[int, float] | None = None
-    """Rank -> seconds of charged work, for ``bubble_share`` of a simulated clock."""
+    """Rank -> seconds of charged work, for ``bubble_share``; only a simulated clock has it."""
     drafted: DraftTime | None = None
     """Time of draft work, for ``draft_hidden_share``."""
 
     @abstractmethod
     def start(self, rank: int) -> None:
-        """The rank begins a piece of work (no effect on a virtual clock).
+        """Marks the beginning of a piece of work on the rank; a virtual clock ignores it.
 
         Without this call, work begins with its first metered model call.
         """
@@ -63,33 +62,32 @@ class Clock(ABC):
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
         """Accounts for work on ``num_tokens`` rows that the rank has just done.
 
-        A charge without a new ``start`` continues where the last one ended (the head after the
-        layers).
+        A second charge without a new ``start`` begins where the first ended (for example the output
+        head after the layers).
         """
 
     @abstractmethod
     def align(self, rank: int, to: int) -> None:
-        """The rank's next work begins no earlier than the end of the work charged to ``to``."""
+        """Delays the rank's next work until the work charged to ``to`` has ended."""
 
     def follow(self, rank: int, to: int) -> None:
-        """As ``align``, for work that continues the schedule of what was charged before.
+        """Does the same as ``align``, for work that continues the schedule of earlier charges.
 
         On a paced clock a late wake-up does not delay the schedule: the rank waits that much less.
         """
         self.align(rank, to)
 
     def fan_out(self, ranks: Sequence[int]) -> None:
-        """``align`` of each rank with the controller, at the beginning of a step."""
+        """Aligns each rank with the controller, at the beginning of a step."""
         for rank in ranks:
             self.align(rank, CONTROLLER)
 
     def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
-        """``charge`` of each rank."""
         for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
             self.charge(rank, kind, num_tokens)
 
     def fan_in(self, ranks: Sequence[int]) -> None:
-        """``align`` of the controller with each rank, at the end of a step."""
+        """Aligns the controller with each rank, at the end of a step."""
         for rank in ranks:
             self.align(CONTROLLER, rank)
 
@@ -99,26 +97,26 @@ class Clock(ABC):
 
     @abstractmethod
     def busy(self, rank: int) -> bool:
-        """Whether the work of ``rank`` ends after the controller's present time."""
+        """Returns whether the work of ``rank`` ends later than the controller's current time."""
 
     @abstractmethod
     def ends_s(self, rank: int) -> float | None:
-        """Time at which the work charged to ``rank`` ends; None if it is not known in advance."""
+        """Returns when the work charged to ``rank`` ends; None if that is not known in advance."""
 
     @abstractmethod
     def on(self, rank: int) -> AbstractContextManager[None]:
-        """Inside the block, charges of the controller go to ``rank``, whose work begins now.
+        """Redirects the controller's charges to ``rank`` inside the block (not on measured clocks).
 
-        If ``rank`` is still busy, it begins when that work has ended. No effect on measured time.
+        The redirected work begins now, or when ``rank`` has finished its earlier work.
         """
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds since the run began, on the controller."""
+        """Returns the controller's time in seconds since the run began."""
 
     @abstractmethod
     def wait_until(self, seconds: float) -> None:
-        """Advances the controller's time to ``seconds`` (the next arrival)."""
+        """Advances the controller's time to ``seconds``, for example to the next arrival."""
 
 
 class WallClock(Clock):
@@ -126,4 +124,4 @@ class WallClock(Clock):
 
     @abstractmethod
     def report(self) -> ClockReport:
-        """Cumulative counts of this rank; each span is returned once."""
+        """Returns the cumulative counts of this rank; each span is returned only once."""

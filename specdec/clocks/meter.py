@@ -1,4 +1,4 @@
-"""The controller's wall time, divided into model calls, declared waits and overhead (the rest)."""
+"""Divides the controller's wall time into model calls, declared waits and overhead (the rest)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Meter:
     are read when a sum is read, so that no call waits for the device.
 
     Attributes:
-        calls: calls by model name.
+        calls: number of calls by model name.
         wait_s: seconds of declared waits (paced clocks, transport).
-        drafting: whether a token source is running.
+        drafting: whether a token source is running; set by ``Drafting``.
     """
 
     def __init__(self) -> None:
@@ -32,18 +32,17 @@ class Meter:
 
     @property
     def model_s(self) -> Mapping[str, float]:
-        """Seconds by model name ("target", "draft", ...); waits for calls that are running."""
+        """Seconds by model name ("target", "draft", ...); reading it waits for running calls."""
         self._sum_events()
         return self._model_s
 
     @property
     def draft_s(self) -> float:
-        """Seconds of model calls made while a token source runs (``DecodeState.drafting``)."""
+        """Seconds of the model calls made while ``drafting`` was set."""
         self._sum_events()
         return self._draft_s
 
     def reset(self) -> None:
-        """Sets all sums to zero."""
         self._model_s.clear()
         self._events.clear()
         self.calls.clear()
@@ -52,7 +51,6 @@ class Meter:
 
     @contextmanager
     def model(self, name: str) -> Iterator[None]:
-        """Counts the block as one call of model ``name``."""
         start = perf_counter()
         try:
             yield
@@ -60,7 +58,7 @@ class Meter:
             self.add(name, perf_counter() - start)
 
     def add(self, name: str, seconds: float, calls: int = 1) -> None:
-        """Counts calls of model ``name`` that took ``seconds`` in all and have just ended."""
+        """Counts calls of model ``name`` that took ``seconds`` in total and have just ended."""
         if self._began is None:
             self._began = perf_counter() - seconds
         self._model_s[name] += seconds
@@ -69,7 +67,7 @@ class Meter:
             self._draft_s += seconds
 
     def add_events(self, name: str, start: Any, end: Any) -> None:
-        """Counts a call of model ``name`` between two events of ``torch.cuda`` with timing."""
+        """Counts one call between two ``torch.cuda`` events that were created with timing."""
         if self._began is None:
             self._began = perf_counter()
         self.calls[name] += 1
@@ -85,7 +83,7 @@ class Meter:
         self._events.clear()
 
     def take_began(self) -> float | None:
-        """Start of the first model call since the last ``take_began``; None without a call."""
+        """Returns and clears the start of the first model call since the last ``take_began``."""
         began, self._began = self._began, None
         return began
 
@@ -95,13 +93,10 @@ class Meter:
 
     @property
     def total_model_s(self) -> float:
-        """Seconds in model calls, over all models."""
         return sum(self.model_s.values())
 
 
 class _Waiting:
-    """The context manager of ``Meter.waiting``."""
-
     __slots__ = ("_meter", "_start")
 
     def __init__(self, meter: Meter) -> None:

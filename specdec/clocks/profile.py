@@ -1,4 +1,4 @@
-"""Latency profiles: cost curves over the number of tokens, by kind of work."""
+"""Latency profiles: for each kind of work, a curve of cost over the number of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Ms = Annotated[float, Field(ge=0)]
 
 
 class Work(StrEnum):
-    """Kinds of work that a latency profile prices.
+    """Kinds of work that have a price in a latency profile.
 
     ``DRAFT``, ``MIDDLE``: a pass of the model of that name. ``EXIT``: an exit head and its output
     layer.
@@ -34,10 +34,10 @@ class Work(StrEnum):
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCurve:
-    """Milliseconds over number of tokens: linear between points, extended by whole blocks.
+    """Cost in milliseconds as a function of the number of tokens, linear between the given points.
 
     Attributes:
-        tokens: numbers of tokens, increasing, at least 1.
+        tokens: increasing numbers of tokens, at least 1.
         ms: cost at each of them.
         block_tokens, block_ms: beyond the last point, each further block of ``block_tokens``,
             partial or full, costs ``block_ms``. 0 extends the slope of the last segment.
@@ -58,12 +58,11 @@ class CostCurve:
 
     @staticmethod
     def of(curve: Mapping[str, Any]) -> CostCurve:
-        """The curve of a profile's YAML, which has lists for tuples."""
+        """Converts a curve of a profile's YAML, where tuples are lists."""
         keys: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in curve.items()}
         return CostCurve(**keys)
 
     def __call__(self, num_tokens: int) -> float:
-        """Milliseconds for ``num_tokens``; 0 for no tokens."""
         if num_tokens <= 0:
             return 0.0
         last = self.tokens[-1]
@@ -79,12 +78,10 @@ class CostCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyProfile:
-    """Costs of work on a testbed; the YAML states the origin of each figure.
+    """Costs of work on a testbed; absent kinds of work cost nothing.
 
     Attributes:
-        name: as in ``clock.profile``.
-        costs: kind of work -> curve; absent kinds cost nothing.
-        note: origin of the figures, and which are assumptions.
+        note: origin of the numbers, and which of them are assumptions.
     """
 
     name: str
@@ -92,29 +89,26 @@ class LatencyProfile:
     note: str = ""
 
     def ms(self, kind: Work, num_tokens: int) -> float:
-        """Milliseconds of one piece of work."""
         curve = self.costs.get(kind.value)
         return curve(num_tokens) if curve is not None else 0.0
 
 
 class Prices:
-    """Looks up costs in a profile and keeps them, since a run asks for the same few again."""
+    """Caches costs of a profile in seconds, since a run needs the same few again and again."""
 
     def __init__(self, profile: LatencyProfile, scale: float) -> None:
-        """Starts without any; ``scale`` multiplies every cost."""
         self._of = {kind: _KnownPrices(profile, kind, scale) for kind in Work}
 
     def seconds(self, kind: Work, num_tokens: int) -> float:
-        """Returns the cost of one piece of work, in seconds."""
         return self._of[kind][num_tokens]
 
     def of(self, kind: Work) -> Mapping[int, float]:
-        """Number of tokens -> seconds, for any number."""
+        """Returns a mapping from any number of tokens to seconds."""
         return self._of[kind]
 
 
 class _KnownPrices(dict[int, float]):
-    """Number of tokens -> seconds; a number is looked up in the profile on first use."""
+    """Maps numbers of tokens to seconds; reads the profile on the first use of a number."""
 
     def __init__(self, profile: LatencyProfile, kind: Work, scale: float) -> None:
         super().__init__()
@@ -127,7 +121,7 @@ class _KnownPrices(dict[int, float]):
 
 
 def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:
-    """The cost curve of a parallel degree, interpolated linearly between two given degrees.
+    """Interpolates a cost curve linearly between the two nearest parallel degrees.
 
     Args:
         curves: degree -> curve, all over the same numbers of tokens.

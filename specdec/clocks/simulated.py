@@ -1,5 +1,3 @@
-"""Virtual time: deterministic, for any cluster, in one process."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -12,12 +10,7 @@ from specdec.clocks.timeline import DraftTime, Timeline
 
 
 class SimulatedClock(Clock):
-    """A virtual clock: each rank has its own time, which charged work advances.
-
-    Attributes:
-        profile, scale, timeline: see ``__init__``.
-        busy_s, drafted, drafting: see ``Clock``.
-    """
+    """A deterministic virtual clock: each rank has its own time, which charged work advances."""
 
     kind = ClockKind.SIMULATED
     profile: LatencyProfile
@@ -26,13 +19,6 @@ class SimulatedClock(Clock):
     def __init__(
         self, profile: LatencyProfile, *, scale: float = 1.0, timeline: Timeline | None = None
     ) -> None:
-        """Starts at 0.
-
-        Args:
-            profile: costs of work.
-            scale: factor of every cost.
-            timeline: receives a span per charge.
-        """
         self.profile = profile
         self.scale = scale
         self.timeline = timeline
@@ -43,10 +29,9 @@ class SimulatedClock(Clock):
         self._acting = CONTROLLER  # rank that the controller's charges go to
 
     def start(self, rank: int) -> None:
-        """No effect: work begins at the rank's time."""
+        """Does nothing: work begins at the rank's time."""
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Advances the rank's time by the cost in the profile."""
         cost = self._prices.seconds(kind, num_tokens)
         rank = self._acting if rank == CONTROLLER else rank
         if cost:
@@ -60,13 +45,11 @@ class SimulatedClock(Clock):
             self.busy_s[rank] += cost
 
     def align(self, rank: int, to: int) -> None:
-        """The rank's time becomes at least that of ``to``."""
         time = self._time
         if (other := time[to]) > time[rank]:
             time[rank] = other
 
     def fan_out(self, ranks: Sequence[int]) -> None:
-        """As ``align`` with the controller, for each rank."""
         time = self._time
         now = time[CONTROLLER]
         for rank in ranks:
@@ -74,28 +57,23 @@ class SimulatedClock(Clock):
                 time[rank] = now
 
     def fan_in(self, ranks: Sequence[int]) -> None:
-        """The controller's time becomes at least that of each rank."""
         time = self._time
         time[CONTROLLER] = max(time[CONTROLLER], *[time[rank] for rank in ranks])
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        """Sets the times of the ranks and the controller to the latest of them."""
         latest = max(self._time[CONTROLLER], *(self._time[r] for r in ranks))
         self._time[CONTROLLER] = latest
         for rank in ranks:
             self._time[rank] = latest
 
     def busy(self, rank: int) -> bool:
-        """Whether the rank's work ends later than the controller's time."""
         return self._time[rank] > self._time[CONTROLLER]
 
     def ends_s(self, rank: int) -> float | None:
-        """The rank's time."""
         return self._time[rank]
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Charges of the controller go to ``rank``; see ``Clock``."""
         self.align(rank, CONTROLLER)
         self._acting = rank
         try:
@@ -104,9 +82,7 @@ class SimulatedClock(Clock):
             self._acting = CONTROLLER
 
     def now(self) -> float:
-        """The controller's time."""
         return self._time[CONTROLLER]
 
     def wait_until(self, seconds: float) -> None:
-        """Advances the controller's time."""
         self._time[CONTROLLER] = max(self._time[CONTROLLER], seconds)

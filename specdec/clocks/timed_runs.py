@@ -1,4 +1,4 @@
-"""Runs whose time is measured, and what has to be prepared before them."""
+"""Marks timed runs, so that CUDA graphs are captured before them and never within them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from weakref import WeakSet
 
 
 class RunObserver(Protocol):
-    """Prepares for timed runs; captures CUDA graphs, for example."""
+    """Is notified before and after timed runs, for example to capture CUDA graphs."""
 
-    def begin_timed(self) -> None:
-        """A timed run is about to begin: captures what the run is likely to need."""
-        ...
+    def begin_timed(self) -> None: ...
 
-    def end_timed(self) -> None:
-        """The run has ended."""
-        ...
+    def end_timed(self) -> None: ...
 
 
 _observers: WeakSet[RunObserver] = WeakSet()
@@ -25,17 +21,16 @@ _is_timed = False
 
 
 def observe(observer: RunObserver) -> None:
-    """Calls ``observer`` before and after every timed run, as long as it exists."""
+    """Registers an observer of timed runs; only a weak reference to it is kept."""
     _observers.add(observer)
 
 
 def is_timed() -> bool:
-    """Whether a timed run is in progress, in which nothing must be captured."""
+    """Returns whether a timed run is in progress, during which nothing may be captured."""
     return _is_timed
 
 
 def begin_timed_run() -> None:
-    """Lets all observers capture; from now on nothing is captured."""
     global _is_timed
     for observer in tuple(_observers):
         observer.begin_timed()
@@ -51,10 +46,10 @@ def end_timed_run() -> None:
 
 @contextmanager
 def timed_run() -> Iterator[None]:
-    """A run whose time is measured: no graph is captured within it.
+    """Marks the block as a timed run, within which no CUDA graph is captured.
 
-    A capture takes as long as several passes. Shapes that have occurred before the run are captured
-    before it; those that occur first within it run without a graph until it has ended.
+    A capture takes as long as several passes. Shapes seen before the run are captured before it;
+    shapes seen first within it run without a graph until it has ended.
     """
     begin_timed_run()
     try:

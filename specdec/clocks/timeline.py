@@ -1,4 +1,4 @@
-"""Spans of work for a trace, and what a rank's clock reports."""
+"""Spans of work for traces, and the counts that a rank's clock reports."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_SPANS = 200_000
-"""Spans kept by a timeline (about 40 MB of trace.json); further ones are only counted."""
+"""Largest number of spans in a timeline (about 40 MB of trace.json); others are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work of one rank.
+    """One piece of work of one rank; times are on the clock that recorded it.
 
     Attributes:
-        rank: rank that did the work.
         kind: a value of ``Work``.
-        start_s: start, on the clock that recorded the span.
-        seconds: duration on that clock.
         tokens: number of rows.
-        step: turn of the loop.
+        step: iteration of the decode loop.
         work_s: seconds of real work; 0 on a virtual clock.
     """
 
@@ -38,8 +35,8 @@ class Timeline:
     """The spans of one process.
 
     Attributes:
-        step: turn of the loop of new spans; set by the code that drives the rank.
-        spans: in the order of their charges.
+        step: iteration of the decode loop for new spans; set by the code that drives the rank.
+        spans: in the order in which they were charged.
         dropped: number of spans beyond ``MAX_SPANS``.
     """
 
@@ -56,14 +53,13 @@ class Timeline:
         tokens: int,
         work_s: float = 0.0,
     ) -> None:
-        """Records a span of the present step; arguments as in ``Span``."""
         if len(self.spans) >= MAX_SPANS:
             self.dropped += 1
         else:
             self.spans.append(Span(rank, kind, start_s, seconds, tokens, self.step, work_s))
 
     def take(self) -> tuple[Span, ...]:
-        """Returns the spans and removes them."""
+        """Returns the spans and removes them from the timeline."""
         spans = tuple(self.spans)
         self.spans.clear()
         return spans
@@ -71,12 +67,11 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockReport:
-    """Cumulative counts of one rank's clock; plain values, which can be sent between processes.
+    """Cumulative counts of one rank's clock, as plain values that can be sent between processes.
 
     Attributes:
-        rank: the clock's rank.
-        origin_s: seconds since the epoch at its time 0, to align timelines.
-        pieces: priced pieces of work.
+        origin_s: Unix time at the clock's time 0, used to align timelines.
+        pieces: number of priced pieces of work.
         overruns: pieces whose real work took longer than their price.
         busy_s: seconds of work, paced or real.
         wait_s: the part of ``busy_s`` spent waiting for the price to elapse.
@@ -95,13 +90,13 @@ class ClockReport:
 
     @staticmethod
     def from_json(report: Mapping[str, Any]) -> ClockReport:
-        """The inverse of ``dataclasses.asdict``, also after a conversion to JSON and back."""
+        """Inverts ``dataclasses.asdict``, also after a round trip through JSON."""
         return ClockReport(**{**report, "spans": tuple(Span(**s) for s in report["spans"])})
 
 
 @dataclass(slots=True)
 class DraftTime:
-    """Draft work of the controller, on a clock with the times of the target's ranks.
+    """Draft work of the controller, compared with the target's times on the same clock.
 
     Attributes:
         total_s: seconds of draft work.
@@ -112,6 +107,6 @@ class DraftTime:
     hidden_s: float = 0.0
 
     def add(self, *, began_s: float, seconds: float, target_done_s: float) -> None:
-        """Counts one piece of draft work; all times are on one clock."""
+        """Counts one piece of draft work; the target is idle from ``target_done_s`` on."""
         self.total_s += seconds
         self.hidden_s += min(max(target_done_s - began_s, 0.0), seconds)

@@ -1,5 +1,3 @@
-"""Wall clocks: measured time, and time stretched to the costs of a latency profile."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -15,7 +13,7 @@ from specdec.clocks.timeline import ClockReport, DraftTime, Timeline
 
 
 class _Stopwatch:
-    """Time of one process, and the start of the work that will be charged next."""
+    """The time of one process, and the start of the work that is charged next."""
 
     def __init__(self, meter: Meter) -> None:
         self.zero, self.origin_s = perf_counter(), time()
@@ -25,29 +23,27 @@ class _Stopwatch:
         meter.take_began()
 
     def now(self) -> float:
-        """Seconds since construction."""
         return perf_counter() - self.zero
 
     def skip(self, seconds: float) -> None:
-        """Leaves out the last ``seconds``, which passed outside all work."""
+        """Excludes the last ``seconds``, which were spent outside all work."""
         self.zero += seconds
 
     def start(self) -> None:
-        """Work begins now."""
         self._meter.take_began()
         self._start, self._planned = self.now(), False
 
     def plan(self, at: float) -> None:
-        """The next work starts at ``at``, or at the end of the previous work if that is later."""
+        """Sets the next start to ``at``, or to the end of the previous work if that is later."""
         self._start = at if self._start is None else max(self._start, at)
         self._planned = True
 
     def ended(self, at: float) -> None:
-        """Work has ended; work charged without a new start continues from ``at``."""
+        """Makes work that is charged without a new start begin at ``at``."""
         self._start = at
 
     def take(self) -> tuple[float, bool]:
-        """Start of the work, and whether it continues what was charged before.
+        """Returns the start of the work, and whether it continues the work charged before.
 
         The start is the planned one; without a plan, the first metered model call; without a model
         call, the last start or end.
@@ -60,11 +56,9 @@ class _Stopwatch:
 
 
 class MeasuredClock(WallClock):
-    """The wall clock of one process; it charges one rank and waits for no other.
+    """The wall clock of one process. It times one rank and waits for no other.
 
-    Attributes:
-        rank, timeline: see ``__init__``.
-        drafting: see ``Clock``.
+    Ranks wait for each other's messages instead, so most methods about other ranks do nothing.
     """
 
     kind = ClockKind.MEASURED
@@ -76,10 +70,10 @@ class MeasuredClock(WallClock):
         rank: int = CONTROLLER,
         timeline: Timeline | None = None,
     ) -> None:
-        """Starts at 0.
+        """Starts at time 0.
 
         Args:
-            meter: gives the start of work and receives waits; a new one where omitted.
+            meter: gives the start of work and receives waits; None creates one.
             rank: rank of this process; charges of other ranks are ignored.
             timeline: receives this rank's spans.
         """
@@ -90,12 +84,10 @@ class MeasuredClock(WallClock):
         self._busy_s = 0.0
 
     def start(self, rank: int) -> None:
-        """This rank's work begins now."""
         if rank == self.rank:
             self._watch.start()
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Records the duration of the work, which has already passed."""
         if rank != self.rank or num_tokens <= 0:
             return
         (began, _), now = self._watch.take(), self._watch.now()
@@ -105,51 +97,47 @@ class MeasuredClock(WallClock):
             self.timeline.add(rank, kind.value, began, now - began, num_tokens, now - began)
 
     def align(self, rank: int, to: int) -> None:
-        """No effect: ranks wait for messages."""
+        """Does nothing."""
 
     def fan_out(self, ranks: Sequence[int]) -> None:
-        """No effect: ranks wait for messages."""
+        """Does nothing."""
 
     def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
-        """No effect: other ranks charge their own clocks."""
+        """Does nothing: other ranks charge their own clocks."""
 
     def fan_in(self, ranks: Sequence[int]) -> None:
-        """No effect: ranks wait for messages."""
+        """Does nothing."""
 
     def follow(self, rank: int, to: int) -> None:
-        """This rank's work begins now: its message has arrived."""
+        """Starts this rank's work now, since its message has arrived."""
         self.start(rank)
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        """No effect: ranks wait for messages."""
+        """Does nothing."""
 
     def busy(self, rank: int) -> bool:
-        """False: the executor tracks messages in flight."""
+        """Returns False: the executor tracks messages in flight."""
         return False
 
     def ends_s(self, rank: int) -> float | None:
-        """None: measured work ends when it ends."""
         return None
 
     def on(self, rank: int) -> AbstractContextManager[None]:
-        """No effect."""
         return nullcontext()
 
     def now(self) -> float:
-        """Seconds since construction."""
         return self._watch.now()
 
     def wait_until(self, seconds: float) -> None:
-        """Sleeps, which is a declared wait."""
+        """Sleeps, and counts the time as a declared wait."""
         with self._meter.waiting():
             sleep(max(0.0, seconds - self.now()))
 
     def skip(self, seconds: float) -> None:
-        """Leaves out the last ``seconds``, in which this process did other work between steps."""
+        """Excludes the last ``seconds``, in which this process did other work between steps."""
         self._watch.skip(seconds)
 
     def report(self) -> ClockReport:
-        """This rank's counts so far; spans are returned once."""
         timeline = Timeline() if self.timeline is None else self.timeline
         return ClockReport(
             rank=self.rank,
@@ -172,10 +160,6 @@ class PacedClock(MeasuredClock):
     All ranks follow one schedule. Charges of *other* ranks advance their planned times, by the same
     calls as on a simulated clock: the controller ends a step when the slowest stage is due, plans
     the next step from the end of the slowest transfer, and a stage begins when its rows are due.
-
-    Attributes:
-        profile, scale: see ``__init__``.
-        drafted: see ``Clock``.
     """
 
     kind = ClockKind.PACED
@@ -191,7 +175,7 @@ class PacedClock(MeasuredClock):
         rank: int = CONTROLLER,
         timeline: Timeline | None = None,
     ) -> None:
-        """Starts at 0.
+        """Starts at time 0.
 
         Args:
             profile: costs of work; kinds without a price take their real time.
@@ -211,7 +195,6 @@ class PacedClock(MeasuredClock):
         self._acting = self.rank  # rank that the controller's charges go to
 
     def start(self, rank: int) -> None:
-        """This rank's work begins now."""
         super().start(rank)
         if rank == self.rank:
             self._late = False
@@ -250,10 +233,9 @@ class PacedClock(MeasuredClock):
         self._note(kind, num_tokens, began, ended, done)
 
     def align(self, rank: int, to: int) -> None:
-        """This rank's next work starts at the planned time of ``to``, or later.
+        """Makes the next work of ``rank`` start no earlier than the planned time of ``to``.
 
-        Another rank's planned time becomes at least that of ``to``; where ``to`` is this rank, at
-        least the present and the earliest start of this rank's next work.
+        This rank's planned time is the present, or the earliest start of its next work if later.
         """
         if rank == self.rank:
             self._not_before = max(self._not_before, self._plans[to])
@@ -262,14 +244,13 @@ class PacedClock(MeasuredClock):
             self._plans[rank] = max(self._plans[rank], at)
 
     def fan_out(self, ranks: Sequence[int]) -> None:
-        """The planned times of other ranks become at least this rank's; see ``align``."""
         at, plans = max(self.now(), self._not_before), self._plans
         for rank in ranks:
             if at > plans[rank]:
                 plans[rank] = at
 
     def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
-        """As ``charge``, for each of other ranks."""
+        """Advances the planned times of other ranks."""
         plans, prices, now = self._plans, self._prices.of(kind), self.now()
         for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
             if num_tokens > 0:
@@ -279,19 +260,18 @@ class PacedClock(MeasuredClock):
                     plans[rank] = now
 
     def fan_in(self, ranks: Sequence[int]) -> None:
-        """This rank's next work starts at the latest planned time of others, or later."""
         plans = self._plans
         self._not_before = max(self._not_before, *[plans[rank] for rank in ranks])
 
     def follow(self, rank: int, to: int) -> None:
-        """This rank's next work counts from the planned time of ``to``, even if it begins late."""
+        """Counts this rank's next work from the planned time of ``to``, even if it begins late."""
         if rank == self.rank:
             self._watch.plan(self._plans[to])
         else:
             self.align(rank, to)
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        """Sleeps until all planned times have passed, which is a declared wait."""
+        """Sleeps until all planned times have passed, and counts the time as a declared wait."""
         plans = self._plans
         latest = max([plans[rank] for rank in ranks])
         if latest > self.now():
@@ -299,16 +279,13 @@ class PacedClock(MeasuredClock):
         plans.update(dict.fromkeys(ranks, self.now()))
 
     def busy(self, rank: int) -> bool:
-        """Whether the rank's planned time is in the future."""
         return self._plans[rank] > self.now()
 
     def ends_s(self, rank: int) -> float | None:
-        """The rank's planned time."""
         return self._plans[rank]
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Charges of the controller advance the planned time of ``rank``; see ``Clock``."""
         self.align(rank, self.rank)
         self._acting = rank
         try:
@@ -326,7 +303,6 @@ class PacedClock(MeasuredClock):
             self.timeline.add(self.rank, kind.value, began, ended - began, num_tokens, work_s)
 
     def report(self) -> ClockReport:
-        """This rank's counts so far; spans are returned once."""
         return replace(
             super().report(), pieces=self._pieces, overruns=self._overruns, wait_s=self._wait_s
         )
