@@ -45,7 +45,7 @@ class Segment:
     Attributes:
         stage: the layers and the exit head after the last of them.
         layer: number of target layers before that exit.
-        stages: number of profile stages that the layers are charged as.
+        stages: number of stages of the latency profile that the layers are charged as.
     """
 
     stage: ExitStage
@@ -54,7 +54,7 @@ class Segment:
 
 
 class _Results:
-    """Results of a segment for live nodes: hidden states [E] and exit logits [V]."""
+    """Hidden states [E] and exit logits [V] of live nodes after one segment."""
 
     def __init__(self) -> None:
         self.hidden: NodeMap[torch.Tensor] = NodeMap()
@@ -64,22 +64,16 @@ class _Results:
 class ExitFront:
     """The target's first layers with one or more exits, and their results for live nodes.
 
-    The hidden state of a node is stored after the last segment that it has passed, until a later
-    segment or, once the node is submitted, the rest of the target needs it.
+    A node's hidden state after the last segment that it has passed is stored until a later segment
+    or, once the node is submitted, the rest of the target needs it.
 
     Attributes:
         layers: number of target layers before each exit, increasing.
-        counters: passes and rows of drafting by segment; rows of prompts and of ``hidden`` are not
-            included.
+        counters: passes and rows of drafting, counted once per segment; prompt rows and rows
+            computed by ``hidden`` are not included.
     """
 
     def __init__(self, *, segments: Sequence[Segment], clock: Clock) -> None:
-        """Composes the front.
-
-        Args:
-            segments: the layers up to the last exit.
-            clock: charged per pass.
-        """
         self._segments = tuple(segments)
         self._results = [_Results() for _ in self._segments]
         self._clock = clock
@@ -95,10 +89,10 @@ class ExitFront:
         clock: Clock,
         meter: Meter,
     ) -> ExitFront:
-        """The layers before the last exit with the exit heads.
+        """Loads the layers before the last exit, with the exit heads.
 
         Args:
-            plan: its stages price the layers.
+            plan: its stages determine the price of the layers.
             layers: number of layers before each exit, increasing.
             pair, clock, meter: of the run.
         """
@@ -114,14 +108,13 @@ class ExitFront:
         return ExitFront(segments=segments, clock=clock)
 
     def page(self, num_blocks: int, block_tokens: int) -> None:
-        """Switches to paged caches of ``num_blocks`` blocks; call it before the first request."""
+        """Switches to paged caches of ``num_blocks`` blocks; must precede the first request."""
         self._segments = tuple(
             replace(segment, stage=segment.stage.paged(num_blocks, block_tokens))
             for segment in self._segments
         )
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Allocates the caches of a request of at most ``max_len`` tokens."""
         for segment, results in zip(self._segments, self._results, strict=True):
             segment.stage.open(request_id, max_len)
             results.hidden.open(request_id)
@@ -130,11 +123,11 @@ class ExitFront:
     def logits(
         self, state: DecodeState, nodes: Nodes, at: int = 0
     ) -> tuple[BoolArray, list[torch.Tensor]]:
-        """Logits of nodes at exit number ``at``; missing ones need one packed pass per segment.
+        """Returns logits at exit number ``at``; missing ones cost one packed pass per segment.
 
         Returns:
-            (available bool[W], logits [V] of each available node). Unavailable are nodes of a
-            request whose prefill is not complete, and nodes submitted before their logits were
+            (available bool[W], logits [V] of each available node). A node is unavailable if its
+            request's prefill is not complete, or if it was submitted before its logits were
             requested.
         """
         for number in range(at + 1):
@@ -154,7 +147,7 @@ class ExitFront:
         return available, [row for row in rows if row is not None]
 
     def hidden(self, batch: Batch) -> torch.Tensor:
-        """[R, E]: hidden states of a batch after the last exit, in packing order.
+        """Returns [R, E]: hidden states of a batch after the last exit, in packing order.
 
         Computes the prompt rows, and the segments that nodes have not passed yet.
         """
@@ -171,21 +164,19 @@ class ExitFront:
         return self._packed(len(self._segments) - 1, batch, prompts)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Applies commits to the caches, and drops the results of pruned nodes."""
         for segment, results in zip(self._segments, self._results, strict=True):
             segment.stage.commit(commits)
             results.hidden.commit(commits)
             results.logits.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Frees the request's caches."""
         for segment, results in zip(self._segments, self._results, strict=True):
             segment.stage.close(request_id)
             results.hidden.close(request_id)
             results.logits.close(request_id)
 
     def _missing(self, number: int, request: RequestState, slots: IntArray) -> IntArray:
-        """int64, sorted: those of ``slots`` and their ancestors that have not passed a segment."""
+        """Returns sorted int64 slots: ``slots`` and ancestors that have not passed the segment."""
         cache, tree = self._segments[number].stage.cache(request.id), request.tree
         if cache.cached_len < request.prefix_len:
             return slots[:0]
@@ -195,12 +186,12 @@ class ExitFront:
     def _compute(
         self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor], *, wants_exits: bool
     ) -> dict[int, torch.Tensor]:
-        """Runs a segment, and stores the results of tree nodes.
+        """Runs one segment, and stores the results of tree nodes.
 
         Args:
             number: index of the segment.
             batch: rows that have passed the segments before it.
-            prompts: request -> hidden states of its prompt rows after the segment before.
+            prompts: request -> hidden states of its prompt rows after the previous segment.
             wants_exits: whether to compute and store exit logits.
 
         Returns:
@@ -232,7 +223,7 @@ class ExitFront:
     def _packed(
         self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor]
     ) -> torch.Tensor:
-        """[R, E]: removes and returns the batch's rows after segment ``number``, packed."""
+        """Removes the batch's stored rows after segment ``number``, and returns them as [R, E]."""
         parts = []
         for item in row_items(batch):
             if item.prefill is not None:
@@ -244,7 +235,7 @@ class ExitFront:
 
 
 class _WholeTarget(Stage):
-    """The front's stored results, then the remaining layers, as one stage."""
+    """Combines the front and the remaining layers into one stage."""
 
     def __init__(self, front: ExitFront, rest: Stage) -> None:
         self._parts = (front, rest)
@@ -267,16 +258,15 @@ class _WholeTarget(Stage):
 
 
 class EarlyExitExecutor(LocalExecutor):
-    """Verifies the front's drafts with the layers after the last exit; latency 1."""
+    """Verifies drafts of the target's first layers with its remaining layers; latency 1."""
 
     @classmethod
     def plan(cls, models: ModelPair, *, stages: Count | None = None) -> FrontPlan:
-        """All layers on the controller's device, priced as stages.
+        """Places all layers on the controller's device; a latency profile prices them as stages.
 
         Args:
             models: sizes of the target.
-            stages: number of stages that a latency profile prices. Default: ceil(layers / exit
-                layer).
+            stages: number of stages that are priced. Default: ceil(layers / exit layer).
         """
         stages = stages or -(-models.num_layers // models.exit_layer)
         return FrontPlan.of_stages(models, stages)
@@ -294,11 +284,7 @@ class EarlyExitExecutor(LocalExecutor):
         blocks: Blocks,
         front: ExitFront | None = None,
     ) -> EarlyExitExecutor:
-        """Loads the layers behind the front, which the source has made; see ``Executor``.
-
-        Raises:
-            UserError: the source has made no front.
-        """
+        """Loads the layers after the front; ``front`` is created by ``source=early_exit``."""
         if front is None:
             raise UserError(
                 "executor=early_exit verifies drafts of the target's first layers: use it with"
@@ -320,14 +306,12 @@ class EarlyExitExecutor(LocalExecutor):
     def __init__(
         self, *, front: ExitFront, rest: Stage, answerer: Answerer, clock: Clock, stages: int
     ) -> None:
-        """Composes the executor.
-
-        Args:
-            front: shared with the source; it charges the clock for its own passes.
-            rest: the layers after the front's last exit.
-            answerer: turns their logits into answers.
-            clock: charged per pass.
-            stages: number of profile stages that ``rest`` is charged as.
+        """Args:
+        front: shared with the source; it charges the clock for its own passes.
+        rest: the layers after the front's last exit.
+        answerer: turns the logits of ``rest`` into answers.
+        clock: charged for each pass of ``rest``.
+        stages: number of stages of the latency profile that ``rest`` is charged as.
         """
         stage = _WholeTarget(front, rest)
         super().__init__(stage=stage, answerer=answerer, clock=clock, stages=stages)

@@ -33,20 +33,20 @@ from specdec.types import Batch, Commit, Exits, HiddenName
 
 
 class ExitHead:
-    """Computes logits from hidden states after the exit layer; by default without a cache."""
+    """Computes logits from hidden states after the exit layer. The base class has no cache."""
 
     def open(self, request_id: int, max_len: int) -> None:
         """Allocates the head's cache of a request."""
 
     def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
-        """Logits [W, V] in the order of ``batch.trees`` from hidden states [R, E], packed.
+        """Returns logits [W, V] in the order of ``batch.trees`` from packed hidden states [R, E].
 
         Without ``wants_logits`` it only updates its cache and returns None.
         """
         raise NotImplementedError
 
     def paged(self, num_blocks: int, block_tokens: int) -> ExitHead:
-        """The same head with its cache, if any, in a pool of blocks."""
+        """Returns the same head with its cache, if any, in a pool of blocks."""
         return self
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -57,16 +57,13 @@ class ExitHead:
 
 
 class NormHead(ExitHead):
-    """A norm and an output matrix, without state per request."""
-
     def __init__(self, *, norm: nn.Module, output: nn.Module, meter: Meter) -> None:
-        """Wraps the modules; ``meter`` records every pass as "exit"."""
+        """Wraps the modules; ``meter`` counts every pass under the name "exit"."""
         self._norm = norm
         self._output = output
         self._meter = meter
 
     def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
-        """See ``ExitHead``."""
         if not wants_logits or not batch.trees:
             return None
         rows = to_device(tree_row_index(row_items(batch)), hidden.device)
@@ -76,40 +73,33 @@ class NormHead(ExitHead):
 
 
 class TransformerHead(ExitHead):
-    """A decoder layer with its own cache, a norm and an output matrix."""
+    """An exit head of one decoder layer with its own cache, a norm and an output matrix."""
 
     def __init__(self, *, stage: ModelStage) -> None:
-        """Wraps the stage of a ``head_model``."""
         self._stage = stage
         self.open = stage.open  # type: ignore[method-assign]
         self.commit = stage.commit  # type: ignore[method-assign]
         self.close = stage.close  # type: ignore[method-assign]
 
     def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
-        """See ``ExitHead``."""
         return self._stage.run(batch, hidden, wants_logits=wants_logits).logits
 
     def paged(self, num_blocks: int, block_tokens: int) -> TransformerHead:
-        """See ``ExitHead``; a separate pool, since the number of layers differs."""
+        """Uses a separate pool, since the number of layers differs from the stage's."""
         return TransformerHead(stage=self._stage.paged(num_blocks, block_tokens))
 
 
 class ExitStage(Stage):
-    """A slice of the target with one or more exit heads."""
-
     def __init__(self, *, body: ModelStage, heads: Mapping[int, ExitHead]) -> None:
-        """Composes the stage.
-
-        Args:
-            body: the layers; it captures the output of the layer before each exit.
-            heads: number of target layers before the exit (PPSD's E) -> exit head.
+        """Args:
+        body: the layers; it captures the output of the layer before each exit.
+        heads: number of target layers before the exit (PPSD's E) -> exit head.
         """
         self.body = self.layers = body
         self._heads = dict(sorted(heads.items()))
         self._parts: tuple[ModelStage | ExitHead, ...] = (body, *self._heads.values())
 
     def paged(self, num_blocks: int | None, block_tokens: int) -> ExitStage:
-        """The same layers and heads with each cache in a pool of blocks."""
         if num_blocks is None:
             return self
         heads = {e: head.paged(num_blocks, block_tokens) for e, head in self._heads.items()}
@@ -117,18 +107,15 @@ class ExitStage(Stage):
 
     @property
     def num_exits(self) -> int:
-        """Number of exit heads."""
         return len(self._heads)
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Allocates all caches of a request."""
         for part in self._parts:
             part.open(request_id, max_len)
 
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_exits: bool = True
     ) -> StageOutput:
-        """Computes the layers, then the heads on the same rows."""
         out = self.body.run(batch, hidden)
         exits = {}
         for layer, head in self._heads.items():
@@ -138,17 +125,15 @@ class ExitStage(Stage):
         return replace(out, exit_logits=exits)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Applies commits to all caches."""
         for part in self._parts:
             part.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Frees all caches."""
         for part in self._parts:
             part.close(request_id)
 
     def cache(self, request_id: int) -> TreeCache:
-        """The layers' cache of a request."""
+        """Returns the cache of the layers, not of the heads."""
         return self.body.cache(request_id)
 
 
@@ -156,13 +141,11 @@ class ExitReader:
     """Turns exit logits into candidates, on the rank that has the exit layers."""
 
     def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
-        """Sets the kind of candidates.
-
-        Args:
-            num_candidates: maximum number of candidates per node, K.
-            draws: keyed draws of the run.
-            sample: sample candidates and return their distributions (rejection verifiers), instead
-                of taking the most probable ones.
+        """Args:
+        num_candidates: maximum number of candidates per node, K.
+        draws: keyed draws of the run.
+        sample: sample candidates and return their distributions (for rejection verifiers)
+            instead of taking the most probable ones.
         """
         self._k = num_candidates
         self._draws = draws
@@ -171,18 +154,17 @@ class ExitReader:
         self._paths = HistoryTracker()
 
     def open(self, request: AnsweredRequest) -> None:
-        """Starts a request."""
         self._requests[request.id] = SamplingTransform(request.sampling)
         if request.sampling.needs_history:
             self._paths.open(request.id, request.tokens)
 
     def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
-        """Candidates of every tree row at the exit after ``layer`` layers.
+        """Returns the candidates of every tree row at the exit after ``layer`` layers.
 
         Args:
             batch: the rows.
             logits: [W, V] in the order of ``batch.trees``.
-            layer: see ``Exits``.
+            layer: number of target layers before the exit.
         """
         exits, start = [], 0
         for rows in batch.trees:
@@ -205,10 +187,9 @@ class ExitReader:
         return tuple(exits)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Moves retired nodes into the histories."""
+        """Appends retired nodes to the token histories."""
         self._paths.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Drops the request."""
         self._requests.pop(request_id, None)
         self._paths.close(request_id)

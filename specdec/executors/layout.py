@@ -1,5 +1,3 @@
-"""The placement of the target's layers on pipeline stages and devices."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,16 +16,16 @@ from specdec.types import ExecutorPlan, Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """Placement of the target's and the draft's layers on devices.
+    """Assigns the target's and the draft's layers to devices.
 
     Attributes:
-        stages: number of pipeline stages, each one step.
-        groups: devices per stage, which run one after the other within a step (PipeDec's G); None:
-            one each.
-        balanced: balance the stages including the output head's cost, instead of by layers alone.
+        stages: number of pipeline stages; each takes one step.
+        groups: number of devices in each stage, which work one after the other within a step
+            (PipeDec's G); None means one each.
+        balanced: split layers by cost including the output head, instead of by number.
         degree: tensor-parallel degree of every stage.
         draft_degree: tensor-parallel degree of the draft; the controller is its first device.
-        shared: the draft uses the target's devices, in turns.
+        shared: the draft uses the target's devices; both work in turns.
     """
 
     stages: int
@@ -38,7 +36,6 @@ class StageLayout:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ``UserError`` for values that do not fit together."""
         groups = None if self.groups is None else list(self.groups)
         if groups and self.degree > 1:
             raise UserError(
@@ -59,12 +56,12 @@ class StageLayout:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Layer ranges per stage; each is on one device, or on ``degree`` of them."""
+        """Number of layer ranges per stage; each range is on ``degree`` devices."""
         return self.groups or (1,) * self.stages
 
     @property
     def num_devices(self) -> int:
-        """Devices of the target."""
+        """Number of devices of the target."""
         return sum(self.devices) * self.degree
 
 
@@ -76,7 +73,7 @@ class PipelineOptions:
     Attributes:
         stages: number of stages; None: ceil(layers / exit layer) (PPSD 4.1).
         groups, shared: see ``StageLayout``.
-        split: "balanced" counts the output head's cost, "even" counts layers alone.
+        split: "balanced" includes the output head's cost, "even" counts layers only.
         target_degree, draft_degree: tensor-parallel degrees; None: one device.
         transport: "distributed" runs every device in a separate process.
         timeout_s: a distributed run fails when no rank has made progress for this long; at least 2,
@@ -93,11 +90,7 @@ class PipelineOptions:
     timeout_s: Annotated[float, Field(ge=2, lt=1e6)] = 60.0
 
     def layout(self, default_stages: int) -> StageLayout:
-        """The layout; ``default_stages`` is the number of stages where ``stages`` is None.
-
-        Raises:
-            UserError: options that do not fit together.
-        """
+        """Returns the layout, with ``default_stages`` in place of ``stages=None``."""
         return StageLayout(
             stages=self.stages or default_stages,
             groups=None if self.groups is None else tuple(self.groups),
@@ -113,9 +106,8 @@ class PipelinePlan(ExecutorPlan):
     """A pipeline before it is built.
 
     Attributes:
-        layout: placement of the layers.
-        distributed: whether every device is a separate process.
-        group_number: of its processes; targets that work at the same time have different ones.
+        group_number: number of its group of processes. Targets that work at the same time need
+            different groups.
     """
 
     layout: StageLayout
@@ -124,11 +116,6 @@ class PipelinePlan(ExecutorPlan):
 
     @staticmethod
     def of(models: ModelPair, layout: StageLayout, *, distributed: bool = False) -> PipelinePlan:
-        """The plan of a layout.
-
-        Raises:
-            UserError: more devices than layers.
-        """
         others = dict(models.weight_bytes)
         target_bytes = others.pop("target")
         draft_bytes = others.pop("draft", 0)
@@ -162,20 +149,19 @@ class PipelinePlan(ExecutorPlan):
         )
 
     def bounds(self, models: ModelPair, exit_layer: int | None) -> list[tuple[int, int]]:
-        """(first, last) layers of each device; see ``layer_bounds``."""
+        """See ``layer_bounds``."""
         return layer_bounds(models, self.layout, exit_layer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontPlan(PipelinePlan):
-    """A plan whose first layers draft before the others verify: latency 1, one device.
+    """A plan on one device whose first layers draft before the others verify; latency 1.
 
-    Stages are those that a latency profile prices.
+    Its stages exist only in the latency profile that prices them.
     """
 
     @staticmethod
     def of_stages(models: ModelPair, stages: int) -> FrontPlan:
-        """The plan with ``stages`` priced stages."""
         layout = StageLayout(stages=stages)
         layer_bounds(models, layout)  # refuses more stages than layers
         target = Placement(ranks=(CONTROLLER,), weight_bytes=(models.weight_bytes["target"],))
@@ -185,7 +171,7 @@ class FrontPlan(PipelinePlan):
 def layer_bounds(
     models: ModelPair, layout: StageLayout, exit_layer: int | None = None
 ) -> list[tuple[int, int]]:
-    """(first, last) layers of each device.
+    """Returns half-open layer ranges, one per device.
 
     With an exit and ceil(N / E) stages, each stage has E layers and the last one the rest
     (PPSD 4.1).
@@ -194,9 +180,6 @@ def layer_bounds(
         models: the target's sizes.
         layout: the devices.
         exit_layer: number of layers before the first exit; None without exits.
-
-    Raises:
-        UserError: more devices than layers.
     """
     num_layers, num_devices = models.num_layers, sum(layout.devices)
     if exit_layer and num_devices == ceil(num_layers / exit_layer):

@@ -1,5 +1,3 @@
-"""The local executor: the whole target on one device, latency 1."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class LocalExecutor(Executor):
-    """Runs each batch in its own step, on the device that the draft shares.
+    """Runs the whole target on one device, which the draft shares; each step answers its own batch.
 
     Attributes:
-        counters: passes and rows so far (an empty batch has none).
-        hidden, early_hidden: hidden states that the outputs contain, both with the answers.
+        counters: passes and rows so far; an empty batch is not counted.
+        hidden, early_hidden: hidden states that the outputs contain; both come with the answers.
     """
 
     def __init__(
@@ -36,14 +34,12 @@ class LocalExecutor(Executor):
         hidden: tuple[HiddenName, ...] = (),
         early_hidden: tuple[HiddenName, ...] = (),
     ) -> None:
-        """Composes the executor.
-
-        Args:
-            stage: the whole target.
-            answerer: turns its logits into answers.
-            clock: charged per pass, for stages and one output head.
-            stages: number of profile stages that the layers are charged as. Default: 1.
-            hidden, early_hidden: hidden states that ``stage`` captures. Default: none.
+        """Args:
+        stage: the whole target.
+        answerer: turns its logits into answers.
+        clock: charged per pass, for the stages and one output head.
+        stages: number of stages of the latency profile that the layers are charged as.
+        hidden, early_hidden: hidden states that ``stage`` captures.
         """
         self.hidden = hidden
         self.early_hidden = early_hidden
@@ -56,7 +52,7 @@ class LocalExecutor(Executor):
 
     @classmethod
     def plan(cls, models: ModelPair) -> ExecutorPlan:
-        """All models on the controller's device, which has the target's matrices once."""
+        """Places all models on the controller's device, which stores shared matrices once."""
         shared = models.shared_bytes
         placements = {
             name: Placement(ranks=(CONTROLLER,), weight_bytes=(size - shared.get(name, 0),))
@@ -76,7 +72,6 @@ class LocalExecutor(Executor):
         draws: KeyedDraws,
         blocks: Blocks,
     ) -> LocalExecutor:
-        """Loads the target; see ``Executor``."""
         needs = deliverable(needs, pair.num_layers)
         layers = pair.stage(0, pair.num_layers, meter, capture=needs.hidden + needs.early_hidden)
         answerer = pair.answerer(draws=draws, needs_probs=needs.target_probs)
@@ -91,7 +86,6 @@ class LocalExecutor(Executor):
         )
 
     def open(self, request: RequestState) -> None:
-        """Allocates the request's cache."""
         self._stage.open(request.id, request.max_cached)
         self._answerer.open(request)
 
@@ -102,11 +96,9 @@ class LocalExecutor(Executor):
             self.counters.count(batch)
 
     def due_s(self) -> float | None:
-        """Now."""
         return self._clock.now()
 
     def collect(self, *, wait: bool = True) -> Output:
-        """Runs the target on the batch."""
         batch = self._batch
         assert batch is not None, "submit must precede collect"
         if not batch.num_tokens:
@@ -124,11 +116,9 @@ class LocalExecutor(Executor):
         return output
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Prunes the cache."""
         self._stage.commit(commits)
         self._answerer.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Frees the request's cache."""
         self._stage.close(request_id)
         self._answerer.close(request_id)

@@ -1,4 +1,4 @@
-"""The base class of model pairs: a target, the models beside it, and what both are worth."""
+"""The base class of model pairs: a target, and the models and tables that accompany it."""
 
 from __future__ import annotations
 
@@ -22,30 +22,27 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 
 Blocks: TypeAlias = tuple[int | None, int]
-"""Blocks of each stage's paged cache (None: caches are not paged), and tokens per block."""
+"""(Number of blocks in each stage's paged cache, or None without paging; tokens per block)."""
 
 REAL = "use model=tiny, model=hf or model=random"
-"""Remedy for pairs without weights."""
+"""Advice in error messages of pairs without weights."""
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class OverRanks(Protocol):
-    """Runs the stages of a pipeline on processes; the runtime object ``over_ranks``."""
+    """Runs the stages of a pipeline in separate processes; the runtime object ``over_ranks``."""
 
     def __call__(
         self, plan: Any, needs: Needs, *, bounds: Sequence[tuple[int, int]], exits: Sequence[int]
     ) -> Any:
-        """Starts or joins the ranks.
+        """Starts or joins the processes and returns an ``Executor``.
 
         Args:
             plan: a ``PipelinePlan``.
-            needs: of the parts.
+            needs: what the source and the verifier need.
             bounds: half-open layer ranges of the devices.
             exits: number of layers before each early exit.
-
-        Returns:
-            An ``Executor``.
         """
         ...
 
@@ -54,8 +51,8 @@ class ModelPair:
     """A target and what accompanies it: draft models, exit heads, EAGLE heads, n-gram counts.
 
     A subclass sets ``vocab_size``, ``num_layers`` and ``weight_bytes``, implements ``stage``, and
-    overrides what else it has. The defaults refuse what a pair does not have with a ``UserError``.
-    Sizes are known before any weights are loaded: executors are planned with them.
+    overrides what else it has. The defaults raise ``UserError`` for everything that a pair lacks.
+    Sizes are known before any weights are loaded, because executors are planned with them.
 
     Attributes:
         vocab_size, num_layers: of the target.
@@ -69,8 +66,8 @@ class ModelPair:
         dtype: of the weights: float64, float32, bfloat16 or float16; None without weights.
         device: torch's name of the models' device.
         backend: what runs the passes, eager or onnx; None without weights.
-        is_synthetic: whether no model computes the target's tokens.
-        option: the value of ``model=`` in messages.
+        is_synthetic: whether the target's tokens are given instead of computed by a model.
+        option: the value of ``model=``, for messages.
         about: origin of recorded values: models, data, sampling.
     """
 
@@ -92,66 +89,56 @@ class ModelPair:
     def stage(
         self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
-        """Target layers ``first`` .. ``last`` (exclusive).
+        """Loads the target's layers ``first`` .. ``last`` (exclusive).
 
         Args:
-            first, last: layers of the slice.
+            first, last: half-open range of layers.
             meter: counts the passes.
-            capture: hidden states, of layers of the slice, that every pass returns.
+            capture: hidden states of these layers that every pass returns.
         """
         raise NotImplementedError
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Turns the target's logits into answers.
+        """Returns the object that turns the target's logits into answers.
 
         Args:
-            draws: of the run.
-            needs_probs: whether answers carry the whole target distribution.
+            draws: keyed draws of the run.
+            needs_probs: whether answers include the whole target distribution.
         """
         return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
     def without_target(self) -> Self:
-        """The pair for a process in which other processes run the target.
+        """Returns the pair for a process in which other processes run the target.
 
-        It loads single layers of the target for heads that use them, not the whole target.
+        It loads single layers of the target for heads that use them, but not the whole target.
         """
         return self
 
     @property
     def exit_layer(self) -> int:
-        """Number of layers before the early exit.
-
-        Raises:
-            UserError: the pair has no early exit.
-        """
+        """Number of layers before the early exit; ``UserError`` if the pair has none."""
         raise UserError(
             "source=early_exit reads the target's hidden states, which"
             f" {self._label} does not have; {REAL}"
         )
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """Target layers ``first`` .. ``last`` with exit heads.
+        """Loads the target's layers ``first`` .. ``last`` (exclusive) with exit heads.
 
-        Args:
-            first, last, meter: as for ``stage``.
-            exits: number of layers before each exit.
+        ``exits`` has the number of target layers before each exit.
         """
         raise AssertionError(self.exit_layer)
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:
-        """Runner of a whole model besides the target.
-
-        Args:
-            name: "draft", "middle".
-            meter: counts its passes.
+        """Returns the runner of the model ``name``: "draft" or "middle".
 
         Raises:
-            UserError: there is no such model.
+            UserError: the pair has no such model.
         """
         raise UserError(f"{self._label} has no {name} model; choose a source without one")
 
     def artefact(self, kind: type[A], **options: Any) -> A:
-        """Weights or tables that accompany the models, such as ``MedusaHeads`` or ``KatzModel``.
+        """Loads weights or tables that accompany the models, such as ``MedusaHeads``.
 
         The class loads itself: ``kind.from_pair(pair, **options)`` with a ``HuggingFacePair``, of
         which ``part`` gives layers, norm and output matrix of the target, ``heads_folder`` the
@@ -170,7 +157,7 @@ class ModelPair:
         )
 
     def sequences(self, model: str) -> Any:
-        """The target's given tokens and a model's ranks of them, for ``SyntheticSource``.
+        """Returns the target's given tokens and a model's ranks of them, for ``SyntheticSource``.
 
         Args:
             model: "draft" or "middle".
@@ -186,15 +173,15 @@ class ModelPair:
         )
 
     def prompts(self) -> list[tuple[int, IntArray]] | None:
-        """(id, int64[T]) of every recorded prompt, in place of ``data=``; None: there is none."""
+        """Returns (id, int64[T]) of each recorded prompt; None if prompts come from ``data=``."""
         return None
 
     def conditions(self) -> dict[str, Any]:
-        """Conditions of a recorded run, which replace those of the configuration."""
+        """Returns the conditions of a recorded run, which replace those of the configuration."""
         return {}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
-        """The configuration node of the source with the pair's own draft in place of draft models.
+        """Replaces draft models in the source's configuration node by the pair's own draft.
 
         Args:
             source, policy: configuration nodes.
@@ -210,10 +197,10 @@ class ModelPair:
 
 
 def deliverable(needs: Needs, num_layers: int, *, exits: bool = False) -> Needs:
-    """``needs`` without hidden states that the target's stages do not give.
+    """Returns ``needs`` without hidden states that the target's stages cannot deliver.
 
-    They give the residual stream of their layers and the last one's state after the final norm;
-    stages with exit heads give none.
+    They deliver the residual stream of their layers, and for the last layer also the state after
+    the final norm; stages with exit heads deliver none.
     """
 
     def given(names: Sequence[HiddenName]) -> tuple[HiddenName, ...]:

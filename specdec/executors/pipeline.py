@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class PipelineExecutor(Executor):
-    """N stages on ranks 1 .. N; the controller and the draft are on rank 0.
+    """Runs the target as a pipeline: N stages on ranks 1 .. N, controller and draft on rank 0.
 
     Attributes:
         latency, in_flight: N, the number of stages.
@@ -41,7 +41,7 @@ class PipelineExecutor(Executor):
         stage_rows: rows computed per stage; pruned rows are not computed by later stages.
         hidden: hidden states that the answers contain; they move with their rows from the stage
             that captures them to the last one.
-        early_hidden: hidden states that the outputs contain when a stage has computed them.
+        early_hidden: hidden states that the outputs contain as soon as a stage has computed them.
     """
 
     def __init__(
@@ -55,15 +55,13 @@ class PipelineExecutor(Executor):
         early_hidden: tuple[HiddenName, ...] = (),
         devices: Sequence[int] | None = None,
     ) -> None:
-        """Composes the pipeline.
-
-        Args:
-            stages: first to last.
-            answerer: turns the last stage's logits into answers.
-            clock: charged per stage and step for compute, pruning and transfer.
-            exits: turns the logits of exit heads into proposals (PPSD Alg. 1). Default: none.
-            hidden, early_hidden: hidden states that the stages capture. Default: none.
-            devices: number of devices of each stage, for the clock. Default: one each.
+        """Args:
+        stages: first to last.
+        answerer: turns the last stage's logits into answers.
+        clock: charged per stage and step for compute, pruning and transfer.
+        exits: turns the logits of exit heads into proposals (PPSD Alg. 1).
+        hidden, early_hidden: hidden states that the stages capture.
+        devices: number of devices of each stage, for the clock. Default: one each.
         """
         self.hidden = hidden
         self.early_hidden = early_hidden
@@ -85,7 +83,6 @@ class PipelineExecutor(Executor):
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], clock: ClockKind, *, tracing: bool) -> None:
-        """Refuses keys that do not fit together, the clock or a trace; see ``Executor``."""
         options = PipelineOptions(**keys)
         if options.transport == "in_process":
             check_in_process(clock, tracing=tracing)
@@ -93,7 +90,7 @@ class PipelineExecutor(Executor):
 
     @classmethod
     def plan(cls, models: ModelPair, **options: Any) -> PipelinePlan:
-        """Layers, devices and sizes; keys are those of ``PipelineOptions``."""
+        """Plans layers, devices and sizes; the keys are those of ``PipelineOptions``."""
         keys = PipelineOptions(**options)
         stages = keys.stages or -(-models.num_layers // models.exit_layer)
         return PipelinePlan.of(
@@ -113,7 +110,7 @@ class PipelineExecutor(Executor):
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> Any:
-        """Loads the stages, in this process or on their ranks; see ``Executor``."""
+        """Loads the stages, in this process or (``over_ranks``) in others."""
         exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
         needs = deliverable(needs, pair.num_layers, exits=bool(exits))
         bounds = plan.bounds(pair, exits[0] if exits else None)
@@ -151,7 +148,6 @@ class PipelineExecutor(Executor):
         )
 
     def open(self, request: RequestState) -> None:
-        """Allocates the request's cache on every stage."""
         for stage in self._stages:
             stage.open(request.id, request.max_cached)
         self._answerer.open(request)
@@ -159,7 +155,7 @@ class PipelineExecutor(Executor):
             self._exits.open(request)
 
     def submit(self, batch: Batch) -> None:
-        """Passes the batch to the first stage; all stages start on their batches."""
+        """Passes the batch to the first stage, and charges every stage for its batch."""
         self._step = batch.step
         if batch.num_tokens:
             self._slots[0] = InFlight(batch)
@@ -172,15 +168,14 @@ class PipelineExecutor(Executor):
                     self._charges.exit(stage, at_exit.batch.num_nodes)
 
     def ready(self) -> bool:
-        """Whether every stage has finished computing, from the controller's point of view."""
+        """Returns whether every stage has finished, judged at the controller's time."""
         return not self._charges.busy()
 
     def due_s(self) -> float | None:
-        """When the slowest stage has finished; None on a measured clock."""
         return self._charges.due_s()
 
     def collect(self, *, wait: bool = True) -> Output:
-        """Runs every stage once, and answers the batch that left the last one."""
+        """Runs every stage once, and answers the batch that has passed the last one."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
         output = Output(step=self._step)
@@ -229,7 +224,6 @@ class PipelineExecutor(Executor):
         self._charges.end(pruned, self._rows()[1:], answered=bool(output.answers))
 
     def close(self, request_id: int) -> None:
-        """Frees the request's caches and drops its rows in flight."""
         for stage in self._stages:
             stage.close(request_id)
         self._answerer.close(request_id)
@@ -243,26 +237,25 @@ class PipelineExecutor(Executor):
 
     @property
     def stage_of_rank(self) -> dict[int, int]:
-        """Rank -> stage number, both from 1."""
         return {rank: rank for rank in range(1, len(self._stages) + 1)}
 
     def _rows(self) -> list[int]:
-        """Number of rows of each stage's batch."""
+        """Returns the number of rows in each stage's batch."""
         return [0 if slot is None else slot.batch.num_tokens for slot in self._slots]
 
 
 class StepCharges:
     """Charges ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
 
-    All stages start with the step, which ends when the slowest has finished. A clock of a single
-    process applies charges of other ranks as its prediction of them, or ignores them.
+    All stages start with the step, which ends when the slowest has finished. On the wall clock of
+    one process, charges of other ranks are predictions (paced) or ignored (measured).
 
     A profile prices one device. The devices of a stage run one after the other within a step, with
     a transfer between them (PipeDec 3.1: "nodes in group G must execute tasks sequentially").
     """
 
     def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
-        """Charges ``clock`` for stages on ranks 1 .. N with ``devices`` devices each."""
+        """``devices`` is the number of devices of each stage."""
         self._clock = clock
         self._ranks = range(1, len(devices) + 1)
         self._larger = [(rank, num) for rank, num in enumerate(devices, 1) if num > 1]
@@ -284,15 +277,14 @@ class StepCharges:
         clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
 
     def exit(self, stage: int, num_nodes: int) -> None:
-        """Charges stage number ``stage``, from 0, for an exit head on ``num_nodes`` rows."""
+        """Charges stage number ``stage`` (from 0) for an exit head on ``num_nodes`` rows."""
         self._clock.charge(self._ranks[stage], Work.EXIT, num_nodes)
 
     def busy(self) -> bool:
-        """Whether a stage is still computing from the controller's point of view."""
         return any(self._clock.busy(rank) for rank in self._ranks)
 
     def due_s(self) -> float | None:
-        """When the slowest stage ends; None on a measured clock."""
+        """Returns when the slowest stage ends; None on a measured clock."""
         ends = [self._clock.ends_s(rank) for rank in self._ranks]
         return max((at for at in ends if at is not None), default=None)
 

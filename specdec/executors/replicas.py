@@ -1,8 +1,8 @@
 """Copies of the target that answer batches at the same time, each on separate devices.
 
-A batch goes to the copy that is free first. Copies do not wait for each other, so answers come in
-any order, and a step has no fixed latency. Copies share no caches: each computes the missing
-entries of a batch's paths along with the batch.
+Each batch goes to the first copy that is free. Copies do not wait for each other, so answers come
+in any order, and a step has no fixed latency. Copies share no caches: each computes the entries of
+a batch's paths that it lacks along with the batch.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasPlan(ExecutorPlan):
-    """Copies before they are built.
+    """Copies of the target before they are built.
 
     Attributes:
-        copies: the plan of each copy alone.
+        copies: one plan per copy.
         distributed: whether every copy is a separate process.
     """
 
@@ -64,13 +64,12 @@ class ReplicasPlan(ExecutorPlan):
 
 
 class ReplicasExecutor(Executor):
-    """Copies of the target on ranks 1 .. N, which answer up to N batches at the same time.
+    """Runs N copies of the target on ranks 1 .. N, which answer up to N batches at the same time.
 
     Attributes:
-        latency: None: answers come when they come.
+        latency: None, because answers come in any order.
         in_flight: N.
         counters: batches and nodes submitted; rows that a copy computes again are not counted.
-        hidden: none; hidden states are not delivered.
     """
 
     latency = None
@@ -84,10 +83,10 @@ class ReplicasExecutor(Executor):
         transport: Literal["in_process", "distributed"] = "in_process",
         timeout_s: float = 60.0,  # noqa: ARG003 - read by those who start the ranks
     ) -> ReplicasPlan:
-        """The keys of its YAML; nothing is loaded.
+        """Plans the copies; nothing is loaded.
 
         Args:
-            models: target and others.
+            models: the model pair.
             replicas: number of copies, one device each.
             transport: "distributed" runs every copy in a separate process.
             timeout_s: a distributed run fails when no rank has made progress for this long.
@@ -122,10 +121,9 @@ class ReplicasExecutor(Executor):
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> ReplicasExecutor:
-        """Loads the copies, in this process or on separate ranks; see ``Executor``.
+        """Loads the copies, in this process or (``over_ranks``) in one process each.
 
-        Raises:
-            UserError: paced processes, whose schedule is that of one target.
+        A paced clock is refused for processes: it has the schedule of only one target.
         """
         needs = replace(needs, hidden=(), early_hidden=())
         if not plan.distributed or over_ranks is None:
@@ -153,13 +151,11 @@ class ReplicasExecutor(Executor):
     def __init__(
         self, copies: Sequence[Executor], *, clock: Clock, meter: Meter, remote: bool = False
     ) -> None:
-        """Composes the executor.
-
-        Args:
-            copies: executors of latency 1.
-            clock: charged for copy i on rank i + 1, unless they are remote.
-            meter: measures waits for remote copies.
-            remote: whether they compute beside this process.
+        """Args:
+        copies: executors of latency 1.
+        clock: charged for copy i on rank i + 1, unless the copies are remote.
+        meter: measures waits for remote copies.
+        remote: whether the copies compute in other processes.
         """
         self.in_flight = len(copies)
         self.counters = ExecutorCounters()
@@ -174,13 +170,12 @@ class ReplicasExecutor(Executor):
         self._is_empty = True  # whether the step's batch has no nodes
 
     def open(self, request: RequestState) -> None:
-        """Allocates the request's cache on every copy."""
         self._requests[request.id] = request
         for copy in self._copies:
             copy.open(request)
 
     def submit(self, batch: Batch) -> None:
-        """Gives the batch to the copy that is free first. Prompts are read with the first nodes."""
+        """Queues the batch for the first free copy; a request's first nodes bring its prompt."""
         self._step, self._is_empty = batch.step, not batch.trees
         if batch.trees:
             self.counters.count(replace(batch, prefills=()))
@@ -188,16 +183,13 @@ class ReplicasExecutor(Executor):
             self._dispatch()
 
     def ready(self) -> bool:
-        """Whether answers have arrived."""
         return any(copy.ready() for copy in self._copies)
 
     def due_s(self) -> float | None:
-        """When the next answers arrive; None on a measured clock, or if nothing is in flight."""
         due = [copy.due_s for copy in self._copies if copy.is_busy and copy.due_s is not None]
         return min(due, default=None)
 
     def collect(self, *, wait: bool = True) -> Output:
-        """The answers that have arrived; see ``Executor``."""
         busy = [copy for copy in self._copies if copy.is_busy]
         must_wait = self._is_empty or len(busy) == self.in_flight
         if wait and must_wait and busy and not self.ready():
@@ -209,14 +201,13 @@ class ReplicasExecutor(Executor):
         return Output(step=self._step, answers=tuple(answers))
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Prunes caches and waiting batches; a busy copy applies the commits after its batch."""
+        """Prunes caches and queued batches; a busy copy applies the commits after its batch."""
         if commits:
             for copy in self._copies:
                 copy.commit(commits)
         self._dispatch()
 
     def close(self, request_id: int) -> None:
-        """Frees the request's caches."""
         self._requests.pop(request_id, None)
         for copy in self._copies:
             copy.close(request_id)
@@ -234,11 +225,7 @@ class ReplicasExecutor(Executor):
             copy.executor.shutdown()
 
     def reports(self) -> list[dict[str, Any]]:
-        """Reports of the copies' processes, each under its copy's rank; none in one process.
-
-        Raises:
-            RankFailure: a process has ended.
-        """
+        """Reports of the copies' processes, each under its copy's rank; empty in one process."""
         if not self.distributed:
             return []
         found = []
@@ -254,12 +241,11 @@ class ReplicasExecutor(Executor):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this process has sent to the copies."""
         return sum(copy.executor.bytes_sent for copy in self._copies)
 
     @property
     def stage_of_rank(self) -> dict[int, int]:
-        """Rank -> stage: every copy is the whole target."""
+        """Every copy is the whole target, so every rank is stage 1."""
         return dict.fromkeys(range(1, self.in_flight + 1), 1)
 
     def set_wakeup(self, event: threading.Event) -> bool:
@@ -267,7 +253,7 @@ class ReplicasExecutor(Executor):
         return all(willing)
 
     def _dispatch(self) -> None:
-        """Starts waiting batches on free copies, without nodes that have left the trees."""
+        """Starts queued batches on free copies, without nodes that have left the trees."""
         while self._queue and (free := [c for c in self._copies if not c.is_busy]):
             batch = self._queue.pop(0)
             trees = tuple(map(self._live, batch.trees))
@@ -276,7 +262,7 @@ class ReplicasExecutor(Executor):
                 free[0].start(batch)
 
     def _live(self, rows: TreeRows) -> TreeRows | None:
-        """The rows as they are in the tree now; None if none is left."""
+        """Returns the rows that are still in the tree; None if there are none."""
         request = self._requests.get(rows.request)
         if request is None:
             return None
@@ -285,7 +271,7 @@ class ReplicasExecutor(Executor):
         return tree_rows(request, slots) if len(slots) else None
 
     def _wait(self, busy: Sequence[TargetCopy]) -> None:
-        """Waits for the first copy that ends."""
+        """Waits for the first of the busy copies to finish."""
         due = [copy.due_s for copy in busy if copy.due_s is not None]
         if due:
             self._clock.wait_until(min(due))
@@ -298,14 +284,14 @@ class ReplicasExecutor(Executor):
 
 
 class TargetCopy:
-    """One copy, and the record of its caches.
+    """One copy of the target, and a record of what its caches contain.
 
-    The controller keeps the record, which needs no messages: a batch brings the missing entries of
-    its paths, and commits have the same effect on the record as on the caches.
+    The controller keeps the record, so that it needs no messages: each batch brings the missing
+    entries of its paths, and commits have the same effect on the record as on the caches.
     """
 
     def __init__(self, executor: Executor, clock: Clock, rank: int | None) -> None:
-        """``rank``: clock rank of a copy in this process; None for a remote one."""
+        """``rank``: the clock rank of a copy in this process; None for a remote copy."""
         self.executor = executor
         self.is_busy = False
         self.due_s: float | None = None
@@ -319,7 +305,6 @@ class TargetCopy:
         self._opened_since: set[int] = set()  # requests unknown to the process of a busy copy
 
     def open(self, request: RequestState) -> None:
-        """Allocates the request's cache."""
         self.executor.open(request)
         self._requests[request.id], self._cached_len[request.id] = request, 0
         self._nodes.open(request.id)
@@ -327,7 +312,6 @@ class TargetCopy:
             self._opened_since.add(request.id)
 
     def close(self, request_id: int) -> None:
-        """Frees the request's cache, and drops its deferred commits."""
         self.executor.close(request_id)
         self._requests.pop(request_id, None)
         self._cached_len.pop(request_id, None)
@@ -340,7 +324,7 @@ class TargetCopy:
         ]
 
     def start(self, batch: Batch) -> None:
-        """Computes a batch, or starts it in the copy's process."""
+        """Computes a batch, or sends it to the copy's process."""
         self._catch_up(batch.step)
         self.is_busy = True
         self._requested = {rows.request: rows.node_ids for rows in batch.trees}
@@ -353,7 +337,6 @@ class TargetCopy:
             self.due_s = self._clock.ends_s(self._rank)
 
     def ready(self) -> bool:
-        """Whether the copy has answers."""
         if not self.is_busy:
             return False
         if self._rank is None:
@@ -361,7 +344,7 @@ class TargetCopy:
         return self.due_s is None or self.due_s <= self._clock.now()
 
     def finish(self) -> list[Answers]:
-        """The answers to the nodes of the batch, without those of ancestors added to it."""
+        """Returns the answers to the batch's nodes, without those of ancestors added to it."""
         output = self.executor.collect() if self._output is None else self._output
         self.is_busy, self._output, self.due_s = False, None, None
         if self._rank is None:
@@ -373,7 +356,7 @@ class TargetCopy:
         ]
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Applies commits to the record; the caches follow when the copy is free."""
+        """Applies commits to the record; a remote copy's caches follow when it is free."""
         for commit in commits:
             if (cached_len := self._cached_len.get(commit.request)) is None:
                 continue
@@ -389,7 +372,10 @@ class TargetCopy:
             self.executor.commit(commits, Output(step=commits[0].step))
 
     def _of_this_step(self) -> Sequence[Commit]:
-        """The first deferred commits; those of requests that the process learns of later stay."""
+        """Takes the first deferred commits, except of requests opened while the copy was busy.
+
+        Their process opens them with its next batch.
+        """
         commits = self._deferred.pop(0) if self._deferred else ()
         since, self._opened_since = self._opened_since, set()
         late = [commit for commit in commits if commit.request in since]
@@ -398,7 +384,7 @@ class TargetCopy:
         return [commit for commit in commits if commit.request not in since]
 
     def _catch_up(self, step: int) -> None:
-        """Applies commits of earlier steps, one empty batch per step."""
+        """Applies commits of earlier steps, with one empty batch per step."""
         for commits in self._deferred:
             if commits:
                 self.executor.submit(Batch(step=step))
@@ -406,7 +392,7 @@ class TargetCopy:
         self._deferred = []
 
     def _completed(self, batch: Batch) -> Batch:
-        """The batch with the committed tokens and ancestors that are missing in the cache."""
+        """Adds the committed tokens and ancestors that the cache lacks to the batch."""
         trees, prefills = [], []
         for rows in batch.trees:
             request, nodes = self._requests[rows.request], self._nodes[rows.request]
@@ -423,7 +409,7 @@ class TargetCopy:
 
 
 def _only(answers: Answers, ids: IntArray) -> Answers:
-    """The answers to the nodes ``ids``."""
+    """Selects the answers to the nodes ``ids``."""
     rows = np.flatnonzero(np.isin(answers.node_ids, ids))
     return Answers(
         request=answers.request,

@@ -5,8 +5,7 @@ in-process pipeline calls stages directly, the distributed one runs the same obj
 messages. Between two stages the rows are in flight, and a commit prunes them like the caches. After
 the last one the target's next tokens are sampled from its logits.
 
-Shape letters: R rows of a batch, W tree rows, A answered rows, T prompt tokens, E hidden size, V
-vocabulary.
+Shape letters: R rows of a batch, W tree rows, T prompt tokens, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -63,12 +62,11 @@ class RowItem:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in the packed forward."""
         return len(self.prefill_tokens) + (0 if self.tree is None else len(self.tree.node_ids))
 
 
 def row_items(batch: Batch) -> list[RowItem]:
-    """The batch's rows by request, in packing order, which is the same on every stage."""
+    """Groups the batch's rows by request, in packing order, which is the same on every stage."""
     if not batch.prefills:
         return [RowItem(tree.request, None, tree) for tree in batch.trees]
     chunks = {chunk.request: chunk for chunk in batch.prefills}
@@ -77,7 +75,7 @@ def row_items(batch: Batch) -> list[RowItem]:
 
 
 def tree_row_index(items: list[RowItem]) -> IntArray:
-    """int64[W]: packed indices of the tree rows, in the order of ``batch.trees``."""
+    """Returns int64[W]: packed indices of the tree rows, in the order of ``batch.trees``."""
     if all(item.prefill is None for item in items):
         return np.arange(sum([item.num_rows for item in items]))
     parts, start = [], 0
@@ -106,7 +104,7 @@ def with_hidden(
 
 
 def with_early(output: Output, batch: Batch, captured: Mapping[HiddenName, torch.Tensor]) -> Output:
-    """Adds the hidden states of a batch that has passed some layers; arguments as above."""
+    """Adds early hidden states (name -> [R, E]) of a batch that has passed only some layers."""
     if not captured:
         return output
     prompts, trees = _by_item(batch, captured)
@@ -123,7 +121,7 @@ _Hidden: TypeAlias = dict[HiddenName, torch.Tensor]
 def _by_item(
     batch: Batch, captured: Mapping[HiddenName, torch.Tensor]
 ) -> tuple[list[PromptHidden], list[tuple[TreeRows, _Hidden]]]:
-    """The states of each prefill chunk, and of each request's tree rows."""
+    """Splits packed states into those of each prefill chunk and of each request's tree rows."""
     prompts, trees, start = [], [], 0
     for item in row_items(batch):
         middle, stop = start + len(item.prefill_tokens), start + item.num_rows
@@ -145,10 +143,10 @@ class InFlight:
     """A batch between two stages.
 
     Attributes:
-        batch: the rows that are not pruned.
-        hidden: [R, E], output of the stage that it left; None before the first stage and for stages
+        batch: the rows that have not been pruned.
+        hidden: [R, E], output of the previous stage; None before the first stage and for stages
             without a model.
-        captured: name -> [R, E], hidden states captured by the stages that it has passed.
+        captured: name -> [R, E], hidden states captured by earlier stages.
     """
 
     batch: Batch
@@ -158,7 +156,7 @@ class InFlight:
     def prune(self, commits: Mapping[int, Commit], closed: Collection[int] = ()) -> None:
         """Drops rows of nodes that a commit did not keep, and all rows of closed requests.
 
-        SpecPipe 3.3.2, second phase of a step: hidden states are pruned like the caches.
+        Hidden states are pruned like the caches (SpecPipe 3.3.2, second phase of a step).
         """
         num_rows = self.batch.num_tokens
         self.batch, index = _surviving(self.batch, commits, closed)
@@ -172,7 +170,7 @@ class InFlight:
 def _surviving(
     batch: Batch, commits: Mapping[int, Commit], closed: Collection[int]
 ) -> tuple[Batch, IntArray]:
-    """The rows that are left, and their indices in the packed batch; prompt rows stay."""
+    """Returns the rows that are left and their packed indices; prompt rows are never pruned."""
     trees, prefills, index, start = [], [], [_NONE], 0
     for item in row_items(batch):
         middle, stop = start + len(item.prefill_tokens), start + item.num_rows
@@ -197,13 +195,13 @@ def _surviving(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """Results of a stage.
+    """Results of a stage for one batch.
 
     Attributes:
         hidden: [R, E], input of the next stage; None for a stage without a model.
         logits: [W, V] in the order of ``batch.trees``; last stage only.
         captured: name -> [R, E], the hidden states that the stage captures.
-        exit_logits: number of layers before an exit -> [W, V] of its head, for the stage's exits.
+        exit_logits: number of target layers before an exit -> [W, V] of its head.
     """
 
     hidden: torch.Tensor | None = None
@@ -213,7 +211,7 @@ class StageOutput:
 
 
 class Stage:
-    """A slice of the target. As it is, it has no model and computes nothing.
+    """A slice of the target. The base class has no model and computes nothing.
 
     Attributes:
         layers: the slice of a model; None without one.
@@ -225,7 +223,7 @@ class Stage:
         """Allocates the cache of a request of at most ``max_len`` entries, nodes included."""
 
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
-        """Computes the batch's rows; ``hidden``: [R, E] of the stage before, None for the first."""
+        """Computes the batch's rows from ``hidden`` [R, E] of the previous stage (first: None)."""
         return StageOutput()
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -235,16 +233,14 @@ class Stage:
         """Frees the request's cache."""
 
     def paged(self, num_blocks: int | None, block_tokens: int) -> Stage:
-        """The same layers with their caches in pools of blocks; itself if ``num_blocks`` is None.
+        """Returns the same layers with their caches in pools of blocks.
 
-        A stage that has no caches of keys and values returns itself.
+        Returns itself if ``num_blocks`` is None or the stage has no key-value caches.
         """
         return self
 
 
 class ModelStage(Stage):
-    """A slice of a Hugging Face model."""
-
     def __init__(self, *, runner: ModelRunner, pool: BlockPool | None = None) -> None:
         """Wraps the layers of ``runner``; with ``pool`` the caches are paged."""
         self.runner = runner
@@ -260,7 +256,6 @@ class ModelStage(Stage):
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
     ) -> StageOutput:
-        """One packed forward over the batch's rows; logits where the stage has them."""
         items = row_items(batch)
         rows = [
             self._caches[item.request].rows(prefix_tokens=item.prefill_tokens, tree=item.tree)
@@ -273,18 +268,15 @@ class ModelStage(Stage):
         return StageOutput(hidden=out.hidden, logits=out.logits, captured=out.captured)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Applies commits to the caches."""
         for commit in commits:
             self._caches[commit.request].commit(commit)
 
     def close(self, request_id: int) -> None:
-        """Frees the request's cache."""
         cache = self._caches.pop(request_id, None)
         if cache is not None:
             cache.close()
 
     def paged(self, num_blocks: int | None, block_tokens: int) -> ModelStage:
-        """The same layers with all caches in one pool of blocks."""
         if num_blocks is None:
             return self
         spec = self.runner.spec
@@ -292,14 +284,13 @@ class ModelStage(Stage):
         return ModelStage(runner=self.runner, pool=pool)
 
     def cache(self, request_id: int) -> TreeCache:
-        """The request's cache (for checks of its invariant)."""
         return self._caches[request_id]
 
 
 def split_layers(
     num_layers: int, num_stages: int, *, head_layers: float = 0.0
 ) -> list[tuple[int, int]]:
-    """(start, end) layer of each stage, end exclusive, as even as possible, shorter stages last.
+    """Returns half-open layer ranges, as even as possible, with the shorter stages last.
 
     The last stage also computes the output head, so it gets fewer layers (two fewer in the papers).
 
@@ -307,10 +298,7 @@ def split_layers(
         num_layers: number of layers of the target.
         num_stages: number of stages, at most ``num_layers``.
         head_layers: cost of the output head in layers; the split minimizes the cost of the slowest
-            stage. Default: 0.
-
-    Raises:
-        ValueError: if there are more stages than layers.
+            stage.
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(
@@ -346,20 +334,20 @@ class AnsweredRequest(Protocol):
 
 
 class Answerer:
-    """Turns a batch that left the last stage into answers."""
+    """Turns a batch that has passed the last stage into answers."""
 
     def follow(self) -> None:
-        """From now on, answers may leave out the tokens that ``Needs.all_answers`` names."""
+        """Allows later answers to leave out the tokens that ``Needs.all_answers`` names."""
 
     def open(self, request: AnsweredRequest) -> None:
         """A request is admitted."""
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """One ``Answers`` per request with tree rows; ``logits``: [tree rows, V]."""
+        """Returns one ``Answers`` per request with tree rows, from ``logits`` [W, V]."""
         raise NotImplementedError
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Follows the commits of a step."""
+        """Applies the commits of a step."""
 
     def close(self, request_id: int) -> None:
         """A request has finished."""
@@ -369,12 +357,7 @@ class ModelAnswerer(Answerer):
     """Samples from the target's logits with each request's own transform and keyed draws."""
 
     def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:
-        """Creates the answerer of all requests.
-
-        Args:
-            draws: the run's keyed draws.
-            needs_probs: whether answers include distributions (``Needs.target_probs``).
-        """
+        """``needs_probs``: whether answers include distributions (``Needs.target_probs``)."""
         self._draws = draws
         self._needs_probs = needs_probs
         self._follows = False
@@ -385,13 +368,12 @@ class ModelAnswerer(Answerer):
     def follow(self) -> None:
         """From now on, samples only after rows that may be on the target's path.
 
-        A row whose parent in the batch gets another token than the row's is on no path, and gets
+        A row cannot be on it if the target's token after its parent is not the row's token; it gets
         ``NO_TOKEN``. Distributions, if needed, are still those of all rows.
         """
         self._follows = True
 
     def open(self, request: AnsweredRequest) -> None:
-        """Starts a request."""
         params = request.sampling
         if params not in self._transforms:
             self._transforms[params] = SamplingTransform(params)
@@ -406,10 +388,6 @@ class ModelAnswerer(Answerer):
         request the model's own at temperature 1, by which lossy verifiers compare tokens (the
         one-hot distribution of greedy decoding follows from the tokens). If all requests have equal
         parameters they share one call, and one copy from a device.
-
-        Args:
-            batch: the rows.
-            logits: [tree rows, V].
         """
         assert logits is not None, "the last stage must compute logits"
         if not batch.trees:
@@ -426,11 +404,10 @@ class ModelAnswerer(Answerer):
         return tuple(self._answers([rows], part, [known])[0] for rows, part, known in parts)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Moves retired nodes into the histories."""
+        """Appends retired nodes to the token histories."""
         self._paths.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Drops the request."""
         self._of.pop(request_id, None)
         self._paths.close(request_id)
 
@@ -440,7 +417,7 @@ class ModelAnswerer(Answerer):
         logits: torch.Tensor,
         histories: Sequence[list[IntArray] | None],
     ) -> tuple[Answers, ...]:
-        """Answers of requests with equal parameters."""
+        """Answers requests that have equal sampling parameters."""
         tokens, probs = self._sample(trees, logits, histories)
         answers, start = [], 0
         for tree in trees:
@@ -462,7 +439,7 @@ class ModelAnswerer(Answerer):
         logits: torch.Tensor,
         histories: Sequence[list[IntArray] | None],
     ) -> tuple[IntArray, Probs | None]:
-        """Tokens and, if needed, distributions of requests with equal parameters."""
+        """Returns tokens and, if needed, distributions of requests with equal parameters."""
         transform = self._of[trees[0].request]
         params = transform.params
         uniforms = _NO_DRAWS
@@ -482,7 +459,7 @@ class ModelAnswerer(Answerer):
 
 
 def _is_slow(params: SamplingParams, logits: torch.Tensor) -> bool:
-    """Whether a walk along the path takes less than one call for all rows."""
+    """Returns whether sampling all rows in one call takes longer than a walk along the path."""
     return logits.numel() > _FEW_LOGITS if params.greedy else len(logits) > 2
 
 
@@ -493,7 +470,7 @@ def _along_paths(
     uniforms: FloatArray,
     histories: Sequence[IntArray] | None,
 ) -> IntArray:
-    """int64[A]: the tokens after the rows that may be on a path, level by level."""
+    """Samples int64[W] level by level; rows that cannot be on a path get ``NO_TOKEN``."""
     tokens = np.full(len(logits), NO_TOKEN)
     drafted: list[int] = []
     children: dict[int, list[int]] = {}  # row -> rows of its children in the batch
