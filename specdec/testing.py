@@ -14,8 +14,9 @@
             )
         )
 
-The components are exported too: an independent reference (``Oracle``, ``plain_decode``), cases, the
-exact laws of table models, and observers of caches while a strategy runs.
+The building blocks of the checks are exported too: a reference decoder that is independent of the
+decode loop (``Oracle``, ``plain_decode``), test requests (``Case``), the exact distributions of
+table models, and observers of caches while a strategy runs.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def assert_lossless(
 
     Args:
         overrides: as for ``specdec verify``.
-        config_dirs: further configuration trees.
-        checks: names of the checks to run; None for all.
+        config_dirs: further folders with configuration files.
+        checks: names of the checks to run (default: all).
 
     Raises:
         AssertionError: a check failed; the message lists the failed checks with their details.
@@ -103,9 +104,9 @@ def assert_lossless_parts(
     """Certifies parts composed in Python and returns the report.
 
     Args:
-        build: makes new parts on a workbench; called several times, with several pairs.
-        seed: keys every draw.
-        checks: names of the checks to run; None for all that need no configured model.
+        build: makes new parts from a workbench. It is called several times, with different models.
+        seed: seed of the run, which keys every draw.
+        checks: names of the checks to run (default: all that need no configured model).
 
     Raises:
         AssertionError: as for ``assert_lossless``.
@@ -116,7 +117,7 @@ def assert_lossless_parts(
 def certify_parts(
     build: Callable[[Workbench], Parts], *, seed: int = 0, checks: Sequence[str] | None = None
 ) -> Report:
-    """As ``assert_lossless_parts``, without raising for a failed check."""
+    """Like ``assert_lossless_parts``, but returns the report even if a check failed."""
 
     def built(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         return build(Workbench(pair, seed=int(cfg["seed"])))

@@ -1,4 +1,4 @@
-"""Traces of a run: recording, files and plots of the ranks' timeline and the trees' growth."""
+"""Records traces of a run: a timeline of all ranks and the growth of the token trees."""
 
 from typing import TYPE_CHECKING
 

@@ -23,7 +23,7 @@ PHASES: Mapping[str, str] = {
     Work.PRUNE: "prune",
     Work.TRANSFER: "transmit",
 }
-"""Kind of work -> phase of a step (SpecPipe Fig. 12); gaps between events are ``wait``."""
+"""Maps each kind of work to a phase of a step (SpecPipe Fig. 12); gaps are ``wait``."""
 
 WAIT = "wait"
 _MIN_WAIT_S = 1e-6  # shorter gaps are rounding errors of the clock
@@ -37,12 +37,11 @@ def write_trace(
     places: Mapping[int, int] | None = None,
     text: Callable[[int], str] | None = None,
 ) -> list[Path]:
-    """Writes the recorded trace into the run folder; returns the files' paths.
+    """Writes the trace files into the run folder; returns their paths.
 
     Args:
-        folder, trace: the run folder, and the record.
-        latency: the executor's, or None.
-        places: rank -> stage, from 1 (default: each rank from 1 is the stage of that number).
+        latency: the executor's latency in steps; None if it varies.
+        places: rank -> pipeline stage, from 1 (default: rank i is stage i).
         text: token id -> text (default: no texts are written).
     """
     if places is None:
@@ -72,7 +71,7 @@ def write_trace(
 def chrome_events(
     spans: Sequence[Span], fed: Mapping[int, Mapping[str, Any]], places: Mapping[int, int]
 ) -> list[dict[str, Any]]:
-    """Chrome trace events: one thread per rank, complete events in microseconds.
+    """Converts spans to Chrome trace events: one thread per rank, times in microseconds.
 
     Args:
         spans: of all ranks, ordered by time.
@@ -114,7 +113,7 @@ def _work(span: Span, fed: Mapping[int, Mapping[str, Any]], stage: int) -> dict[
 
 
 def _waits(rank: int, spans: Sequence[Span], end: float) -> Iterator[dict[str, Any]]:
-    """``wait`` events for the gaps between a rank's spans, up to the end of the run."""
+    """Yields ``wait`` events for the gaps between a rank's spans, up to the end of the run."""
     free = 0.0
     work = [(span.start_s, span.seconds, span.step) for span in spans]
     for start, seconds, step in [*work, (end, 0.0, work[-1][2])]:
@@ -126,6 +125,5 @@ def _waits(rank: int, spans: Sequence[Span], end: float) -> Iterator[dict[str, A
 def _event(
     rank: int, name: str, phase: str, start_s: float, seconds: float, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """A complete event, with its times in microseconds."""
     head = {"ph": "X", "name": str(name), "cat": phase, "pid": 0, "tid": rank}
     return head | {"ts": round(start_s * 1e6, 3), "dur": round(seconds * 1e6, 3), "args": args}

@@ -1,4 +1,7 @@
-"""What the draft and the target thought of each other's tokens, at every decided token."""
+"""Compares the probabilities that draft and target gave to each decided token.
+
+Shape letters: K candidates, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ _DIGITS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """What is known of an answered node.
+    """The probabilities that draft and target gave to the children of an answered node.
 
     Attributes:
         tokens, logprobs: [K], the draft's candidates; those in the tree have logprob -inf.
-        target: float64[V], the target's distribution; None where the run does not need it.
+        target: float64[V], the target's distribution; None if the run does not compute it.
     """
 
     tokens: IntArray
@@ -30,39 +33,30 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """A decided token, seen by draft and target.
+    """How the draft and the target rated the token that was decided after a node.
 
-    Attributes:
-        rank: of the token among the node's candidates by draft probability, 1 the most probable; 0
-            if it is not among them.
-        candidates: number of the node's candidates; 0 if the draft had not proposed any.
-        in_tree: whether the token was a child of the node in the tree.
-        draft_prob: the draft's probability of the token; None if it is not among the candidates.
-        top_prob: the draft's probability of its most probable candidate; None without candidates.
-        top_target_prob, top_target_rank: the target's probability and rank (1 the most probable) of
-            that candidate; None where the run does not know the target's distribution.
+    Ranks are by probability, 1 the most probable. The *top* candidate is the draft's most probable
+    one. Values are None without candidates; the target's also if its distribution is unknown.
     """
 
-    rank: int
-    candidates: int
-    in_tree: bool
-    draft_prob: float | None = None
-    top_prob: float | None = None
-    top_target_prob: float | None = None
-    top_target_rank: int | None = None
+    rank: int  # of the token among the draft's candidates; 0 if it is not one
+    candidates: int  # number of the draft's candidates; 0 if it had proposed none
+    in_tree: bool  # whether the token was a child of the node
+    draft_prob: float | None = None  # of the token; None if it is not a candidate
+    top_prob: float | None = None  # draft probability of the top candidate
+    top_target_prob: float | None = None  # target probability of the top candidate
+    top_target_rank: int | None = None  # the target's rank of the top candidate
 
     def row(self) -> list[Any]:
-        """The values in the order of the attributes."""
         return list(astuple(self))
 
 
 def judgement(proposal: Proposal | None, children: Mapping[int, float], token: int) -> Judgement:
-    """The judgement of a decided token.
+    """Rates a decided token.
 
     Args:
         proposal: of the node that the token follows; None if its answer was not recorded.
         children: token -> log draft probability of the node's children in the tree.
-        token: the token that was decided.
     """
     logprobs = dict(children)
     if proposal is not None:

@@ -1,4 +1,4 @@
-"""The tree of each step, of one run or of two side by side, as one self-contained HTML page."""
+"""Renders each step's tree as one self-contained HTML page, for one run or two side by side."""
 
 from __future__ import annotations
 
@@ -11,21 +11,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One run on the page.
+    """One run on the page."""
 
-    Attributes:
-        title: a description of the run in one line.
-        trees: content of ``trees.json``.
-        color: of the strategy, as "#rrggbb".
-    """
-
-    title: str
-    trees: Mapping[str, Any]
-    color: str = "#555555"
+    title: str  # one line
+    trees: Mapping[str, Any]  # content of ``trees.json``
+    color: str = "#555555"  # of the strategy, as "#rrggbb"
 
 
 def html_template(package: str, name: str) -> Template:
-    """An HTML template of a package; every value that it inserts is escaped."""
+    """Loads an HTML template of a package, which escapes every inserted value."""
     environment = Environment(
         loader=PackageLoader(package, "."),
         autoescape=True,
@@ -38,10 +32,7 @@ def html_template(package: str, name: str) -> Template:
 
 
 def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
-    """The page of one run: data, script and style in one file.
-
-    Args:
-        trees, title: content of ``trees.json``, and a description of the run in one line.
+    """Renders the page of one run from the content of its ``trees.json``.
 
     Raises:
         KeyError: ``trees`` has another format.
@@ -51,7 +42,7 @@ def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
 
 
 def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
-    """The page of runs side by side, which decode the same prompts with the same tokenizer.
+    """Renders runs side by side; they must decode the same prompts with the same tokenizer.
 
     Steps are aligned by the number of tokens emitted before them.
 
@@ -91,7 +82,7 @@ def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
 
 
 def commit_kinds(trees: Mapping[str, Any]) -> dict[int, str]:
-    """Step -> "hit" or "miss"; "miss" if any request missed."""
+    """Maps each step to "hit", or to "miss" if any request missed."""
     steps = (step for request in trees["requests"] for step in request["steps"])
     # A miss comes after the hits of its step, and replaces them.
     return dict(sorted((s["step"], s["commit"]["kind"]) for s in steps if s["commit"]))

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from specdec.state import RequestState
 
 MAX_STEPS = 4000
-"""Maximum number of recorded steps; beyond it the run continues and the trace is truncated."""
+"""Steps beyond this number are not recorded; the run continues."""
 
 _DIGITS = 6  # decimals of log probabilities and seconds
 
 
 @dataclass(slots=True)
 class TreeRecord:
-    """The growth of the trees.
+    """How the trees grew, and what was submitted.
 
     Attributes:
         requests: per request, in order of admission: ``id``, ``prefix_len`` (tokens before the
@@ -47,21 +47,17 @@ class TreeRecord:
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """An open request, its recorded steps, its newest recorded node, and this step's node ids.
-
-    ``children`` are the tokens and log probabilities of each node's children, ``proposals`` what
-    the draft and the target said of an answered node, until the node leaves the tree.
-    """
+    """The recording state of an open request."""
 
     request: RequestState
     steps: list[dict[str, Any]]
-    last_id: int = NO_NODE
-    submitted: list[int] = field(default_factory=list)
-    children: dict[int, dict[int, float]] = field(default_factory=dict)
-    proposals: dict[int, Proposal] = field(default_factory=dict)
+    last_id: int = NO_NODE  # newest recorded node
+    submitted: list[int] = field(default_factory=list)  # node ids of this step
+    children: dict[int, dict[int, float]] = field(default_factory=dict)  # node -> token -> log prob
+    proposals: dict[int, Proposal] = field(default_factory=dict)  # by answered node in the tree
 
     def new_nodes(self) -> list[list[Any]]:
-        """Nodes added since the last call; ids are ascending, so they are the last ones."""
+        """Returns the nodes added since the last call; ids ascend, so these are the last ones."""
         tree = self.request.tree
         new = slice(int(tree.ids.searchsorted(self.last_id, side="right")), len(tree))
         self.last_id = int(tree.ids[-1])
@@ -77,7 +73,7 @@ class _OpenRequest:
         return new_nodes
 
     def propose(self, answers: Answers) -> None:
-        """Keeps the candidates and the target's distribution of nodes that were answered."""
+        """Stores what draft and target proposed after each answered node."""
         tree = self.request.tree
         slots = tree.slots(answers.node_ids).tolist()
         for i, (node_id, slot) in enumerate(zip(answers.node_ids.tolist(), slots, strict=True)):
@@ -89,7 +85,7 @@ class _OpenRequest:
                 )
 
     def judged(self, commit: Commit) -> list[list[Any]]:
-        """A row per token that a commit decides, and forgets nodes that have left the tree."""
+        """Returns a ``Judgement.row`` per decided token; forgets nodes that have left the tree."""
         tokens = [*commit.retired_tokens[1:].tolist(), int(commit.next_token)]
         rows = [
             judgement(self.proposals.get(node_id), self.children.get(node_id, {}), token).row()
@@ -102,10 +98,9 @@ class _OpenRequest:
 
 
 class ObservedExecutor(Executor):
-    """The executor of a traced decode loop: records the calls in a ``RunTrace``."""
+    """Wraps the executor of a traced decode loop and records its calls in a ``RunTrace``."""
 
     def __init__(self, *, executor: Executor, trace: RunTrace) -> None:
-        """Wraps ``executor``."""
         self._inner = executor
         self._trace = trace
         self._open: dict[int, _OpenRequest] = {}
@@ -115,7 +110,6 @@ class ObservedExecutor(Executor):
         self.can_poll = executor.can_poll
 
     def open(self, request: RequestState) -> None:
-        """Opens a request and its record."""
         entry = _OpenRequest(request, [])
         record = {"id": request.id, "prefix_len": request.prefix_len, "steps": entry.steps}
         self._trace.trees.requests.append(record)
@@ -123,7 +117,6 @@ class ObservedExecutor(Executor):
         self._inner.open(request)
 
     def submit(self, batch: Batch) -> None:
-        """Records and submits a batch."""
         depths = [int(d) for rows in batch.trees for d in (rows.depths.min(), rows.depths.max())]
         if batch.num_tokens:
             self._trace.trees.fed[self._trace.timeline.step] = {
@@ -151,7 +144,7 @@ class ObservedExecutor(Executor):
         return self._inner.set_wakeup(event)
 
     def collect(self, *, wait: bool = True) -> Output:
-        """Collects the output, and records the trees before the step's commits."""
+        """Collects the output; records the trees here because commits have not pruned them yet."""
         output, trace = self._inner.collect(wait=wait), self._trace
         if trace.timeline.step >= MAX_STEPS:
             trace.trees.truncated = True
@@ -198,23 +191,14 @@ class ObservedExecutor(Executor):
         self._trace.timeline.step += 1
 
     def close(self, request_id: int) -> None:
-        """Stops recording a request and closes it."""
         self._open.pop(request_id, None)
         self._inner.close(request_id)
 
 
 class RunTrace:
-    """The trace of a run.
-
-    Attributes:
-        clock: the controller's clock.
-        timeline: spans of this process, and the loop's current step.
-        trees: growth of the trees.
-        began_s: clock time at which the record begins, with step 0.
-    """
+    """The trace of a run; ``began_s`` is the clock time at which step 0 begins."""
 
     def __init__(self, clock: Clock) -> None:
-        """Starts recording; ``clock`` must have a timeline."""
         assert clock.timeline is not None, "a traced run's clock has a timeline"
         self.clock = clock
         self.timeline: Timeline = clock.timeline
@@ -232,13 +216,13 @@ class RunTrace:
         self.began_s, self.timeline.step = self.clock.now(), 0
 
     def begin_run(self, reports: Sequence[ClockReport]) -> None:
-        """Marks the start of a run of the loop; spans in ``reports`` precede it and are dropped."""
+        """Marks the start of a run of the loop; drops earlier spans, which are in ``reports``."""
         self._run_step = self.timeline.step
         for report in reports:
             self._dropped[report.rank] = report.dropped
 
     def end_run(self, reports: Sequence[ClockReport]) -> None:
-        """Adds the spans of ranks with wall clocks; the controller's report comes first.
+        """Adds the spans of ranks with wall clocks; the controller's report must come first.
 
         Time axes are aligned by the time of day at which each rank's clock started. Workers number
         steps from the start of each run.
@@ -256,12 +240,11 @@ class RunTrace:
 
     @property
     def num_dropped(self) -> int:
-        """Number of spans that were counted but not recorded."""
         here = 0 if self._dropped else self.timeline.dropped
         return here + sum(self._dropped.values())
 
     def spans(self) -> list[Span]:
-        """Spans of all ranks, ordered by time; time starts at the beginning of the record."""
+        """Returns the spans of all ranks, ordered by time since the beginning of the record."""
         spans = (*self._gathered, *self.timeline.spans)
         shifted = [replace(s, start_s=s.start_s - self.began_s) for s in spans]
         return sorted((s for s in shifted if s.start_s >= 0), key=lambda s: (s.start_s, s.rank))

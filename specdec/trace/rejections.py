@@ -1,4 +1,4 @@
-"""Why draft tokens were rejected: counts over a trace, and their picture."""
+"""Counts why draft tokens were rejected in a trace, and plots the counts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ REASONS = (
     "not among the draft's candidates",
     "the draft had not proposed anything there",
 )
-"""What became of the target's token, by ``Judgement``: accepted, or why it was not."""
+"""Whether the target's token was accepted, and why not."""
 
 RANKS = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33+", "none")
-"""Bins of the draft's rank of the target's token; none: not among its candidates."""
+"""Bins of the draft's rank of the target's token; none: the token was not a candidate."""
 
 TARGET_RANKS = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33+")
 _BLUE, _PALE, _RED = "#0070a8", "#b9d6e8", "#b00020"
@@ -34,25 +34,18 @@ _DPI = 150
 class Rejections:
     """Counts over the decided tokens of a trace.
 
-    Attributes:
-        reasons: one of ``REASONS`` -> tokens.
-        ranks: one of ``RANKS`` -> (tokens that were in the tree, tokens that were not), of those
-            where the draft had proposed candidates.
-        target_ranks: one of ``TARGET_RANKS`` -> rejections in which the target gave the draft's
-            first choice that rank; empty where the run does not know the target's distribution.
-        target_prob, draft_prob: means over the rejections where the draft had candidates: the
-            target's probability of the draft's first choice (None where it is not known), and the
-            draft's own probability of it.
+    The draft's *first choice* is its most probable candidate. The means cover rejections where the
+    draft had candidates; values of the target need a run that computes its distribution.
     """
 
-    reasons: Mapping[str, int]
-    ranks: Mapping[str, tuple[int, int]]
-    target_ranks: Mapping[str, int]
-    target_prob: float | None
-    draft_prob: float | None
+    reasons: Mapping[str, int]  # one of ``REASONS`` -> tokens
+    ranks: Mapping[str, tuple[int, int]]  # one of ``RANKS`` -> (tokens in the tree, others)
+    target_ranks: Mapping[str, int]  # the target's ranks of rejected first choices; may be empty
+    target_prob: float | None  # mean target probability of the first choice
+    draft_prob: float | None  # mean draft probability of the first choice
 
     def figures(self) -> dict[str, float]:
-        """Shares and means by name, for loggers."""
+        """Returns shares and means by name, for loggers."""
         total = sum(self.reasons.values())
         names = ("accepted", "no_room", "not_a_candidate", "no_proposal")
         shares = {
@@ -67,11 +60,7 @@ class Rejections:
 
 
 def rejections(trees: Mapping[str, Any]) -> Rejections | None:
-    """Counts of a ``trees.json``; None if it has no judged tokens (as of an earlier version).
-
-    Raises:
-        KeyError: ``trees`` has another format.
-    """
+    """Counts the tokens of a ``trees.json``; None if none is judged (files of earlier versions)."""
     reasons, hits, misses, target_ranks = (Counter[str]() for _ in range(4))
     probs: list[tuple[float | None, float]] = []
     for found in _judgements(trees):
@@ -121,7 +110,7 @@ def _bin(rank: int) -> str:
 
 
 def rejections_png(found: Rejections, *, title: str = "") -> bytes:
-    """The draft's ranks of the target's tokens, the reasons, and the target's ranks if known."""
+    """Plots the draft's ranks of the target's tokens, the reasons, and any known target ranks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13.0, 3.6), dpi=_DPI, layout="constrained")

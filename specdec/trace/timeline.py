@@ -18,7 +18,7 @@ _COLORS: Mapping[str, str] = {
     "transmit": "#edae49",
     "wait": "#e9e9e9",
 }
-"""Phase -> colour; drafting is compute too, but it runs in parallel with the stages."""
+"""Drafting is compute too, but has its own colour because it runs in parallel with the stages."""
 
 _DPI = 160
 _WIDE_STEPS, _NEAR_STEPS = 90, 9
@@ -27,28 +27,18 @@ _MAX_BARS = 20_000  # more bars could not be distinguished
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A time interval of a rank.
-
-    Attributes:
-        rank, phase: row of the plot, and key of ``_COLORS``.
-        start_ms, ms: start and duration in milliseconds.
-        step, tokens: iteration of the decode loop, and rows processed (0 for waits).
-    """
+    """A time interval of a rank."""
 
     rank: int
-    phase: str
+    phase: str  # key of ``_COLORS``
     start_ms: float
     ms: float
-    step: int
-    tokens: int
+    step: int  # iteration of the decode loop
+    tokens: int  # rows processed; 0 for waits
 
 
 def bars_of(trace: Mapping[str, Any]) -> tuple[list[Bar], dict[int, str]]:
-    """Bars of a ``trace.json`` ordered by time, and its row labels by rank.
-
-    Raises:
-        KeyError, TypeError: ``trace`` has another format.
-    """
+    """Returns the bars of a ``trace.json`` ordered by time, and its row labels by rank."""
     labels: dict[int, str] = {}
     bars = []
     for event in trace["traceEvents"]:
@@ -69,10 +59,10 @@ def timeline_png(
     commits: Mapping[int, str] | None = None,
     title: str = "",
 ) -> bytes:
-    """Timeline of all ranks as PNG: many steps on the left, a few of them in detail on the right.
+    """Plots the timeline of all ranks as PNG: many steps on the left, a few in detail on the right.
 
     Args:
-        trace, title: content of ``trace.json``, and a description of the run in one line.
+        trace: content of ``trace.json``.
         steps: first and last step on the left (default: the first 90).
         commits: step -> "hit" or "miss"; misses are marked, and the detail shows the first one.
 
@@ -116,7 +106,7 @@ def timeline_png(
 
 
 def _detail(wide: tuple[int, int], commits: Mapping[int, str]) -> tuple[int, int]:
-    """Steps around the first miss that is not near the edge, otherwise around the middle."""
+    """Selects steps around the first miss that is not near the edge, else around the middle."""
     first, last = wide
     half = _NEAR_STEPS // 2
     misses = [s for s, kind in sorted(commits.items()) if kind == "miss" and first < s < last]
@@ -129,7 +119,6 @@ def _detail(wide: tuple[int, int], commits: Mapping[int, str]) -> tuple[int, int
 def _panel(
     ax: Axes, bars: Sequence[Bar], steps: tuple[int, int], commits: Mapping[int, str]
 ) -> None:
-    """Draws the bars of all ranks during the given steps."""
     work = [bar for bar in bars if bar.tokens and steps[0] <= bar.step <= steps[1]]
     if not work:
         return
