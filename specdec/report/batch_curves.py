@@ -1,4 +1,4 @@
-"""Curves over batch sizes: a plot and a page in Markdown."""
+"""Presents a comparison over batch sizes as a plot and as a page in Markdown."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _COLUMNS = (
 
 
 def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
-    """PNG: throughput against time between tokens, and p99 over batch sizes.
+    """Plots throughput against time between tokens, and its p99 over batch sizes, as PNG.
 
-    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2). There is one row per
+    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2). ``rows`` has one row per
     strategy and batch size.
     """
     figure = figure_of(11.0, 4.8)
@@ -86,10 +86,9 @@ def curves_markdown(
     cross: str | None,
     remarks: Sequence[str] = (),
 ) -> str:
-    """The page in Markdown: every row at every batch size, ratios, conditions.
+    """Writes the page: every row at every batch size, ratios and conditions.
 
     Args:
-        rows, conditions: of the comparison, with one row per strategy and batch size.
         crossovers: see ``specdec.runs.batch_sizes.crossovers``.
         cross: name of the row on another profile; None without one.
         remarks: lines below the table.

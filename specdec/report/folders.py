@@ -1,5 +1,3 @@
-"""Writes the result files of a comparison and of a run."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +20,8 @@ def write_comparison(
 ) -> list[Path]:
     """Writes comparison.json, comparison.md and comparison.png; returns their paths.
 
-    Rows are those of ``metrics.comparison_row``. ``runs`` are the repeats of each strategy, for the
-    spread over prompts in the plot (default: omitted).
+    ``rows`` are from ``metrics.comparison_row``. The plot shows the spread over prompts if ``runs``
+    has the repeats of each strategy.
     """
     base = Path(folder)
     return [
@@ -41,7 +39,7 @@ def write_run(
 ) -> list[Path]:
     """Writes run.png and then summary.json (metrics and ``conditions``); returns their paths.
 
-    The existence of summary.json marks a run as complete.
+    The existence of summary.json marks a run as complete, so it is written last.
     """
     base = Path(folder)
     return [

@@ -1,6 +1,6 @@
-"""Which source proposed each token: source names, text per token, and coloured text.
+"""Shows which source proposed each token, as text in the colours of the sources.
 
-As in Staged Speculative Decoding (2308.04623), Figure 3, each token has its source's colour.
+Staged Speculative Decoding (2308.04623), Figure 3, shows tokens in this way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specdec.metrics.results import RequestResult
 from specdec.report.plots import png
 
 ENDS_FILE = "token_ends.json"
-"""File in a run folder: strategy -> prompt id -> ``token_ends`` of the output."""
+"""A run folder's file that maps strategy -> prompt id -> ``token_ends`` of the output."""
 
 PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 """Background colours of sources 0, 1, ...; tokens of the target have none."""
@@ -37,22 +37,18 @@ _MARGIN, _HEAD = 0.15, 0.55  # inches
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A part of the output from one source: its text, and the source's index (-1: target)."""
+    """A part of the output that one source proposed; origin -1 is the target."""
 
     text: str
     origin: int
 
 
 def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """End index of each token's text within the whole text, by incremental decoding.
+    """Finds the end index of each token's text within the whole text, by incremental decoding.
 
-    A token that leaves a character incomplete ends where the previous token ends; the character
-    belongs to the token that completes it.
-
-    Args:
-        tokens, decode: one output, and a function from token ids to text. Tokenizers may drop a
-            leading space, so tokens are decoded together with the preceding ones up to the last
-            complete character.
+    Tokenizers may drop a leading space, so each token is decoded together with the preceding ones
+    up to the last complete character. A token that leaves a character incomplete ends where the
+    previous token ends; the character belongs to the token that completes it.
     """
     ends: list[int] = []
     begin, seen, end = 0, 0, 0  # window [begin, i]; the text of [begin, seen) ends at ``end``
@@ -70,8 +66,9 @@ def write_token_ends(
 ) -> Path | None:
     """Writes ``token_ends`` of all outputs, from which a report assigns text to tokens.
 
-    ``results`` maps strategies to the finished prompts of one repeat. Without a tokenizer nothing
-    is written.
+    Args:
+        results: strategy -> finished prompts of one repeat.
+        tokenizer: of the target; None writes nothing.
     """
     if tokenizer is None:
         return None
@@ -86,7 +83,7 @@ def write_token_ends(
 
 
 def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]:
-    """The output as pieces; consecutive tokens of one source are joined.
+    """Splits the output into pieces, each from consecutive tokens of one source.
 
     Without ``ends`` (no tokenizer, or an interrupted run) tokens are shown as ``#<id>``.
     """
@@ -102,7 +99,7 @@ def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]
 
 
 def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
-    """Index of each source in a resolved configuration -> its name; -1 is the target."""
+    """Maps each source index in a resolved configuration to a name; -1 is the target."""
     names = {-1: "target"}
     source, policy = config.get("source"), config.get("policy")
     if not source:  # decoding by transformers
@@ -119,23 +116,23 @@ def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
 
 
 def shares(results: Iterable[RequestResult]) -> dict[int, float]:
-    """Source index -> share of the generated tokens, in ascending order of index."""
+    """Maps each source index, in ascending order, to its share of the generated tokens."""
     counts = Counter(origin for result in results for origin in result.origins)
     return {origin: counts[origin] / counts.total() for origin in sorted(counts)}
 
 
 def terminal_text(result: RequestResult, ends: Sequence[int] | None) -> Text:
-    """The output for a terminal, with sources as background colours."""
+    """Renders the output for a terminal, with background colours for sources."""
     return Text.assemble(*((p.text, terminal_style(p.origin)) for p in pieces(result, ends)))
 
 
 def terminal_style(origin: int) -> str:
-    """Style of a source, for rich."""
+    """Returns a source's style for rich."""
     return "" if origin < 0 else f"black on {_TERMINAL[origin % len(_TERMINAL)]}"
 
 
 def html_text(result: RequestResult, ends: Sequence[int] | None) -> Markup:
-    """The output as escaped HTML: spans of classes ``o0``, ``o1``, ...; none for the target."""
+    """Renders the output as escaped HTML, with a span of class ``o<i>`` for text of source i."""
     span = Markup('<span class="o{}">{}</span>')
     return Markup("").join(
         p.text if p.origin < 0 else span.format(p.origin % len(PALETTE), p.text)
@@ -152,14 +149,13 @@ def origins_png(
     columns: int = 100,
     max_lines: int = 60,
 ) -> bytes:
-    """The output as a picture: fixed-width text on the colours of its sources.
+    """Draws the output as fixed-width text on the colours of its sources.
 
     Args:
-        result, ends: a finished prompt, and its ``token_ends``.
+        ends: ``token_ends`` of the output.
         names: source index -> name, for the legend.
-        title: one line above the text.
         columns: characters per line; longer lines are broken.
-        max_lines: maximum number of lines; the picture states how many more there are.
+        max_lines: lines to draw; the title states how many more there are.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
@@ -208,7 +204,7 @@ def _color(origin: int) -> str:
 
 
 def _name(node: Mapping[str, Any]) -> str:
-    """Name of a part from its class: "draft model" for DraftModelSource."""
+    """Derives a readable name from a part's class: "draft model" for DraftModelSource."""
     cls = str(node["_target_"]).rpartition(".")[2].removesuffix("Source")
     known = {"NGram": "n-gram"}
     return known.get(cls) or " ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*", cls)).lower()

@@ -1,4 +1,4 @@
-"""One self-contained HTML page per results folder: table, plots, coloured texts and timeline."""
+"""Renders one self-contained HTML page per results folder: table, plots, texts and timeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from specdec.trace.timeline import timeline_png
 _TITLE_KEYS = (
     *("clock", "clock_profile", "data", "num_prompts", "sampling", "max_new_tokens", "dtype"),
 )
-"""Conditions of which the title has every value."""
+"""If these conditions differ between runs, the title lists all their values."""
 
 _MAX_TEXTS = 24  # strategies or jobs whose texts are shown
 _MAX_PICTURES = 8  # strategies or jobs whose first text is also drawn as a picture
@@ -42,22 +42,16 @@ _MAX_TREES_BYTES = 12_000_000
 
 @dataclass(frozen=True, slots=True)
 class ResultsReport:
-    """Results of a folder, ready for display.
-
-    Attributes:
-        folder, curves: the folder that was read; one curve per strategy and run folder.
-        rows: table rows (``metrics.comparison_row``) of complete runs.
-        conditions: those of all complete runs; of some that vary, their values.
-    """
+    """Results of a folder, ready for display."""
 
     folder: Path
-    curves: tuple[Curve, ...]
-    rows: tuple[Mapping[str, Any], ...]
-    conditions: Mapping[str, Any]
+    curves: tuple[Curve, ...]  # one per strategy and run folder
+    rows: tuple[Mapping[str, Any], ...]  # ``metrics.comparison_row`` of complete runs
+    conditions: Mapping[str, Any]  # see ``_shared``
 
 
 def load_report(folder: str | Path) -> ResultsReport:
-    """Reads a folder; jobs of a sweep are compared with its ``ar`` job of the same conditions.
+    """Reads a folder; jobs of a sweep are compared with its ``ar`` job under the same conditions.
 
     Raises:
         UserError: see ``specdec.report.results.read``; or no prompt has finished yet.
@@ -72,7 +66,7 @@ def load_report(folder: str | Path) -> ResultsReport:
 
 
 def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The conditions of several runs; of those that vary, all values that the title shows."""
+    """Merges conditions of several runs; drops those that vary unless the title shows them."""
     shared = dict(conditions[0]) if conditions else {}
     for key, value in conditions[0].items() if conditions else ():
         values = list(dict.fromkeys(str(c.get(key)) for c in conditions))
@@ -110,7 +104,7 @@ def write_report(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
 def text_of(
     report: ResultsReport, prompt: int
 ) -> list[tuple[Result, RequestResult, Sequence[int] | None]]:
-    """Per strategy, the output of one prompt and its ``token_ends``.
+    """Returns per strategy the output of one prompt and its ``token_ends``.
 
     Raises:
         UserError: no strategy has finished that prompt.
@@ -130,7 +124,7 @@ def _curve(result: Result, results: Sequence[Result]) -> Curve:
 
 
 def _row(curve: Curve) -> Mapping[str, Any]:
-    """The table row: the comparison's own, or computed from the run and its baseline."""
+    """Returns the table row of a comparison, or computes it from the run and its baseline."""
     summary = curve.result.summary
     assert summary is not None
     if "speedup_wall" in summary:
@@ -142,7 +136,7 @@ def _row(curve: Curve) -> Mapping[str, Any]:
 
 
 def _text_pictures(report: ResultsReport) -> dict[str, bytes]:
-    """The first outputs in colour, by file name without extension."""
+    """Draws the first output of each strategy in colour, by file name without extension."""
     pictures = {}
     for i, result in enumerate((c.result for c in report.curves[:_MAX_PICTURES]), start=1):
         for first in result.results[:1]:
@@ -153,9 +147,9 @@ def _text_pictures(report: ResultsReport) -> dict[str, bytes]:
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Of the first traced run: its pictures by name, and what the template shows of its trees.
+    """Returns the first traced run's pictures by name, and the trees for the template.
 
-    The trees of the first two traced runs are side by side where they decode the same prompts.
+    The trees of the first two traced runs are side by side if they decode the same prompts.
     """
     styles = styles_of(report.curves)
     tracks: list[Track] = []
@@ -182,7 +176,6 @@ def _trace(report: ResultsReport) -> tuple[dict[str, bytes], dict[str, Any]]:
 
 
 def _pictures_of(folder: Path, name: str, trees: Mapping[str, Any]) -> dict[str, bytes]:
-    """The timeline of a traced run, and why its draft tokens were rejected."""
     trace, found = read_json(folder / TIMELINE_FILE), rejections(trees)
     pictures = {}
     if trace:
@@ -225,7 +218,7 @@ def _page(
 
 
 def _provenance(report: ResultsReport) -> dict[Path, str]:
-    """Run folder -> its configuration and provenance, as YAML."""
+    """Maps each run folder to its configuration and provenance, as YAML."""
     texts: dict[Path, str] = {}
     for result in (curve.result for curve in report.curves):
         if result.folder not in texts:

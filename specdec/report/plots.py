@@ -1,4 +1,4 @@
-"""Plots of a comparison and of one run, as PNG; no window is opened."""
+"""Plots a comparison or one run as PNG, without opening a window."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def comparison_png(
     conditions: Mapping[str, Any],
     runs: Mapping[str, Sequence[Run]] | None = None,
 ) -> bytes:
-    """Speed-up over ``ar``, tokens per second and acceptance of each strategy, as a PNG.
+    """Plots speed-up over ``ar``, tokens per second and acceptance of each strategy.
 
     Args:
-        rows, conditions: of the comparison; rows are drawn from top to bottom.
+        rows: drawn from top to bottom.
         runs: strategy -> repeats, for the spread over prompts (default: only medians are drawn).
     """
     figure = figure_of(11.0, 2.2 + 0.46 * len(rows))
@@ -115,7 +115,7 @@ def _bars(
     missing: str = "-",
     above: int = 0,
 ) -> None:
-    """One horizontal bar per row, with its value written ``above`` points over its end."""
+    """Draws one horizontal bar per row and writes its value ``above`` points over its end."""
     styles = row_styles([str(row["strategy"]) for row in rows])
     for y, row in enumerate(rows):
         value = row.get(name)
@@ -128,7 +128,7 @@ def _bars(
 
 
 def _spreads(ax: Axes, rows: Sequence[Row], runs: Mapping[str, Sequence[Run]]) -> None:
-    """Each row's speed-ups: a dot per prompt, and a line over the range of its repeats."""
+    """Draws a dot per prompt and a line over the range of repeats, for each row's speed-up."""
     for y, row in enumerate(rows):
         name, spread = row["strategy"], row.get("speedup_wall_range")
         if row.get("speedup_wall") is None:
@@ -171,7 +171,7 @@ def _is_lossy(row: Row) -> bool:
 
 
 def tidy(ax: Axes, **labels: Any) -> None:
-    """Applies the common axis style, and labels, title and limits (see ``Axes.set``)."""
+    """Applies the common axis style; ``labels`` are arguments of ``Axes.set``."""
     ax.set(**labels)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
@@ -183,14 +183,14 @@ def tidy(ax: Axes, **labels: Any) -> None:
 
 
 def figure_of(width: float, height: float) -> Figure:
-    """An empty figure; width and height in inches."""
+    """Creates an empty figure; width and height are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
 def png(figure: Figure, title: str = "", fontsize: int = 10) -> bytes:
-    """Content of a PNG file of the figure, with a title at the top left."""
+    """Returns the PNG file of a figure, with a title at the top left."""
     if title:
         figure.suptitle(title, fontsize=fontsize, x=0.01, ha="left")
     stream = BytesIO()

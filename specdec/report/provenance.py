@@ -1,5 +1,3 @@
-"""Provenance of results: versions, hardware, revision, command, configuration."""
-
 from __future__ import annotations
 
 import hashlib
@@ -35,14 +33,11 @@ def provenance(
     config: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Information needed to judge or repeat a run.
+    """Returns the information needed to judge or repeat a run, and the entries of ``extra``.
 
     Paths inside the working directory or the home folder are written relative to it. Values whose
-    key looks like a secret are redacted. The host name is not recorded.
-
-    Args:
-        command, config: ``sys.argv``, and the resolved configuration (only its hash is recorded).
-        extra: additional entries, such as ``data.data_provenance``.
+    key looks like a secret are redacted. The host name is not recorded, and of ``config`` only the
+    hash.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -56,7 +51,7 @@ def provenance(
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a resolved configuration, independent of key order."""
+    """Returns the SHA-256 of a resolved configuration, which does not depend on key order."""
     return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
 
 
@@ -69,7 +64,7 @@ def _versions() -> dict[str, str]:
 
 
 def _hardware() -> dict[str, Any]:
-    """Threads and GPUs are only reported if torch has been imported already."""
+    """Describes the machine; threads and GPUs only if torch has been imported already."""
     memory = host_memory()
     facts: dict[str, Any] = {
         "machine": platform.machine(),
@@ -90,8 +85,10 @@ def _hardware() -> dict[str, Any]:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Revision of the repository that contains this package, and for a dirty tree the hash of its
-    tracked changes; None outside a repository."""
+    """Describes the git repository that contains this package; None outside one.
+
+    A dirty tree is identified by the hash of its tracked changes.
+    """
     revision, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     # A package installed inside another project's repository is not tracked by that repository.
     tracked = _git("ls-files", "--error-unmatch", "provenance.py") is not None
@@ -105,7 +102,7 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def redact(part: str) -> str:
-    """A command-line argument without secrets, and with local folders abbreviated."""
+    """Removes secrets from a command-line argument, and abbreviates local folders."""
     key, equals, _ = part.partition("=")
     if equals and _SECRET_KEY.search(key):
         return f"{key}=<redacted>"
@@ -147,7 +144,7 @@ def _cpu_model() -> str:
 
 
 def host_memory() -> int | None:
-    """Bytes of this machine's memory; None if the system does not tell."""
+    """Returns the bytes of this machine's memory; None if the system does not report them."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""``requests.jsonl``: one line per finished prompt, appended and flushed as it finishes."""
+"""Writes and reads ``requests.jsonl``, which gets a line for each prompt as it finishes."""
 
 from __future__ import annotations
 
@@ -17,26 +17,16 @@ from specdec.metrics.results import RequestResult, RunTotals
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One line of ``requests.jsonl``.
+    """One line of ``requests.jsonl``."""
 
-    Attributes:
-        strategy, repeat: name of the strategy, and index of the repeat from 0.
-        result: the finished request.
-        totals: the run's totals during this request; None if requests shared steps.
-        prompt: name of the prompt ("humaneval/3"), or "".
-        cpu: CPU times beside the wall time; None where they are not measured.
-        disturbed: why the times do not count; "" if they do.
-        category: of the prompt in its data set, or "".
-    """
-
-    strategy: str
-    repeat: int
+    strategy: str  # name of the preset
+    repeat: int  # index from 0
     result: RequestResult
-    totals: RunTotals | None = None
-    prompt: str = ""
-    cpu: CpuTimes | None = None
-    disturbed: str = ""
-    category: str = ""
+    totals: RunTotals | None = None  # of the run during this request; None if requests shared steps
+    prompt: str = ""  # name such as "humaneval/3", or ""
+    cpu: CpuTimes | None = None  # None if not measured
+    disturbed: str = ""  # why the times do not count; "" if they do
+    category: str = ""  # of the prompt in its data set, or ""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -45,14 +35,10 @@ class RequestRecord:
 
 
 class RequestWriter(AbstractContextManager["RequestWriter"]):
-    """Appends lines; removes an incomplete last line left by an earlier process."""
+    """Appends lines; removes an incomplete last line that a killed process has left."""
 
     def __init__(self, path: str | Path) -> None:
-        """Opens the file for appending; creates it and its folder if missing.
-
-        Raises:
-            UserError: a line other than the last is damaged.
-        """
+        """Opens the file, creating it and its folder; UserError if an earlier line is damaged."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines, length = _complete_lines(self.path)
@@ -96,13 +82,10 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
 
 
 def read_requests(path: str | Path) -> list[RequestRecord]:
-    """Reads the finished requests; an empty list if the file does not exist.
+    """Reads the finished requests; returns an empty list if the file does not exist.
 
-    An incomplete last line, left by a killed process, is ignored. Of a request that was measured
-    again only the last line is read.
-
-    Raises:
-        UserError: another line is damaged.
+    An incomplete last line, left by a killed process, is ignored; any other damaged line is a
+    UserError. Of a request that was measured again only the last line is returned.
     """
     records = []
     for number, line in _complete_lines(Path(path))[0]:
@@ -114,11 +97,7 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
 
 
 def finished(path: str | Path, strategy: str, repeat: int = 0) -> dict[int, RequestRecord]:
-    """Prompt id -> record with totals, of one strategy and repeat; a resumed run skips these.
-
-    Raises:
-        UserError: a line other than the last is damaged.
-    """
+    """Maps prompt ids to the records with totals, which a resumed run need not decode again."""
     return {
         record.result.id: record
         for record in read_requests(path)
@@ -143,7 +122,7 @@ def _damaged(path: str | Path, number: int) -> UserError:
 
 
 def _complete_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], int]:
-    """The complete lines' numbers and values, and the bytes up to the end of the last one."""
+    """Returns numbers and values of the complete lines, and their size in bytes."""
     if not path.exists():
         return [], 0
     *lines, _ = path.read_bytes().split(b"\n")  # without a newline the last line is incomplete

@@ -32,11 +32,9 @@ FloatArray = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Results drawn in one style.
+    """The repeats of a strategy or job, drawn in one style.
 
-    Attributes:
-        result, runs: of a strategy or job; its repeats.
-        plain: repeats of the plain decoding that it is compared with; may be empty.
+    ``plain`` has the repeats of plain decoding that it is compared with; it may be empty.
     """
 
     result: Result
@@ -45,12 +43,11 @@ class Curve:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is plain decoding itself."""
         return self.result.strategy == "ar"
 
 
 def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
-    """Speed-up of each prompt over plain decoding; tokens per second if there is no baseline."""
+    """Plots each prompt's speed-up over plain decoding, or tokens per second without a baseline."""
     shown = [c for c in curves if len(c.plain) and not c.is_plain]
     relative = bool(shown)
     shown = (shown or [c for c in curves if pooled(c.runs)])[:MAX_CURVES]
@@ -85,7 +82,7 @@ def prompts_png(curves: Sequence[Curve], clock: str) -> bytes:
 
 
 def table_number(curve: Curve, *, relative: bool) -> float | None:
-    """The row's number in the table: all prompts together, the median over repeats."""
+    """Returns the number in the table: over all prompts together, the median over repeats."""
     speeds = [decode_speed(run.results) for run in curve.runs]
     if relative:
         plain = [decode_speed(run.results) for run in curve.plain]
@@ -96,7 +93,7 @@ def table_number(curve: Curve, *, relative: bool) -> float | None:
 
 
 def acceptance_png(curves: Sequence[Curve]) -> bytes:
-    """Acceptance by depth below the root, and share of proposed tokens by output position."""
+    """Plots acceptance by depth below the root, and the share of drafted tokens by position."""
     figure = figure_of(11.0, 4.0)
     depth, position = figure.subplots(1, 2)
     styles = styles_of(curves)
@@ -131,7 +128,7 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
 
 
 def throughput_png(curves: Sequence[Curve], clock: str) -> bytes:
-    """Tokens over time since admission, and tokens per second by position, over all prompts."""
+    """Plots tokens over time since admission, and tokens per second by position in the output."""
     figure = figure_of(11.0, 4.0)
     time, rate = figure.subplots(1, 2)
     styles = styles_of(curves)
@@ -166,7 +163,7 @@ def mean_emission(results: Sequence[RequestResult]) -> FloatArray:
 
 
 def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, FloatArray]:
-    """Middle position and tokens per second of each bucket, pooled over prompts.
+    """Returns middle position and tokens per second of each bucket, pooled over prompts.
 
     Covers the decode phase (``metrics.times.decode_phase``); omits buckets without elapsed time.
     """
@@ -186,17 +183,16 @@ def _speeds(curve: Curve) -> FloatArray:
 
 
 def styles_of(curves: Sequence[Curve]) -> dict[str, Style]:
-    """Name of each curve -> its style, the same in all plots."""
+    """Maps curve names to styles, which are the same in all plots."""
     return row_styles({curve.result.name: curve.result.strategy for curve in curves})
 
 
 def _last_position(ax: Axes) -> float:
-    """The largest x of a panel's lines, so that a single bucket does not fill the axis."""
+    """Returns the largest x of a panel's lines, so that a single bucket does not fill the axis."""
     return max((float(np.max(line.get_xdata())) for line in ax.lines), default=0.0)
 
 
 def _finish(figure: Figure, title: str, axes: Sequence[Axes]) -> bytes:
-    """The picture, with one legend for all axes."""
     handles: dict[str, Any] = {}
     for ax in axes:
         lines, labels = ax.get_legend_handles_labels()

@@ -24,7 +24,7 @@ _SHARED = (
     *("executor", "model", "data", "sampling", "clock", "seed", "batch_size"),
     *("max_new_tokens", "stop_strings", "ignore_eos"),
 )
-"""Configuration keys in which a run and its baseline must agree."""
+"""A run and its baseline must agree in these configuration keys."""
 
 _COUNTS = ("answers", "accepted", "hits", "misses", "proposed", "verified")
 
@@ -35,14 +35,15 @@ Config = dict[str, Any]
 class Result:
     """Results of one strategy in one folder.
 
+    An interrupted run has records but neither summary nor conditions.
+
     Attributes:
-        folder: the folder of the run or comparison.
         name: name of the job within a sweep, otherwise of the strategy.
         strategy: name of the preset.
         config: content of ``config.yaml`` as plain values.
-        records: finished prompts in file order, also of an interrupted run.
-        summary: metrics of a complete run, or row of a comparison; None if interrupted.
-        conditions: data, models and environment of the run; empty if interrupted.
+        records: finished prompts in file order.
+        summary: metrics of a complete run, or row of a comparison.
+        conditions: data, models and environment of the run.
         ends: prompt id -> ``origins.token_ends`` of its output; empty without a tokenizer.
     """
 
@@ -61,7 +62,7 @@ class Result:
         return [record.result for record in self.records if record.repeat == 0]
 
     def runs(self) -> list[Run]:
-        """Repeats with finished prompts, for ``metrics.comparison_row``."""
+        """Returns the repeats with finished prompts, for ``metrics.comparison_row``."""
         repeats: dict[int, list[tuple[RequestResult, RunTotals]]] = {}
         for record in self.records:
             if record.totals is not None:
@@ -72,8 +73,7 @@ class Result:
 def read(folder: str | Path) -> list[Result]:
     """Reads all runs, comparisons and sweeps in a folder and its subfolders.
 
-    Returns:
-        One entry per strategy and run folder, ordered by folder; includes interrupted runs.
+    Returns one entry per strategy and run folder, ordered by folder; includes interrupted runs.
 
     Raises:
         UserError: there is no run folder, or a file is damaged.
@@ -96,7 +96,7 @@ def read(folder: str | Path) -> list[Result]:
 
 
 def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
-    """The ``ar`` result with the same prompts, models, devices, clock and seed, if any.
+    """Finds the ``ar`` result with the same prompts, models, devices, clock and seed.
 
     A complete comparison's baseline is its own ``ar`` row, whatever the devices.
     """
@@ -110,16 +110,13 @@ def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
 
 
 def frame(*folders: str | Path | Result) -> DataFrame:
-    """A pandas frame with one row per strategy and run folder.
+    """Returns a pandas frame with one row per strategy and run folder.
 
     Each argument is a folder for ``read``, or a ``Result`` (of ``specdec.compare``).
 
     Columns: ``folder``, ``name``, ``strategy``, ``complete``; every configuration key as
     ``config.<key>``; every metric of docs/metrics.md by its name. Histograms are mappings.
     Interrupted runs only have the configuration and ``prompts_finished``.
-
-    Raises:
-        UserError: see ``read``.
     """
     return _data_frame(
         {
@@ -134,28 +131,22 @@ def frame(*folders: str | Path | Result) -> DataFrame:
 
 
 def prompt_frame(*folders: str | Path | Result) -> DataFrame:
-    """A pandas frame with one row per finished prompt and repeat.
+    """Returns a pandas frame with one row per finished prompt and repeat; arguments as ``frame``.
 
     Columns: ``folder``, ``name``, ``strategy``, ``repeat``, ``prompt``; ``num_prompt``,
     ``new_tokens``, ``finish_reason``, ``text``; ``tokens_per_s`` (decoding), ``ttft_ms``;
     ``acceptance_length`` (tokens decided per answer), ``drafted_share`` (of its tokens that a
     source proposed); the raw counts (``answers``, ``accepted``, ``hits``, ``misses``, ...).
-
-    Raises:
-        UserError: see ``read``.
     """
     return _data_frame({**head, **prompt_metrics(r)} for head, r in _prompts(folders))
 
 
 def token_frame(*folders: str | Path | Result) -> DataFrame:
-    """A pandas frame with one row per generated token of every prompt and repeat.
+    """Returns a pandas frame with one row per generated token; arguments as ``frame``.
 
     Columns: ``folder``, ``name``, ``strategy``, ``repeat``, ``prompt``, ``position`` (0 the first
     generated token), ``token``, ``origin`` (index of the source that proposed it, -1 the target),
     ``emitted_s`` (since the prompt was admitted).
-
-    Raises:
-        UserError: see ``read``.
     """
     names = ("prompt", "position", "token", "origin", "emitted_s")
     return _data_frame(
@@ -166,7 +157,7 @@ def token_frame(*folders: str | Path | Result) -> DataFrame:
 
 
 def prompt_metrics(result: RequestResult) -> dict[str, Any]:
-    """One prompt's metrics; undefined ones are None. See ``prompt_frame``."""
+    """Returns one prompt's columns of ``prompt_frame``; undefined values are None."""
     c, phase, count = result.counters, decode_phase(result), len(result.output)
     first = result.emitted_s[0] - result.admitted_s if result.emitted_s else None
     return {
@@ -220,11 +211,7 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a file; None if it does not exist.
-
-    Raises:
-        UserError: it is not JSON.
-    """
+    """Reads a file; returns None if it does not exist. Damaged files are a UserError."""
     if not path.is_file():
         return None
     try:
@@ -234,11 +221,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None if the file does not exist.
-
-    Raises:
-        UserError: it is not a JSON object.
-    """
+    """Like ``read_json``, for files that hold one JSON object."""
     value = read_json(path)
     if isinstance(value, dict) or not path.is_file():
         return value
@@ -257,7 +240,7 @@ def _results(sources: Iterable[str | Path | Result]) -> Iterator[Result]:
 def _prompts(
     folders: Iterable[str | Path | Result],
 ) -> Iterator[tuple[dict[str, Any], RequestResult]]:
-    """Each finished request, with the first columns of its rows."""
+    """Yields each finished request with the first columns of its rows."""
     for result in _results(folders):
         for record in result.records:
             yield _identity(result) | {"repeat": record.repeat}, record.result

@@ -1,4 +1,4 @@
-"""Answers in the format of Spec-Bench (Xia et al. 2024), and its figures by category.
+"""Writes answers in the format of Spec-Bench (Xia et al. 2024), and its figures by category.
 
 Its script ``evaluation/speed.py`` divides, per question, the new tokens of all turns by their wall
 time, and the mean over questions by that of the baseline; the mean accepted tokens are those of all
@@ -36,14 +36,14 @@ def answers_of(
     strategy: str,
     decode: Callable[[Sequence[int]], str],
 ) -> list[Answer]:
-    """The answers of a strategy, one per question, with a choice per repeat.
+    """Builds a strategy's answers, one per question, with a choice per repeat.
 
     ``wall_time`` is the time from admission to the last token by the run's clock, prefill included.
 
     Args:
         prompts: prompt id -> prompt; those without ``question_id`` have no answer.
-        repeats: finished requests of each repeat; turns of a dialogue are requests.
-        strategy: its name, which is the ``model_id``.
+        repeats: finished requests of each repeat; each turn of a dialogue is a request.
+        strategy: the ``model_id`` of the answers.
         decode: token ids -> text without special tokens.
     """
     turns: list[dict[int, list[RequestResult]]] = []
@@ -67,7 +67,7 @@ def answers_of(
 
 
 def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Path | None:
-    """Writes the answers, one per line; nothing where there are none."""
+    """Writes one answer per line; without answers it writes no file and returns None."""
     if not answers:
         return None
     text = "".join(json.dumps(answer) + "\n" for answer in answers)
@@ -77,11 +77,10 @@ def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Pat
 def by_category(
     answers: Sequence[Answer], baseline: Sequence[Answer] | None
 ) -> dict[str, dict[str, Any]]:
-    """Figures by Spec-Bench's task, or by the set's own category, and over all questions.
+    """Returns figures per Spec-Bench task, or per category of other sets, and over all questions.
 
     Args:
-        answers: of a strategy.
-        baseline: of plain decoding; None for no ratio.
+        baseline: answers of plain decoding; None for no ratio.
 
     Returns:
         Category -> ``num_questions``; ``tokens_per_s``, a mean over questions; ``accept_length``,
@@ -100,7 +99,7 @@ def by_category(
 
 
 def task_of(category: str) -> str:
-    """Spec-Bench's task of a category; a category of another set unchanged."""
+    """Returns Spec-Bench's task of a category; categories of other sets are unchanged."""
     return _TASK_OF.get(category, category)
 
 
@@ -118,7 +117,7 @@ def _choice(
 
 
 def _lengths(turn: RequestResult) -> list[int]:
-    """Emitted tokens of each step: those beyond the end of the answer are cut."""
+    """Returns the tokens emitted by each step, without those cut at the end of the answer."""
     lengths = list(turn.counters.decided)
     if lengths:
         lengths[-1] -= turn.counters.cut_tokens

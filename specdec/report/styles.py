@@ -1,8 +1,8 @@
-"""One colour per strategy in every picture and page; markers, lines and hatches tell more rows.
+"""Gives each strategy one colour in every picture; marker, line and hatch separate further rows.
 
-The colours are ten and a grey for plain decoding. They stay apart for readers with protanopia and
-deuteranopia (tests/unit/test_styles.py computes how far). Presets that share a colour differ in
-their form.
+There are ten colours, and grey for plain decoding. Readers with protanopia or deuteranopia can
+tell them apart (tests/unit/test_styles.py computes the distances). Presets that share a colour
+differ in their form.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How the row of a strategy is drawn: a colour, and an index of a form."""
+    """How the row of a strategy is drawn: a colour, and an index into ``_FORMS``."""
 
     color: str
     form: int = 0
 
     def line(self) -> dict[str, Any]:
-        """Arguments of ``Axes.plot``."""
+        """Returns arguments of ``Axes.plot``."""
         marker, line, _ = _FORMS[self.form % len(_FORMS)]
         return {"color": self.color, "marker": marker, "ls": line}
 
     def point(self) -> dict[str, Any]:
-        """Arguments of ``Axes.plot`` and ``Axes.scatter`` for points without a line."""
+        """Returns arguments of ``Axes.plot`` and ``Axes.scatter`` for points without a line."""
         return {"color": self.color, "marker": _FORMS[self.form % len(_FORMS)][0]}
 
     def bar(self) -> dict[str, Any]:
-        """Arguments of ``Axes.bar``."""
+        """Returns arguments of ``Axes.bar``."""
         hatch = _FORMS[self.form % len(_FORMS)][2]
         return {"color": self.color, "hatch": hatch, "edgecolor": "white", "lw": 0.0}
 
@@ -66,15 +66,13 @@ class Style:
 PRESETS: Mapping[str, Style] = {
     name: Style(color, form) for color, names in _PRESETS.items() for form, name in enumerate(names)
 }
-"""Style of every preset that ships with the library."""
 
 
 def row_styles(rows: Mapping[str, str] | Iterable[str]) -> dict[str, Style]:
-    """The styles of a figure's rows: the strategy's own for its first row, others distinct.
+    """Assigns distinct styles to a figure's rows; a strategy's first row has the strategy's own.
 
-    Args:
-        rows: name of each row -> its strategy, or the strategies. A name that is no preset's gets
-            the first free colour from one that depends on the name alone.
+    ``rows`` maps row names to strategies, or just lists the strategies. Names that are no presets
+    get a free colour; the search starts at one that depends on the name alone.
     """
     named = dict(rows) if isinstance(rows, Mapping) else {name: name for name in rows}
     styles: dict[str, Style] = {}
@@ -89,7 +87,7 @@ def row_styles(rows: Mapping[str, str] | Iterable[str]) -> dict[str, Style]:
 
 
 def _free(name: str, taken: set[Style]) -> Style:
-    """The first style whose colour is free; where none is, the first style that is."""
+    """Returns the first style with a free colour; if there is none, the first free style."""
     start, used = crc32(name.encode()) % len(COLORS), {style.color for style in taken}
     turned = (*COLORS[start:], *COLORS[:start])
     for color in turned:

@@ -14,33 +14,32 @@ from rich.table import Table
 Row = Mapping[str, Any]
 
 NONE = "-"
-"""Cell text of an undefined value."""
+"""The cell text of an undefined value."""
 
 _FEW_PROMPTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A table column: heading, unit or explanation, formatter of a row's cell, and alignment."""
+    """A table column."""
 
     heading: str
-    about: str
-    cell: Callable[[Row], str]
-    left: bool = False
+    about: str  # unit or explanation
+    cell: Callable[[Row], str]  # formats a row's cell
+    left: bool = False  # alignment
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """A number with ``digits`` decimals, or ``NONE``."""
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: Any, digits: int = 0) -> str:
-    """A fraction as a percentage, or ``NONE``."""
+    """Formats a fraction as a percentage."""
     return NONE if value is None else f"{100 * value:.{digits}f} %"
 
 
 def lossless_label(row: Row) -> str:
-    """Result of comparing the row's tokens with ``ar``, or what it claims instead of parity."""
+    """Says whether the tokens equal those of ``ar``, or what the strategy claims instead."""
     if row.get("strategy") == "ar":
         return "reference"
     if row.get("claims") == "lossy":
@@ -52,7 +51,7 @@ def lossless_label(row: Row) -> str:
 
 
 def speedup_label(row: Row) -> str:
-    """Median speed-up and, with several repeats, minimum and maximum."""
+    """Formats the median speed-up and, with several repeats, minimum and maximum."""
     value, spread = row.get("speedup_wall"), row.get("speedup_wall_range")
     if value is None:
         return NONE
@@ -62,7 +61,7 @@ def speedup_label(row: Row) -> str:
 
 
 def metric(heading: str, about: str, key: str, digits: int = 2) -> Column:
-    """The column of a number of the row."""
+    """Makes the column of a number of the row."""
     return Column(heading, about, lambda row: number(row.get(key), digits))
 
 
@@ -85,11 +84,11 @@ CATEGORIES = (
     "By category: speed-up over ar (without ar: tokens/s) as Spec-Bench computes it, a mean over"
     " questions with their prefill; in brackets emitted tokens per step"
 )
-"""Heading of the table by category."""
+"""The heading of the table by category."""
 
 
 def category_columns(rows: Sequence[Row]) -> list[Column]:
-    """Columns of the table by category; empty for prompts without categories."""
+    """Returns the columns of the table by category; empty for prompts without categories."""
     names = dict.fromkeys(name for row in rows for name in row.get("by_category") or {})
     return (
         [COLUMNS[0], *(Column(n, "", partial(_category_cell, n)) for n in names)] if names else []
@@ -106,12 +105,11 @@ def _category_cell(name: str, row: Row) -> str:
 
 
 def used_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[Column]:
-    """Columns with a value in at least one row."""
+    """Returns the columns with a value in at least one row."""
     return [column for column in columns if any(column.cell(row) != NONE for row in rows)]
 
 
 def markdown_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
-    """A table in Markdown."""
     aligns = ["---" if column.left else "---:" for column in columns]
     cells = [[column.cell(row) for column in columns] for row in rows]
     table = [[column.heading for column in columns], aligns, *cells]
@@ -119,7 +117,7 @@ def markdown_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 
 def title_of(conditions: Mapping[str, Any]) -> str:
-    """One line with clock, latency profile, data and sampling of the comparison."""
+    """Summarises clock, latency profile, data and sampling of a comparison in one line."""
     parts = [f"{conditions.get('clock', 'measured')} time"]
     if conditions.get("clock_profile") is not None:
         scale = conditions.get("clock_scale", 1.0)
@@ -153,7 +151,6 @@ def print_table(
 
 
 def _print_blocks(rows: Sequence[Row], columns: Sequence[Column], console: Console) -> None:
-    """One table, or several that each repeat the first column in a narrow terminal."""
     first, *others = columns
     blocks = [[first]]
     for column in others:
@@ -181,13 +178,13 @@ def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
 
 
 def _width(rows: Sequence[Row], columns: Sequence[Column]) -> int:
-    """Width of these columns in characters, including padding."""
+    """Returns the width of these columns in characters, including padding."""
     longest = [max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns]
     return sum(longest) + 3 * len(columns) + 2  # two characters of padding, one between
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
-    """The row with the highest speed-up over ``ar`` among those that are not lossy."""
+    """Returns the row with the highest speed-up over ``ar`` among those that are not lossy."""
     timed = [row for row in rows if row.get("speedup_wall") is not None and row["strategy"] != "ar"]
     kept = [
         row for row in timed if row.get("lossless") is not False and row.get("claims") != "lossy"
@@ -196,7 +193,7 @@ def best_row(rows: Sequence[Row]) -> Row | None:
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    """Notes below the table: differing prompts, caveats, loops."""
+    """Returns the notes below the table: differing prompts, caveats, loops."""
     notes = [
         f"{row['strategy']} differs from ar: {_difference(token)}"
         for row in rows
@@ -243,7 +240,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
 
 
 def _context_notes(rows: Sequence[Row]) -> list[str]:
-    """How much sources proposed at short and at long contexts, where there are both."""
+    """Notes how much sources proposed at short and at long contexts, if there are both."""
     by_ends: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         shares: Mapping[str, float] = row.get("drafted_share_by_context") or {}
@@ -257,7 +254,7 @@ def _context_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _disturbed_note(rows: Sequence[Row]) -> list[str]:
-    """One line that names the rows with disturbed measurements; none without such rows."""
+    """Names the rows with disturbed measurements in one line; none without such rows."""
     found = [row for row in rows if row.get("disturbed")]
     if not found:
         return []
@@ -273,7 +270,6 @@ def _disturbed_note(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
-    """The comparison in Markdown, with notes and all conditions."""
     columns = used_columns(rows)
     lines = [f"# Comparison: {title_of(conditions)}", ""]
     lines += markdown_lines(columns, rows)

@@ -1,4 +1,7 @@
-"""Acceptance over a run: prompt by prompt in the order in which they finished, and by domain."""
+"""Plots acceptance over a run: by prompt in the order in which they finished, and by domain.
+
+A prompt's domain is its category in the data set (the task, in Spec-Bench), else its data set.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _LEAST_PROMPTS = 4
 
 
 def drafted_by_prompt(records: Sequence[RequestRecord]) -> tuple[list[float], list[float]]:
-    """Share of drafted tokens of each finished prompt of the first repeat, and of all so far."""
+    """Returns the share of drafted tokens per prompt and in all prompts so far, of repeat 0."""
     shares, so_far = list[float](), list[float]()
     drafted = emitted = 0
     for origins in (r.result.origins for r in records if r.repeat == 0 and r.result.origins):
@@ -33,10 +36,9 @@ def drafted_by_prompt(records: Sequence[RequestRecord]) -> tuple[list[float], li
 
 
 def drafted_by_domain(records: Sequence[RequestRecord]) -> dict[str, float]:
-    """Domain -> share of its tokens that a source proposed, in the first repeat.
+    """Maps each domain to the share of its tokens that a source proposed, in the first repeat.
 
-    A prompt's domain is its category in the data set (of Spec-Bench the task), else its data set.
-    Prompts without a name have none, and are left out.
+    Prompts without a domain are left out.
     """
     drafted, emitted = Counter[str](), Counter[str]()
     for record in records:
@@ -48,12 +50,12 @@ def drafted_by_domain(records: Sequence[RequestRecord]) -> dict[str, float]:
 
 
 def domain_of(record: RequestRecord) -> str:
-    """The domain of a finished prompt; "" where its name is not known."""
+    """Returns the domain of a finished prompt; "" if its name is unknown."""
     return task_of(record.category) or record.prompt.rpartition("/")[0]
 
 
 def trajectory_png(curves: Sequence[Curve]) -> bytes | None:
-    """The picture; None with fewer than four prompts, or where no source drafted."""
+    """Plots both shares; returns None with fewer than four prompts, or if no source drafted."""
     shown = [c for c in curves[:MAX_CURVES] if not c.is_plain]
     paths = {c.result.name: drafted_by_prompt(c.result.records) for c in shown}
     if max((len(shares) for shares, _ in paths.values()), default=0) < _LEAST_PROMPTS:
