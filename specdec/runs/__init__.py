@@ -1,1 +1,1 @@
-"""Runs and comparisons, with transformers' own decoding as baselines."""
+"""Runs and comparisons of strategies, with the decoding of other programs as baselines."""

@@ -1,4 +1,4 @@
-"""Throughput against time between tokens over batch sizes (SpecPipe Fig. 16 and 17)."""
+"""Plots throughput against time between tokens over batch sizes (SpecPipe Fig. 16 and 17)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def curve_jobs(
         cfgs: batch size -> one resolved configuration per row.
         folder: receives a comparison's folder per batch size, and comparison.json, .md and .png of
             all of them. Batch sizes that are complete there are not run again.
-        repeats, progress: see ``compare_jobs``.
         cross: name of the row that is ``ar`` on another profile.
-        remarks: rows -> further lines of comparison.md.
+        remarks: makes further lines of comparison.md from the rows.
 
     Returns:
         The content of ``comparison.json``: rows with their ``batch_size`` and ratios,
@@ -66,8 +65,8 @@ def curve_jobs(
 def add_ratios(rows: Sequence[Row], cross: str | None) -> None:
     """Adds to each row its ratios within its batch size; above 1 the row is better.
 
-    ``throughput_over_ar`` is the row's throughput over that of ``ar``, ``tbt_over_ar`` the time
-    between tokens of ``ar`` over the row's; ``throughput_over_cross`` and ``tbt_over_cross`` are
+    ``throughput_over_ar`` is the row's throughput over that of ``ar``; ``tbt_over_ar`` is the time
+    between tokens of ``ar`` over the row's. ``throughput_over_cross`` and ``tbt_over_cross`` are
     the same against the cross-profile row.
     """
     for name, suffix in (("ar", "ar"), (cross, "cross")):
@@ -81,10 +80,10 @@ def add_ratios(rows: Sequence[Row], cross: str | None) -> None:
 
 
 def crossovers(rows: Sequence[Row], cross: str | None) -> dict[str, int | None]:
-    """Smallest batch size from which on plain decoding has the higher throughput, by strategy.
+    """Finds the batch size from which on plain decoding has the higher throughput.
 
-    Keys are "NAME behind ar" and "NAME behind CROSS". None: the strategy is ahead at the largest
-    size.
+    Keys are "STRATEGY behind ar" and "STRATEGY behind CROSS". The value is None if the strategy is
+    ahead at the largest size.
     """
     speed = {(r["strategy"], r["batch_size"]): r["throughput_tokens_per_s"] or 0.0 for r in rows}
     sizes = sorted({size for _, size in speed})

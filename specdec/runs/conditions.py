@@ -1,4 +1,4 @@
-"""Conditions of a run, written beside its metrics, and why rows are not comparable."""
+"""Describes the conditions of a run, and notes why rows are not comparable."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from specdec.runs.runners import Runner
 def conditions_of(
     cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
 ) -> dict[str, Any]:
-    """The conditions of a run.
+    """Collects the conditions that are written beside a run's metrics.
 
     Args:
-        cfg: resolved configuration.
-        pair: the models.
-        num_prompts, cut: number of decoded prompts, and how many of them were shortened.
-        repeats: number of measurements.
+        cut: number of prompts that were shortened.
     """
     clock, model = cfg.get("clock", {}), cfg["model"]
     conditions: dict[str, Any] = {
@@ -47,9 +44,10 @@ def conditions_of(
 
 
 def further_figures(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
-    """Metrics of a replay that come from the record, whose tokens are made up; ``caveat``.
+    """Returns metrics that a run does not measure: a replay's ``loop_share``, and ``caveat``.
 
-    ``caveat`` is why the row's times are not comparable; it is absent if they are.
+    ``loop_share`` is taken from the record, since the tokens of a replay are made up. ``caveat``
+    says why the row's times are not comparable; it is absent if they are.
     """
     text = cfg.get("clock", {}).get("caveat")
     recorded = {"loop_share": pair.about.get("loop_share")} if pair.about else {}
@@ -57,7 +55,7 @@ def further_figures(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
 
 
 def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:
-    """Notes that data and sampling of a replay are its own, not the configuration's."""
+    """Notes that a replay has the data and sampling of its record, not the configuration's."""
     conditions = pair.conditions()
     if not conditions:
         return
@@ -67,7 +65,7 @@ def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:
 
 
 def note_levels_on_one_stage(runners: Sequence[Runner], note: Callable[[str], None]) -> None:
-    """Notes rows that feed one level per step to an executor without stages to overlap."""
+    """Warns if a policy that feeds one tree level per step runs on a single stage."""
     for runner in runners:
         if runner.parts is None or runner.parts.executor.latency != 1:
             continue
@@ -92,15 +90,7 @@ def note_unused_options(
 
 
 def limits(config: Mapping[str, Any], device: str) -> list[str]:
-    """Options for faster passes that have no effect.
-
-    Args:
-        config: resolved configuration of one strategy.
-        device: of its models.
-
-    Returns:
-        Sentences without a full stop.
-    """
+    """Returns why options for faster passes have no effect, as sentences without a full stop."""
     model = config["model"]
     graphs = str(model.get("graphs", "off"))
     captures = graphs in ("cuda", "replay") or (graphs == "auto" and device.startswith("cuda"))

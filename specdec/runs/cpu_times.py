@@ -1,4 +1,4 @@
-"""Reads the CPU times of a run's processes, and of the others, from the operating system."""
+"""Reads from the operating system the CPU times of a run's processes and of all others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ try:
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-_COMPUTING_SHARE = 0.05  # of the wall time, from which on a thread counts as computing
+_COMPUTING_SHARE = 0.05  # share of the wall time from which a thread counts as computing
 _NANO = 1e-9
 
 
@@ -24,11 +24,11 @@ class CpuReading:
     """Cumulative times at one moment; see ``CpuTimes`` for what None means.
 
     Attributes:
-        wall_s: wall clock.
         cpu_s: CPU time of this process.
-        threads: (process id, thread id) -> CPU seconds and seconds without a CPU, of this process
-            and of the ranks on this machine; empty where the system does not say.
-        busy_s, stolen_s: of all CPUs, all processes.
+        threads: (process id, thread id) -> (CPU seconds, seconds waiting for a CPU), of this
+            process and of the ranks on this machine; empty if the system does not say.
+        busy_s: CPU time of all processes on all CPUs.
+        stolen_s: time that a hypervisor gave to other machines, on all CPUs.
         preemptions: involuntary context switches of this process.
     """
 
@@ -41,11 +41,10 @@ class CpuReading:
 
 
 def read_cpu(ranks: Sequence[int] = (), proc: Path = Path("/proc")) -> CpuReading:
-    """Reads the times now; takes about 20 microseconds per thread on Linux.
+    """Reads the current times, which takes about 20 microseconds per thread on Linux.
 
     Args:
         ranks: process ids of the run's other processes on this machine.
-        proc: where Linux shows its processes.
     """
     own, threads = os.getpid(), dict[tuple[int, int], tuple[float, float]]()
     for pid in (own, *ranks):
@@ -76,7 +75,7 @@ def read_cpu(ranks: Sequence[int] = (), proc: Path = Path("/proc")) -> CpuReadin
 
 
 class CpuMeter:
-    """Measures intervals: ``start`` begins one, ``stop`` returns its times."""
+    """Measures the CPU times of intervals, each from ``start`` to ``stop``."""
 
     def __init__(
         self,
@@ -91,19 +90,17 @@ class CpuMeter:
         Args:
             ranks: process ids of the run's other processes on this machine.
             waits: see ``CpuTimes``.
-            read: reads the times now.
-            cpus: CPUs that the processes may use; None: asks the system.
+            cpus: number of CPUs that the processes may use; None asks the system.
         """
         self._ranks, self._waits, self._read = tuple(ranks), waits, read
         self._cpus = cpus or _usable_cpus()
         self._began: CpuReading | None = None
 
     def start(self) -> None:
-        """Begins an interval."""
         self._began = self._read(self._ranks)
 
     def stop(self) -> CpuTimes:
-        """The times since ``start``."""
+        """Returns the times since ``start``."""
         assert self._began is not None, "stop() before start()"
         before, now = self._began, self._read(self._ranks)
         wall_s = now.wall_s - before.wall_s

@@ -1,4 +1,4 @@
-"""``data.turns=all``: the further turns of dialogues, each after the strategy's own answers."""
+"""``data.turns=all``: later turns of dialogues are decoded after the strategy's own answers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Dialogues:
     """Makes the prompt of a turn from the turns before it.
 
     Attributes:
-        prompts: (strategy, id) -> prompt of a later turn, of all that were made.
+        prompts: (strategy, id) -> prompt, for every later turn made so far.
     """
 
     def __init__(self, cfg: Mapping[str, Any], pair: ModelPair) -> None:
-        """Takes a resolved configuration and the pair whose tokenizer the prompts have."""
+        """Takes a resolved configuration and the pair whose tokenizer encodes the prompts."""
         self.prompts: dict[tuple[str, int], TokenPrompt] = {}
         self._data, self._tokenizer = cfg["data"], pair.tokenizer
         self._all = self._data.get("turns", "first") == "all"
@@ -29,21 +29,18 @@ class Dialogues:
         self._longest = min(bounds, default=None)
 
     def num_turns(self, prompt: TokenPrompt) -> int:
-        """Turns of a prompt that are decoded."""
+        """Returns how many turns of a prompt are decoded."""
         return 1 + (len(prompt.source.later) if self._all and prompt.source is not None else 0)
 
     def after(
         self, strategy: str, prompt: TokenPrompt, done: Mapping[int, RequestRecord]
     ) -> TokenPrompt | None:
-        """The next turn; None after the last.
+        """Returns the next turn, or None after the last.
 
         Args:
-            strategy: which has decoded ``prompt``.
+            strategy: the strategy that has decoded ``prompt``.
             prompt: the turn before it.
             done: id -> finished request of this strategy and repeat.
-
-        Raises:
-            UserError: the dialogue does not fit, and ``data.truncation`` is error.
         """
         turn, first = divmod(prompt.id, TURN_IDS)
         if turn + 1 >= self.num_turns(prompt):

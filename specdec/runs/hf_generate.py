@@ -1,7 +1,8 @@
-"""transformers' own ``generate`` as rows of our tables: same models, prompts, rules and counters.
+"""Measures transformers' own ``generate`` with the same models, prompts, stop rules and counters.
 
-Three kinds: ``hf_generate`` (plain), ``hf_assisted`` (draft model) and ``hf_prompt_lookup``. Hooks
-and a stopping criterion count passes and tokens, so rates are derived as for every other strategy.
+There are three kinds: ``hf_generate`` (plain), ``hf_assisted`` (draft model) and
+``hf_prompt_lookup``. Hooks and a stopping criterion count passes and tokens, so that rates are
+derived as for every other strategy.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from specdec.state import TARGET_ORIGIN, RequestState, StopRules
 from specdec.types import IntArray, Lossless
 
 HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
-"""Names of the rows."""
 
 
 @validated
@@ -50,7 +50,7 @@ class HFOptions:
 
     Attributes:
         num_assistant_tokens: maximum draft tokens per pass.
-        schedule: "constant", "heuristic" or "heuristic_transient".
+        schedule: how transformers adapts ``num_assistant_tokens`` after each pass.
         confidence_threshold: the draft stops below this probability; 0 for never.
         prompt_lookup_num_tokens: maximum tokens that prompt lookup proposes.
         max_matching_ngram: longest n-gram that prompt lookup matches.
@@ -65,10 +65,10 @@ class HFOptions:
 
 @dataclass(slots=True)
 class PassLog:
-    """Forward passes of one model.
+    """Counts the forward passes of one model.
 
     Attributes:
-        rows: tokens fed, per pass.
+        rows: number of tokens fed, per pass.
         seconds: wall time in the passes, embedding to logits.
     """
 
@@ -78,7 +78,7 @@ class PassLog:
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Context manager that counts the model's forward passes by hooks."""
+        """Counts the model's forward passes within the block, by hooks."""
         before = model.register_forward_pre_hook(self._before)
         after = model.register_forward_hook(self._after, with_kwargs=True)
         try:
@@ -97,21 +97,21 @@ class PassLog:
 
 
 class Emissions(StoppingCriteria):
-    """Stopping criterion that emits the tokens of each target pass to a request.
+    """Adds the tokens of each target pass to a request, as a stopping criterion of ``generate``.
 
     Attributes:
-        sizes: number of tokens per pass; those after the end of the request are cut.
+        sizes: number of tokens per pass, including those after the end of the request.
     """
 
     def __init__(self, request: RequestState, origin_s: float) -> None:
-        """Takes a new request and the time that its times are relative to."""
+        """Takes a new request, and the ``perf_counter`` value from which its times count."""
         self.sizes: list[int] = []
         self._request = request
         self._origin_s = origin_s
         self._seen = request.num_prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **unused: Any) -> torch.Tensor:
-        """bool[1]: whether the request is complete. Called by ``generate`` after each pass."""
+        """Returns whether the request is complete, as bool[1]; called after each pass."""
         at_s, tokens = perf_counter() - self._origin_s, input_ids[0, self._seen :].tolist()
         self.sizes.append(len(tokens))
         self._seen = input_ids.shape[1]
@@ -125,22 +125,18 @@ class Emissions(StoppingCriteria):
 
 @dataclass(kw_only=True, eq=False)
 class HFBaseline:
-    """One kind of baseline on one model pair, as a ``Runner``; prompts are decoded one by one.
+    """One kind of baseline on one model pair, as a ``Runner`` that decodes prompts one by one.
 
-    Hooks and a neutral ``generation_config`` are on the models during ``generate_one`` only.
+    The models have hooks and a neutral ``generation_config`` during ``generate_one`` only.
 
     Attributes:
         kind: one of ``HF_KINDS``.
-        target: the target model.
-        draft: the draft model, for ``hf_assisted`` only.
-        stop: as for our strategies; applied token by token to the output of ``generate``.
-        sampling: as for our strategies.
-        seed: of torch's global generator during ``generate``, combined with the prompt's id.
-            Its draws differ from ours, so tokens are comparable under greedy decoding only.
-        tokenizer: for ``RequestResult.text``.
-        options: of assisted decoding.
-        name: of the strategy. Default: ``kind``.
-        weight_bytes: of target and draft. Default: those in memory.
+        draft: for ``hf_assisted`` only.
+        stop: applied token by token to the output of ``generate``.
+        seed: seeds torch's global generator together with the prompt's id. The draws differ from
+            this library's, so tokens are comparable under greedy decoding only.
+        name: of the strategy; default: ``kind``.
+        weight_bytes: of target and draft; default: those in memory.
 
     Raises:
         ValueError: an unknown kind, or a missing or unused draft.
@@ -179,12 +175,7 @@ class HFBaseline:
 
     @classmethod
     def of(cls, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> HFBaseline:
-        """The baseline of a configuration.
-
-        Args:
-            cfg: resolved configuration of a strategy of kind ``hf``.
-            pair: target and draft, real models.
-            stop: when requests are complete.
+        """Builds the baseline of a configuration whose strategy has kind ``hf``.
 
         Raises:
             UserError: a pair without real models.
@@ -211,22 +202,13 @@ class HFBaseline:
         on_finish: Callable[[RequestResult], None],
         book: Book | None = None,
     ) -> RunTotals:
-        """Decodes the prompts one by one; see ``Runner``."""
         return run_one_by_one(prompts, lambda p: self.generate_one(p.id, p.tokens), on_finish, book)
 
     def close(self) -> None:
         """Does nothing."""
 
     def generate_one(self, prompt_id: int, tokens: IntArray) -> tuple[RequestResult, RunTotals]:
-        """Decodes one prompt.
-
-        Args:
-            prompt_id: keys the seed.
-            tokens: int64[T >= 1].
-
-        Returns:
-            The request and its raw counts.
-        """
+        """Decodes one prompt (int64[T >= 1]); returns the request and its raw counts."""
         request = RequestState(
             request_id=prompt_id, prompt=tokens, stop=self.stop, sampling=self.sampling
         )
@@ -278,7 +260,7 @@ class HFBaseline:
         return GenerationConfig(**settings)
 
     def _neutral_config(self, name: str) -> GenerationConfig:
-        """In place of the checkpoint's: nothing for the target, the options for the draft."""
+        """Replaces the checkpoint's settings by the defaults; the draft gets the options."""
         options = self.options
         if name == "target":
             return GenerationConfig()
@@ -308,7 +290,7 @@ class HFBaseline:
         return RunTotals(
             steps=passes,
             target_passes=passes,
-            # The prefill's last row is answered like a tree node; the others are prompt rows.
+            # The prefill's last row yields a token, as a tree node does; the others are prompt rows.
             prefill_rows=num_prompt - 1,
             target_rows=sum(target.rows) - (num_prompt - 1),
             draft_passes=len(draft.rows),
@@ -324,14 +306,14 @@ class HFBaseline:
 
 
 def _count(request: RequestState, sizes: Sequence[int], rows: Sequence[int]) -> None:
-    """Counts answers from the tokens emitted and the rows fed per target pass.
+    """Counts proposed and accepted tokens from the tokens emitted and fed per target pass.
 
-    A pass computes the last token and its candidates, the first one also the rest of the prompt,
-    and emits the accepted candidates and one more token.
+    A pass is fed the last token and its candidates, the first pass also the rest of the prompt. It
+    emits the accepted candidates and one more token.
     """
     for i, (size, fed) in enumerate(zip(sizes, rows, strict=True)):
         proposed, accepted = fed - (1 if i else request.num_prompt), size - 1
         request.counters.proposed += proposed
         num_verified = accepted + (proposed > accepted)
-        # A chain lacks the token after its path, so no answer is a hit.
+        # After the accepted path a chain has no further candidate, so no answer is a hit.
         request.counters.count_answer(accepted, num_verified, hit=False)

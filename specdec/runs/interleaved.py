@@ -1,8 +1,8 @@
-"""Strategies that decode the same prompts in turns of a fraction of a second.
+"""Lets strategies decode the same prompts in turns of a fraction of a second.
 
 The speed of a machine changes within seconds (clock frequency, other tenants of its memory). Runs
-of half a second, one after the other, then differ by more than the strategies do; in short turns
-such a change is the same for all.
+of half a second, one after the other, then differ by more than the strategies do. In short turns
+such a change affects all strategies alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.sources import Background
 
 TURN_S = 0.1
-"""Seconds of a turn: some passes of a small model, so that few of them find cold caches."""
+"""Seconds of a turn: long enough for some passes of a small model, so that few find cold caches."""
 
 
 def run_interleaved(
@@ -28,15 +28,11 @@ def run_interleaved(
 ) -> list[tuple[list[RequestResult], RunTotals]]:
     """Decodes the prompts with every runner; a runner's clock stands still in the others' turns.
 
-    A strategy whose draft model works in a thread decodes without interruption: the thread would
-    keep working in the others' turns.
+    A strategy whose draft model works in a thread decodes without interruption, since the thread
+    would keep working in the others' turns.
 
-    Args:
-        runners: with measured clocks of this process.
-        prompts: served together by each runner.
-
-    Returns:
-        Per runner the finished requests, in the order of finishing, and the totals.
+    The runners' clocks must be measured ones of this process. Returns per runner the finished
+    requests, in the order of finishing, and the totals.
     """
     results: list[list[RequestResult]] = [[] for _ in runners]
     totals: dict[int, RunTotals] = {}

@@ -1,4 +1,4 @@
-"""``specdec run`` and ``specdec compare``: prompts in, a folder of results out."""
+"""``specdec run`` and ``specdec compare`` turn prompts into a folder of results."""
 
 from __future__ import annotations
 
@@ -59,10 +59,8 @@ _RECORDED_CONDITIONS = ("data", "sampling", "dtype", "seed", "max_new_tokens")
 
 
 class Progress(Protocol):
-    """Receives the progress of long work."""
-
     def phase(self, label: str, total: int | None) -> None:
-        """Starts a phase of ``total`` units (None: unknown) and ends the previous one."""
+        """Starts a phase of ``total`` units (None if unknown) and ends the previous one."""
 
     def advance(self, count: int = 1, detail: str = "") -> None:
         """Counts ``count`` more units; ``detail`` is shown beside them."""
@@ -74,13 +72,8 @@ class Progress(Protocol):
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
     """Decodes a workload with one strategy; resumes after the prompts already on disk.
 
-    Args:
-        cfg: resolved configuration.
-        output_dir: the run folder; ``requests.jsonl`` grows, ``summary.json`` is written last.
-        progress: called for every finished prompt.
-
-    Returns:
-        The summary: every metric of docs/metrics.md.
+    In the run folder ``requests.jsonl`` grows, and ``summary.json`` is written last. It has every
+    metric of docs/metrics.md and is also returned.
     """
     decoding = _Decoding([cfg], output_dir, progress)
     decoding.decode(1)
@@ -117,7 +110,6 @@ def compare_jobs(
         cfgs: one resolved configuration per row.
         output_dir: receives requests.jsonl, comparison.json, comparison.md and comparison.png.
         repeats: number of measurements of every prompt.
-        progress: called for every finished prompt of every row.
         pair: models in memory; built from the configuration if omitted.
 
     Returns:
@@ -148,11 +140,7 @@ def compare_jobs(
 
 
 class _Decoding:
-    """The prompts of the first configuration, decoded with every strategy.
-
-    Attributes:
-        measured: the finished prompts.
-    """
+    """Decodes the prompts of the first configuration with every strategy."""
 
     measured: Measurements
 
@@ -175,7 +163,7 @@ class _Decoding:
         note_unused_options(cfgs, self.pair, progress.note)
 
     def decode(self, repeats: int) -> None:
-        """Writes requests, the record and the texts of tokens; closes the runners."""
+        """Decodes all prompts, writes requests, record and token texts, and closes the runners."""
         base, progress = self._base, self._progress
         try:
             with rank_logs_in(self._folder / LOGS_FOLDER):
@@ -209,12 +197,11 @@ class _Decoding:
                 progress.note(line)
 
     def conditions(self, repeats: int) -> dict[str, Any]:
-        """The conditions that all rows share."""
         return conditions_of(self._base, self.pair, len(self._prompts), self._cut, repeats)
 
     @property
     def _at_once(self) -> bool:
-        """Whether no prompt is waited for."""
+        """Whether every request is submitted at the start, so that none is waited for."""
         return bool((self._base.get("serving") or {}).get("arrivals", AT_ONCE) == AT_ONCE)
 
     def _measurements(self, writer: RequestWriter) -> Measurements:
@@ -235,7 +222,7 @@ class _Decoding:
         alone = self._base["batch_size"] == 1 and self._at_once
         groups = [[prompt] for prompt in self._prompts] if alone else [self._prompts]
         for turn, together in enumerate(groups):
-            shift = (turn + repeat) % len(runners)  # rows take turns in running on a cold cache
+            shift = (turn + repeat) % len(runners)  # rotates which row meets cold caches
             for runner in [*runners[shift:], *runners[:shift]]:
                 done = measured.records[runner.name][repeat]
                 group = [prompt for prompt in together if prompt.id not in done]
@@ -247,7 +234,7 @@ class _Decoding:
             measured.measure_again(runners, self._prompts, self._dialogues.prompts)
 
     def _further_turns(self, runner: Runner, repeat: int, prompt: TokenPrompt) -> None:
-        """The turns after a prompt's first."""
+        """Decodes the turns after a prompt's first one."""
         done = self.measured.records[runner.name][repeat]
         turn = self._dialogues.after(runner.name, prompt, done)
         while turn is not None:
@@ -256,7 +243,7 @@ class _Decoding:
             turn = self._dialogues.after(runner.name, turn, done)
 
     def answers(self) -> dict[str, list[Answer]]:
-        """Strategy -> answers in the format of Spec-Bench, also written; empty lists for others."""
+        """Writes the answers in Spec-Bench's format; returns them by strategy."""
         prompts = {p.id: p.source for p in self._prompts if p.source is not None}
         tokenizer, found = self.pair.tokenizer, dict[str, list[Answer]]()
         for name, runs in self.measured.merged().items():
@@ -271,7 +258,7 @@ class _Decoding:
         return found
 
     def _write_record(self, results: Sequence[RequestResult]) -> None:
-        """``record=true``: a draft pass per prompt of the first row, excluded from all metrics."""
+        """Records a draft pass per prompt of the first row, which is excluded from all metrics."""
         cfg, pair = self._base, self.pair
         self._progress.phase("recording the draft", len(results))
         model, conditions = cfg["model"], self.conditions(1)
@@ -293,7 +280,7 @@ class _Decoding:
 
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
-    """The runner of a strategy: ours for kind ``parts``, transformers', or another runtime's."""
+    """Builds the runner of a strategy: this library's for kind ``parts``, else a baseline's."""
     kinds: dict[str, Any] = {
         "hf": HFBaseline.of,
         "rival": baseline_of_runtime,
@@ -311,9 +298,6 @@ def prepare(
     Returns:
         The pair, tokenised prompts that fit its positions (random ones for pairs without a
         tokenizer), and how many of them were shortened.
-
-    Raises:
-        UserError: ``max_new_tokens`` leaves no room for prompts, or too many random ones.
     """
     pair = pair or build_pair(cfg["model"])
     data = cfg["data"]
@@ -355,11 +339,7 @@ def prepare(
 
 
 def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
-    """Stop rules of the configuration, with the model's end-of-sequence tokens.
-
-    Raises:
-        UserError: stop strings without a tokenizer.
-    """
+    """Builds the stop rules of the configuration, with the model's end-of-sequence tokens."""
     tokenizer = pair.tokenizer
     strings = tuple(cfg.get("stop_strings") or ())
     if strings and tokenizer is None:
@@ -375,7 +355,7 @@ def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
 
 
 def _write_trace(runner: Runner, pair: ModelPair, output_dir: Path) -> None:
-    """``trace=true``: writes the prompts decoded by this process, not those read from disk."""
+    """Writes the trace of the prompts that this process decoded, without those read from disk."""
     assert runner.trace is not None
     assert runner.parts is not None
     tokenizer = pair.tokenizer

@@ -1,4 +1,4 @@
-"""The finished prompts of a run or comparison; disturbed ones are measured again."""
+"""Collects the finished prompts of a run or comparison; disturbed ones are measured again."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from specdec.runs.cpu_times import CpuMeter
 from specdec.runs.runners import Runner, TokenPrompt
 
 MAX_ATTEMPTS = 3
-"""Times that a prompt is measured at most, per strategy and repeat."""
+"""Maximum number of measurements of a prompt, per strategy and repeat."""
 
-_AGAIN_SHARE = 0.25  # of a repeat's measurements
-_AGAIN_TOGETHER = 4  # a machine on which none of so many is better stays busy
+_AGAIN_SHARE = 0.25  # maximum share of a repeat's measurements that is repeated
+_AGAIN_TOGETHER = 4  # if none of so many is better, the machine is busy and repeating is in vain
 
 Key = tuple[str, int, int]
 """(strategy, repeat, prompt id)"""
 
 
 def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPrompt]) -> None:
-    """Decodes prompts uncounted, since first calls allocate, compile and capture.
+    """Decodes prompts uncounted, since first calls allocate, compile and capture CUDA graphs.
 
-    Where passes are captured, each request that is served at a time has its own graphs, for
-    contexts up to its length: as many prompts as are served at a time, and the longest ones.
+    With graphs it decodes a whole batch of the longest prompts: each place in a batch has graphs of
+    its own, for contexts up to the length of its request.
     """
     first = prompts[:1]
     if cfg["model"].get("graphs", "off") != "off":
@@ -58,11 +58,10 @@ class Measurements:
         """Starts without measurements.
 
         Args:
-            writer: of ``requests.jsonl``, whose finished prompts are not measured.
+            writer: of ``requests.jsonl``, whose finished prompts are not measured again.
             new_meter: makes the meter of a runner, as ``meter_of`` does.
             on_finish: called with the strategy when a prompt has its first measurement.
-            source_of: prompt id -> prompt of the data set, whose name and category are written
-                (default: none).
+            source_of: prompt id -> prompt of the data set, whose name and category are written.
         """
         self.records: dict[str, list[dict[int, RequestRecord]]] = {}
         self._writer = writer
@@ -72,11 +71,7 @@ class Measurements:
         self._attempts: dict[Key, int] = {}
 
     def resume(self, strategy: str) -> int:
-        """Begins a strategy's next repeat with what an earlier process has finished of it.
-
-        Returns:
-            The number of its finished prompts.
-        """
+        """Begins a strategy's next repeat; returns how many prompts an earlier process finished."""
         repeats = self.records.setdefault(strategy, [])
         repeats.append(finished(self._writer.path, strategy, len(repeats)))
         return len(repeats[-1])
@@ -104,12 +99,14 @@ class Measurements:
         prompts: Sequence[TokenPrompt],
         later: Mapping[tuple[str, int], TokenPrompt] | None = None,
     ) -> None:
-        """Measures disturbed prompts again, within bounds, and marks those that stay disturbed.
+        """Measures disturbed prompts again, within bounds.
 
-        ``later`` has the prompts that a strategy alone has, by strategy and id (default: none).
+        The bounds are ``MAX_ATTEMPTS`` per prompt and, per call, a quarter of a repeat's
+        measurements. It also stops when several in succession were disturbed again. Traced runs
+        are not repeated.
 
-        Bounds: ``MAX_ATTEMPTS`` per prompt; per call, a quarter of a repeat's measurements, and no
-        more when several in succession were disturbed again. Runs that are traced are not repeated.
+        Args:
+            later: (strategy, id) -> prompt, for prompts that differ between strategies.
         """
         named = {runner.name: runner for runner in runners if runner.trace is None}
         by_key = {(name, prompt.id): prompt for name in named for prompt in prompts}
@@ -128,7 +125,7 @@ class Measurements:
             left -= len(tries)
 
     def mark(self) -> None:
-        """Writes again the lines whose mark is no longer right: slow against other repeats."""
+        """Rewrites lines that are slow against other repeats, and so ``disturbed``."""
         reasons = self.disturbed()
         for record in self._all():
             reason = reasons.get(record.key, "")
@@ -136,7 +133,7 @@ class Measurements:
                 self._write(replace(record, disturbed=reason))
 
     def disturbed(self) -> dict[Key, str]:
-        """The disturbed measurements, and why."""
+        """Returns the disturbed measurements, each with its reason."""
         reasons = {r.key: r.cpu.disturbance for r in self._all() if r.cpu is not None}
         walls: dict[tuple[str, int], dict[int, float]] = {}
         for record in self._all():
@@ -150,13 +147,13 @@ class Measurements:
         return {key: reason for key, reason in reasons.items() if reason}
 
     def disturbed_ids(self, *strategies: str) -> list[set[int]]:
-        """Per repeat the prompts that were disturbed in one of these strategies."""
+        """Returns per repeat the prompts that were disturbed in one of these strategies."""
         keys = [key for key in self.disturbed() if key[0] in strategies]
         repeats = len(self.records[strategies[0]])
         return [{prompt for _, at, prompt in keys if at == repeat} for repeat in range(repeats)]
 
     def figures(self, strategy: str) -> dict[str, Any]:
-        """See ``disturbed_figures``; empty where disturbance is not measured."""
+        """Returns ``disturbed_figures`` of a strategy; empty if disturbance is not measured."""
         records = [r for repeat in self.records[strategy] for r in repeat.values()]
         if any(record.cpu is None for record in records):
             return {}
@@ -164,7 +161,7 @@ class Measurements:
         return disturbed_figures(found.get(record.key, "") for record in records)
 
     def merged(self) -> dict[str, list[Run]]:
-        """Strategy -> repeat -> its requests and totals."""
+        """Returns requests and totals by strategy and repeat."""
         return {
             name: [
                 Run.of((r.result, r.totals) for r in repeat.values() if r.totals is not None)
@@ -174,7 +171,7 @@ class Measurements:
         }
 
     def results(self) -> Mapping[str, list[RequestResult]]:
-        """Strategy -> finished requests of its first repeat."""
+        """Returns the finished requests of each strategy's first repeat."""
         return {n: [r.result for r in repeats[0].values()] for n, repeats in self.records.items()}
 
     def _keep(self, record: RequestRecord) -> None:
@@ -207,11 +204,12 @@ class Measurements:
 
 
 def meter_of(runner: Runner, *, waits: bool) -> CpuMeter | None:
-    """Measures the CPU times of a runner's processes; None on a clock that is not measured.
+    """Builds a meter of the processes that a runner uses; None if its clock does not measure.
+
+    Ranks that another launcher started cannot be read, so the meter counts waiting for them.
 
     Args:
-        runner: its ranks on this machine are measured too, and another runtime's process.
-        waits: see ``CpuTimes``; ranks that another launcher has started are waited for too.
+        waits: see ``CpuTimes``.
     """
     if runner.parts is None:
         return CpuMeter(ranks=getattr(runner, "pids", ()), waits=waits)

@@ -1,8 +1,8 @@
-"""Other runtimes as rows of our tables: same prompts, stop rules, threads and counters.
+"""Measures other runtimes with the same prompts, stop rules, threads and counters.
 
 A runtime decodes in its own process and measures itself. It reports how many target passes a
-request took, not which tokens came from which: tokens are assigned to passes by the gaps between
-them, of which the longest ones separate passes.
+request took, but not which tokens each pass emitted: the longest gaps between tokens are taken to
+separate the passes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ METHODS = {
     for runtime in RUNTIMES
     for method in ("generate", "draft", "lookup")
 }
-"""Name of a row -> its runtime and how it drafts."""
+"""Name of a row -> (runtime, how it drafts)."""
 
 
 @validated
@@ -48,7 +48,7 @@ class RivalOptions:
     """Settings of another runtime's speculation.
 
     Attributes:
-        num_draft_tokens: draft tokens per pass at most.
+        num_draft_tokens: maximum draft tokens per pass.
         ngram: longest n-gram that prompt lookup matches.
     """
 
@@ -57,11 +57,11 @@ class RivalOptions:
 
 
 class Server(Protocol):
-    """What decodes the prompts of a baseline.
+    """A process or server that decodes the prompts of a baseline.
 
     Attributes:
-        pids: processes whose CPU time is the server's; empty where it is not measured.
-        version: of the runtime.
+        version: of the runtime, for tables.
+        pids: processes whose CPU time is the server's; empty if it is not measured.
     """
 
     version: str
@@ -79,14 +79,7 @@ class Server(Protocol):
 
 
 class RivalBaseline:
-    """Another runtime as a ``Runner``.
-
-    Attributes:
-        name: of the strategy.
-        claims: lossless token for token under greedy decoding, else in distribution.
-        version: of the runtime.
-        pids: the runtime's process.
-    """
+    """Another runtime as a ``Runner``; it claims greedy-exact or distribution-exact decoding."""
 
     parts = None
     trace = None
@@ -105,13 +98,10 @@ class RivalBaseline:
         """Wraps a runtime with its models loaded.
 
         Args:
-            name: of the strategy.
-            server: decodes the prompts.
-            tokenizer: of the outputs.
             weight_bytes: "target" and, with a draft model, "draft" -> bytes of the weights.
-            stop: without stop strings, which these runtimes get as token ids only.
-            sampling: temperature, top-p and top-k.
-            seed: combined with the prompt's id; draws differ from ours.
+            stop: without stop strings: these runtimes receive end tokens as ids only.
+            sampling: without ``no_repeat_ngram``.
+            seed: combined with the prompt's id; the runtime's draws differ from this library's.
         """
         self.name = name
         self.claims = Lossless.TOKEN if sampling.greedy else Lossless.DISTRIBUTION
@@ -128,15 +118,12 @@ class RivalBaseline:
         on_finish: Callable[[RequestResult], None],
         book: Book | None = None,
     ) -> RunTotals:
-        """Decodes the prompts one by one; see ``Runner``."""
         return run_one_by_one(prompts, self.generate_one, on_finish, book)
 
     def close(self) -> None:
-        """Ends the runtime's process."""
         self._process.close()
 
     def generate_one(self, prompt: TokenPrompt) -> tuple[RequestResult, RunTotals]:
-        """Decodes one prompt; returns the request and its raw counts."""
         request = RequestState(
             request_id=prompt.id, prompt=prompt.tokens, stop=self._stop, sampling=self._sampling
         )
@@ -150,7 +137,7 @@ class RivalBaseline:
                 "temperature": 0.0 if sampling.greedy else sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k or 0,
-                "seed": int(state[0]) >> 1,  # a signed number of 32 bits
+                "seed": int(state[0]) >> 1,  # the runtimes take a signed 32-bit number
             },
         )
         sizes = pass_sizes(found.times_s, found.rounds)
@@ -165,7 +152,7 @@ class RivalBaseline:
             draft_rows=found.draft_passes,
             wall_s=found.wall_s,
             clock_s=found.wall_s,
-            # All of it: what such a runtime spends beside its models is part of its passes.
+            # The runtime reports one time: its own overhead is part of its passes.
             model_s={"target": found.wall_s},
             model_calls={"target": len(sizes)},
             target_bytes=self._bytes["target"],
@@ -185,17 +172,15 @@ def runtime_baseline(
     options: RivalOptions,
     note: Callable[[str], None] = lambda _: None,
 ) -> RivalBaseline:
-    """A runtime of ``METHODS``: converts the models where needed, and loads them in its process.
+    """Starts a runtime of ``METHODS`` with the models, which are converted on first use.
 
     Args:
-        name, stop, sampling, seed: see ``RivalBaseline``.
         method: key of ``METHODS``.
         pair: models from folders, on the CPU, in a dtype of the runtime.
-        options: of the speculation.
         note: called with a line of progress.
 
     Raises:
-        UserError: the runtime is not installed, or cannot do this.
+        UserError: the runtime is not installed, or does not support an option.
     """
     runtime, kind = METHODS[method]
     _check(name, RUNTIMES[runtime].dtypes, pair)
@@ -226,11 +211,7 @@ def runtime_baseline(
 
 
 def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
-    """The baseline of a configuration whose strategy has kind ``rival``.
-
-    Raises:
-        UserError: a pair without model folders, or see ``runtime_baseline``.
-    """
+    """Builds the baseline of a configuration whose strategy has kind ``rival``."""
     strategy = cfg["strategy"]
     if not isinstance(pair, PretrainedPair):
         raise UserError(f"strategy={strategy['name']} needs models from folders: model=tiny/hf")
@@ -246,12 +227,7 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
 
 
 def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
-    """The baseline of a configuration whose strategy has kind ``endpoint``.
-
-    Raises:
-        UserError: a pair without a tokenizer, stop rules or sampling that servers do not share, or
-            see ``Endpoint``.
-    """
+    """Builds the baseline of a configuration whose strategy has kind ``endpoint``."""
     name, sampling = str(cfg["strategy"]["name"]), sampling_params(cfg["sampling"])
     if pair.tokenizer is None:
         raise UserError(f"strategy={name} needs a model with a tokenizer: model=tiny/hf")
@@ -272,7 +248,7 @@ def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRule
 
 
 def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
-    """Tokens per pass: the ``passes`` - 1 longest gaps between tokens separate the passes.
+    """Estimates tokens per pass: the ``passes`` - 1 longest gaps between tokens separate passes.
 
     Args:
         times_s: of the tokens, in order.
@@ -307,7 +283,7 @@ def _refuse(name: str, reasons: Sequence[tuple[bool, str]]) -> None:
 
 
 def _emit(request: RequestState, found: RivalOutput, sizes: Sequence[int]) -> None:
-    """Emits the tokens; the last one of a pass is the target's own."""
+    """Emits the tokens; the last token of each pass counts as the target's own."""
     origins = [origin for size in sizes for origin in [*[0] * (size - 1), TARGET_ORIGIN]]
     for token, origin, at in zip(found.tokens, origins, found.times_s, strict=True):
         if request.finished:

@@ -1,6 +1,6 @@
-"""Runners decode prompts with one strategy: ours here, transformers' in ``hf_generate``.
+"""Runners decode prompts with one strategy and return raw counts, from which rates are derived.
 
-Both return the same raw counts, from which all rates are derived.
+``PartsRunner`` runs this library's decode loop; ``hf_generate`` and ``rival`` run other programs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class TokenPrompt:
     """A tokenised prompt.
 
     Attributes:
-        id: the prompt's id in its data set, which keys its randomness.
+        id: the prompt's id in its data set, which keys its random draws.
         tokens: int64[T].
-        source: the prompt as its set has it; None for tokens alone.
+        source: the prompt of the data set; None for tokens alone.
     """
 
     id: int
@@ -46,13 +46,13 @@ Book = Callable[[RequestResult, RunTotals], None]
 
 
 class Runner(Protocol):
-    """One strategy of a comparison.
+    """Decodes with one strategy of a comparison.
 
     Attributes:
         name: of the strategy.
-        claims: what its verifier promises.
-        parts: of our own strategies; None for transformers' decoding.
-        trace: records the run for ``trace=true``; None without it.
+        claims: what its verifier guarantees.
+        parts: None for the decoding of other programs.
+        trace: records the run for ``trace=true``; else None.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Runner(Protocol):
 
 
 class PartsRunner:
-    """A strategy composed of parts, run by the one loop."""
+    """Runs a strategy composed of parts in the decode loop."""
 
     def __init__(
         self,
@@ -97,14 +97,11 @@ class PartsRunner:
         """Composes the strategy.
 
         Args:
-            cfg, pair: see ``compose``.
+            cfg, pair: see ``compose``, also for errors.
             stop: when requests are complete.
             on_step: called with the state after each step of ``run``; may cancel requests.
-            new_request: makes the request of a prompt and its arrival time, in place of one with
+            new_request: makes a request from a prompt and its arrival time; by default one with
                 ``stop`` and the sampling of ``cfg``.
-
-        Raises:
-            UserError: see ``compose``.
         """
         self.name = str(cfg["strategy"]["name"])
         self.parts: Parts = compose(cfg, pair)
@@ -123,7 +120,6 @@ class PartsRunner:
         on_finish: Callable[[RequestResult], None],
         book: Book | None = None,
     ) -> RunTotals:
-        """Decodes the prompts; see ``Runner``."""
         steps = self.in_steps(prompts, on_finish, book)
         with torch.inference_mode():
             while True:
@@ -139,7 +135,7 @@ class PartsRunner:
         on_finish: Callable[[RequestResult], None],
         book: Book | None = None,
     ) -> Generator[None, None, RunTotals]:
-        """As ``run``, one step of the loop at a time; the generator returns the totals."""
+        """Runs like ``run``, but yields after each step of the loop, and returns the totals."""
         state = self.parts.new_state()
         counts = RunBook(self.parts, state, self._new_totals)
         if self.trace is not None:
@@ -166,7 +162,7 @@ class PartsRunner:
         return RunTotals.merge(totals) if totals else self._new_totals()
 
     def _new_totals(self) -> RunTotals:
-        """Totals with the flags of this strategy and no counts."""
+        """Creates totals with the flags of this strategy and no counts."""
         latency = self.parts.executor.latency
         totals = RunTotals(
             clock=self.parts.clock.kind.value,
@@ -189,13 +185,7 @@ class PartsRunner:
         prompts: Sequence[TokenPrompt],
         on_finish: Callable[[RequestState], None],
     ) -> Iterator[list[Commit]]:
-        """Runs the decode loop over the prompts; yields the commits of each step.
-
-        Args:
-            state: see ``Parts.new_state``.
-            prompts: served together.
-            on_finish: called with each finished request.
-        """
+        """Runs the decode loop over the prompts, served together; yields the commits of each step."""
         parts = self.parts
         if self.trace is not None:
             observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
@@ -229,7 +219,6 @@ class PartsRunner:
         )
 
     def close(self) -> None:
-        """Releases the executor."""
         self.parts.executor.shutdown()
 
 
@@ -239,7 +228,7 @@ def run_one_by_one(
     on_finish: Callable[[RequestResult], None],
     book: Book | None = None,
 ) -> RunTotals:
-    """``Runner.run`` of a baseline that decodes one prompt per call of ``decode_one``."""
+    """Implements ``Runner.run`` for baselines that decode one prompt per call."""
     parts: list[RunTotals] = []
     for prompt in prompts:
         result, totals = decode_one(prompt)
@@ -251,7 +240,7 @@ def run_one_by_one(
 
 
 def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) -> RequestResult:
-    """The result of a request that is complete or cancelled."""
+    """Builds the result of a request that is complete or cancelled."""
     return RequestResult(
         id=request.id,
         num_prompt=request.num_prompt,
@@ -267,11 +256,6 @@ def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def sampling_params(cfg: Mapping[str, Any]) -> SamplingParams:
-    """The sampling parameters of ``sampling=``.
-
-    Raises:
-        UserError: a value out of range.
-    """
     try:
         return SamplingParams(**cfg)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Totals of a run per finished request, so that an interrupted run loses nothing."""
+"""Keeps a run's totals per finished request, so that an interrupted run loses nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankCounts:
     """Cumulative counts of all ranks, in this process and in others.
 
     Attributes:
-        counts: without ``draft_total_s`` on a measured clock, where the meter gives it.
+        counts: on a measured clock without ``draft_total_s``, which the meter counts instead.
         reports: reports of the ranks' wall clocks, spans included.
     """
 
@@ -31,7 +31,7 @@ class RankCounts:
 
     @staticmethod
     def of(clock: Clock, executor: Executor) -> RankCounts:
-        """Reads the counts of every rank; one message to each other process."""
+        """Reads the counts of every rank, by one message to each other process."""
         simulated, paced = (clock.kind is k for k in (ClockKind.SIMULATED, ClockKind.PACED))
         answers = () if simulated else executor.reports()
         workers = [ClockReport.from_json(report["clock"]) for report in answers]
@@ -58,7 +58,7 @@ class RankCounts:
 
 
 def differences(now: Counts, before: Counts) -> Counts:
-    """The counts since ``before``, by the same names."""
+    """Subtracts the counts name by name; None if either count is unknown."""
 
     def since(count: Any, earlier: Any) -> Any:
         if count is None or earlier is None:
@@ -71,7 +71,7 @@ def differences(now: Counts, before: Counts) -> Counts:
 
 
 class RunBook:
-    """Returns the counts since the last call; their sum is the run's.
+    """Counts the work between two calls of ``take``; the sum over all calls is the run's.
 
     Counts of other processes are read at the end of the run only, since reading them stalls the
     pipeline; until then they are zero.
@@ -84,7 +84,6 @@ class RunBook:
         """Starts counting.
 
         Args:
-            parts, state: of the run.
             new_totals: creates totals with the run's flags and no counts.
         """
         self._parts = parts
@@ -94,7 +93,7 @@ class RunBook:
         self._restart(self._read(ranks=True))
 
     def take(self, *, at_end: bool = False) -> RunTotals:
-        """The counts since the last call; ``at_end`` reads those of other processes."""
+        """Returns the counts since the last call; ``at_end`` also reads other processes' counts."""
         totals, wall_s = self._new_totals(), self._now() - self._wall_s
         counts = self._read(ranks=at_end or self._in_process)
         totals.add_meter(self._parts.meter)
@@ -112,7 +111,7 @@ class RunBook:
         self._wall_s = self._now()
 
     def _now(self) -> float:
-        """Wall time; without what a measured clock leaves out (``MeasuredClock.skip``)."""
+        """Returns the wall time, without the intervals that ``MeasuredClock.skip`` left out."""
         clock = self._parts.clock
         return clock.now() if clock.kind is ClockKind.MEASURED else perf_counter()
 
@@ -122,7 +121,7 @@ class RunBook:
         self.resume()
 
     def _read(self, *, ranks: bool) -> Counts:
-        """The cumulative counts; those of the ranks as last read unless ``ranks``."""
+        """Reads the cumulative counts; unless ``ranks``, repeats those of other processes."""
         parts, load = self._parts, self._state.load
         source, executor = parts.source.counters, parts.executor.counters
         clock_s = parts.clock.now()
