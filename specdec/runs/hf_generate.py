@@ -290,7 +290,7 @@ class HFBaseline:
         return RunTotals(
             steps=passes,
             target_passes=passes,
-            # The prefill's last row yields a token, as a tree node does; the others are prompt rows.
+            # The prefill's last row yields a token as a tree node does; the others are prompt rows.
             prefill_rows=num_prompt - 1,
             target_rows=sum(target.rows) - (num_prompt - 1),
             draft_passes=len(draft.rows),
