@@ -1,4 +1,4 @@
-"""Other CPU runtimes as baselines, each in a separate Python environment."""
+"""Other runtimes as baselines, each in a separate Python environment or behind HTTP."""
 
 from typing import TYPE_CHECKING
 

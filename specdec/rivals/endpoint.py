@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server as a baseline: completions over HTTP, streamed, timed per chunk.
+"""Measures an OpenAI-compatible server through its streamed completions.
 
-A chunk holds what the server sends at once: one token, the tokens of one pass, or of several. All
-tokens of a chunk get the time at which the chunk arrived.
+A chunk of the stream holds what the server sends at once: one token, the tokens of one pass, or of
+several. All tokens of a chunk get the time at which the chunk arrived.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class EndpointOptions:
 
     Attributes:
         base_url: address up to and including the version, as OpenAI's clients take it.
-        model: name of the model there; None: the first that the server lists.
-        prompt: "ids" sends token ids and asks for those of the output (vLLM); "text" sends text,
+        model: name of the model there; None for the first that the server lists.
+        prompt: "ids" sends token ids and requests those of the output (vLLM); "text" sends text,
             which must encode to the same ids, and encodes the output.
         extra: further fields of every request.
-        api_key_env: environment variable that holds the key; None: no key is sent.
+        api_key_env: environment variable that contains the key; None sends no key.
         timeout_s: seconds without an answer before a request fails.
     """
 
@@ -60,9 +60,8 @@ class Chunk:
     """One message of a stream.
 
     Attributes:
-        at_s: seconds from the request to its arrival.
-        text: the new text.
-        ids: the new token ids; None where the server does not send them.
+        at_s: seconds from the start of the request.
+        ids: the new token ids; None if the server does not send them.
     """
 
     at_s: float
@@ -72,12 +71,11 @@ class Chunk:
 
 @dataclass(slots=True, kw_only=True)
 class _Answer:
-    """What a server sent for one request.
+    """Collects what a server sends for one request.
 
     Attributes:
-        chunks: in order of arrival.
-        counted: output tokens by the server's count; None where it is not sent.
-        drafts: llama.cpp's counts of draft tokens; empty where not sent.
+        counted: output tokens by the server's count; None if it is not sent.
+        drafts: llama.cpp's counts of draft tokens; empty if not sent.
         stopped: whether an end token ended the output.
     """
 
@@ -87,7 +85,6 @@ class _Answer:
     stopped: bool = False
 
     def add(self, message: Mapping[str, Any], at_s: float) -> None:
-        """Adds a message of the stream."""
         if message.get("error"):
             raise ValueError(str(message["error"]))
         if message.get("usage"):
@@ -107,7 +104,7 @@ class Endpoint:
     """A server that decodes one prompt per call of ``generate``.
 
     Attributes:
-        pids: empty; the server's CPU time is not measured.
+        pids: empty, since the server's CPU time is not measured.
         version: address and model.
     """
 
@@ -120,15 +117,14 @@ class Endpoint:
         tokenizer: PreTrainedTokenizerBase,
         eos_ids: Collection[int],
     ) -> None:
-        """Asks the server for its models.
+        """Connects to a server; reads its list of models if none is named.
 
         Args:
-            options: how it is called.
-            tokenizer: of the target, which must be the server's.
+            tokenizer: of the target; the server's must be the same.
             eos_ids: end tokens, which the server's text leaves out.
 
         Raises:
-            UserError: no server answers there, or it has no such model.
+            UserError: no server answers there, or it lists no model.
         """
         self._options, self._tokenizer = options, tokenizer
         self._eos_ids = sorted(eos_ids)
@@ -145,7 +141,7 @@ class Endpoint:
     ) -> RivalOutput:
         """Decodes one prompt; see ``RivalProcess.generate``.
 
-        Without the server's counters of draft tokens every chunk counts as a pass.
+        If the server does not count draft tokens, every chunk counts as a pass.
         """
         options, text = self._options, self._text_of(prompt)
         body = {
@@ -180,12 +176,12 @@ class Endpoint:
         )
 
     def close(self) -> None:
-        """No-op: the server is not ours."""
+        """Does nothing, since the server was not started here."""
 
     # ------------------------------------------------------------------ requests
 
     def _token_fields(self) -> dict[str, Any]:
-        """Fields that ask for token ids and for usage."""
+        """Returns the fields that request token ids and usage."""
         if self._options.prompt == "text":
             return {}
         return {"return_token_ids": True, "stream_options": {"include_usage": True}}
@@ -206,7 +202,6 @@ class Endpoint:
             ) from error
 
     def _stream(self, body: Mapping[str, Any]) -> _Answer:
-        """Sends a request and reads its stream."""
         answer, start = _Answer(), perf_counter()
         try:
             with self._open(f"{self._url}/completions", body) as stream:
@@ -221,7 +216,7 @@ class Endpoint:
         return answer
 
     def _counters(self) -> dict[str, int] | None:
-        """vLLM's counts of draft tokens since its start; None where the server has none."""
+        """Reads vLLM's counts of draft tokens since its start; None if the server has none."""
         try:
             with self._open(f"{self._url.removesuffix('/v1')}/metrics") as answer:
                 found = _COUNTER.findall(answer.read().decode(errors="replace"))
@@ -236,7 +231,7 @@ class Endpoint:
     # ------------------------------------------------------------------ tokens
 
     def _text_of(self, prompt: Sequence[int]) -> str | None:
-        """The prompt as text; None where ids are sent."""
+        """Returns the prompt as text; None if ids are sent."""
         if self._options.prompt == "ids":
             return None
         text = str(self._tokenizer.decode(prompt, skip_special_tokens=True))
@@ -248,17 +243,17 @@ class Endpoint:
         return text
 
     def _encoded(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids, and for each where it ends in the text."""
+        """Returns token ids, and for each the position in the text at which it ends."""
         found = self._tokenizer(text, return_offsets_mapping=True)
         return list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
 
     def _tokens(
         self, prompt: Sequence[int], text: str | None, answer: _Answer
     ) -> tuple[list[int], list[float]]:
-        """The output's token ids and their times.
+        """Returns the output's token ids and their times.
 
         Raises:
-            UserError: the ids are not known: the server counts another number of them.
+            UserError: the ids are unknown, since the server counts another number of tokens.
         """
         chunks = answer.chunks
         if text is None:
@@ -275,7 +270,7 @@ class Endpoint:
         times = [next(at for end, at in arrived if end >= stop) for stop in ends[first:]]
         tokens = ids[first:]
         counted = len(tokens) if answer.counted is None else answer.counted
-        # The text leaves an end token out, which some servers count.
+        # The text lacks the end token, but some servers count it.
         ends_unseen = answer.stopped and bool(self._eos_ids)
         if ids[:first] != list(prompt) or not len(tokens) <= counted <= len(tokens) + ends_unseen:
             raise UserError(
@@ -290,7 +285,7 @@ class Endpoint:
 
 
 def _messages(answer: Any) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events."""
+    """Yields the JSON objects of a stream of server-sent events."""
     for line in answer:
         name, _, data = line.decode().partition(":")
         if name == "data" and data.strip() != "[DONE]":
@@ -298,14 +293,14 @@ def _messages(answer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _arrivals(start: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, float]]:
-    """(end of the text so far, time) of every chunk; ``start``: length of the prompt."""
+    """Yields (end of the text so far, time) per chunk; the prompt has ``start`` characters."""
     for chunk in chunks:
         start += len(chunk.text)
         yield start, chunk.at_s
 
 
 def _draw_fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of sampled requests; ``top_k`` is no field of OpenAI's and sent only if set."""
+    """Returns the fields of sampled requests; ``top_k``, not in OpenAI's API, only if set."""
     if not sampling["temperature"]:
         return {}
     fields = {"top_p": sampling["top_p"], "seed": sampling["seed"]}

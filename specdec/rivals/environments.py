@@ -1,4 +1,4 @@
-"""Python environments of other runtimes, and models converted to their formats.
+"""Manages Python environments of other runtimes, and models converted to their formats.
 
 All of them are stored in one cache folder: ``SPECDEC_CACHE``, by default ``~/.cache/specdec``.
 ``specdec rivals install NAME`` creates an environment; a model is converted at its first use.
@@ -32,12 +32,13 @@ class Runtime:
     Attributes:
         title: for tables and messages.
         packages: pip requirements of the environment that decodes.
-        converter: pip requirements of the environment that converts models; empty: the same one.
+        converter: pip requirements of the environment that converts models; empty if the decoding
+            environment converts them, too.
         unwanted: packages that pip installs with the converter's, which are uninstalled again.
         worker: script in ``workers/`` that decodes, run by the environment's Python.
         convert: script in ``workers/`` that converts one model folder.
         sees_torch: whether the converter also imports torch and transformers of this environment.
-        dtypes: ``model.dtype`` that it computes in -> what the worker is told for it.
+        dtypes: supported ``model.dtype`` -> settings that the worker receives for it.
     """
 
     title: str
@@ -69,20 +70,14 @@ RUNTIMES: Mapping[str, Runtime] = {
         dtypes={"float32": {"precision": "f32"}, "bfloat16": {"precision": "bf16"}},
     ),
 }
-"""Name -> runtime."""
 
 
 def rivals_dir() -> Path:
-    """The folder of all environments and converted models."""
     return cache_dir() / "rivals"
 
 
 def python_of(name: str, *, converter: bool = False) -> Path:
-    """The interpreter of a runtime's environment.
-
-    Raises:
-        UserError: the environment is not installed.
-    """
+    """Returns the interpreter of a runtime's environment; ``UserError`` if it is not installed."""
     runtime = RUNTIMES[name]
     kind = "converter" if converter and runtime.converter else "run"
     folder = rivals_dir() / f"{name}-{kind}"
@@ -100,9 +95,6 @@ def install(name: str, note: Callable[[str], None]) -> None:
     Args:
         name: key of ``RUNTIMES``.
         note: called with a line of progress.
-
-    Raises:
-        UserError: pip failed; with the end of its output.
     """
     runtime = RUNTIMES[name]
     for kind in ("run", "converter") if runtime.converter else ("run",):
@@ -123,15 +115,12 @@ def install(name: str, note: Callable[[str], None]) -> None:
 
 
 def converted(name: str, model: Path, note: Callable[[str], None]) -> Path:
-    """The folder of a model in a runtime's format; converts it on first use.
+    """Returns the folder of a model in a runtime's format; converts it on first use.
 
     Args:
         name: key of ``RUNTIMES``.
         model: a Hugging Face folder with a config and safetensors.
         note: called with a line of progress.
-
-    Raises:
-        UserError: the runtime is not installed, or cannot convert the model.
     """
     runtime = RUNTIMES[name]
     folder = rivals_dir() / "models" / f"{name}-{_fingerprint(model, runtime)}"
@@ -150,7 +139,6 @@ def converted(name: str, model: Path, note: Callable[[str], None]) -> Path:
 
 
 def worker_command(name: str) -> list[str]:
-    """The command that starts a runtime's worker."""
     return [str(python_of(name)), str(_WORKERS / RUNTIMES[name].worker)]
 
 
@@ -159,7 +147,7 @@ def _packages(runtime: Runtime, kind: str) -> tuple[str, ...]:
 
 
 def _contents(runtime: Runtime, kind: str) -> dict[str, list[str]]:
-    """What is in an environment; one with other contents is made again."""
+    """Returns what is installed in an environment; one with other contents is made again."""
     contents = {"packages": list(_packages(runtime, kind))}
     if kind == "converter" and runtime.unwanted:
         contents["without"] = list(runtime.unwanted)
@@ -167,7 +155,7 @@ def _contents(runtime: Runtime, kind: str) -> dict[str, list[str]]:
 
 
 def _fingerprint(model: Path, runtime: Runtime) -> str:
-    """Changes with the model's files, the runtime's versions and our script."""
+    """Returns a digest of the model's files, the runtime's versions and the conversion script."""
     files = sorted(p for p in model.iterdir() if p.suffix in (".json", ".safetensors"))
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     script = (_WORKERS / runtime.convert).read_text()

@@ -1,7 +1,7 @@
-"""A worker process of another runtime, which decodes one prompt at a time.
+"""Decodes prompts in a worker process of another runtime, one at a time.
 
 Messages are lines of JSON over the worker's standard input and output. The worker measures the
-times itself, so that the messages do not count.
+times itself, so that they exclude the messages.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SHOWN = 400  # characters of a worker's error that a message shows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalOutput:
-    """What a worker returns for one prompt.
+    """The tokens, times and counts that a worker returns for one prompt.
 
     Attributes:
-        tokens: generated tokens, with the end token.
+        tokens: generated tokens, including the end token.
         times_s: per token, seconds from the start of the request.
-        wall_s, cpu_s: seconds of the request, prefill included; CPU time of all threads.
-        prefill_s: of ``wall_s``, what passed before the first decoding pass; 0 where unknown.
+        wall_s, cpu_s: of the request, prefill included; CPU time of all threads.
+        prefill_s: part of ``wall_s`` before the first decoding pass; 0 if unknown.
         rounds: target passes that produced tokens.
         proposed, accepted: draft tokens; 0 without drafts.
         draft_passes: passes of the draft model.
@@ -46,12 +46,7 @@ class RivalOutput:
 
 
 class RivalProcess:
-    """One runtime with its models loaded.
-
-    Attributes:
-        pids: of the worker.
-        version: of the runtime.
-    """
+    """One runtime with its models loaded in a worker process."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         """Starts the worker and loads the models.
@@ -83,15 +78,13 @@ class RivalProcess:
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
     ) -> RivalOutput:
-        """Decodes one prompt.
+        """Decodes one prompt of token ids.
 
         Args:
-            prompt: token ids.
-            max_new_tokens: limit of the output.
             sampling: temperature (0 for greedy), top_p, top_k and seed.
 
         Raises:
-            UserError: the worker failed; with its last words.
+            UserError: the worker failed.
         """
         reply = self._ask(
             {
@@ -107,7 +100,6 @@ class RivalProcess:
         )
 
     def close(self) -> None:
-        """Ends the worker."""
         if self._process.stdin:
             self._process.stdin.close()
         try:

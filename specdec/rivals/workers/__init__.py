@@ -1,1 +1,1 @@
-"""Programs that other runtimes' interpreters run; they import nothing of specdec."""
+"""Programs that other runtimes' interpreters run, which therefore import nothing of specdec."""

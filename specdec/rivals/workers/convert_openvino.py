@@ -1,4 +1,7 @@
-"""Converts a model folder for OpenVINO: MODEL FOLDER. Run by the converter's own Python."""
+"""Converts a model folder for OpenVINO: ``convert_openvino.py MODEL FOLDER``.
+
+The converter's own Python runs this script.
+"""
 
 import sys
 

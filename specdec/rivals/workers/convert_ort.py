@@ -1,6 +1,6 @@
-"""Converts a model folder for ONNX Runtime GenAI: MODEL FOLDER [SITE-PACKAGES...].
+"""Converts a model for ONNX Runtime GenAI: ``convert_ort.py MODEL FOLDER [SITE-PACKAGES...]``.
 
-Run by the runtime's own Python; torch and transformers come from the further folders.
+The runtime's own Python runs this script; it finds torch and transformers in SITE-PACKAGES.
 """
 
 import runpy

@@ -1,4 +1,4 @@
-"""Decodes with OpenVINO GenAI; run by that runtime's own Python."""
+"""Decodes with OpenVINO GenAI, run by that runtime's own Python."""
 
 import time
 from typing import Any
@@ -20,7 +20,6 @@ def open_models(
     options: dict[str, int],
     precision: str,
 ) -> dict[str, Any]:
-    """Loads the models, to compute in this precision with as many threads as asked for."""
     properties = {
         "INFERENCE_NUM_THREADS": threads,
         "INFERENCE_PRECISION_HINT": precision,
@@ -40,7 +39,7 @@ def open_models(
 
 
 def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
-    """Decodes one prompt and measures it."""
+    """Decodes one prompt; the reply has the fields of ``specdec.rivals.process.RivalOutput``."""
     method, options = STATE["method"], STATE["options"]
     config = genai.GenerationConfig()
     config.max_new_tokens = max_new_tokens
@@ -84,7 +83,7 @@ def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -
 
 
 class _Times(genai.StreamerBase):  # type: ignore[misc]
-    """Times of the tokens as they are written."""
+    """Records when each token is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ class _Times(genai.StreamerBase):  # type: ignore[misc]
         return genai.StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
 
 if __name__ == "__main__":

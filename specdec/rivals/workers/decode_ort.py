@@ -1,4 +1,4 @@
-"""Decodes with ONNX Runtime GenAI; run by that runtime's own Python."""
+"""Decodes with ONNX Runtime GenAI, run by that runtime's own Python."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def open_models(
     eos: list[int],
     options: dict[str, int],
 ) -> dict[str, Any]:
-    """Loads the models; a folder of links holds the configuration that names both."""
+    """Loads the models from a temporary folder of links, whose configuration names both."""
     folder = tempfile.mkdtemp()
     config = _config(target, folder, "target", threads)
     # A model without an end token still needs a number there: one outside the vocabulary.
@@ -59,7 +59,7 @@ def _config(model: str, folder: str, name: str, threads: int) -> dict[str, Any]:
 
 
 def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
-    """Decodes one prompt and measures it."""
+    """Decodes one prompt; the reply has the fields of ``specdec.rivals.process.RivalOutput``."""
     parameters = genai.GeneratorParams(STATE["model"])
     length = len(prompt) + max_new_tokens
     if sampling["temperature"]:

@@ -1,6 +1,6 @@
-"""The message loop of a worker: lines of JSON in, one line of JSON out for each.
+"""The message loop of a worker: each line of JSON on standard input gets one line in reply.
 
-Nothing of specdec is imported here: the interpreter is another runtime's.
+Nothing of specdec is imported here, since another runtime's interpreter runs this module.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 def serve(handlers: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
     """Answers messages by ``handlers[op](**message)`` until standard input ends.
 
-    The real standard output is kept for the replies: libraries may print.
+    Replies go to the real standard output; what libraries print is sent to standard error.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
