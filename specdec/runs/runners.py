@@ -185,7 +185,7 @@ class PartsRunner:
         prompts: Sequence[TokenPrompt],
         on_finish: Callable[[RequestState], None],
     ) -> Iterator[list[Commit]]:
-        """Runs the decode loop over prompts that are served together; yields each step's commits."""
+        """Runs the decode loop over prompts served together; yields the commits of each step."""
         parts = self.parts
         if self.trace is not None:
             observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
