@@ -86,7 +86,6 @@ class Pair(RandomPair):
         return toys.pair().target
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
-        """The given head."""
         return self.head
 
 

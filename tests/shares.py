@@ -23,8 +23,6 @@ class Meeting:
 
 
 class ThreadCollective(Collective):
-    """A group of threads."""
-
     def __init__(self, meeting: Meeting, rank: int) -> None:
         super().__init__(rank=rank, size=meeting.size)
         self._meeting = meeting

@@ -93,7 +93,6 @@ def plain(case: Case) -> tuple[int, ...]:
 
 
 def assert_plain(outputs: dict[int, Any], wanted: Sequence[Case]) -> None:
-    """Asserts that every case was decoded as by plain decoding."""
     assert sorted(outputs) == sorted(case.id for case in wanted)
     wrong = [case.label for case in wanted if outputs[case.id].output != plain(case)]
     assert not wrong, f"not the output of plain decoding: {wrong}"
@@ -107,7 +106,6 @@ def profile(target_ms: float, draft_ms: float) -> LatencyProfile:
 
 
 def simulated(target_ms: float, draft_ms: float) -> Clock:
-    """A virtual clock of a ``profile``."""
     return SimulatedClock(profile(target_ms, draft_ms))
 
 

@@ -46,14 +46,12 @@ class _Group:
 
     @property
     def now(self) -> float:
-        """Time of the current rank."""
         return 0.0
 
     def wait_for(self, at: float) -> None:
         """The current rank receives a message that was sent at ``at``."""
 
     def of(self, rank: int) -> AbstractContextManager[None]:
-        """Makes ``rank`` the current rank."""
         return nullcontext()
 
     def put_reply(self, received: ReceivedReply, rank: int) -> None:

@@ -85,7 +85,6 @@ def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENCE_S) -> None:
-    """Waits for a condition."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"

@@ -29,7 +29,6 @@ PROMPTS = (
 
 @cache
 def pair() -> ModelPair:
-    """The controller's models."""
     return _pair(json.dumps(config("ar", 2)["model"]))
 
 
@@ -77,7 +76,6 @@ def config(
 
 @contextmanager
 def runner(values: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS) -> Iterator[PartsRunner]:
-    """Runner of a configuration; closed afterwards."""
     stop = StopRules(max_new_tokens=max_new_tokens)
     parts_runner = PartsRunner(cfg=values, pair=_pair(json.dumps(values["model"])), stop=stop)
     try:

@@ -34,7 +34,6 @@ JOB = [
 
 
 def free_port() -> int:
-    """A free port for the rendezvous of the agents."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -46,7 +45,6 @@ def outputs(folder: Path) -> dict[int, Any]:
 
 
 def worker(job: Path, folder: Path) -> tuple[str, ...]:
-    """Arguments of every rank."""
     return ("specdec.cli.main", "worker", str(job), str(folder))
 
 

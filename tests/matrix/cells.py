@@ -88,7 +88,6 @@ def all_cells() -> tuple[Cell, ...]:
 
 @cache
 def is_lossy(verifier: str) -> bool:
-    """Whether the verifier says so."""
     return bool(build_part(option("verifier", verifier), {}, "verifier").lossless is Lossless.LOSSY)
 
 
@@ -101,7 +100,6 @@ def _by_parts() -> dict[tuple[str, str], list[Cell]]:
 
 
 def cells(source: str, policy: str) -> Iterator[Cell]:
-    """All cells of one source and policy."""
     return iter(_by_parts()[source, policy])
 
 

@@ -16,7 +16,6 @@ _FOUND: dict[object, Outcome] = {}
 
 @pytest.fixture
 def record() -> Callable[[Outcome], None]:
-    """Books the outcome of a cell."""
     return lambda outcome: _FOUND.__setitem__(outcome.cell, outcome)
 
 

@@ -162,7 +162,6 @@ def encoded(content: bytes) -> str:
 
 
 def decoded(content: str) -> bytes:
-    """The bytes that ``encoded`` was given."""
     if content.startswith("bz2:"):
         return bz2.decompress(base64.b85decode(content[4:]))
     return content.encode("utf-8", "surrogatepass")

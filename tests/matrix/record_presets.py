@@ -102,7 +102,6 @@ def presets() -> list[str]:
 
 @cache
 def pair() -> RandomPair:
-    """The models of all runs."""
     found = build_pair({"kind": "random", **MODEL})
     assert isinstance(found, RandomPair)
     with torch.no_grad():
@@ -123,7 +122,6 @@ def _resolved(preset: str) -> dict[str, Any]:
 
 
 def record(preset: str, case: str) -> Record:
-    """Runs a preset and returns its figures."""
     how = CASES[case]
     parts = compose(deepcopy(_resolved(preset)), pair())
     state = parts.new_state()

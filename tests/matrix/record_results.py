@@ -196,7 +196,6 @@ def read() -> dict[str, Any]:
 
 
 def differences(recorded: Any, now: Any, place: str = "") -> list[str]:
-    """What differs, as lines to read."""
     if isinstance(recorded, dict) and isinstance(now, dict):
         keys = dict.fromkeys([*recorded, *now])
         pairs = [(recorded.get(key), now.get(key), f"{place} / {key}") for key in keys]
@@ -208,7 +207,6 @@ def differences(recorded: Any, now: Any, place: str = "") -> list[str]:
 
 
 def main(parts: Sequence[str]) -> None:
-    """Records these parts, or all."""
     torch.set_num_threads(1)
     for part in parts or PARTS:
         now = PARTS[part]()

@@ -143,7 +143,6 @@ def tokens(preset: str, run: Run) -> str:
 
 
 def numbers(output: Sequence[int]) -> str:
-    """Tokens as text."""
     return " ".join(map(str, output))
 
 
@@ -188,7 +187,6 @@ def read() -> dict[str, Any]:
 
 
 def main(samplings: Sequence[str]) -> None:
-    """Records the runs of these samplings, or everything."""
     torch.set_num_threads(1)
     found = read()
     recorded = found.setdefault("runs", {})

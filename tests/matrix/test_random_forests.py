@@ -219,7 +219,6 @@ def next_token(request_id: int, tokens: tuple[int, ...] | IntArray, params: Samp
 def plain(
     request_id: int, prompt: tuple[int, ...], num: int, params: SamplingParams
 ) -> tuple[int, ...]:
-    """Plain decoding of ``num`` tokens."""
     tokens = prompt
     for _ in range(num):
         tokens = (*tokens, next_token(request_id, tokens, params))

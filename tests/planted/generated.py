@@ -263,7 +263,6 @@ def run(mutant: dict[str, Any], code: Path, tests: Sequence[str]) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; prints the counts."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted.generated")
     parser.add_argument("--root", type=Path, required=True, help="folder of the code")
     parser.add_argument("--work", type=Path, required=True, help="for the copy and the results")

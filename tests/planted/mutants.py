@@ -294,7 +294,6 @@ def _last_line(output: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted.mutants")
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")

@@ -65,7 +65,6 @@ class Planted:
         self._stack.callback(setattr, owner, name, original)
 
     def restore(self) -> None:
-        """Restores the shipped code."""
         self._stack.close()
 
 

@@ -88,7 +88,6 @@ class Pool:
     """Processes that serve several calls; a context manager."""
 
     def __init__(self, jobs: int) -> None:
-        """Starts ``jobs`` processes."""
         self._jobs = jobs
         self._stack = ExitStack()
         self._free: SimpleQueue[Warm] = SimpleQueue()

@@ -35,8 +35,6 @@ def own_heads(scale: float = 0.1) -> list[dict[str, torch.Tensor]]:
 
 
 class Pair(RandomPair):
-    """A random pair whose Medusa heads differ."""
-
     def __init__(self) -> None:
         sizes = {"hidden_size": WIDTH, "num_heads": 2, "vocab_size": VOCAB, "max_positions": 64}
         options = ModelOptions(dtype="float64", device="cpu", exit_layer=2, exit_head="norm")

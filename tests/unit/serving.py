@@ -46,7 +46,6 @@ def prompts() -> tuple[IntArray, ...]:
 
 
 def request(request_id: int, sampling: int, arrival_s: float = 0.0) -> RequestState:
-    """A new request."""
     return RequestState(
         request_id=request_id,
         prompt=prompts()[request_id % len(prompts())],

@@ -54,7 +54,6 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1"
 
     def chunks(self, wants_ids):
-        """The messages of one answer."""
         start, sent = 0, ""
         for size in self.sizes:
             part = self.tokens[: start + size]

@@ -35,7 +35,6 @@ def rows(request: int, ids: list[int], parents: list[int]) -> TreeRows:
 
 
 def commit(request: int, kept: list[int]) -> Commit:
-    """A commit that keeps some nodes."""
     return Commit(
         request=request,
         step=3,

@@ -21,7 +21,6 @@ TIMEOUT_S = 10.0
 
 
 def reply(value: int, rows: torch.Tensor | None = None) -> Reply:
-    """A reply of one token."""
     return Reply(Kind.ANSWERS, np.array([value]), rows)
 
 
@@ -32,7 +31,6 @@ class Rank:
         self.link = SocketLink(end, 0)
 
     def send(self, tick: int, sent: Reply) -> None:
-        """Sends a reply of session 1."""
         self.link.send(sent.pack(1, tick))
         if sent.rows is not None:
             self.link.send_tensor(sent.rows)
@@ -40,7 +38,6 @@ class Rank:
 
 @pytest.fixture
 def both() -> tuple[Inbox, Rank]:
-    """Rank 0's inbox, and rank 1."""
     mine, theirs = socket.socketpair()
     return Inbox({1: SocketLink(mine, 1)}), Rank(theirs)
 

@@ -46,7 +46,6 @@ class LastRank:
         return read_answers(reply, batch, lambda _: True, self.keepers.__getitem__), answers
 
     def ask(self, body) -> Reply:
-        """The reply to a query."""
         query = pack_message(Kind.QUERY, 1, 2, body)
         self.num_bytes += query.nbytes
         reply = self._sent(self.kept.answer(query))

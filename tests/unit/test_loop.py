@@ -82,7 +82,6 @@ def serve(name: str, work: Work) -> dict[int, RequestState]:
 
 
 def outputs(found: dict[int, RequestState]) -> dict[int, list[int]]:
-    """Tokens by request."""
     return {i: r.output for i, r in found.items()}
 
 

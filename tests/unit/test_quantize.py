@@ -51,7 +51,6 @@ def test_layers_are_quantised_and_nothing_else(kind, steps):
 
 @needs_torchao
 def test_a_quantised_pair_decodes_losslessly():
-    """Speculative decoding of a quantised target equals its plain decoding."""
     pair = build_random(
         num_layers=2, hidden_size=64, dtype="float32", quantization="int8", graphs="replay"
     )

@@ -183,8 +183,6 @@ def test_stopping_criteria_end_a_row_within_an_accepted_path(pair: Any, divisor:
 
 
 class Record(BaseStreamer):
-    """Records what a streamer receives."""
-
     def __init__(self) -> None:
         self.values: list[list[int]] = []
         self.shapes: list[int] = []

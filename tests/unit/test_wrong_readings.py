@@ -42,7 +42,6 @@ class Read(PretrainedPair):
         self.reading: Reading = self.known[AS_ON_DISK]
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
-        """The head as it is read now."""
         return load_reading(self.files, self.reading, self.frozen)
 
 

@@ -289,8 +289,6 @@ def new_state(*requests: RequestState) -> DecodeState:
 
 @dataclass
 class Run:
-    """A finished run."""
-
     requests: list[RequestState]
     policy: CheckedPolicy
     source: TableSource

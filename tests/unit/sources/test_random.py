@@ -1,5 +1,3 @@
-"""The random source's quality."""
-
 from __future__ import annotations
 
 import numpy as np
