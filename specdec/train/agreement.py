@@ -1,4 +1,7 @@
-"""Agreement of drafts and heads with the target's own continuations, inside and outside loops."""
+"""Top-k agreement of drafts and heads with the target's own continuations.
+
+Tokens inside loops (repetitions of earlier text) are counted apart, because they are easy to draft.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,22 @@ from specdec.train.samples import Sampling, generate, same_length_batches
 from specdec.train.target import Target
 
 BATCH = 12
-"""Prompts per batch."""
 RANKS = (1, 2, 4, 8, 16, 32)
 """Values of k for which top-k agreement is counted."""
 SETTINGS = {
     "greedy": Sampling(temperature=0.0),
     "0.6/0.9/80": Sampling(temperature=0.6, top_p=0.9, top_k=80),
 }
-"""Sampling rules of the continuations, by temperature / top_p / top_k."""
+"""Sampling rules of the continuations, named by temperature / top_p / top_k."""
 
 Predict = Callable[[Tensor], Sequence[tuple[int, Tensor]]]
-"""Called with int64 token ids (1, T); per measured model its offset (see ``exits.HeadSpec``) and
-its float32 logits (T, V)."""
+"""Called with int64 token ids (1, T). Returns for each measured model its offset (see
+``exits.HeadSpec``) and its float32 logits (T, V).
+"""
 
 
 def token_ranks(tokens_T: Tensor, logits_TV: Tensor, prompt_length: int, offset: int) -> list[int]:
-    """Ranks, 0 first, of the tokens after a prompt that a model of this offset predicts."""
+    """Returns the ranks, from 0, of the tokens after a prompt in the predictions of a model."""
     first = max(0, prompt_length - 1 - offset)  # row that predicts the first new token
     chosen = tokens_T[first + 1 + offset :]
     logits_NV = logits_TV[first : first + len(chosen)]
@@ -41,7 +44,6 @@ def token_ranks(tokens_T: Tensor, logits_TV: Tensor, prompt_length: int, offset:
 
 
 def _record(tokens: Sequence[tuple[int, bool]]) -> dict[str, Any]:
-    """Counts and rates of tokens, given as rank and whether the token is inside a loop."""
     ranks_T, inside_T = np.asarray(tokens, np.int64).reshape(-1, 2).T
     inside_T = inside_T.astype(bool)
 
@@ -65,16 +67,13 @@ def measure_agreement(
     new_tokens: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Agreement of each measured model with the target's continuations of prompts.
+    """Measures how often the token of the target's continuation is among each model's top k.
 
-    Prompts are processed in batches of BATCH of nearly equal length; the longer ones of a batch
-    lose their first tokens. A continuation has at most `new_tokens` and ends with its end token.
-
-    Returns:
-        Per model "tokens", "loop_share" (of tokens that end an 8-gram already generated), and
-        "outside" and "inside" loops: top-k agreement in [0, 1] per k of RANKS.
+    Prompts are processed in batches of nearly equal length; the longer ones of a batch lose their
+    first tokens. The result has per model "tokens", "loop_share" (of tokens that end an 8-gram
+    already generated), and for "outside" and "inside" loops the agreement in [0, 1] per k of RANKS.
     """
-    totals: dict[int, list[tuple[int, bool]]] = defaultdict(list)  # by place of the model
+    totals: dict[int, list[tuple[int, bool]]] = defaultdict(list)  # by index of the model
     generator = torch.Generator().manual_seed(seed)
     for group in same_length_batches([prompt.numpy() for prompt in prompts], BATCH):
         rows = generate(target, group, new_tokens, [sampling], generator, stop_at_end=True)
@@ -111,13 +110,12 @@ def agreement_by_data(
 
 
 def check_data_name(name: str) -> None:
-    """Raises UserError for a name that is not one of the library's data sets."""
     if name not in DATASETS:
         raise UserError(f"prompts of {name}: choose from {', '.join(DATASETS)}")
 
 
 def check_evaluation(target: Target, evaluation: Mapping[str, Any]) -> None:
-    """Raises UserError for an ``evaluation`` section that would fail after training."""
+    """Refuses an ``evaluation`` section that would otherwise fail only after training."""
     for name in evaluation["prompts"]:
         check_data_name(name)
     if evaluation["new_tokens"] >= target.shape.max_positions:
@@ -128,7 +126,7 @@ def check_evaluation(target: Target, evaluation: Mapping[str, Any]) -> None:
 
 
 def prompts_of(name: str, tokenizer: Tokenizer, limit: int) -> list[Tensor]:
-    """Token ids of a data set's first `limit` prompts; empty if its files are absent."""
+    """Tokenizes a data set's first `limit` prompts; empty if its files are absent."""
     check_data_name(name)
     try:
         prompts = load_prompts(name=name, limit=limit)

@@ -1,5 +1,3 @@
-"""The model card: measures the shipped family and fills card.md.j2."""
-
 from __future__ import annotations
 
 import statistics
@@ -36,12 +34,8 @@ def make_card(
 ) -> None:
     """Measures target and draft in output_dir and writes its README.md and measured.json.
 
-    Without ``measure`` the page is written from an existing measured.json and the records of the
-    runs. Absent data sets are skipped; the card names those that were measured. Arguments:
-    conf/train/card.yaml.
-
-    Raises:
-        UserError: a model is missing, or measured.json where ``measure`` is false.
+    Without ``measure`` the page is written from an existing measured.json. Absent data sets are
+    skipped; the card names those that were measured. Arguments: conf/train/card.yaml.
     """
     out, report = session.out, session.report
     if measure:
@@ -78,7 +72,6 @@ def make_card(
 
 
 def render_card(folder: Path) -> str:
-    """The model card of a family, from measured.json and the records of its runs."""
     environment = Environment(  # noqa: S701 - Markdown, not HTML
         loader=PackageLoader("specdec.train", "."),
         trim_blocks=True,
@@ -106,7 +99,6 @@ def render_card(folder: Path) -> str:
 
 
 def _eagle(folder: Path) -> dict[str, Any]:
-    """Record, size in bytes and agreement of the EAGLE-3 head in a folder."""
     size = (folder / "model.safetensors").stat().st_size
     return {
         **read_json(folder / "training.json"),
@@ -116,7 +108,6 @@ def _eagle(folder: Path) -> dict[str, Any]:
 
 
 def _held_out(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
-    """Held-out loss in nats per token and per byte, with the numbers of tokens and bytes."""
     texts = [text for _, text in held_out_files()]
     ids, size = encode(tokenizer, texts), sum(len(text.encode("utf-8")) for text in texts)
     loss = held_out_loss(model, ids, length)
@@ -125,10 +116,7 @@ def _held_out(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict[s
 
 
 def _pass_ms(folder: Path, prefix: int = 128, repeats: int = 60) -> float:
-    """Median milliseconds of one transformers forward of one token after a cached prefix.
-
-    Float32 on the CPU, the library's default for this family.
-    """
+    """Returns the median ms of a transformers forward of one token, in float32 on the CPU."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

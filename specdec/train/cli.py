@@ -1,5 +1,3 @@
-"""Entry point of the training recipes: `run(what, cfg)`."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -29,12 +27,6 @@ RECIPES: dict[str, Recipe] = {
 
 
 def run(what: str, cfg: dict[str, Any]) -> int:
-    """Runs a recipe of ``RECIPES`` under a progress bar; returns 0.
-
-    Raises:
-        UserError: an unknown recipe, a key that is unknown, missing or out of range, or a missing
-            file.
-    """
     if what not in RECIPES:
         raise UserError(f"unknown recipe {what!r}; known: {', '.join(RECIPES)}")
     recipe, names = RECIPES[what], signature_of(Session).plain

@@ -2,7 +2,7 @@
 
 Text comes from Python's standard library and from installed distributions whose metadata states a
 permissive licence, plus GSM8K's training questions if the data folder has them. The evaluation sets
-are read only for the n-grams by which their text is excluded.
+are read only for their n-grams, by which copies of their text are excluded.
 
 A file gives one document of kind "file", and one of kind "functions" for each documented
 module-level function, with the imports that it uses.
@@ -39,13 +39,10 @@ EVALUATED = {
 """Sets whose text is excluded: file, keys of a record, and the separator between their values."""
 LINES_PER_SHINGLE = 3
 STREAMS = ("stdlib", "function", "package", "gsm8k")
-"""Names of the streams of training text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One training or held-out text, cleaned."""
-
     source: str  # distribution name, "stdlib" or "gsm8k"
     kind: str  # "file", "functions" or "text"
     path: str  # POSIX, relative to the source's root
@@ -53,17 +50,18 @@ class Document:
 
     @property
     def size(self) -> int:
-        """Bytes of the text in UTF-8."""
         return len(self.text.encode("utf-8"))
 
 
 @dataclass(slots=True)
 class Corpus:
-    """Training and held-out documents, and counts of dropped files.
+    """Training and held-out documents.
 
-    ``held_out`` has the standard-library files for which is_held_out is true, never trained on;
-    ``licences`` the statement of each source, ``dropped`` the number of files by reason, and
-    ``kept_out`` the evaluation sets that were available, so that files quoting them were dropped.
+    Attributes:
+        held_out: standard-library files that are never trained on (``is_held_out``).
+        licences: licence statement of each source.
+        dropped: number of dropped files by reason.
+        kept_out: available evaluation sets; training files that quote them were dropped.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -73,7 +71,7 @@ class Corpus:
     kept_out: list[str] = field(default_factory=list)
 
     def streams(self) -> dict[str, list[Document]]:
-        """Documents by the name of their token stream: one of STREAMS, or "held_out"."""
+        """Groups documents by token stream: one of STREAMS, or "held_out"."""
         groups: dict[str, list[Document]] = {name: [] for name in STREAMS}
         for document in self.train:
             named = document.source if document.source in ("stdlib", "gsm8k") else "package"
@@ -82,13 +80,11 @@ class Corpus:
 
 
 def _data_file(name: str) -> Path | None:
-    """A file of the folder SPECDEC_DATA, gzipped or plain; None where there is none."""
     folder = os.environ.get(DATA_VARIABLE)
     return find_file(Path(folder), name) if folder else None
 
 
 def why_junk(text: str) -> str | None:
-    """Reason to drop a file, or None: its length, that of its lines, generated, mostly a table."""
     if len(text) < 400:
         return "short"
     if len(text) > 400_000:
@@ -120,17 +116,15 @@ def clean_source(text: str) -> str:
 
 
 def _grams(items: list[str], width: int) -> set[int]:
-    """Hashes of each `width` consecutive items."""
     return {hash(tuple(items[i : i + width])) for i in range(len(items) - width + 1)}
 
 
 def _word_grams(text: str) -> set[int]:
-    """Of words of letters, digits and underscores."""
     return _grams(re.findall(r"\w+", text.lower()), WORDS_PER_EVALUATION_GRAM)
 
 
 def _is_near_copy(text: str, *, seen: set[int], threshold: float) -> bool:
-    """Whether this share of a text's shingles was seen; those of any other text are added."""
+    """Whether a share of the text's runs of lines was seen; otherwise adds them to ``seen``."""
     lines = [s for s in (line.strip() for line in text.split("\n")) if len(s) >= 12]
     shingles = _grams(lines, min(LINES_PER_SHINGLE, len(lines)))
     if len(shingles & seen) >= threshold * len(shingles):
@@ -140,7 +134,6 @@ def _is_near_copy(text: str, *, seen: set[int], threshold: float) -> bool:
 
 
 def _evaluation_grams() -> dict[str, set[int]]:
-    """Word n-grams of each set of EVALUATED whose file is in the data folder."""
     grams = {}
     for name, (file, keys, joint) in EVALUATED.items():
         if (path := _data_file(file)) is not None:
@@ -150,10 +143,9 @@ def _evaluation_grams() -> dict[str, set[int]]:
 
 
 def function_documents(text: str, max_lines: int = 70) -> list[str]:
-    """Module-level documented functions of a file, each below the imports that it uses.
+    """Returns documented functions of 4 to max_lines lines, each below the imports that it uses.
 
-    The end token after each document teaches the model where a function's body ends. A function
-    has 4 to max_lines lines. Source that does not parse gives none.
+    The end token after each document teaches the model where a function's body ends.
     """
     try:
         module = ast.parse(text)
@@ -175,7 +167,6 @@ def function_documents(text: str, max_lines: int = 70) -> list[str]:
 
 
 def licence_of(distribution: str) -> str:
-    """Licence statement of an installed distribution in one line, from its metadata."""
     meta = importlib.metadata.metadata(distribution)
     classifiers = [c for c in meta.get_all("Classifier") or [] if c.startswith("License")]
     stated = [value.split("::")[-1].strip() for value in classifiers]
@@ -186,7 +177,6 @@ def licence_of(distribution: str) -> str:
 
 
 def is_permissive(licence: str) -> bool:
-    """True for a statement that matches PERMISSIVE and not RESTRICTIVE."""
     return bool(PERMISSIVE.search(licence)) and not RESTRICTIVE.search(licence)
 
 
@@ -206,7 +196,10 @@ def _add(
     grams: set[int],
     is_copy: Callable[[str], bool] | None = None,
 ) -> None:
-    """Adds (path, text, reason to drop it) up to a size: files with ``is_copy``, else texts."""
+    """Adds documents (path, text, reason to drop it) until they have ``max_bytes`` characters.
+
+    If ``is_copy`` is given, the documents are Python files, whose functions are added too.
+    """
     size = 0
     for path, text, reason in documents:
         if reason is None and not grams.isdisjoint(_word_grams(text)):
@@ -245,8 +238,8 @@ def build_corpus(
         packages: largest number of megabytes (10**6 bytes) of files by distribution, in order of
             each path's CRC-32; a distribution that is not installed is skipped and counted.
         gsm8k_mb: megabytes of GSM8K training text; needs the SPECDEC_DATA folder.
-        copy_threshold: share of known 3-line shingles, in (0, 1], from which a file is a copy,
-            also of a held-out file.
+        copy_threshold: a file is a copy from this share, in (0, 1], of 3-line shingles that other
+            files have, held-out ones included.
 
     Raises:
         UserError: a package's metadata states no permissive licence.

@@ -1,4 +1,4 @@
-"""The draft, distilled from the target, and its n-gram samples: loss and recipes."""
+"""Distillation of the draft from the target, and n-gram samples of the draft."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from specdec.train.streams import Mixture, load_streams, save_streams
 
 
 def divergence(draft_NV: Tensor, target_NV: Tensor) -> Tensor:
-    """Mean KL(target || draft) in nats per position, from float32 logits."""
+    """Returns the mean KL(target || draft) in nats per position, from float32 logits."""
     log_draft, log_target = F.log_softmax(draft_NV, dim=-1), F.log_softmax(target_NV, dim=-1)
     return F.kl_div(log_draft, log_target, reduction="batchmean", log_target=True)
 
@@ -39,7 +39,7 @@ class DistillationLoss(Loss):
 
     Both distributions are taken at one temperature (Hinton et al. 2015, section 2); below 1 it
     weights the target's likeliest tokens, which decide acceptance, above the tail. ``text_weight``
-    is the share of the text's cross entropy. Freezes the target, and is compiled if the target is.
+    is the share of the text's cross entropy.
     """
 
     target: LanguageModel
@@ -62,7 +62,6 @@ class DistillationLoss(Loss):
 
 
 def _docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarray]:
-    """Signatures and docstrings of training functions, as prompts."""
     quotes = [i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text]
     end = partial(docstring_end, quote_ids=quotes)
     documents = teacher.streams["function"]
@@ -80,10 +79,10 @@ def sample_target(
 ) -> np.ndarray:
     """Samples the target's own continuations of training functions' signatures and docstrings.
 
-    Each process of a group samples its share of the prompts, which come from the streams "function"
-    and "gsm8k", and returns all samples. The folder ``work`` gets one file per process, which a
-    second call with the same target and settings reads. ``sampling`` also has the numbers of
-    prompts, ``prompts`` and ``gsm8k_prompts``; for the other arguments see ``sample_documents``.
+    Each process of a group samples its share of the prompts into a file of the folder ``work`` and
+    returns all samples; a later call with the same target and settings reads the files.
+    ``sampling`` also has the numbers of prompts of the streams "function" (``prompts``) and "gsm8k"
+    (``gsm8k_prompts``); for the rest see ``sample_documents``.
 
     Raises:
         UserError: the folder has samples of another target or of other settings.
@@ -142,8 +141,8 @@ def train_draft(
 def sample_ngram(session: Session, *, sampling: dict[str, Any], max_tokens: int) -> None:
     """Samples token sequences from the draft for n-gram counts.
 
-    Writes output_dir/ngram/samples.safetensors: int16 "tokens", documents each preceded by token 0;
-    a vocabulary with ids above 32767 is refused. Arguments: conf/train/ngram.yaml.
+    Writes output_dir/ngram/samples.safetensors: int16 "tokens", each document after a token 0; a
+    vocabulary with ids above 32767 is refused. Arguments: conf/train/ngram.yaml.
     """
     draft, seed = read_teacher(session, "draft"), session.seed
     if draft.model.shape.vocab_size > 32768:

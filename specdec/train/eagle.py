@@ -1,6 +1,6 @@
 """EAGLE-3 heads of a frozen target: recipe and evaluation.
 
-Shape letters: B sequences, T positions, V vocabulary.
+Shape letters: B sequences, T positions, V vocabulary, U draft vocabulary, E hidden size.
 """
 
 from __future__ import annotations
@@ -42,18 +42,17 @@ from specdec.train.streams import Mixture
 from specdec.train.target import Target
 
 NAME = "eagle3"
-"""Folder of the head in output_dir."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec:
-    """Configuration of a head that is trained from the target's weights.
+    """Configuration of a head that is trained on the target's hidden states.
 
     Attributes:
         layers: numbers of the target's layers before each stream that the head reads; None: 2,
-            L // 2 and L - 3.
-        feed_forward: inner width of its MLP; None: the target's.
-        num_heads, num_kv_heads: of its attention; None: the target's.
+            L // 2 and L - 3 for a target of L layers.
+        feed_forward: inner width of the MLP; None: the target's.
+        num_heads, num_kv_heads: heads of the attention; None: the target's.
         draft_vocabulary: number of its tokens, the most frequent of the training text; None: all.
         norm_before_residual, fc_norm, norm_output: see ``EagleConfig``.
     """
@@ -69,22 +68,16 @@ class Eagle3Spec:
 
 
 class TrainedHead(EagleHead):
-    """An EAGLE head with the attributes that ``lm.Pretraining`` reads.
-
-    Attributes:
-        shape: of the target.
-    """
+    """An EAGLE head with what ``lm.Pretraining`` reads; ``shape`` is the target's."""
 
     shape: ModelShape
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.fc.weight.device
 
 
 def head_config(target: Target, spec: Eagle3Spec) -> EagleConfig:
-    """Sizes of a head for a target; UserError for layers or tokens that it lacks."""
     config, shape = target.config, target.shape
     layers = spec.layers or tuple(layer + 1 for layer in default_layers(shape.num_layers))
     if max(layers) > shape.num_layers:
@@ -126,7 +119,7 @@ def head_config(target: Target, spec: Eagle3Spec) -> EagleConfig:
 
 
 def frequent_tokens(mixture: Mixture, limit: int, vocab_size: int) -> Tensor:
-    """int64[limit], ids of the most frequent tokens of a mixture of streams, in rising order."""
+    """Returns int64[limit]: the most frequent tokens of a mixture of streams, ids rising."""
     share_V = np.zeros(vocab_size)
     for share, ids in zip(mixture.share, mixture.streams.values(), strict=True):
         share_V += share * np.bincount(ids, minlength=vocab_size) / len(ids)
@@ -134,9 +127,9 @@ def frequent_tokens(mixture: Mixture, limit: int, vocab_size: int) -> Tensor:
 
 
 def new_head(target: Target, config: EagleConfig, ids_U: Tensor | None, seed: int) -> TrainedHead:
-    """A head under the target's norm and output matrix, its rows of ``ids_U`` if given.
+    """Creates a head with the target's norm and output matrix, or its rows ``ids_U``.
 
-    Its other matrices are random: normal, of deviation INIT_STD.
+    The other matrices are random: normal, of deviation INIT_STD.
     """
     head = TrainedHead(config, embedding=target.get_input_embeddings().weight)
     head.shape, head.target_ids = target.shape, ids_U
@@ -147,14 +140,13 @@ def new_head(target: Target, config: EagleConfig, ids_U: Tensor | None, seed: in
     matrix = target.get_output_embeddings().weight
     with torch.no_grad():
         signs_E = torch.ones(config.hidden_size, device=target.device)
-        signs_E[::2] = -1.0  # of mean 0 and square 1: whatever the family, its norm scales them
+        signs_E[::2] = -1.0  # mean 0, square 1: RMS and layer norms only scale it
         head.norm.weight.copy_(target.norm(signs_E) * signs_E)
         head.lm_head.weight.copy_(matrix if ids_U is None else matrix[ids_U])
     return head.to(target.device)
 
 
 def stored_head(target: Target, folder: Path, config: EagleConfig) -> TrainedHead:
-    """The head of a folder, in float32, to be trained on; UserError if its sizes differ."""
     files = HeadFiles(folder)
     stored = files.head_config(target.config)
     if stored != config:
@@ -221,7 +213,6 @@ def train_eagle3(
 
 
 def _save(head: TrainedHead, folder: Path) -> None:
-    """Writes the head with weights in bfloat16."""
     stored = EagleHead(head.config, embedding=torch.empty(0)).bfloat16()
     load_weights(stored, weights_of(head))
     stored.target_ids = head.target_ids
@@ -241,10 +232,11 @@ def _check_before_sampling(
 def predictions(
     target: Target, head: EagleHead, tokens: Tensor, steps: int
 ) -> list[tuple[int, Tensor]]:
-    """Logits of each step for the next token at each position; see ``agreement.Predict``.
+    """Returns logits of each step for the next token at each position; see ``agreement.Predict``.
 
     Row t of step s predicts token t + 1 from the target's features up to position t - 1 - s, and
-    the head's own outputs beyond. The first s + 1 rows, which have no prediction, repeat the next.
+    from the head's own outputs after it. The first s + 1 rows have no prediction and repeat the
+    next row.
     """
     length = tokens.shape[1]
     padded = F.pad(tokens, (0, steps - 1))  # every step then has rows up to the last token
@@ -265,10 +257,7 @@ def evaluate(
     steps: int,
     session: Session,
 ) -> list[dict[str, Any]]:
-    """Each step's top-k agreement with the target's own continuations, in and outside loops.
-
-    Step s is the agreement of a draft's token s + 1 where those before it were right.
-    """
+    """Measures top-k agreement by step: step s is a draft's token s + 1 after s right ones."""
     target = teacher.model
 
     def predict(tokens: Tensor) -> list[tuple[int, Tensor]]:

@@ -22,11 +22,12 @@ from specdec.train.target import Target
 
 
 class Objective(StrEnum):
-    """What a step minimises, given target probabilities p and the head's q.
+    """The loss of one step, given target probabilities p and the head's probabilities q.
 
     ``CROSS_ENTROPY``: that of q with p renormalised over the draft vocabulary (EAGLE-3); positions
-    whose likeliest token lies outside it are left out. ``ACCEPTANCE``: 1 - sum(min(p, q)), the
-    share of drafts that speculative sampling refuses (Leviathan et al. 2023, theorem 3.5).
+    whose likeliest token is outside this vocabulary do not count. ``ACCEPTANCE``: 1 - sum(min(p,
+    q)), the share of draft tokens that speculative sampling rejects (Leviathan et al. 2023, theorem
+    3.5).
     """
 
     CROSS_ENTROPY = "cross_entropy"
@@ -36,12 +37,10 @@ class Objective(StrEnum):
 def wanted(
     objective: Objective, target_BSV: Tensor, ids_U: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What ``step_loss`` compares with: probabilities [B, S, U] and which positions count, [B, S].
+    """Returns target probabilities [B, S, U] and which positions count [B, S], for ``step_loss``.
 
-    Args:
-        objective: defines whether the probabilities of a position sum to 1.
-        target_BSV: the target's logits, float32.
-        ids_U: ids of the draft vocabulary; None: all tokens, and all positions count.
+    For ACCEPTANCE the probabilities are not renormalised, so a position's sum is below 1. None
+    means that all positions count.
     """
     if ids_U is None:
         return target_BSV.softmax(-1), None
@@ -54,13 +53,7 @@ def wanted(
 def step_loss(
     objective: Objective, draft_NU: Tensor, p_NU: Tensor, counts_N: Tensor | None
 ) -> Tensor:
-    """Mean loss of the positions that count, 0 if none does.
-
-    Args:
-        objective: which loss.
-        draft_NU: the head's logits, float32.
-        p_NU, counts_N: of ``wanted``.
-    """
+    """Returns the mean loss of the positions that count, 0 if none does; logits are float32."""
     if objective == Objective.ACCEPTANCE:
         return 1.0 - torch.minimum(p_NU, draft_NU.softmax(-1)).sum(-1).mean()
     inner_N = torch.bmm(p_NU[:, None], draft_NU[..., None]).flatten()  # p sums to 1
@@ -76,15 +69,13 @@ class TrainingTimeTest(Loss):
     """Loss of an EAGLE head whose own outputs are fed back; the target is frozen.
 
     Attributes:
-        target: gives features and distributions.
-        steps: of the training-time test; 7 in the paper's code.
+        steps: steps of the training-time test; 7 in the paper's code.
         decay: step i weighs decay ** i; 0.8 in the paper's code. Weights are normalised.
-        objective: an ``Objective``.
-        temperature: of both distributions; 1 in the paper.
+        temperature: temperature of both distributions; 1 in the paper.
         every: steps after the first use one row in this many, at an offset that changes each call.
             1 in the paper.
-        remember: largest number of sequences whose hidden states are kept in memory, in the compute
-            dtype, so that the target does not run again when they return. 0 keeps none.
+        remember: largest number of sequences whose hidden states are cached, in the compute dtype,
+            so that the target does not run again when they return. 0 caches none.
     """
 
     target: Target
@@ -130,11 +121,10 @@ class TrainingTimeTest(Loss):
         return total / weights.sum()
 
     def _read(self, head: EagleHead, inputs_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``read_target``, from memory where possible."""
         if not self.remember:
             return read_target(self.target, head, inputs_BS)
         rows = []
-        # One at a time: results in a batch depend on its size, and so on what is kept.
+        # One at a time: in a batch the bits of a row depend on how many rows miss the cache.
         for row_1S in inputs_BS.split(1):
             key = row_1S.cpu().numpy().tobytes()
             read = self._kept.get(key)
@@ -158,7 +148,7 @@ class TrainingTimeTest(Loss):
 
 
 def read_target(target: Target, head: EagleHead, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The features [B, S, F] that a head reads, and the stream after the last layer, [B, S, E]."""
+    """Returns the features [B, S, F] that a head reads, and the last layer's output [B, S, E]."""
     depth = target.shape.num_layers
     streams = target.residuals(tokens_BS, {layer + 1 for layer in head.config.layers})
     parts = [streams[layer + 1] for layer in head.config.layers]

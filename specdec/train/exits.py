@@ -51,7 +51,6 @@ class HeadSpec:
     """Configuration of one head.
 
     Attributes:
-        kind: a ``HeadKind`` or its text.
         layer: number of the target's layers before the head.
         offset: positions beyond the next token; 0 for an early exit.
         own_output: whether the head trains an output matrix or uses the target's.
@@ -79,7 +78,7 @@ class TrainedExitHead(nn.Module):
             raise UserError(f"head {spec.name}: the target has {depth} layers only")
         self.spec = spec
         self.norm = copy.deepcopy(target.norm)
-        self.place = min(spec.layer, depth - 1)  # of the layer that a transformer head replaces
+        self.place = min(spec.layer, depth - 1)  # position of the layer it replaces
         if spec.kind == HeadKind.TRANSFORMER:
             self.layer = copy.deepcopy(target.layers[self.place])
             self.layer.load_state_dict(target.layers[-1].state_dict())
@@ -92,7 +91,7 @@ class TrainedExitHead(nn.Module):
         self.requires_grad_(True)
 
     def last_hidden(self, target: Target, x_BSE: Tensor) -> Tensor:
-        """Input of the output matrix, float32 (B, S, E)."""
+        """Returns the input of the output matrix, float32 (B, S, E)."""
         if self.spec.kind == HeadKind.TRANSFORMER:
             x_BSE = target.run_layer(self.layer, x_BSE, self.place)
         h_BSE = self.norm(x_BSE)
@@ -102,13 +101,12 @@ class TrainedExitHead(nn.Module):
         return h_BSE
 
     def matrix(self, target: Target) -> Tensor:
-        """The output matrix, float32 (V, E)."""
         output = self.output if self.spec.own_output else target.get_output_embeddings()
         weight: Tensor = output.weight
         return weight
 
     def logits(self, target: Target, x_BSE: Tensor) -> Tensor:
-        """Logits, float32 (B, S, V), of the residual stream after ``spec.layer`` layers."""
+        """Returns float32 logits (B, S, V) from the residual stream after ``spec.layer`` layers."""
         with target.autocast():
             return F.linear(self.last_hidden(target, x_BSE), self.matrix(target)).float()
 
@@ -117,7 +115,6 @@ class ExitHeads(nn.Module):
     """Heads of one target, trained together on one forward pass of it by ``lm.Pretraining``."""
 
     def __init__(self, target: Target, specs: Sequence[HeadSpec]) -> None:
-        """Raises UserError for no heads, two of one name, or a layer that the target lacks."""
         super().__init__()
         names = [spec.name for spec in specs]
         if not names or len(set(names)) != len(names):
@@ -130,7 +127,6 @@ class ExitHeads(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return next(self.parameters()).device
 
 
@@ -146,13 +142,13 @@ def exit_loss(
 @validated
 @dataclass
 class SelfDistillation(Loss):
-    """Each head learns the frozen target's own distribution; the mean over the heads.
+    """Each head learns the frozen target's own distribution; the loss is the mean over the heads.
 
     A head of offset d learns the target's distribution d positions later, and the text's token
-    there. Freezes the target, and is compiled if the target is.
+    there. The loss is compiled if the target is.
 
     Attributes:
-        kl_weight: lambda.
+        kl_weight: lambda of ``exit_loss``.
         temperature: of both distributions, also in the label's term (1 in the paper); below 1
             the likeliest tokens, which a verifier compares, weigh more.
         every: the loss uses one position in this many, at an offset that changes each step; saves
@@ -209,13 +205,12 @@ class SelfDistillation(Loss):
 def warm_start(
     target: Target, heads: ExitHeads, batches: Iterable[Tensor], *, ridge: float = 1e-3
 ) -> None:
-    """Initialises the heads' own output matrices by a linear fit.
+    """Initialises the output matrices of untrained heads by a linear fit.
 
     Ridge regression maps the input of a head's output matrix to the input of the target's at the
     position that the head predicts from; the head's matrix becomes the target's after that map.
 
-    The heads are untrained; batches are int64 token ids (B, S); ``ridge`` is a share of the
-    diagonal's mean, added to it.
+    ``batches`` are int64 token ids (B, S). ``ridge`` is relative to the diagonal's mean.
     """
     depth, width = target.shape.num_layers, target.shape.hidden
     own = [head for head in heads if head.spec.own_output]
@@ -271,8 +266,8 @@ def train_exit_heads(
     """Trains exit heads of the model in output_dir/target in one run; its weights do not change.
 
     Writes heads/NAME.safetensors for each head and, under the first head's name, training-NAME.json
-    (record of the run) and measured-NAME.json (agreement by data set). The arguments are the keys
-    of conf/train/exit_head.yaml.
+    (record of the run) and measured-NAME.json (agreement by data set). Arguments:
+    conf/train/exit_head.yaml.
     """
     seed, report = session.seed, session.report
     specs = [build(HeadSpec, head, "heads") for head in heads]
@@ -341,10 +336,10 @@ def _exit_plan(plan: Mapping[str, Any], specs: Sequence[HeadSpec], *, epoch_toke
 def _evaluate(
     teacher: Teacher, heads: ExitHeads, evaluation: Mapping[str, Any], session: Session
 ) -> list[dict[str, Any]]:
-    """Each head's top-k agreement with the target's own continuations, in and outside loops.
+    """Measures each head's top-k agreement with the target's own continuations.
 
-    Top-1 outside loops is the acceptance rate of a pipeline that verifies token by token (PPSD's
-    alpha) on text without repetitions.
+    Top-1 outside loops is PPSD's alpha, the acceptance rate of a pipeline that verifies token by
+    token, on text without repetitions.
     """
     target, layers = teacher.model, {head.spec.layer for head in heads}
 

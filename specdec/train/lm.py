@@ -1,4 +1,4 @@
-"""One training run: resumable, bounded by time or steps, may deepen the model on the way."""
+"""One training run: it can resume, ends by time or steps, and may deepen the model on the way."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TABLES = (
 
 
 def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, if there are any; AdamW for tables and norms."""
+    """Returns Muon for the layers' matrices, if there are any, and AdamW for tables and norms."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, weight in model.named_parameters():
@@ -55,10 +55,10 @@ def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.O
 def held_out_loss(
     model: LanguageModel, tokens: np.ndarray, length: int = 512, max_windows: int = 0
 ) -> float:
-    """Mean loss in nats per token over non-overlapping windows of a one-dimensional token array.
+    """Returns the mean loss in nats per token over non-overlapping windows of token ids [T].
 
     The first token of a window is context only. At most ``max_windows`` evenly spaced windows are
-    used; 0 uses all. UserError if the tokens do not fill a window.
+    used; 0 uses all.
     """
     count = (len(tokens) - 1) // length
     if not count:
@@ -75,8 +75,6 @@ def held_out_loss(
 
 @dataclass(slots=True)
 class RunState:
-    """Progress of a run, stored in its checkpoint beside weights and optimizers."""
-
     step: int = 0
     tokens: int = 0  # over all processes
     seconds: float = 0.0  # wall-clock time, earlier sessions included
@@ -86,19 +84,18 @@ class RunState:
 
 
 class Loss:
-    """What a run minimises: here the cross entropy of text; other losses derive from it."""
+    """The objective of a run: here the cross entropy of text; other losses derive from it."""
 
     def __call__(self, model: Any, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Scalar loss in nats per token."""
+        """Returns the scalar loss in nats per token."""
         loss: Tensor = model.loss(inputs_BS, targets_BS)
         return loss
 
     def state(self) -> dict[str, Any]:
-        """Position of the loss's own draws, as plain values that a checkpoint stores."""
+        """Returns the position of the loss's own draws, as plain values for a checkpoint."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores what ``state`` returned."""
         assert not state
 
 
@@ -114,16 +111,10 @@ class Pretraining:
     multiples of the number of processes; all processes have the same weights at every step.
 
     Attributes:
-        model: has the first phase's depth, or fewer layers, which are added.
-        mixture, plan: the batches and the schedule.
+        model: has the first phase's depth, or fewer layers, to which some are added.
         folder: for checkpoint.pt, from which a run resumes, settings.json and curve.json.
         held_out: token ids whose loss is measured during the run; None measures nothing.
-        loss: the cross entropy of text by default.
-        settings: further settings under which alone the run may resume, as plain values.
-        report: called every `log_every` steps.
-
-    Raises:
-        UserError: model or streams do not fit the plan, or the checkpoint has other settings.
+        settings: further plain values; a run refuses to resume under changed ones.
     """
 
     model: LanguageModel
@@ -168,7 +159,6 @@ class Pretraining:
             optimizer.load_state_dict(state)
 
     def save(self) -> None:
-        """Writes the checkpoint and the loss curve, in process 0."""
         self._saved_at = time.monotonic()
         if rank_and_size()[0] != 0:
             return
@@ -197,7 +187,7 @@ class Pretraining:
         return self.state.seconds / (60.0 * self.plan.budget_minutes)
 
     def step(self, phase: Phase, rate: float) -> Tensor:
-        """One optimizer step at a share of the peak step size; the loss of this process's rows."""
+        """Takes one optimizer step at a share of the peak step size; returns the loss."""
         inputs, targets = self.mixture.batch(phase.batch, phase.length)
         loss = self.loss(self.model, *own_rows(inputs, targets, device=self.model.device))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -249,11 +239,10 @@ class Pretraining:
 
 
 def keep_settings(path: Path, settings: Mapping[str, Any], products: Iterable[Path]) -> None:
-    """Records the settings (plain values) of work in a JSON file beside it, or compares them.
+    """Writes settings to a JSON file, or compares them if one of ``products`` exists already.
 
     Raises:
-        UserError: one of ``products``, the work's files, exists and its settings differ or were not
-            recorded.
+        UserError: the work in ``products`` was done under other or unknown settings.
     """
     current = plain(dict(settings))
     if not any(product.exists() for product in products):

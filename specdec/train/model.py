@@ -31,8 +31,8 @@ from specdec.parts.fields import Count, Positive
 class ModelShape:
     """Sizes of one Llama with tied embeddings.
 
-    ``hidden`` is the residual width E, ``feed_forward`` the inner width of the feed-forward block;
-    num_heads is a multiple of num_kv_heads, head_dim (of one head) even.
+    ``hidden`` is the width E of the residual stream, ``feed_forward`` the inner width of the
+    feed-forward block. num_heads is a multiple of num_kv_heads; head_dim is even.
     """
 
     num_layers: Count
@@ -65,7 +65,7 @@ _CONFIG_KEYS = {
     "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings",
 }
-"""transformers' names of ModelShape's fields."""
+"""Field of ModelShape -> its name in transformers' configuration."""
 _REQUIRED_SIZES = ("num_layers", "hidden", "feed_forward", "num_heads", "num_kv_heads")
 _FORMAT = {
     "hidden_act": "silu",
@@ -79,7 +79,6 @@ _FORMAT = {
 
 
 def _llama_config(shape: ModelShape) -> LlamaConfig:
-    """transformers' configuration for these sizes; token 0 begins, ends and pads."""
     return LlamaConfig(
         **{key: getattr(shape, name) for name, key in _CONFIG_KEYS.items()},
         **_FORMAT,
@@ -93,7 +92,7 @@ def _llama_config(shape: ModelShape) -> LlamaConfig:
 
 
 def compiled_if(compiled: bool, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, through torch.compile with static shapes where ``compiled``."""
+    """Returns the function, through torch.compile with static shapes if ``compiled``."""
     return torch.compile(function, dynamic=False) if compiled else function
 
 
@@ -125,7 +124,7 @@ class LanguageModel(LlamaForCausalLM):
     ) -> None:
         """Draws normal weights of deviation INIT_STD, less on matrices that add to the residual.
 
-        The draws are from torch's global generator where ``generator`` is None.
+        The draws are from torch's global generator if ``generator`` is None.
         """
         super().__init__(_llama_config(shape))
         self.shape, self.compute_dtype, self.compiled = shape, compute_dtype, compiled
@@ -138,14 +137,13 @@ class LanguageModel(LlamaForCausalLM):
         self._loss = compiled_if(compiled, _token_loss)
 
     def autocast(self) -> torch.autocast:
-        """Context in which products run in ``compute_dtype``."""
         lower = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=lower)
 
     def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
-        """Residual streams, float32 (B, S, E), after these numbers of layers and after the last.
+        """Returns the residual streams, float32 (B, S, E), after these numbers of layers.
 
-        The last one is that before the final norm. Token ids are int64.
+        The last stream, before the final norm, is always among them.
         """
         x_BSE = self.model.embed_tokens(tokens_BS)
         streams = {}
@@ -157,53 +155,50 @@ class LanguageModel(LlamaForCausalLM):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers."""
         return self.model.layers
 
     @property
     def norm(self) -> nn.Module:
-        """The norm after the layers."""
         return self.model.norm
 
     def run_layer(self, layer: nn.Module, x_BSE: Tensor, number: int = 0) -> Tensor:
-        """Residual stream after a layer of this shape, of this model or not, from position 0.
+        """Runs a layer of this shape, possibly of another model, on a residual stream (B, S, E).
 
-        ``number`` is its place; all layers of a Llama are alike.
+        ``number`` exists for targets whose layers differ by position; those of a Llama are alike.
         """
         positions = torch.arange(x_BSE.shape[1], device=x_BSE.device)[None]
         with self.autocast():
             return self._layer(layer, x_BSE, self.model.rotary_emb(x_BSE, positions))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits, float32 (B, S, V)."""
+        """Returns float32 logits (B, S, V)."""
         return self.logits(self.residuals(tokens_BS)[self.shape.num_layers])
 
     def logits(self, x_BSE: Tensor) -> Tensor:
-        """Logits, float32 (B, S, V), of the residual stream after the last layer."""
+        """Returns float32 logits (B, S, V), given the residual stream after the last layer."""
         with self.autocast():
             return self.lm_head(self.model.norm(x_BSE)).float()
 
     def next_logits(self, tokens_BS: Tensor, cache: Cache) -> Tensor:
-        """Logits after the last token, float32 (B, V); adds the tokens to the cache."""
+        """Returns float32 logits (B, V) after the last token; adds the tokens to the cache."""
         with self.autocast():
             kept = {cache_argument(self.model): cache}
             h_BSE = self.model(tokens_BS, use_cache=True, **kept).last_hidden_state
             return self.lm_head(h_BSE[:, -1]).float()
 
     def loss(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean cross entropy of targets given inputs, in nats per token."""
         x_BSE = self.residuals(inputs_BS)[self.shape.num_layers]
         with self.autocast():
             return self._loss(self.model.norm(x_BSE), self.lm_head.weight, targets_BS)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name; a tied one is listed once."""
+    """Returns parameters by name; a tied one is listed once."""
     return {name: weight.detach() for name, weight in module.named_parameters()}
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies what ``weights_of`` returned into a module; UserError where names differ."""
+    """Copies what ``weights_of`` returned into a module; names must be the same."""
     missing, unknown = module.load_state_dict(weights, strict=False)
     missing = sorted({*missing} & weights_of(module).keys())  # not buffers, nor what is tied
     if missing or unknown:
@@ -211,7 +206,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def weights_hash(module: nn.Module) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of a module's weights, whatever their device."""
+    """Returns 16 hexadecimal digits of the SHA-256 of a module's weights, whatever their device."""
     digest = hashlib.sha256()
     for name, weight in sorted(weights_of(module).items()):
         digest.update(name.encode())
@@ -237,7 +232,7 @@ _REQUIRED = {"model_type": "llama", **_FORMAT, "rope_type": "default"}
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A folder's config.json, and its entries on rotary frequencies."""
+    """Returns a folder's config.json, and its entries on rotary frequencies."""
     path = folder / "config.json"
     config: dict[str, Any] = read_json_object(path)
     rope: dict[str, Any] = {}
@@ -250,7 +245,6 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _differences(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
-    """Entries that differ from those of ``save_hf``."""
     defaults = {"tie_word_embeddings": False, "eos_token_id": 2}  # of transformers
     rope_type = rope.get("rope_type", "default")
     actual = _REQUIRED | defaults | dict(config) | {"rope_type": rope_type}
@@ -258,12 +252,12 @@ def _differences(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str
 
 
 def is_own_format(folder: Path) -> bool:
-    """Whether a folder holds a model as ``save_hf`` writes it; other models train heads only."""
+    """Whether ``save_hf`` can have written the folder; for other models only heads are trained."""
     return (folder / "model.safetensors").exists() and not _differences(*_read_config(folder))
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Sizes of the model that a folder's config.json describes.
+    """Reads the sizes of a model from a folder's config.json.
 
     Raises:
         UserError: the file is damaged, or the model is of another family, or has untied embeddings,
@@ -300,7 +294,7 @@ def load_hf(
 
 
 def grow(model: LanguageModel, num_layers: int) -> LanguageModel:
-    """A model of a multiple of the depth that repeats the layers in order (ABC becomes ABCABC)."""
+    """Deepens a model to a multiple of its depth by repeating the layers (ABC becomes ABCABC)."""
     depth = model.shape.num_layers
     if num_layers % depth:
         raise UserError(f"{num_layers} layers are not a multiple of {depth}")
@@ -308,7 +302,7 @@ def grow(model: LanguageModel, num_layers: int) -> LanguageModel:
 
 
 def with_layers(model: LanguageModel, layers: Sequence[int]) -> LanguageModel:
-    """A model with copies of the embedding, the final norm and these layers of another."""
+    """Builds a model with copies of the embedding, the final norm and these layers of another."""
     depth = model.shape.num_layers
     if not layers or not all(0 <= layer < depth for layer in layers):
         raise UserError(f"layers {list(layers)} are not layers of a model of {depth}")

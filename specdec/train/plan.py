@@ -1,5 +1,3 @@
-"""Schedule of a training run: length, phases, step sizes."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -18,7 +16,7 @@ class Phase:
     """One part of a run.
 
     ``layers`` is the depth to which the model is grown at the start of the phase, a multiple of the
-    previous one; None keeps the depth.
+    previous one; None leaves the depth.
     """
 
     until: float  # share of the run at which the phase ends, in (0, 1]
@@ -62,7 +60,6 @@ class RunPlan:
     eval_length: Count = 256
 
     def __post_init__(self) -> None:
-        """Checks the values against each other."""
         ends = [phase.until for phase in self.phases]
         if not ends or ends[-1] != 1.0 or ends != sorted(set(ends)) or ends[0] <= 0.0:
             raise UserError(f"phases must end at rising shares, the last at 1.0, got {ends}")
@@ -80,14 +77,13 @@ class RunPlan:
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str = "plan") -> RunPlan:
-        """Builds a plan from the section ``where`` of a configuration; UserError if invalid."""
         series = {name: tuple(values.get(name) or ()) for name in ("restarts", "cycle_rates")}
         phases = tuple(build(Phase, phase, f"{where}.phases") for phase in values.get("phases", ()))
         rest = {key: value for key, value in {**values, **series}.items() if key != "phases"}
         return build(RunPlan, rest, where, phases=phases)
 
     def check(self, shape: ModelShape) -> None:
-        """Raises UserError for a model that cannot grow to a phase's depth or take its length."""
+        """Refuses a model that cannot grow to a phase's depth or take its length."""
         for phase in self.phases:
             if (phase.layers or shape.num_layers) % shape.num_layers:
                 raise UserError(
@@ -100,15 +96,14 @@ class RunPlan:
                 )
 
     def phase_at(self, progress: float) -> Phase:
-        """Phase at a progress in [0, 1]."""
         return next((p for p in self.phases if progress < p.until), self.phases[-1])
 
     def cycle_at(self, progress: float) -> int:
-        """Number of restarts before a progress in [0, 1]."""
+        """Returns the number of restarts before a progress in [0, 1]."""
         return sum(progress >= start for start in self.restarts)
 
     def rate_at(self, progress: float, steps_since_growth: int) -> float:
-        """Share of the peak step size, in [0, 1], at a progress in [0, 1].
+        """Returns the share of the peak step size, in [0, 1], at a progress in [0, 1].
 
         ``steps_since_growth`` also counts from the start and from a restart.
         """

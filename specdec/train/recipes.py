@@ -35,24 +35,20 @@ from specdec.train.tokenizer import END, save_tokenizer, tokenizer_texts, train_
 
 
 def need(path: Path, recipe: str) -> Path:
-    """Returns the path; raises UserError, which names the recipe that writes it, without it."""
+    """Returns the path if it exists; the error names the recipe that writes it."""
     if not path.exists():
         raise UserError(f"{path} is missing: run `specdec train {recipe}` first")
     return path
 
 
 def _same(first: Path, second: Path) -> bool:
-    """Whether two tokenizer.json describe one tokenizer, perhaps written by different versions."""
+    """Whether two tokenizer.json describe one tokenizer, even if their versions differ."""
     one, other = (json.loads(Tokenizer.from_file(str(p)).to_str()) for p in (first, second))
     return bool(one == other)
 
 
 def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]:
-    """Reads a work folder's token streams, by the tokenizer of a model's folder if one is given.
-
-    Raises:
-        UserError: they are missing, or another tokenizer encoded them.
-    """
+    """Reads a work folder's token streams, which the tokenizer of ``model`` must have encoded."""
     recipe = "tokenizer" if model is None else f"tokenizer tokenizer={model} work_dir={work}"
     path, used = need(work / "tokens.npz", recipe), work / "tokenizer.json"
     if model and used.exists() and not _same(used, model / "tokenizer.json"):
@@ -65,19 +61,13 @@ def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """A trained model, its tokenizer, and token streams in that tokenizer."""
-
     model: Any  # a LanguageModel, or the Target of ``read_frozen``
     tokenizer: Tokenizer
     streams: dict[str, np.ndarray]
 
 
 def read_teacher(session: Session, part: str = "target") -> Teacher:
-    """Reads the model output_dir/part, written by the recipe ``part``, and its token streams.
-
-    Raises:
-        UserError: a file is missing, or model and streams have different tokenizers.
-    """
+    """Reads the model output_dir/part, written by the recipe ``part``, and its token streams."""
     folder = session.out / part
     for name in ("model.safetensors", "tokenizer.json"):
         need(folder / name, part)
@@ -87,11 +77,7 @@ def read_teacher(session: Session, part: str = "target") -> Teacher:
 
 
 def read_frozen(session: Session) -> Teacher:
-    """Reads the model output_dir/target of any family, for which heads are trained.
-
-    Raises:
-        UserError: a file is missing, or model and streams have different tokenizers.
-    """
+    """Reads output_dir/target, of any family, for training heads, and its token streams."""
     folder = session.out / "target"
     if not (folder / "model.safetensors.index.json").exists():
         need(folder / "model.safetensors", "target")
@@ -102,7 +88,6 @@ def read_frozen(session: Session) -> Teacher:
 
 
 def _describe(corpus: Corpus, streams: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The record of the data for the model card: sources, licences, counts, held-out files."""
     sources = {}
     for name, licence in corpus.licences.items():
         own = [d for d in corpus.train if d.source == name]
@@ -139,11 +124,8 @@ def make_tokenizer(
     """Builds the corpus, trains a tokenizer unless one is given, encodes the token streams.
 
     Writes tokens.npz and the tokenizer into work_dir; a new tokenizer also into output_dir/target
-    and output_dir/draft, with output_dir/corpus.json. With ``tokenizer``, the folder of an existing
-    one, output_dir is not changed. Arguments: conf/train/tokenizer.yaml.
-
-    Raises:
-        UserError: output_dir has models of another tokenizer, or ``tokenizer`` cannot be used.
+    and output_dir/draft, with output_dir/corpus.json. ``tokenizer`` is the folder of an existing
+    one. Arguments: conf/train/tokenizer.yaml.
     """
     work, out, report = session.work, session.out, session.report
     existing = None if tokenizer is None else _read_tokenizer(Path(tokenizer))
@@ -166,7 +148,6 @@ def make_tokenizer(
 
 
 def excluded_sets(corpus: Corpus) -> str:
-    """Which evaluation sets' text was excluded, and which sets were not available."""
     absent = [name for name in EVALUATED if name not in corpus.kept_out]
     excluded = f"text of {', '.join(corpus.kept_out) or 'no evaluation set'} excluded"
     return f"{excluded}; not available (SPECDEC_DATA): {', '.join(absent)}" if absent else excluded
@@ -231,7 +212,6 @@ def train_and_save(
 
 
 def save_member(model: LanguageModel, folder: Path, tokenizer: Path) -> None:
-    """Writes a model of the family, with a copy of the tokenizer of the folder ``tokenizer``."""
     save_hf(model, folder)
     for path in (tokenizer / "tokenizer.json", tokenizer / "tokenizer_config.json"):
         if path.exists():

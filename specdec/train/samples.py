@@ -32,9 +32,9 @@ class Sampling:
 
     Attributes:
         temperature: 0 is greedy.
-        top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
-        top_k: largest number of tokens, applied before top_p; 0 keeps all.
-        share: share of the sequences sampled by this rule, where there are several.
+        top_p: smallest set of tokens whose probability reaches it; 1 allows all.
+        top_k: largest number of tokens, applied before top_p; 0 allows all.
+        share: share of the sequences sampled by this rule, if there are several.
     """
 
     temperature: NotNegative = 0.0
@@ -44,7 +44,7 @@ class Sampling:
 
 
 def pick(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Next tokens, int64 of shape (B,), under one sampling rule."""
+    """Chooses next tokens, int64 (B,), under one sampling rule."""
     if sampling.temperature == 0.0:
         return logits_BV.argmax(-1)
     width = min(sampling.top_k or logits_BV.shape[-1], logits_BV.shape[-1])
@@ -72,7 +72,7 @@ class _CacheLayer(DynamicLayer):
             self.lazy_initialization(values, values)
             batch, heads, _length, width = values.shape
             self.buffers = values.new_empty(2, batch, heads, self.max_length, width)
-        self.buffers[0, :, :, start:end] = keys  # autocast leaves keys in float32
+        self.buffers[0, :, :, start:end] = keys  # converts: autocast leaves keys in float32
         self.buffers[1, :, :, start:end] = values
         self.keys, self.values = self.buffers[:, :, :, :end]
         return self.keys, self.values
@@ -90,15 +90,11 @@ def generate(
 ) -> Tensor:
     """Continues prompts of equal length; rows are assigned to rules by their shares, in order.
 
-    Prompts are int64 token ids, moved to the model's device; the generator, of the CPU, is the
-    source of all draws. With ``stop_at_end`` a row that emits one of ``model.ends`` continues with
-    the first of them.
+    The generator must be on the CPU. With ``stop_at_end`` a row that emits one of ``model.ends``
+    continues with the first of them.
 
     Returns:
         New tokens, int64 of shape (B, T), on the CPU; T is ``max_new_tokens``.
-
-    Raises:
-        UserError: prompt and new tokens exceed the model's positions.
     """
     batch, length = prompts_BP.shape[0], prompts_BP.shape[1] + max_new_tokens
     if length > model.shape.max_positions:
@@ -139,22 +135,16 @@ def sample_documents(
     """Samples a continuation of each prompt and concatenates them, an end token before each.
 
     Args:
-        model: the model to sample from.
         prompts: int64[T] each, token ids of any lengths.
         sampling: ``new_tokens``: limit per prompt (a continuation also ends at its end token);
             ``batch``: sequences per batch; ``rules``: list of values of ``Sampling``, whose shares
             divide each batch among them; ``minutes``: no batch begins after this time (None: all
             prompts are used).
-        seed: seed of the order of batches and of all draws.
         keep_prompt: whether a document begins with its prompt.
         mark: applied to the ids of each continuation.
-        report: called after each batch.
 
     Returns:
         Token ids, one-dimensional, of the dtype that ``streams.compact`` chooses.
-
-    Raises:
-        UserError: no prompts, or an invalid rule.
     """
     if not prompts:
         raise UserError("nothing to sample from: no training function or question gives a prompt")
@@ -188,7 +178,7 @@ def function_prompts(
     *,
     end: int = 0,
 ) -> list[np.ndarray]:
-    """At most `limit` prompts cut from the start of a stream's documents, in random order.
+    """Cuts at most `limit` prompts from the starts of a stream's documents, in random order.
 
     ``prompt_length`` returns the length of the prompt in a document's ids, 0 to skip it; ``end`` is
     the token before each document.
@@ -205,13 +195,13 @@ def function_prompts(
 
 
 def docstring_end(document: np.ndarray, quote_ids: Sequence[int]) -> int:
-    """Length of a prompt that ends with the second token of ``quote_ids``, in tokens 9 to 192."""
+    """Returns the length of a prompt up to the second of ``quote_ids``, if 9 to 192, else 0."""
     quotes = np.flatnonzero(np.isin(document[:192], quote_ids))[:2]
     return int(quotes[1]) + 1 if len(quotes) == 2 and quotes[1] >= 8 else 0
 
 
 def sequence_end(document: np.ndarray, ids: list[int]) -> int:
-    """Length of a prompt that ends with these ids, within the first 256 tokens; 0 without them."""
+    """Returns the length of a prompt that ends with these ids, at most 255; 0 without them."""
     tokens, size = document[:-1][:255].tolist(), len(ids)
     ends = range(size, len(tokens) + 1)
     return next((end for end in ends if tokens[end - size : end] == ids), 0)
@@ -220,8 +210,7 @@ def sequence_end(document: np.ndarray, ids: list[int]) -> int:
 def same_length_batches(prompts: list[np.ndarray], batch: int) -> list[Tensor]:
     """Groups prompts of nearly equal length; the longer ones of a group lose their first tokens.
 
-    Returns:
-        int64 tensors of shape (batch, P) with P by group; the last one may have fewer rows.
+    The groups are int64 (batch, P), where P differs by group; the last may have fewer rows.
     """
     ordered = sorted(prompts, key=len)
     groups = [ordered[i : i + batch] for i in range(0, len(ordered), batch)]

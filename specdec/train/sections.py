@@ -1,5 +1,3 @@
-"""Objects from sections of a training configuration."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -28,19 +28,17 @@ Report = Callable[[float, str], None]
 """Called with progress in [0, 1] and a line of text."""
 
 
-def silent(_progress: float, _line: str) -> None:
-    """A Report that prints nothing."""
+def silent(_progress: float, _line: str) -> None: ...
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of processes; (0, 1) outside a group."""
+    """Returns this process's rank and the number of processes; (0, 1) outside a group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def from_rank_0(value: float) -> float:
-    """The value of process 0, returned in every process."""
     values = [value]
     if rank_and_size()[1] > 1:
         dist.broadcast_object_list(values, src=0)
@@ -48,20 +46,17 @@ def from_rank_0(value: float) -> float:
 
 
 def wait_for_all() -> None:
-    """Returns once every process has called it."""
     if rank_and_size()[1] > 1:
         dist.barrier()
 
 
 def check_rows(batch: int, name: str) -> None:
-    """Raises UserError for a batch that is not a multiple of the number of processes."""
     size = rank_and_size()[1]
     if batch % size:
         raise UserError(f"{name}={batch} must be a multiple of num_processes={size}")
 
 
 def own_rows(*batches_BS: Tensor, device: torch.device) -> list[Tensor]:
-    """This process's rows of each batch, on its device."""
     rank, size = rank_and_size()
     return [batch_BS[rank::size].to(device) for batch_BS in batches_BS]
 
@@ -98,22 +93,18 @@ class Session:
 
     @property
     def work(self) -> Path:
-        """Path of work_dir."""
         return Path(self.work_dir)
 
     @property
     def out(self) -> Path:
-        """Path of output_dir."""
         return Path(self.output_dir)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The compute dtype."""
         return _DTYPES[self.precision]
 
     @property
     def place(self) -> torch.device:
-        """This process's device."""
         rank, size = rank_and_size()
         if self.device == "auto" and size == 1:
             return Accelerator().device
@@ -121,7 +112,6 @@ class Session:
         return torch.device(own if self.device == "auto" else self.device)
 
     def load(self, folder: Path) -> LanguageModel:
-        """Reads a model with this compute dtype, onto this device."""
         model = load_hf(folder, compute_dtype=self.dtype, compiled=self.compiled)
         return model.to(self.place)
 
@@ -132,12 +122,8 @@ Recipe = Callable[..., None]  # called with a Session and the recipe's own keys
 def start(recipe: Recipe, session: Session, values: Mapping[str, Any]) -> None:
     """Runs a module-level recipe in ``session.num_processes`` processes of one group.
 
-    On GPUs there is at most one process per GPU, and one where ``device`` names a single GPU; a
-    line of the report then states their number. One process is this one.
-
-    Raises:
-        UserError: as a process raised it.
-        torch.multiprocessing.ProcessRaisedException: a process failed; the others were stopped.
+    On GPUs there is at most one process per GPU, and only one if ``device`` names a single GPU; a
+    line of the report then states their number. A single process is this one.
     """
     size, device = session.num_processes, session.device
     if size > 1 and device != "cpu" and torch.cuda.is_available():
@@ -169,7 +155,6 @@ def _run_in_processes(
 def _child(
     rank: int, size: int, folder: Path, recipe: Recipe, session: Session, values: dict[str, Any]
 ) -> None:
-    """One process; process 0 prints the progress."""
     backend = "nccl" if torch.cuda.is_available() and session.device != "cpu" else "gloo"
     store = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)

@@ -22,7 +22,7 @@ ALIGNED = frozenset({"function", "samples"})
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str], end: int = 0) -> np.ndarray:
-    """Token ids of all texts, each preceded by the end token, in ``compact``'s dtype."""
+    """Returns token ids of all texts, each preceded by the end token, in ``compact``'s dtype."""
     ids: list[int] = []
     for encoding in tokenizer.encode_batch_fast(list(texts)):
         ids += (end, *encoding.ids)
@@ -30,14 +30,14 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str], end: int = 0) -> np.ndarr
 
 
 def compact(ids: np.ndarray) -> np.ndarray:
-    """The ids as uint16 if they fit, else as uint32."""
+    """Returns the ids as uint16 if they fit, else as uint32."""
     return ids.astype(np.uint16 if ids.max(initial=0) < 2**16 else np.uint32)
 
 
 def encode_corpus(
     corpus: Corpus, tokenizer: Tokenizer, seed: int, end: int = 0
 ) -> dict[str, np.ndarray]:
-    """Encodes a corpus into one token array per stream, in random order but for "held_out"."""
+    """Encodes each stream of a corpus, in random order of documents except for "held_out"."""
     generator, streams = np.random.default_rng(seed), {}
     for name, documents in corpus.streams().items():
         count = len(documents)
@@ -47,14 +47,12 @@ def encode_corpus(
 
 
 def save_streams(streams: dict[str, np.ndarray], path: Path) -> None:
-    """Writes token arrays to an .npz file atomically."""
     stream = BytesIO()
     np.savez(stream, **streams)  # type: ignore[arg-type]
     write_bytes(path, stream.getvalue())
 
 
 def load_streams(path: Path) -> dict[str, np.ndarray]:
-    """Reads what save_streams wrote."""
     with np.load(path) as archive:
         return dict(archive)
 
@@ -78,9 +76,6 @@ class Mixture:
         """Normalises the weights, shares of the windows; a stream without text is skipped.
 
         ``end`` is the token between documents.
-
-        Raises:
-            UserError: a stream is missing, or all are empty.
         """
         names = [name for name, weight in weights.items() if weight > 0]
         missing = [name for name in names if name not in streams]
@@ -97,7 +92,6 @@ class Mixture:
         self._starts: dict[tuple[str, int], np.ndarray] = {}
 
     def _windows(self, name: str, length: int) -> np.ndarray:
-        """First positions of a stream's windows."""
         if (name, length) not in self._starts:
             stream = self.streams[name]
             last = max(0, len(stream) - length)  # a window needs one more token as target
@@ -107,7 +101,6 @@ class Mixture:
         return self._starts[name, length]
 
     def check(self, length: int) -> None:
-        """Raises UserError for a stream too short for a window of this many positions."""
         for name, stream in self.streams.items():
             if not len(self._windows(name, length)):
                 raise UserError(
@@ -116,7 +109,7 @@ class Mixture:
                 )
 
     def batch(self, size: int, length: int) -> tuple[Tensor, Tensor]:
-        """Inputs and next-token targets, two int64 tensors of (size, length)."""
+        """Returns inputs and next-token targets, two int64 tensors of (size, length)."""
         rng = np.random.default_rng((self.seed, 7919, self.draws))
         self.draws += 1
         rows = []
@@ -132,21 +125,17 @@ class Mixture:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def settings(self) -> dict[str, Any]:
-        """Seed, shares and sizes of the streams, which determine the batches."""
         sizes = {name: len(stream) for name, stream in self.streams.items()}
         shares = dict(zip(self.names, self.share.tolist(), strict=True))
         return {"seed": self.seed, "shares": shares, "tokens": sizes}
 
     def state(self) -> dict[str, Any]:
-        """Position of the draws, as plain values."""
         return {"draws": self.draws, "cursors": dict(self.cursors)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores a position that ``state`` returned."""
         self.draws, self.cursors = state["draws"], dict(state["cursors"])
 
 
 @lru_cache(maxsize=16)
 def _order(seed: tuple[int, ...], count: int) -> np.ndarray:
-    """Order of a stream's windows in one epoch."""
     return np.random.default_rng(seed).permutation(count)

@@ -20,12 +20,10 @@ from specdec.train.session import Session
 
 
 class FrozenTarget(FrozenModel):
-    """A model of any family, with what recipes of heads read of a ``LanguageModel``.
+    """A model of any family, with those members of ``LanguageModel`` that recipes of heads use.
 
-    Attributes:
-        shape: its sizes.
-        ends: ids of its end tokens; the first one separates texts.
-        compiled: False; only losses are compiled for such a target.
+    ``ends`` are its end tokens, of which the first separates texts. Only losses are compiled for
+    such a target.
     """
 
     compiled = False
@@ -33,12 +31,11 @@ class FrozenTarget(FrozenModel):
     def __init__(
         self, model: PreTrainedModel, *, ends: tuple[int, ...], compute_dtype: torch.dtype
     ) -> None:
-        """Wraps a model, see ``FrozenModel``."""
         super().__init__(model, compute_dtype=compute_dtype)
         self.ends, self.shape = ends, _shape_of(self.config)
 
     def next_logits(self, tokens_BS: Tensor, cache: Cache) -> Tensor:
-        """Logits after the last token, float32 (B, V); adds the tokens to the cache."""
+        """Returns float32 logits (B, V) after the last token; adds the tokens to the cache."""
         with self.autocast():
             kept = {cache_argument(self.model): cache}
             out = self.model(input_ids=tokens_BS, use_cache=True, **kept)
@@ -50,7 +47,10 @@ Target: TypeAlias = LanguageModel | FrozenTarget
 
 
 def _shape_of(config: PretrainedConfig) -> ModelShape:
-    """Sizes that a model's text config states; heads read those of its layers from the layers."""
+    """Returns the sizes that a model's text config states.
+
+    Heads do not depend on them: they read the sizes of a layer from the layer.
+    """
 
     def stated(name: str, default: int) -> int:
         return int(config_value(config, name, default))
@@ -69,12 +69,9 @@ def _shape_of(config: PretrainedConfig) -> ModelShape:
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
-    """Ids of the end tokens of a model's folder, that of its configuration first.
+    """Returns the end tokens of a model's folder, first that of its configuration.
 
     A folder with a tokenizer only has ``<|end|>``, id 0, as this library's tokenizers do.
-
-    Raises:
-        UserError: config.json states none.
     """
     found: list[int] = []
     for name in ("config.json", "generation_config.json"):
@@ -89,11 +86,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
 
 
 def load_target(session: Session, folder: Path) -> Target:
-    """Reads a target with the session's compute dtype, onto its device; weights are float32.
-
-    Raises:
-        UserError: as ``load_model``.
-    """
+    """Reads a target with the session's compute dtype, onto its device; weights are float32."""
     if is_own_format(folder):
         return session.load(folder)
     model = load_model(folder, dtype="float32", device=str(session.place))

@@ -36,7 +36,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int = 2048) -> None:
-    """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -49,7 +48,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int = 2048) -
 
 
 def tokenizer_texts(corpus: Corpus, max_mb: float) -> list[str]:
-    """Texts to train a tokenizer on: functions, standard library, questions, then packages' files.
+    """Selects texts to train a tokenizer on: all but packages' files, and a sample of these.
 
     About `max_mb` megabytes (10**6 characters) of packages' files are used, evenly spaced.
     """

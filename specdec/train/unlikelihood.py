@@ -1,4 +1,4 @@
-"""Finishing the target: repeated text in its own samples is made unlikely.
+"""Fine-tuning of the target that makes repetitions in its own samples unlikely.
 
 A small model repeats itself, since each repetition makes the next one likelier. Training on text
 hardly helps, because text has few repetitions; the model's own samples have many. The objective is
@@ -35,8 +35,8 @@ from specdec.train.streams import Mixture
 def mark_repeated(continuation: np.ndarray, *, vocab_size: int, ngram: int) -> np.ndarray:
     """Adds vocab_size to every token that is part of a repeated n-gram; int[T] to int64[T].
 
-    All tokens of an n-gram but of its first occurrence are marked: with only the last one marked, a
-    model learns to repeat n - 1 tokens.
+    All tokens of an n-gram are marked except in its first occurrence: with only the last one
+    marked, a model learns to repeat n - 1 tokens.
     """
     ends = np.flatnonzero(repeated_ngrams(continuation.tolist(), ngram))
     marked = continuation.astype(np.int64)
@@ -50,10 +50,8 @@ class UnlikelihoodLoss(Loss):
     """Cross entropy of text plus unlikelihood of marked sample tokens.
 
     The second term is the mean over all positions of the sample windows of -log(1 - p(token)) at
-    marked tokens and 0 elsewhere, so that it decreases with the number of repetitions.
-
-    ``samples`` is one stream, marked by mark_repeated, which must fill a window; ``weight`` is that
-    of the second term; ``batch`` counts over all processes, among which it divides evenly.
+    marked tokens and 0 elsewhere, so that it decreases with the number of repetitions. ``weight``
+    is its weight, ``samples`` one stream marked by mark_repeated.
     """
 
     samples: Mixture
@@ -82,10 +80,10 @@ class UnlikelihoodLoss(Loss):
 
 
 def minus_log_rest(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
-    """-log(1 - p(token)), float32 (B, S), with a correct gradient for p near 1.
+    """Returns -log(1 - p(token)), float32 (B, S), with a correct gradient for p near 1.
 
-    Computed as log-sum-exp of all logits minus that of the other tokens' logits: 1 - p itself
-    rounds to zero in a stable repetition, where the gradient by the token's logit, p, is largest.
+    It is log-sum-exp of all logits minus that of the other tokens' logits: 1 - p itself rounds to
+    zero in a stable repetition, where the gradient by the token's logit, p, is largest.
     """
     others_BSV = logits_BSV.scatter(-1, tokens_BS[..., None], -torch.inf)
     return logits_BSV.logsumexp(-1) - others_BSV.logsumexp(-1)
@@ -137,9 +135,9 @@ def finish_target(
 
 
 def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any]) -> Path:
-    """Folder of the weights before the first round; the first call saves them.
+    """Returns the folder of the weights before the first round; the first call saves them.
 
-    Refuses rounds of other settings, and a shipped model that is neither before nor after them.
+    Refuses rounds of other settings, and a model that is neither the one before nor after them.
     """
     start, hashes = work / "start", work / "models.json"
     keep_settings(work / "settings.json", settings, [start / "model.safetensors"])
@@ -158,16 +156,15 @@ def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any])
 
 @torch.no_grad()
 def _write_finished(work: Path, last: Path, rounds: int, blend: float, folder: Path) -> None:
-    """Writes the weights at a share of the way from those before the rounds to the last ones.
+    """Interpolates between the weights before and after the rounds and writes the result.
 
     Half-way between a model and its fine-tuned form most of the gain remains, and most of the loss
     on other inputs disappears (Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR
-    2022, section 3). models.json gets their hash, by which a repeated command recognises them, and
-    the record of the target's training the rounds.
+    2022, section 3). The hash in models.json lets a repeated command recognise the result.
     """
     model = load_hf(work / "start")
     for weight, end in zip(model.parameters(), load_hf(last).parameters(), strict=True):
-        weight.copy_(weight.lerp(end, blend).bfloat16())  # the values of the file
+        weight.copy_(weight.lerp(end, blend).bfloat16())  # the file's precision, for the hash
     hashes = work / "models.json"
     write_json(hashes, {**read_json(hashes), "written": weights_hash(model)})
     save_hf(model, folder)
