@@ -1,1 +1,1 @@
-"""Tree attention: key/value caches, implementations of attention, and their use by transformers."""
+"""Tree attention for transformers' models: key/value caches and implementations of attention."""

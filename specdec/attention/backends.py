@@ -1,4 +1,4 @@
-"""Attention of one request's rows over its cached keys and values: one function per implementation.
+"""Implementations of attention of one request's rows over its cached keys and values.
 
 In every function, queries and outputs are [1, H, R, D], keys and values [1, G, C, D], and
 ``scaling`` multiplies the scores; None means 1 / sqrt(D).
@@ -46,10 +46,9 @@ class Attention(StrEnum):
 class Visibility:
     """Which cache slots each row of a pass attends to, as tensors on the device.
 
-    Attributes:
-        lengths: int32[2], (first, end): every row sees the slots before ``first``; no row sees
-            slots from ``end`` on.
-        visible: uint8[R, M]: which of the slots from ``first`` on each row sees.
+    Every row sees the slots before ``first`` and none from ``end`` on (``lengths``: int32[2],
+    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on each row sees.
+    ``causal`` is true if each row sees exactly the slots up to its own, as in a chunk of a prompt.
     """
 
     def __init__(
@@ -63,18 +62,13 @@ class Visibility:
         column_positions: Tensor | None = None,
         causal: bool = False,
     ) -> None:
-        """Stores the inputs; ``mask`` builds and caches masks on first use.
+        """Stores the inputs; ``mask`` builds masks on first use.
 
         Args:
-            lengths: integer [2].
-            visible: uint8[R, M].
             num_slots: C, number of columns of a mask.
-            dtype: of a mask.
-            positions: int64[R], absolute positions of the rows; needed for sliding windows only.
-            column_positions: int64[M], absolute positions of the entries in the slots from
-                ``first`` on; needed for sliding windows only.
-            causal: whether every row sees all slots up to its own, and the last row's own is the
-                last, as in a chunk of a prompt.
+            positions, column_positions: int64[R] and int64[M], absolute positions of the rows and
+                of the entries from ``first`` on; needed for sliding windows only.
+            causal: true only if the last row's slot is also the last one.
         """
         self.causal = causal
         self.lengths = lengths.to(torch.int32)
@@ -86,11 +80,9 @@ class Visibility:
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def mask(self, window: int | None = None, folds: int = 1) -> Tensor:
-        """The additive mask [R, C]: 0 where a row sees a slot, else the dtype's lowest number.
+        """Returns the additive mask [folds * R, C]: 0 where a row sees a slot, else the minimum.
 
-        Args:
-            window: size of the sliding window; None for full attention.
-            folds: number of copies of all rows, one after the other; see ``folded_heads``.
+        ``folds`` is the number of copies of the rows, one after the other; see ``folded_heads``.
         """
         if folds > 1 and (window, folds) not in self._masks:
             self._masks[window, folds] = repeat(self.mask(window), "r c -> (p r) c", p=folds)
@@ -110,11 +102,9 @@ class Visibility:
 
 
 def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
-    """The implementation of ``model.attention=auto``.
+    """Prefers Triton, which splits the context among all multiprocessors of a GPU.
 
-    On a CUDA device with Triton it is ``TRITON``, which splits the context among all
-    multiprocessors; the kernels behind ``DENSE`` use one per key/value head and block of rows when
-    there is a mask.
+    With a mask, the kernels behind ``DENSE`` use one per key/value head and block of rows.
     """
     if device.type == "cuda" and support.triton_problem(device, dtype) is None:
         return Attention.TRITON
@@ -126,11 +116,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
 
 
 def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Returns the kernel of ``model.attention=kind``; None for ``DENSE`` and ``TWO_LEVEL``.
-
-    Raises:
-        UserError: for an unknown kind, or a kernel that cannot run on ``device`` in ``dtype``.
-    """
+    """Returns the kernel of ``model.attention=kind``; None for ``DENSE`` and ``TWO_LEVEL``."""
     setting = f"model.attention={kind}"
     if kind not in list(Attention):
         raise UserError(f"{setting} is unknown; choose {', '.join(Attention)}")
@@ -149,7 +135,7 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
 
 
 def folded_heads(query: Tensor, key: Tensor) -> int:
-    """Query heads that ``dense_attention`` folds into rows of one head; 1: none."""
+    """Returns how many query heads ``dense_attention`` folds into the rows of one head."""
     return query.shape[1] // key.shape[1] if query.device.type == "cuda" else 1
 
 
@@ -161,17 +147,14 @@ def dense_attention(
     scaling: float | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """torch's ``scaled_dot_product_attention`` with one mask over all slots.
+    """Calls torch's ``scaled_dot_product_attention`` with one mask over all slots.
 
     On CUDA, only cuDNN supports a mask together with grouped query heads, and cuDNN makes a new
     execution plan for every context length, which takes longer than many passes. So on CUDA the P
     query heads of each key/value head are folded into rows of one head, and cuDNN is excluded.
 
-    Args:
-        query, key, value, scaling: see the module.
-        mask: [R, C], added to the scores, or [P R, C] if it is repeated for ``folded_heads``; None:
-            every row sees every slot.
-        softcap: see ``capped_attention``, which computes capped scores.
+    ``mask``, [R, C] or repeated for the folded heads [P R, C], is added to the scores; None means
+    that every row sees every slot. ``softcap`` is explained in ``capped_attention``.
     """
     if softcap is not None:
         return capped_attention(query, key, value, mask, scaling, softcap)
@@ -203,10 +186,9 @@ def capped_attention(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attention in elementary operations, for soft-capped scores, which no kernel here supports.
+    """Computes attention in elementary operations, because no kernel here supports soft caps.
 
-    Scores s become softcap * tanh(s / softcap) (Gemma 2), unless ``softcap`` is None; other
-    arguments are as in ``dense_attention``.
+    Scores s become softcap * tanh(s / softcap) (Gemma 2) unless ``softcap`` is None.
     """
     scores = _scores(query, key, scaling)
     if softcap is not None:
@@ -220,15 +202,11 @@ def capped_attention(
 def two_level_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, split: int
 ) -> Tensor:
-    """Attention over the prefix and over the tree, merged (PipeDec Alg. 1).
+    """Attends to the prefix, the first ``split`` slots, and to the tree, and merges both results.
 
-    Alg. 1 concatenates the scores of both parts and takes one softmax. Merging the two normalised
-    parts by their log-sum-exp is the same function and needs no mask for the long prefix.
-
-    Args:
-        query, key, value, scaling: see the module.
-        mask: [R, C]; 0 in the columns before ``split``.
-        split: number of leading slots that every row sees.
+    PipeDec Alg. 1 concatenates the scores of both parts and takes one softmax. Merging the
+    normalised parts by their log-sum-exp is the same function and needs no mask for the long
+    prefix. ``mask`` [R, C] must be 0 in the columns before ``split``.
     """
     prefix = query, key[:, :, :split], value[:, :, :split]
     tree = query, key[:, :, split:], value[:, :, split:]
@@ -241,9 +219,9 @@ def two_level_attention(
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
 ) -> Tensor:
-    """flash-attn, which has causal masks only: all of a prompt's chunk, or the prefix of a tree.
+    """Runs flash-attn over all slots for a chunk of a prompt, else over the prefix only.
 
-    A tree is attended to in torch and merged with its prefix (PipeDec Alg. 1).
+    It has only causal masks, so torch attends to the tree; both are merged (PipeDec Alg. 1).
     """
     from flash_attn import flash_attn_with_kvcache
 
@@ -275,7 +253,7 @@ def flash_attention(
 
 @cache
 def _flex_kernel(device_type: str) -> Kernel:
-    """torch's FlexAttention with the mask as a score modification; compiled on CUDA."""
+    """Returns torch's FlexAttention, compiled on CUDA, with the mask as a score modification."""
     from torch.nn.attention.flex_attention import flex_attention
 
     run: Any = flex_attention  # uncompiled it materialises all scores: correct, but slow
@@ -306,10 +284,7 @@ def _flex_kernel(device_type: str) -> Kernel:
 def masked_lse(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Normalised attention and its log-sum-exp [1, H, R], on any device.
-
-    ``visible``: bool[R, C]; None: every row sees every slot.
-    """
+    """Returns attention and its log-sum-exp [1, H, R]; ``visible`` is bool[R, C], None for all."""
     scores = _scores(query, key, scaling).to(_accumulator(query.dtype))
     if visible is not None:
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
@@ -321,7 +296,7 @@ def masked_lse(
 def _attention_lse(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """As ``masked_lse``, with an additive mask; by torch's fused kernel on the CPU."""
+    """Computes ``masked_lse`` for an additive mask, by torch's fused kernel on the CPU."""
     if query.device.type != "cpu":
         return masked_lse(query, key, value, None if mask is None else mask == 0, scaling)
     num_groups = key.shape[1]
@@ -337,18 +312,17 @@ def _attention_lse(
 
 
 def _scores(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
-    """Scaled scores [1, G, P, R, C]."""
+    """Returns the scaled scores [1, G, P, R, C]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     grouped = rearrange(query, "b (g p) r d -> b g p r d", g=key.shape[1])
     return grouped @ rearrange(key, "b g c d -> b g 1 d c") * scale
 
 
 def _weighted_values(weights: Tensor, value: Tensor) -> Tensor:
-    """[1, H, R, D]: the values [1, G, C, D], weighted by [1, G, P, R, C]."""
+    """Sums the values [1, G, C, D], weighted by [1, G, P, R, C], to [1, H, R, D]."""
     output = weights @ rearrange(value, "b g c d -> b g 1 c d")
     return rearrange(output, "b g p r d -> b (g p) r d")
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type that softmax is computed in: float32 for float16 and bfloat16."""
     return dtype if dtype == torch.float64 else torch.float32

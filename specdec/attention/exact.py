@@ -1,4 +1,4 @@
-"""Attention whose bits for a row do not depend on the pass: ``model.exact=true``.
+"""Attention whose bits for a row do not depend on the rest of the pass: ``model.exact=true``.
 
 A row's keys are taken in the order of their positions (the prefix, then the tree's part of its
 path) and cut into blocks at multiples of ``BLOCK`` positions. Products over a block have the same
@@ -8,8 +8,8 @@ rows, the cut of the prompt into chunks, or the storage of the cache. Keys past 
 have weight 0, which adds nothing.
 
 All products are batched matrix products in float32 (float64 for float64 models) with a number of
-rows from a fixed set; that they give a row the same bits in every one of them is proved for the
-device by ``specdec.models.exact``.
+rows from a fixed set; ``specdec.models.backends.exact`` tests on the device that a row gets the
+same bits for each number in the set.
 
 Shape letters: H query heads, G key/value heads, P = H / G, D head size, R rows of one request, n
 used slots, B block, N blocks, U 1 or R (sets of keys), M padded query rows of one set.
@@ -32,17 +32,16 @@ from specdec.device import to_device
 from specdec.types import IntArray
 
 BLOCK = 64
-"""Positions per block of the sum over the context."""
 
 _ONES = 8  # columns of ones beside the values, whose products are the sums of the weights
 _LEAST_ROWS = 8  # query rows of the smallest product
 _PIECE = 32768  # elements: torch's grain size, which it computes on one thread
-_REGISTERS = 64  # elements: two registers of 512 bits, of 16-bit numbers
+_REGISTERS = 64  # elements: two 512-bit registers of 16-bit numbers
 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows ``start`` .. ``stop`` - 1 of a request's rows in a pass."""
+    """Rows ``start`` .. ``stop`` - 1 of one request's rows in a pass."""
 
     rows: Rows
     start: int
@@ -58,9 +57,9 @@ class Context:
 
     Attributes:
         positions: int64[R], absolute positions of the rows.
-        num_blocks: leading blocks in which the key of position ``p`` is in slot ``p`` for every row
-            that sees it.
-        num_slots: leading slots that these blocks read; the rest of the last one is padding.
+        num_blocks: number of leading blocks in which the key of position ``p`` is in slot ``p`` for
+            every row that sees it.
+        num_slots: leading slots that these blocks read; the rest of the last block is padding.
         slots: int64[R, N * B], slots of the positions from ``num_blocks`` * B on, 0 where a row has
             no key; None if no row has keys there.
     """
@@ -72,13 +71,10 @@ class Context:
     _masks: dict[tuple[bool, int | None], Tensor | None] = field(default_factory=dict)
 
     def mask(self, *, own: bool, window: int | None) -> Tensor | None:
-        """Keys that rows do not see, bool, to be broadcast with scores [G, U, N, R / U, P, B].
+        """Returns bool, true at keys that a row must not see; None if there are no such keys.
 
-        None where every row sees every key.
-
-        Args:
-            own: the keys of ``slots``; otherwise those of the leading blocks.
-            window: see ``ScoreOptions``.
+        It broadcasts with scores [G, U, N, R / U, P, B]. ``own`` selects the keys in ``slots``
+        instead of those in the leading blocks.
         """
         key = (own, window)
         if key not in self._masks:
@@ -98,12 +94,12 @@ class Context:
 
 
 def context_of(part: RowRange, device: torch.device) -> Context:
-    """The context of a range of rows, with tensors on ``device``."""
     rows = part.rows
     positions = rows.positions[part.start : part.stop]
     on_device = to_device(positions, device)
     border = rows.start + rows.num_prefix if rows.num_prefix else rows.first_masked
-    border = min(border, rows.start + part.stop)  # slots of positions, written by now
+    # Each slot below ``border`` is the position of its key, and is written before attention runs.
+    border = min(border, rows.start + part.stop)
     end = int(positions.max()) + 1
     num_blocks = -(-end // BLOCK)
     if part.stop <= rows.num_prefix:
@@ -122,7 +118,7 @@ def context_of(part: RowRange, device: torch.device) -> Context:
 
 
 class ExactStep(Step):
-    """The plan of one pass: ranges of rows, then rows of padding up to ``num_rows``."""
+    """The plan of one exact pass: ranges of rows in packing order, then padding to ``num_rows``."""
 
     def __init__(
         self,
@@ -132,14 +128,6 @@ class ExactStep(Step):
         first_layer: int,
         hidden: Tensor | None = None,
     ) -> None:
-        """Prepares the contexts of all layers.
-
-        Args:
-            parts: in packing order.
-            num_rows: of the padded pass.
-            first_layer: see ``Step``.
-            hidden: [1, num_rows, E] for a slice that is not the first; else None.
-        """
         super().__init__(first_layer=first_layer, hidden=hidden)
         self._num_rows = num_rows
         self._parts: list[tuple[slice, Store, Context]] = []
@@ -164,14 +152,7 @@ class ExactStep(Step):
 def exact_attention(
     query: Tensor, key: Tensor, value: Tensor, context: Context, options: ScoreOptions
 ) -> Tensor:
-    """Attention of one request's rows, [R, H, D].
-
-    Args:
-        query: [H, R, D].
-        key, value: [G, n, D], by slots.
-        context: which slots the rows see.
-        options: scaling, window and soft cap.
-    """
+    """Maps query [H, R, D] and keys and values [G, n, D] by slots to [R, H, D]."""
     (heads, num_rows, size), groups = query.shape, len(key)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     scale = size**-0.5 if options.scaling is None else options.scaling
@@ -198,10 +179,9 @@ def exact_attention(
 def _key_sets(
     key: Tensor, value: Tensor, context: Context, dtype: torch.dtype
 ) -> Iterator[tuple[bool, Tensor, Tensor]]:
-    """Sets of keys in the order of positions.
+    """Yields sets of keys [G, U, N, B, D] and values [G, U, N, B, D + ones] by position.
 
-    Yields:
-        (whether each row has its own, keys [G, U, N, B, D], values [G, U, N, B, D + ones]).
+    The first item says whether each row has its own keys (U = R) or all share one set (U = 1).
     """
     if context.num_blocks:
         num_slots, width = context.num_slots, context.num_blocks * BLOCK
@@ -216,7 +196,7 @@ def _key_sets(
 def _blocks(
     key: Tensor, value: Tensor, shape: tuple[int, int], padding: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """[G, U, N, B, D] and [G, U, N, B, D + ones] from [G, U * N * B - ``padding``, D]."""
+    """Cuts [G, U * N * B - ``padding``, D] into [G, U, N, B, D] and [G, U, N, B, D + ones]."""
     groups, used, size = key.shape
     extended = value.new_ones((groups, used + padding, size + _ONES), dtype=dtype)
     extended[:, :used, :size] = value
@@ -236,7 +216,7 @@ class _KeySet:
 
     Attributes:
         scores: [G, U, N, M, B]; rows of padding have zeros.
-        rows: [G, U, N, R / U, P, B], the same memory without the padding.
+        rows: [G, U, N, R / U, P, B], a view of ``scores`` without the padding.
         values: [G, U, N, B, D + ones].
     """
 
@@ -246,7 +226,7 @@ class _KeySet:
 
     @staticmethod
     def of(query: Tensor, keys: Tensor, values: Tensor, softcap: float | None) -> _KeySet:
-        """Products of the scaled ``query`` [G, R, P, D] and ``keys`` [G, U, N, B, D]."""
+        """Multiplies the scaled ``query`` [G, R, P, D] by ``keys`` [G, U, N, B, D]."""
         groups, num_rows, per_group, size = query.shape
         num_sets, num_blocks = keys.shape[1:3]
         used = num_rows // num_sets * per_group
@@ -262,14 +242,13 @@ class _KeySet:
         return _KeySet(scores, rows, values)
 
     def best(self) -> Tensor:
-        """[G, R, P]: the largest score of every row."""
+        """Returns the largest score of every row, [G, R, P]."""
         return self.rows.amax(-1).amax(2).flatten(1, 2)  # two steps: faster than both at once
 
     def weighted(self, top: Tensor) -> Iterator[Tensor]:
-        """Per block, [G, R, P, D + ones]: weighted values, and the sums of the weights.
+        """Yields weighted values and sums of the weights, [G, R, P, D + ones], for each block.
 
-        Args:
-            top: [G, R, P], subtracted from the scores.
+        It subtracts ``top`` [G, R, P] from the scores in place.
         """
         groups, num_sets, _, num_rows, per_group, _ = self.rows.shape
         self.rows.sub_(top.view(groups, num_sets, 1, num_rows, per_group, 1))
@@ -281,14 +260,14 @@ class _KeySet:
 
 
 def padded_rows(num: int) -> int:
-    """Query rows of a product that has ``num`` of them: the next power of two, at least 8."""
+    """Rounds ``num`` query rows of a product up to a power of two, at least 8."""
     return max(_LEAST_ROWS, 1 << (num - 1).bit_length())
 
 
 def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Applies an elementwise function so that an element has the same bits in every tensor.
 
-    On a CPU torch computes exp, tanh and the like in vector registers, and what is left over at the
+    On a CPU torch computes exp, tanh and the like in vector registers, but what is left over at the
     end of a tensor, or of a thread's share of it, by scalar functions, whose last bit may differ.
     Here pieces fill whole registers and run on one thread. Sums, products, quotients and roots are
     rounded exactly and need no such care.
@@ -322,7 +301,7 @@ def row_ranges(rows: Sequence[Rows], size: int) -> Iterator[list[RowRange]]:
 
 
 def packed(parts: Sequence[RowRange], name: str, num_rows: int) -> IntArray:
-    """int64[num_rows]: "tokens" or "positions" of the rows, then zeros for padding."""
+    """Returns int64[num_rows]: "tokens" or "positions" of the rows, then zeros as padding."""
     array = np.zeros(num_rows, np.int64)
     offset = 0
     for part in parts:

@@ -22,7 +22,6 @@ from specdec.attention.kv_storage import Buffers, CacheSpec, Contiguous, Storage
 from specdec.types import BoolArray, Commit, CommitKind, IntArray, TreeRows
 
 EMPTY: IntArray = np.zeros(0, np.int64)
-"""An empty array of tokens or nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,15 +29,14 @@ class Rows:
     """The rows of one request in one forward pass, and their slots in its cache.
 
     Attributes:
-        cache: the request's cache; the rows occupy its slots ``start .. start + len(self) - 1``.
+        cache: the rows occupy its slots ``start .. start + len(self) - 1``.
         tokens: int64[R], prefix rows first, then tree nodes.
         positions: int64[R], absolute positions.
-        node_ids: int64[W], ids of the tree nodes.
-        num_prefix: R - W, rows that extend the prefix region.
-        start: slot of the first row.
+        node_ids: int64[W].
+        num_prefix: R - W.
         first_masked: every row sees all slots before this one.
-        visible: bool[R, start + R - first_masked]: the slots from ``first_masked`` on that each
-            row sees.
+        visible: bool[R, start + R - first_masked]: the slots from ``first_masked`` on that each row
+            sees.
     """
 
     cache: TreeCache
@@ -55,7 +53,7 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """Number of used slots including the rows."""
+        """Returns the number of used slots including the rows."""
         return self.start + len(self.tokens)
 
 
@@ -63,7 +61,6 @@ class TreeCache:
     """Keys and values of one request in one runner, for all layers.
 
     Attributes:
-        spec: shape and type of the keys and values.
         cached_len: committed tokens in the prefix region. ``rows`` already counts the rows that it
             returns; the runner's ``forward`` writes their keys and values.
         node_ids: int64[T], node ids of the tree region, in slot order.
@@ -71,16 +68,7 @@ class TreeCache:
     """
 
     def __init__(self, *, spec: CacheSpec, capacity: int, storage: Storage | None = None) -> None:
-        """Creates an empty cache.
-
-        Args:
-            spec: shape and type of the keys and values.
-            capacity: slots to allocate at first; the cache grows as needed.
-            storage: memory of the slots; a new contiguous tensor if None.
-
-        Raises:
-            ValueError: if ``capacity`` is below 1.
-        """
+        """Creates an empty cache, which grows beyond ``capacity`` slots as needed."""
         if capacity < 1:
             raise ValueError(f"cache capacity {capacity} must be at least 1 slot")
         self.spec = spec
@@ -93,37 +81,35 @@ class TreeCache:
 
     @property
     def capacity(self) -> int:
-        """Slots allocated."""
         return self._kv.capacity
 
     @property
     def storage(self) -> Tensor:
-        """[L, 2, G, C, D], keys and values of all slots; a copy if storage is paged."""
+        """Returns keys and values of all slots, [L, 2, G, C, D]; a copy if storage is paged."""
         return self._kv.contents()
 
     def writer(self, rows: Rows) -> Store:
-        """Write and read access for the pass over ``rows``."""
+        """Returns write and read access for the pass over ``rows``."""
         return self.slot_writer(rows.start, rows.end)
 
     def slot_writer(self, start: int, end: int) -> Store:
-        """The same for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
+        """Returns access for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
         return self._kv.writer(start, end)
 
     def buffers(self, rows: Rows) -> Buffers:
-        """Memory for a pass that appends the keys and values of ``rows`` itself."""
+        """Returns memory for a pass that writes the keys and values of ``rows`` itself."""
         return self._kv.buffers(rows.start, rows.end)
 
     @property
     def num_nodes(self) -> int:
-        """Entries of the tree region."""
         return len(self.node_ids)
 
     def has(self, node_ids: IntArray) -> BoolArray:
-        """bool[W]: which of ``node_ids``[W] have entries in the tree region."""
+        """Returns bool[W]: which of ``node_ids``[W] have entries in the tree region."""
         return np.isin(node_ids, self.node_ids)
 
     def key_positions(self, end: int) -> IntArray:
-        """int64[end]: absolute positions of the entries in the first ``end`` slots."""
+        """Returns the absolute positions, int64[end], of the entries in the first ``end`` slots."""
         positions = np.arange(end)
         positions[self.cached_len : end] = self.node_positions[: end - self.cached_len]
         return positions
@@ -133,13 +119,10 @@ class TreeCache:
     def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
         """Reserves slots for the rows of one pass; ``ModelRunner.forward`` must follow.
 
-        Committed tokens come first, at the positions from ``cached_len`` on, with causal
-        visibility. A node sees the prefix, its ancestors among the entries and the earlier rows,
-        and itself; the mask need not be square (SwiftSpec 3.1).
-
-        Args:
-            prefix_tokens: int64[R - W]; only while the tree region is empty.
-            tree: W nodes. Those whose parents have no entry follow the last token of the prefix.
+        ``prefix_tokens``, int64[R - W], are allowed only while the tree region is empty. They get
+        the positions from ``cached_len`` on and causal visibility. A node sees the prefix, its
+        ancestors among the entries and the earlier rows, and itself; the mask need not be square
+        (SwiftSpec 3.1). Nodes whose parents have no entry follow the last token of the prefix.
         """
         start, num_prefix = self.cached_len + self.num_nodes, len(prefix_tokens)
         num_rows = num_prefix + (0 if tree is None else len(tree.tokens))
@@ -226,7 +209,7 @@ class TreeCache:
         self._kv.trim(0)
 
     def _adoptable(self, commit: Commit) -> IntArray:
-        """int64[M]: the entries of the retired nodes that extend the prefix, in path order."""
+        """Returns the entries of retired nodes, int64[M], that extend the prefix, in path order."""
         entries = {node: entry for entry, node in enumerate(self.node_ids.tolist())}
         adopted: list[int] = []
         position = commit.prefix_len - len(commit.retired_ids)
@@ -239,5 +222,5 @@ class TreeCache:
         return np.array(adopted, np.int64)
 
     def _copy_slots(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies keys and values between slots; tests replace it to plant faults."""
+        """Copies keys and values between slots; tests replace this method to inject faults."""
         self._kv.copy(sources, targets)

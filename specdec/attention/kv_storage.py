@@ -24,9 +24,9 @@ from torch import Tensor
 from specdec.device import to_device
 from specdec.types import IntArray
 
-_FIRST_BLOCKS = 64  # that a new pool allocates
+_FIRST_BLOCKS = 64  # blocks that a new pool allocates
 _LEAST_GROWTH = 128  # slots
-_GROWTH = 1 / 32  # of the capacity: requests reserve what they need, so caches seldom grow
+_GROWTH = 1 / 32  # share of the capacity; small, because requests reserve what they need
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
@@ -34,14 +34,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """Shape, type and device of one runner's caches.
-
-    Attributes:
-        num_layers: L, layers of the slice.
-        num_kv_heads: G, key/value heads per layer.
-        head_dim: D, size of one head.
-        dtype, device: of keys and values.
-    """
+    """Shape, dtype and device of the caches of one runner (L: layers of its slice)."""
 
     num_layers: int
     num_kv_heads: int
@@ -50,49 +43,39 @@ class CacheSpec:
     device: torch.device
 
     def empty(self, num_slots: int) -> Tensor:
-        """An uninitialised tensor [L, 2, G, num_slots, D]."""
+        """Returns an uninitialised tensor [L, 2, G, num_slots, D]."""
         shape = (self.num_layers, 2, self.num_kv_heads, num_slots, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 Store = Callable[[int, Tensor, Tensor], Pair]
-"""(layer, key, value), the pass's rows [1, G, R, D] each: writes them; returns all slots' [1, G, n,
-D]."""
+"""(layer, key, value): writes the pass's rows [1, G, R, D], returns all slots [1, G, n, D]."""
 
 
 Buffers = tuple[Tensor, Callable[[], None]]
-"""Keys and values as ``layer_views``, with at least n slots, and what to call after the pass."""
+"""Keys and values as ``layer_views`` of at least n slots, and a function to call after the pass."""
 
 
 def _nothing() -> None:
-    """What contiguous memory needs after a pass."""
+    """Does what contiguous memory needs after a pass: nothing."""
 
 
 class Contiguous:
-    """One tensor per request, read and written in place.
-
-    Attributes:
-        capacity: C, slots allocated.
-        tensor: [L, 2, G, C, D], keys and values.
-        layers: the same memory as ``layer_views``.
-    """
+    """One tensor [L, 2, G, C, D] per request, used in place; ``layers`` are its ``layer_views``."""
 
     def __init__(
         self, *, make: Callable[[int], Tensor], capacity: int, growth: float = _GROWTH
     ) -> None:
-        """Allocates the first slots.
+        """``make`` maps a number of slots to a tensor [L, 2, G, slots, D].
 
-        Args:
-            make: number of slots -> [L, 2, G, slots, D].
-            capacity: slots to allocate at first.
-            growth: share of its capacity by which full memory grows at least.
+        Full memory grows by at least the share ``growth`` of its capacity.
         """
         self._make = make
         self._growth = growth
         self._allocate(capacity)
 
     def reserve(self, end: int, used: int) -> None:
-        """Allocates room for ``end`` slots, and some more; keeps the first ``used``."""
+        """Allocates room for ``end`` slots and some more if needed; keeps the first ``used``."""
         if end > self.capacity:
             old = self.tensor
             more = max(_LEAST_GROWTH, int(self._growth * self.capacity))
@@ -100,7 +83,7 @@ class Contiguous:
             self.tensor[:, :, :, :used] = old[:, :, :, :used]
 
     def writer(self, start: int, end: int) -> Store:
-        """Access for a pass whose rows are the slots ``start`` .. ``end`` - 1."""
+        """Returns access for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
         written = self.layers.narrow(3, start, end - start).unbind(0)
         read = self.layers.narrow(3, 0, end).unbind(0)
 
@@ -112,17 +95,17 @@ class Contiguous:
         return store
 
     def buffers(self, start: int, end: int) -> Buffers:
-        """Memory for a pass that appends the slots ``start`` .. ``end`` - 1 itself."""
+        """Returns memory for a pass that writes the slots ``start`` .. ``end`` - 1 itself."""
         return self.layers, _nothing
 
     def contents(self) -> Tensor:
-        """All slots, [L, 2, G, C, D]; read-only, because paged storage returns a copy."""
+        """Returns all slots, [L, 2, G, C, D]; read-only, because ``Paged`` returns a copy."""
         return self.tensor
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies slots: one gather over all layers, then one write per range of adjacent targets.
+        """Copies slots; every source is read before any target is written.
 
-        Every source is read before any target is written.
+        One gather over all layers is followed by one write per range of adjacent targets.
         """
         index = to_device(sources, self.tensor.device)
         gathered = self.tensor.index_select(3, index)
@@ -133,7 +116,7 @@ class Contiguous:
             run.copy_(gathered.narrow(3, start, stop - start))
 
     def trim(self, used: int) -> None:
-        """Frees the memory beyond the first ``used`` slots if other requests can use it: never."""
+        """Does nothing: the slots beyond the first ``used`` cannot serve other requests."""
 
     def _allocate(self, capacity: int) -> None:
         self.tensor = self._make(capacity)
@@ -142,17 +125,14 @@ class Contiguous:
 
 
 def layer_views(tensor: Tensor) -> Tensor:
-    """[2 L, 1, G, C, D] from [L, 2, G, C, D]: per layer its keys, then its values; a view."""
+    """Views [L, 2, G, C, D] as [2 L, 1, G, C, D]: per layer its keys, then its values."""
     return rearrange(tensor, "l kv g c d -> (l kv) 1 g c d")
 
 
 class BlockPool:
-    """A pool of blocks shared by all requests of one stage.
+    """A pool of blocks of ``block_tokens`` slots each, shared by all requests of one stage.
 
-    Attributes:
-        num_blocks: maximum number of blocks.
-        block_tokens: slots per block.
-        peak: largest number of blocks in use at the same time so far.
+    ``peak`` is the largest number of blocks that were in use at the same time so far.
     """
 
     def __init__(self, *, spec: CacheSpec, num_blocks: int, block_tokens: int) -> None:
@@ -170,19 +150,16 @@ class BlockPool:
 
     @property
     def rows(self) -> Tensor:
-        """[2 L, 1, G, allocated slots, D]; doubles as needed, up to the maximum."""
+        """Returns the memory, [2 L, 1, G, allocated slots, D], which doubles when it is full."""
         return self._memory.layers
 
     @property
     def num_used(self) -> int:
-        """Blocks in use."""
         return self.num_blocks - len(self._free)
 
     def take(self, num: int) -> list[int]:
-        """Allocates blocks.
-
-        Raises:
-            RuntimeError: too few blocks are free; admission control by blocks prevents this.
+        """Allocates blocks; a RuntimeError means that requests used more than they were admitted
+        with.
         """
         if num > len(self._free):
             raise RuntimeError(
@@ -196,7 +173,6 @@ class BlockPool:
         return blocks
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Frees blocks."""
         if not blocks:
             return  # the common case, once per step
         assert not set(blocks) & set(self._free), f"blocks {blocks} are freed twice"
@@ -204,10 +180,9 @@ class BlockPool:
 
 
 class Paged:
-    """Blocks of a pool, addressed through the request's block table; methods as ``Contiguous``."""
+    """Blocks of a pool, addressed by the request's block table; methods as in ``Contiguous``."""
 
     def __init__(self, *, pool: BlockPool) -> None:
-        """Allocates no blocks yet."""
         self._pool = pool
         self._table: list[int] = []
 
@@ -216,7 +191,7 @@ class Paged:
         return len(self._table) * self._pool.block_tokens
 
     def reserve(self, end: int, used: int) -> None:
-        """Allocates the blocks that ``end`` slots need; no data moves."""
+        """Allocates the blocks that ``end`` slots need; unlike ``Contiguous`` it moves no data."""
         missing = -(-end // self._pool.block_tokens) - len(self._table)
         if missing > 0:
             self._table += self._pool.take(missing)
@@ -236,7 +211,7 @@ class Paged:
         return store
 
     def buffers(self, start: int, end: int) -> Buffers:
-        """A copy of the slots, of which the new ones are written back afterwards."""
+        """Returns a copy of the slots; the new ones are written back after the pass."""
         index = self._index(np.arange(end))
         copy = self._pool.rows.index_select(3, index)
 
@@ -250,7 +225,6 @@ class Paged:
         return rearrange(rows, "(l kv) 1 g n d -> l kv g n d", kv=2)
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """One gather and one scatter over all layers."""
         rows = self._pool.rows
         rows.index_copy_(3, self._index(targets), rows.index_select(3, self._index(sources)))
 
@@ -261,11 +235,10 @@ class Paged:
         del self._table[kept:]
 
     def _index(self, slots: IntArray) -> Tensor:
-        """int64[n]: rows of the pool that hold ``slots``."""
+        """Returns the rows of the pool, int64[n], that store ``slots``."""
         block, offset = np.divmod(slots, self._pool.block_tokens)
         rows = np.array(self._table, np.int64)[block] * self._pool.block_tokens + offset
         return to_device(rows, self._pool.rows.device)
 
 
 Storage: TypeAlias = Contiguous | Paged
-"""Key/value memory of one request."""

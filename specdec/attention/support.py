@@ -1,4 +1,4 @@
-"""Checks whether Triton, flash-attn and torch.compile can run here; messages name the remedy."""
+"""Reasons (and remedies) why Triton, flash-attn or torch.compile cannot run here; None if they can."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def triton_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Returns why the Triton kernels cannot run on ``device`` in ``dtype``; None if they can."""
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton (Linux)"
     if dtype == torch.float64:
@@ -34,7 +33,6 @@ def triton_problem(device: torch.device | str, dtype: torch.dtype) -> str | None
 
 
 def flash_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Returns why flash-attn cannot run on ``device`` in ``dtype``; None if it can."""
     if find_spec("flash_attn") is None:
         return "flash-attn is not installed: pip install flash-attn (needs a CUDA toolkit)"
     if torch.device(device).type != "cuda":
@@ -49,7 +47,6 @@ def flash_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
 
 
 def compile_problem(device: torch.device | str) -> str | None:
-    """Returns why torch.compile cannot generate code for ``device``; None if it can."""
     if torch.device(device).type == "cuda":
         missing = find_spec("triton") is None
         return "torch.compile needs Triton on CUDA devices: pip install triton" if missing else None
@@ -63,11 +60,11 @@ def compile_problem(device: torch.device | str) -> str | None:
 
 
 def require(problem: str | None, setting: str) -> None:
-    """Raises a ``UserError`` unless ``problem``, which ``setting`` (key=value) causes, is None."""
+    """Raises a ``UserError`` if ``setting`` (key=value) has a problem."""
     if problem is not None:
         raise UserError(f"{setting} cannot run here: {problem}")
 
 
 def interpreting() -> bool:
-    """Whether Triton interprets its kernels; Triton decides this when a kernel is defined."""
+    """Returns whether Triton interprets kernels; Triton reads this when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"}

@@ -39,13 +39,12 @@ from specdec.errors import UserError
 from specdec.types import HiddenName
 
 IMPLEMENTATION = "specdec"
-"""Name under which the attention function is registered with transformers."""
 
 PLAN = "specdec_plan"
-"""Keyword argument of a model's forward: the ``Step``."""
+"""Name of the keyword argument of a model's forward that takes the ``Step``."""
 
 OPAQUE = "specdec_opaque"
-"""Name of the same function for compiled models; ``torch.compile`` does not trace into it."""
+"""The attention function for compiled models, which ``torch.compile`` does not trace into."""
 
 
 @dataclass(slots=True)
@@ -53,7 +52,7 @@ class ScoreOptions:
     """How a layer computes its scores, as transformers passes it.
 
     Attributes:
-        scaling: factor of the scores; 1 / sqrt(D) where None.
+        scaling: factor of the scores; None means 1 / sqrt(D).
         window: keys at least this many positions back are masked; None: no sliding window.
         softcap: scores s become softcap * tanh(s / softcap); None: no cap.
         others: further arguments of the family; checked once, when a runner is created.
@@ -69,7 +68,6 @@ class Step:
     """The plan of one pass, as the attention function and the runner's hooks use it.
 
     Attributes:
-        cache: passed to the model as its cache.
         captured: name -> hidden states [1, sum R, E], filled by the runner's hooks.
         hidden: [1, sum R, E], input of the first layer of a slice that is not the first; else None.
     """
@@ -97,21 +95,10 @@ def tree_attention(
     specdec_plan: Step | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, with the signature that transformers calls.
+    """Computes attention of one layer, with the signature that transformers calls.
 
-    Args:
-        module: of the layer.
-        attention_mask, dropout: unused (inference only; masks come from the plan).
-        query: [1, H, sum R, D].
-        key, value: [1, G, sum R, D], of the rows of this pass only.
-        scaling, sliding_window, softcap, **others: see ``ScoreOptions``.
-        specdec_plan: the plan of the pass.
-
-    Returns:
-        [1, sum R, H, D], and None instead of attention weights.
-
-    Raises:
-        UserError: the family does not pass keyword arguments on to its attention.
+    Maps query [1, H, sum R, D], and key and value [1, G, sum R, D] of this pass's rows, to [1, sum
+    R, H, D]; the second result, None, replaces the attention weights.
     """
     if specdec_plan is None:
         kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
@@ -128,13 +115,10 @@ AttentionInterface.register(OPAQUE, torch.compiler.disable(tree_attention))
 
 
 class StepCache:
-    """Replaces transformers' cache: records the current layer and returns the rows' keys as given.
+    """Replaces transformers' cache: records the current layer and returns the rows' keys unchanged.
 
-    ``AttentionStep.attend`` writes them into the requests' caches.
-
-    Attributes:
-        first_layer: global index of the slice's first layer.
-        layer: index within the slice of the layer that runs; -1 before the first.
+    ``Step.attend`` writes them into the requests' caches. ``first_layer`` is a global index,
+    ``layer`` counts within the slice (-1 before the first layer).
     """
 
     is_compileable = False
@@ -144,33 +128,31 @@ class StepCache:
         self.layer = -1
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Pair:
-        """Records which layer of the slice runs."""
         self.layer = layer_idx - self.first_layer
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Always 0: positions are passed explicitly, and no mask is derived from the length."""
+        """Returns 0: positions are passed explicitly, and no mask is derived from the length."""
         return 0
 
 
 class RequestPart:
-    """One request's share of a pass; the masks are for tensors of its cache's type and device."""
+    """One request's rows in a pass; caches masks in the dtype and on the device of its cache."""
 
     def __init__(self, rows: Rows, offset: int = 0) -> None:
-        """Masks are made when first needed; ``offset``: rows of the pass before these."""
+        """``offset`` is the number of rows that precede these in the pass."""
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
         self._bits: dict[bool, Visibility] = {}
 
     @cached_property
     def store(self) -> Store:
-        """Write and read access to the request's cache."""
         return self.rows.cache.writer(self.rows)
 
     def mask(self, window: int | None, folds: int = 1) -> Tensor | None:
-        """The additive mask [R, n], or [folds R, n]; None: every row sees every slot.
+        """Returns the additive mask [folds R, n]; None if every row sees every slot.
 
-        It is made on the cache's device, from the rows' bits: [R, n] would be copied from the host.
+        It is built on the device from bits, because [R, n] would have to be copied from the host.
         """
         if self.within(window):
             window = None
@@ -179,7 +161,7 @@ class RequestPart:
         return self.bits(has_window=window is not None).mask(window, folds)
 
     def bits(self, *, has_window: bool = False) -> Visibility:
-        """The same as bits on the device; ``has_window``: also for masks of sliding windows."""
+        """Returns the visibility on the device; masks of sliding windows need ``has_window``."""
         if has_window not in self._bits:
             rows, device = self.rows, self.rows.cache.spec.device
             num_later = len(rows) * (len(rows) - 1) // 2  # slots of later rows, over all rows
@@ -201,19 +183,14 @@ class RequestPart:
         return self._bits[has_window]
 
     def within(self, window: int | None) -> bool:
-        """Whether all positions lie within a window of this size, so that it masks nothing."""
+        """Returns whether a sliding window of this size would mask nothing."""
         return window is None or int(self.rows.positions.max()) < window
 
 
 def host_mask(rows: Rows, window: int | None) -> npt.NDArray[Any] | None:
-    """The additive mask [R, n] of a pass of one request, for kernels that hide later slots.
+    """Returns the additive mask [R, n] for kernels that hide later slots themselves.
 
-    None: every row sees all slots up to its own. It is float32 where numpy has no type of the
-    cache's.
-
-    Args:
-        rows: of the pass.
-        window: of the layer's attention; None: no sliding window.
+    None: every row sees all slots up to its own. It is float32 if numpy lacks the cache's dtype.
     """
     part = RequestPart(rows)
     if part.within(window):
@@ -263,7 +240,7 @@ class AttentionStep(Step):
     def _attend_one(
         self, part: RequestPart, query: Tensor, stored: Pair, options: ScoreOptions
     ) -> Tensor:
-        """[1, H, R, D]: one request's rows over its cache, ``stored`` [1, G, n, D] each."""
+        """Attends one request's rows to its cache ``stored`` [1, G, n, D]; returns [1, H, R, D]."""
         scaling, window, softcap = options.scaling, options.window, options.softcap
         if softcap is None and self._kernel is not None and part.within(window):
             return self._kernel(query, *stored, part.bits(), scaling)

@@ -84,10 +84,9 @@ def _scan(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):
     # fmt: on
-    """Unnormalised attention over the slots start .. stop - 1.
+    """Computes unnormalised attention over the slots start .. stop - 1.
 
-    Returns:
-        weighted sums [BLOCK_ROWS, BLOCK_DIM], largest exponents (base 2) and sums of the weights.
+    Returns weighted sums [BLOCK_ROWS, BLOCK_DIM], largest exponents (base 2) and sums of weights.
     """
     dims = tl.arange(0, BLOCK_DIM)
     within = dims < DIM
@@ -155,11 +154,7 @@ class TreeAttention:
     """
 
     def __init__(self, *, splits: int | None = None) -> None:
-        """Allocates nothing yet.
-
-        Args:
-            splits: thread blocks per head; None: derived from the number of multiprocessors.
-        """
+        """``splits``: thread blocks per head; None derives it from the multiprocessors."""
         self._splits = splits
         self._scratch: dict[
             tuple[object, ...], tuple[Tensor, Tensor, Tensor]
@@ -175,10 +170,10 @@ class TreeAttention:
         visible: Tensor,
         scaling: float | None = None
     ) -> Tensor:
-        """Attention to the slots before ``first`` and, where visible, to those up to ``end``.
+        """Attends to the slots before ``first`` and, where visible, to those up to ``end``.
 
-        A row that sees no slot gets zeros. Tensors are float32, float16 or bfloat16; the last
-        dimension of each must be contiguous.
+        A row that sees no slot gets zeros. Tensors are float32, float16 or bfloat16, contiguous in
+        their last dimension.
 
         Args:
             query: [1, H, R, D].
@@ -186,13 +181,9 @@ class TreeAttention:
             lengths: integer [2] on the device, (first, end); read by the kernel, so that a captured
                 launch works for every length.
             visible: uint8[R, M >= end - first], which slots from ``first`` on a row sees.
-            scaling: factor of the scores; 1 / sqrt(D) where None.
 
         Returns:
             [1, H, R, D], a view of memory in the order R, H, D.
-
-        Raises:
-            ValueError: if a last dimension is not contiguous.
         """
         if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (query, key, value, visible)):
             raise ValueError("an operand is not contiguous in its last dimension")
@@ -229,7 +220,7 @@ class TreeAttention:
     def _parts(
         self, device: torch.device, items: int, splits: int, rows: int, dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Scratch memory per size: partial sums, their maxima and totals, and counters at 0."""
+        """Returns scratch memory: partial sums, their maxima and totals, and counters at 0."""
         shape = (device, items, splits, rows, dim)
         if shape not in self._scratch:
             self._scratch[shape] = (
@@ -241,7 +232,7 @@ class TreeAttention:
 
 
 def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
-    """Rows, keys and head size of a block, within a multiprocessor's shared memory."""
+    """Returns rows, keys and head size of a block that fits a multiprocessor's shared memory."""
     block_dim = max(_MIN_DOT, triton.next_power_of_2(dim))
     most_rows = min(_MAX_BLOCK_ROWS, max(_MIN_DOT, _QUERY_BYTES // (block_dim * itemsize)))
     rows = min(most_rows, max(_MIN_DOT, triton.next_power_of_2(num_items)))
@@ -250,10 +241,9 @@ def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def _splits(device: torch.device, items: int, most: int) -> int:
-    """The number of splits that fills the device, at most ``most``, rounded down to a power of two.
+    """Returns the number of splits that fills the device, at most ``most``, as a power of two.
 
-    Each number of splits compiles a kernel and keeps scratch memory, so few numbers are used as the
-    context grows.
+    Few numbers are used, because each compiles a kernel and keeps scratch memory.
     """
     filling = _INTERPRETED_SPLITS
     if device.type == "cuda":

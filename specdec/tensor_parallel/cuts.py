@@ -42,9 +42,7 @@ class Cut:
         return (*full[: self.dim], self.size, *full[self.dim + 1 :])
 
     def of(self, full: Any, dtype: torch.dtype) -> Tensor:
-        """Returns the share of a tensor (possibly a view) or of a safetensors slice, reading only
-        that.
-        """
+        """Returns the share of a tensor (or a view of it), or reads it from a safetensors slice."""
         shape = tuple(full.get_shape() if hasattr(full, "get_shape") else full.shape)
         if len(self.pieces) == 1 and not self.pieces[0].pad:
             return torch.as_tensor(self._read(full, self.pieces[0])).to(dtype)
