@@ -158,9 +158,7 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def take(self, num: int) -> list[int]:
-        """Allocates blocks; a RuntimeError means that requests used more than they were admitted
-        with.
-        """
+        """Allocates blocks; a RuntimeError means that admission control allowed too many."""
         if num > len(self._free):
             raise RuntimeError(
                 f"a request needs {num} more blocks, but only {len(self._free)} of"
