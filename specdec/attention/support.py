@@ -1,4 +1,4 @@
-"""Checks that return why Triton, flash-attn or torch.compile cannot run here, or None if they can."""
+"""Checks that return why Triton, flash-attn or torch.compile cannot run here; None if they can."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What computes the passes of a slice of a model in PyTorch, and the choice of it."""
+"""Backends compute the passes of a slice of a model; ``factory`` chooses one."""

@@ -1,4 +1,4 @@
-"""Passes of transformers' own forward, operation by operation or compiled.
+"""Passes by transformers' own forward, operation by operation or compiled.
 
 Shape letters: R rows of one request, A rows whose logits are computed, E hidden size.
 """
@@ -25,15 +25,13 @@ from specdec.types import IntArray
 
 
 class Eager(Backend):
-    """The base of the backends that call the model's forward.
+    """Calls the model's forward; the other backends build on it.
 
-    Attributes:
-        attention: the implementation of attention.
-        kernel: its kernel; None for those without.
+    ``kernel`` is None for implementations of ``attention`` without one.
     """
 
     def __init__(self, layers: ModelSlice, attention: str, forward: Callable[..., Any]) -> None:
-        """``forward``: the slice's model, or its compiled form."""
+        """``forward`` is the slice's model or its compiled form."""
         self.layers = layers
         spec = layers.spec
         self.kernel: Kernel | None = attention_kernel(attention, spec.device, spec.dtype)
@@ -67,12 +65,9 @@ class Eager(Backend):
     def compute(
         self, step: Step, tokens: Tensor, positions: Tensor, keep: int | Tensor | None
     ) -> RunnerOutput:
-        """Calls the model's own forward.
+        """Calls the model's forward on tokens and positions int64[R].
 
-        Args:
-            step: the plan of attention.
-            tokens, positions: int64[R].
-            keep: int64[A], rows whose logits are computed; 0: all; None: none.
+        ``keep`` lists the rows whose logits are computed, int64[A]; 0 means all, None means none.
         """
         layers, model = self.layers, self.layers.model
         inputs = forward_inputs(model, step, tokens, positions)
@@ -97,7 +92,7 @@ class Eager(Backend):
 class _OpaqueCache(StepCache):
     """A ``StepCache`` for compiled models, which do not trace into ``update``.
 
-    Traced, it would be specialised on every layer's index.
+    If traced, it would be specialised on every layer's index.
     """
 
     def __init__(self, cache: StepCache) -> None:
@@ -111,12 +106,10 @@ class _OpaqueCache(StepCache):
 def forward_inputs(
     model: PreTrainedModel, step: Step, tokens: Tensor, positions: Tensor
 ) -> dict[str, Any]:
-    """Arguments of a slice's forward; one that is not the first gets placeholders as embeddings.
+    """Returns the arguments of a slice's forward for tokens and positions int64[R].
 
-    Args:
-        model: of the slice.
-        step: the plan of attention; its hidden states enter a slice that is not the first.
-        tokens, positions: int64[R].
+    In a slice that is not the first, placeholders replace the embeddings, because a hook inserts
+    the hidden states of ``step``.
     """
     inputs: dict[str, Any] = {
         "position_ids": positions[None],

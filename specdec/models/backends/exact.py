@@ -1,12 +1,12 @@
-"""Passes in which no row's result depends on the others: ``model.exact=true``.
+"""Passes in which no row's result depends on the other rows: ``model.exact=true``.
 
 Libraries choose kernels by the number of rows, and kernels add in different orders. Which numbers
-of rows give a row the same bits depends on operator, shape, type, device, number of threads, so it
-is tried when a runner is made: an operator's rows in a pass of 64 rows are the reference, and a
-number of rows is *proved* if passes of that many of them, at several places and in several layouts,
-give equal bits. A trial is no proof for all inputs, but kernels do not choose their order of
-additions by values. A pass is then cut into passes of at most 64 rows in packing order, and each is
-padded with zero rows to a proved number. Attention takes each row's keys in the order of their
+of rows give a row the same bits depends on operator, shape, type, device and number of threads, so
+it is tested when a runner is made: an operator's rows in a pass of 64 rows are the reference, and a
+number of rows is *proved* if passes of that many of them, at several offsets and in several
+layouts, give equal bits. A test is no proof for all inputs, but kernels do not choose their order
+of additions by values. A pass is then cut into passes of at most 64 rows in packing order, and each
+is padded with zero rows to a proved number. Attention takes each row's keys in the order of their
 positions (``specdec.attention.exact``); activations run in pieces; rotary tables are computed for
 always the same number of rows. Plain decoding, trees, prompts and any number of requests use the
 same passes.
@@ -69,35 +69,28 @@ from specdec.models.inspection import CERTIFIED
 from specdec.types import IntArray, TreeRows
 
 MOST_ROWS = ROW_COUNTS[-1]
-"""Rows of the reference pass, and of the largest pass."""
+"""The number of rows of the reference pass, and the largest number that one pass may have."""
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
-_DISTINCT = 1024  # distinct columns of a matrix product's sample, repeated beyond
+_DISTINCT = 1024  # distinct columns of a matrix product's sample; further columns repeat them
 _NORM_ELEMENTS = 1 << 19  # of a norm's samples
-_FOLLOWING = ("dynamic", "longrope")  # rope types whose frequencies follow the longest position
-_LIBRARIES = ("specdec", "torch", "transformers")  # whose modules a proof on disk knows by name
+_FOLLOWING = ("dynamic", "longrope")  # rope types whose frequencies depend on the last position
+_LIBRARIES = ("specdec", "torch", "transformers")  # a class name of these identifies its code
 _VARIABLES = ("ATEN_", "CUBLAS", "DNNL_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TORCH_")
 
 
 class Exact(Backend):
-    """Passes of proved numbers of rows.
-
-    Attributes:
-        counts: proved numbers of rows, ascending.
-    """
+    """Runs passes whose numbers of rows are proved; ``counts`` lists these numbers, ascending."""
 
     def __init__(self, eager: Eager) -> None:
         """Proves the operators, then whole passes.
 
-        Args:
-            eager: calls the model, in which ``use_exact_modules`` has replaced modules.
-
-        Raises:
-            UserError: an operator, or the whole pass, cannot be proved.
+        In the model of ``eager``, ``use_exact_modules`` must have replaced modules. An operator
+        that cannot be proved raises a UserError.
         """
         self.layers = layers = eager.layers
         self._eager = eager
-        self._group = None  # ranks do not wait for each other during proofs
+        self._group = None  # ranks must not wait for each other during proofs
         setting = Setting.here(layers.spec.dtype, layers.spec.device)
         self.counts = proved_counts(_operators(layers, setting), setting)
         whole = proved_counts([self._whole_pass()], setting)
@@ -124,7 +117,7 @@ class Exact(Backend):
     def _pass(
         self, parts: Sequence[RowRange], num: int, hidden: Tensor | None, logits_rows: IntArray
     ) -> RunnerOutput:
-        """One padded pass over ``num`` rows; results of the padding are dropped."""
+        """Runs one padded pass over ``num`` rows and drops the results of the padding."""
         device = self.layers.spec.device
         num_rows = round_up(num, self.counts)
         if hidden is not None:
@@ -147,7 +140,7 @@ class Exact(Backend):
         )
 
     def _agree(self, group: Any) -> None:
-        """Keeps the counts that every rank of the group has proved; once."""
+        """Keeps only the counts that every rank of the group has proved."""
         mine = torch.zeros(MOST_ROWS + 1, device=self.layers.spec.device)
         mine[list(self.counts)] = 1.0
         common = group.gather(mine).view(group.size, -1).amin(0)
@@ -155,7 +148,7 @@ class Exact(Backend):
         self._group = None
 
     def _whole_pass(self) -> Operator:
-        """Rows of one prompt in a pass, and the same rows as a chain of a tree."""
+        """Returns an operator that runs rows as part of a prompt, or as a chain of tree nodes."""
         layers, spec = self.layers, self.layers.spec
         config = layers.model.config.get_text_config()
         num_rows = min(MOST_ROWS, config.max_position_embeddings)
@@ -208,7 +201,7 @@ class _Activation(nn.Module):
 
 
 class _Rotary(nn.Module):
-    """A rotary embedding whose tables are computed for the largest number of rows."""
+    """A rotary embedding whose tables are always computed for the largest number of rows."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -222,7 +215,7 @@ class _Rotary(nn.Module):
 
 
 class _CappedOutput(nn.Module):
-    """An output head with the soft cap of its logits."""
+    """An output head followed by the soft cap of its logits."""
 
     def __init__(self, inner: nn.Module, softcap: float) -> None:
         super().__init__()
@@ -236,11 +229,7 @@ class _CappedOutput(nn.Module):
 
 
 def use_exact_modules(model: Any) -> None:
-    """Replaces activations, rotary embeddings and the soft cap of logits.
-
-    Args:
-        model: a runner's own copy.
-    """
+    """Replaces activations, rotary embeddings and the soft cap of logits in a runner's own copy."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RotaryEmbedding"):
@@ -264,15 +253,15 @@ Layout = Callable[[int, int], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A part of a forward pass whose rows must not depend on each other's number and place.
+    """A part of a forward pass that must give a row the same bits among any other rows.
 
     Attributes:
-        name: in messages, such as "linear 192 x 512".
-        key: everything that may decide which kernel runs, besides type, device and threads.
+        name: for messages, such as "linear 192 x 512".
+        key: everything that may decide which kernel runs, besides dtype, device and threads.
         num_rows: size of the sample, at most ``MOST_ROWS``.
         layouts: ways to run rows of the sample; the first one defines the reference.
-        on_disk: name and key identify the operator completely, so that its proof is valid in other
-            processes.
+        on_disk: whether the proof is valid in other processes, because name and key identify the
+            operator completely.
     """
 
     name: str
@@ -284,12 +273,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where operators run.
-
-    Attributes:
-        dtype, device: of weights and activations.
-        threads: torch's intra-op threads.
-    """
+    """Dtype and device of weights and activations, and torch's number of intra-op threads."""
 
     dtype: torch.dtype
     device: torch.device
@@ -304,11 +288,11 @@ _PROVED: dict[tuple[Setting, str, Hashable], tuple[int, ...]] = {}
 
 
 def proved_counts(operators: Iterable[Operator], setting: Setting) -> tuple[int, ...]:
-    """The numbers of rows that all operators are proved for, ascending; never empty.
+    """Returns the numbers of rows that all operators are proved for, ascending; never empty.
 
     Raises:
         UserError: in a pass of ``MOST_ROWS`` rows, an operator's result for a row depends on its
-            place or layout.
+            index or layout.
     """
     counts = set(ROW_COUNTS)
     for operator in operators:
@@ -337,7 +321,7 @@ def _name(setting: Setting) -> str:
 
 
 def _proved(operator: Operator) -> Iterator[int]:
-    """Those of ``ROW_COUNTS`` that give the reference's bits in every layout."""
+    """Yields those ``ROW_COUNTS`` that give the reference's bits in every layout."""
     size = operator.num_rows
     reference = operator.layouts[0](0, size)
     for count in ROW_COUNTS:
@@ -362,11 +346,7 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def _operators(layers: ModelSlice, setting: Setting) -> Iterator[Operator]:
-    """Attention, matrix products and norms of a slice.
-
-    Raises:
-        UserError: rows depend on each other outside attention.
-    """
+    """Yields attention, matrix products and norms of a slice."""
     _refuse_dependent(layers.model)
     spec = layers.spec
     yield attention_operator(layers.num_heads, spec.num_kv_heads, spec.head_dim, setting)
@@ -374,7 +354,7 @@ def _operators(layers: ModelSlice, setting: Setting) -> Iterator[Operator]:
 
 
 def _refuse_dependent(model: PreTrainedModel) -> None:
-    """Refuses untested families, and frequencies that follow the largest position of a pass."""
+    """Refuses untested families, and rotary frequencies that depend on the largest position."""
     kind = model.config.get_text_config().model_type
     if kind not in CERTIFIED:
         raise UserError(
@@ -392,7 +372,7 @@ def _refuse_dependent(model: PreTrainedModel) -> None:
 
 
 def module_operators(model: nn.Module, setting: Setting) -> Iterator[Operator]:
-    """The matrix products and norms of a model, each shape once."""
+    """Yields the matrix products and norms of a model, each shape once."""
     seen = set()
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -411,11 +391,11 @@ def module_operators(model: nn.Module, setting: Setting) -> Iterator[Operator]:
 
 
 def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
-    """A matrix product, on matrices whose results are nothing but rounding errors.
+    """Builds a matrix product of samples whose results are nothing but rounding errors.
 
-    Half of the terms of every sum are the others' negatives, in random order. The sum would be 0 in
-    exact arithmetic, so another order of additions shows in most results. With the model's own
-    values, the rounding of a result to 16 bits hides it almost always.
+    Half of the terms of every sum are the negatives of the others, in random order. The sum would
+    be 0 in exact arithmetic, so another order of additions changes most results. With the model's
+    own values, rounding a result to 16 bits would almost always hide the change.
     """
     transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
     outputs, inputs = weight.T.shape if transposed else weight.shape
@@ -428,7 +408,7 @@ def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Settin
     terms = drawn(min(outputs, _DISTINCT))[torch.arange(outputs) % _DISTINCT]
     matrix = pad(torch.cat([terms, -terms], 1)[:, order], (0, inputs - 2 * half))
     sample = pad(drawn(MOST_ROWS).repeat(1, 2)[:, order], (0, inputs - 2 * half))
-    split = getattr(module, "split", None)  # of a share that receives all inputs
+    split = getattr(module, "split", None)  # inputs of a ``RowLinear`` that receives all of them
     if split is not None:
         sample = pad(sample[:, : split.stop - split.start], (split.start, 0))
     probe = copy.copy(module)
@@ -440,7 +420,7 @@ def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Settin
 
 
 def _norm_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
-    """A norm, on many samples: another order of additions changes few results after rounding."""
+    """Builds a norm of many samples, because another order of additions shows in few of them."""
     generator, width = torch.Generator().manual_seed(0), len(weight)
     num = max(1, _NORM_ELEMENTS // (MOST_ROWS * width))
     samples = [torch.randn(MOST_ROWS, width, generator=generator) for _ in range(num)]
@@ -454,7 +434,7 @@ def _row_operator(
     samples: Sequence[Tensor],
     setting: Setting,
 ) -> Operator:
-    """An operator on rows [1, R, I]: as they are, and with the rows of the pass rotated."""
+    """Builds an operator on rows [1, R, I], run in their order and rotated."""
     samples = [sample.to(dtype=setting.dtype, device=setting.device) for sample in samples]
 
     def straight(start: int, stop: int) -> list[Tensor]:
@@ -471,9 +451,10 @@ def _row_operator(
 def attention_operator(
     num_heads: int, num_kv_heads: int, head_dim: int, setting: Setting
 ) -> Operator:
-    """``exact_attention``: rows of a prompt's end, and the same rows as nodes of a tree.
+    """Runs ``exact_attention`` for rows at the end of a prompt, and for the same rows as tree
+    nodes.
 
-    As a tree, the keys of the last positions lie in shuffled slots, so the context is cut at
+    As a tree, the keys of the last positions are in shuffled slots, so the context is cut at
     another position, and every row gathers its own keys.
     """
     generator = torch.Generator().manual_seed(0)
@@ -518,11 +499,9 @@ def attention_operator(
 
 
 def _stored_counts(key: Hashable, device: torch.device) -> tuple[int, ...] | None:
-    """The counts proved for a key; None if there is no proof on disk.
+    """Returns the counts of a proof on disk; None if there is none.
 
-    Args:
-        key: compared by its ``repr``, which must be the same in every process.
-        device: where the operator runs.
+    Keys are compared by ``repr``, which must be the same in every process.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = parse_json(_path(key, device).read_bytes())
@@ -544,7 +523,7 @@ def _path(key: Hashable, device: torch.device) -> Path:
 
 
 def _place(device: torch.device) -> str:
-    """What runs the operators: libraries, processor or GPU, and variables that steer them."""
+    """Describes what runs the operators: libraries, processor or GPU, environment variables."""
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     capability = torch.backends.cpu.get_cpu_capability()
     steering = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_VARIABLES))
@@ -562,7 +541,7 @@ def _processor() -> str:
 
 @cache
 def _text_of_library() -> str:
-    """A digest of all modules of this library."""
+    """Returns a digest of the source of all modules of this library."""
     total = hashlib.sha256()
     for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         total.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Chooses a slice's backend; modules of the others are not imported."""
+"""Chooses a slice's backend, and imports no modules of the others."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from specdec.models.execution import Execution
 
 KERNELS = ("torch", "triton", "packed")
 GRAPHS = ("off", "replay", "cuda", "auto")
-"""``replay``: static buffers without graphs (any device); ``cuda``: as CUDA graphs; ``auto``:
-``cuda`` on CUDA devices, else ``off``."""
+"""``replay``: static buffers without graphs, on any device; ``auto``: ``cuda`` if possible, else
+``off``.
+"""
 
 
 def replace_modules(model: Any, execution: Execution, *, device: torch.device) -> None:
-    """Replaces modules of a runner's own copy that has not run yet.
+    """Replaces modules of a runner's own copy, which must not have run yet.
 
-    Packing comes before the first pass, which would read the plain weights into memory.
-
-    Raises:
-        UserError: for an unknown option, or kernels that cannot run here.
+    Packing comes before the first pass, because that would read the plain weights into memory.
     """
     kernels, dtype = execution.kernels, model.dtype
     if kernels not in KERNELS:
@@ -46,11 +44,7 @@ def replace_modules(model: Any, execution: Execution, *, device: torch.device) -
 
 
 def make_backend(layers: ModelSlice, attention: str, execution: Execution) -> Backend:
-    """The backend of a slice whose modules have been replaced.
-
-    Raises:
-        UserError: for an unknown option, or a backend that cannot run this slice here.
-    """
+    """Returns the backend of a slice whose modules have been replaced."""
     eager = Eager(layers, attention, _forward(layers, execution))
     captures = _captures(execution.graphs, layers.spec.device)
     if execution.backend == "onnx":
@@ -65,12 +59,11 @@ def make_backend(layers: ModelSlice, attention: str, execution: Execution) -> Ba
 
 
 def backend_module(name: str) -> Any:
-    """A module that only some runners need, some of which need packages that may be missing."""
+    """Imports a module that only some runners need, perhaps with packages that are missing here."""
     return import_module(name)
 
 
 def _forward(layers: ModelSlice, execution: Execution) -> Callable[..., Any]:
-    """The slice's model, or its compiled form."""
     if not execution.compile:
         return layers.model
     support.require(support.compile_problem(layers.spec.device), "model.compile=true")
@@ -84,7 +77,7 @@ def _forward(layers: ModelSlice, execution: Execution) -> Callable[..., Any]:
 
 
 def _captures(graphs: str, device: torch.device) -> bool | None:
-    """Whether passes become CUDA graphs; None: passes have no static buffers."""
+    """Returns whether passes become CUDA graphs; None if passes use no static buffers at all."""
     if graphs not in GRAPHS:
         raise UserError(f"model.graphs={graphs} is unknown; choose {', '.join(GRAPHS)}")
     is_cuda = device.type == "cuda"

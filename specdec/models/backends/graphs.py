@@ -7,9 +7,8 @@ A graph reads and writes tensors at fixed addresses with fixed shapes, so
 Padding rows repeat the last row and write to a spare slot that no row sees. With
 ``model.graphs=replay`` the same buffers and padding are used without graphs, on any device.
 
-Before a timed run, shapes with fewer rows and shorter contexts than those that have occurred are
-captured too, so that a shape occurs within it for the first time only if it is larger than all
-before.
+Before a timed run, graphs are also captured for fewer rows and shorter contexts than those of the
+shapes that have occurred, so that the run captures a graph only for a larger shape.
 
 Shape letters: L layers, G key/value heads, D head size, C slots of an arena (without its spare), R
 (padded) rows, A rows whose logits are computed, M columns of the mask, E hidden size, V vocabulary.
@@ -47,10 +46,10 @@ from specdec.types import IntArray
 T = TypeVar("T")
 
 COLUMN_COUNTS = (64, 256, 1024)
-"""Mask widths: tree entries that rows may see; a pass with more runs uncaptured."""
+"""Mask widths, in tree entries that rows may see; a wider pass runs uncaptured."""
 
 LEAST_CONTEXT = 64
-"""Slots of the smallest arena, and of the smallest context (a power of two) of a captured pass."""
+"""Slots of the smallest arena and of the shortest captured context; a power of two."""
 
 _MAX_REQUESTS = 4  # per captured pass; more run in one packed, uncaptured pass
 
@@ -61,7 +60,7 @@ class Arena:
     Attributes:
         slots: [L, 2, G, C, D], for the cache.
         layers: [2 L, 1, G, C + 1, D], the same memory with the spare slot.
-        spare: index of the spare slot, C.
+        spare: C, index of the spare slot.
     """
 
     def __init__(self, spec: CacheSpec, capacity: int) -> None:
@@ -92,7 +91,6 @@ class Arenas:
         return cache
 
     def of(self, cache: TreeCache) -> Arena | None:
-        """Returns the arena of ``cache``; None if it has none."""
         current = self._assigned.get(cache)
         return current[0] if current else None
 
@@ -118,16 +116,14 @@ class Inputs:
 
     Attributes:
         tokens, positions, slots: int64[R].
-        lengths: int64[2], see ``Visibility``.
+        lengths, visible: int64[2] and uint8[R, M], see ``Visibility``.
         columns: int64[M], absolute positions of the entries in the slots from ``lengths[0]`` on.
-        visible: uint8[R, M], see ``Visibility``.
         hidden: [1, R, E] for a slice that is not the first; else None.
     """
 
     def __init__(
         self, num_rows: int, num_columns: int, spec: CacheSpec, hidden_size: int | None
     ) -> None:
-        """Allocates the buffers; ``hidden_size``: E, None for the first slice."""
         sizes = [num_rows, num_rows, num_rows, 2, num_columns]
         ends, shape = np.cumsum(sizes), (num_rows, num_columns)
         self._host = np.zeros(8 * ends[-1] + num_rows * num_columns, np.uint8)
@@ -145,7 +141,7 @@ class Inputs:
             self.hidden = torch.zeros(size, dtype=spec.dtype, device=spec.device)
 
     def idle(self, spare: int) -> None:
-        """Inputs of a pass that changes no cache: rows at the spare slot, which see slot 0."""
+        """Writes inputs of a pass that changes no cache: rows in the spare slot that see slot 0."""
         tokens, positions, slots, lengths, columns = self._ints
         tokens[:], positions[:], slots[:], columns[:] = 0, 0, spare, 0
         lengths[:] = 1, 1
@@ -155,7 +151,7 @@ class Inputs:
             self.hidden.zero_()
 
     def fill(self, rows: Rows, spare: int, hidden: Tensor | None) -> None:
-        """Pads the rows and copies them to the device; ``hidden``: [rows, E] or None."""
+        """Pads the rows and ``hidden`` (None or one row each) and copies them to the device."""
         tokens, positions, slots, lengths, columns = self._ints
         num, num_seen = len(rows), rows.visible.shape[1]
         tokens[:num], tokens[num:] = rows.tokens, rows.tokens[-1]
@@ -175,14 +171,7 @@ class Inputs:
 
 
 class _Shape(NamedTuple):
-    """What a graph is captured for.
-
-    Attributes:
-        arena: of the request.
-        num_rows, num_columns: R, M.
-        context: number of slots that attention reads.
-        wants_logits: whether logits are computed.
-    """
+    """What a graph is captured for; ``context`` is the number of slots that attention reads."""
 
     arena: Arena
     num_rows: int
@@ -224,19 +213,13 @@ class _StaticStep(Step):
 
 
 class Graphs(Backend):
-    """Runs passes of few rows over static buffers, one graph per shape; others by ``eager``.
+    """Runs passes of few rows over static buffers, one graph per shape; others run by ``eager``.
 
-    Attributes:
-        arenas: key/value memory of the caches of captured passes.
-        replays: number of passes that ran over static buffers.
+    ``replays`` counts the passes over static buffers.
     """
 
     def __init__(self, eager: Eager, *, captures: bool) -> None:
-        """``captures``: whether passes become CUDA graphs; else they run as they are.
-
-        Raises:
-            UserError: for an attention that a graph cannot repeat.
-        """
+        """``captures`` says whether passes become CUDA graphs; else they run without graphs."""
         if eager.attention is Attention.TWO_LEVEL:
             raise UserError(
                 "model.attention=two_level splits the context on the host, which a captured pass"
@@ -258,14 +241,14 @@ class Graphs(Backend):
 
     @property
     def num_captured(self) -> int:
-        """Number of captured graphs; without graphs, of shapes used so far."""
+        """Returns the number of captured graphs or, without graphs, of shapes used so far."""
         return len(self._ready)
 
     def new_cache(self, capacity: int) -> TreeCache:
         return self.arenas.new_cache(capacity)
 
     def serves(self, rows: Sequence[Rows]) -> bool:
-        """Whether the pass has few enough rows and requests, whose caches all lie in arenas."""
+        """Returns whether rows and requests are few enough and all caches are in arenas."""
         parts = [part for part in rows if len(part)]
         return 0 < len(parts) <= _MAX_REQUESTS and all(
             len(part) <= ROW_COUNTS[-1]
@@ -277,7 +260,7 @@ class Graphs(Backend):
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        """One replay per request, of all logits; returns copies of the outputs, without padding."""
+        """Replays one graph per request, with all logits; returns copies of the unpadded outputs."""
         if not self.serves(rows):
             return self._eager.run(rows, hidden, logits_rows)
         wants_logits = self.layers.wants_logits(logits_rows)
@@ -326,10 +309,10 @@ class Graphs(Backend):
                         self._prepare(shape)
 
     def end_timed(self) -> None:
-        """Shapes that occur from now on are captured at once."""
+        """Does nothing: from now on ``_replay`` captures new shapes at once."""
 
     def _prepare(self, shape: _Shape) -> None:
-        """Captures a shape unless it is captured; its buffers hold valid inputs of any pass."""
+        """Captures a shape unless it is captured; its buffers must contain inputs of some pass."""
         if shape in self._ready:
             return
         launch = self._launch_of(shape)
@@ -348,7 +331,7 @@ class Graphs(Backend):
         return self._inputs[key]
 
     def _launch_of(self, shape: _Shape) -> Callable[[], RunnerOutput]:
-        # Must not refer to ``self``, which refers to it.
+        # Must not refer to ``self``: the cycle would delay freeing the graphs' memory.
         return partial(_launch, self._eager, shape, self._inputs_of(shape))
 
 
@@ -358,7 +341,7 @@ def _launch(eager: Eager, shape: _Shape, inputs: Inputs) -> RunnerOutput:
 
 
 def _cut(output: RunnerOutput, num_rows: int) -> RunnerOutput:
-    """Copies of the first rows; the next replay overwrites the static outputs."""
+    """Copies the first rows, because the next replay overwrites the static outputs."""
     return RunnerOutput(
         hidden=output.hidden[:num_rows].clone(),
         logits=None if output.logits is None else output.logits[:num_rows].clone(),
@@ -369,18 +352,13 @@ def _cut(output: RunnerOutput, num_rows: int) -> RunnerOutput:
 def capture(launch: Callable[[], T], pool: Any) -> Callable[[], T]:
     """Captures ``launch`` as a CUDA graph and returns its replay.
 
-    ``launch`` runs twice before the capture, on a side stream, because libraries and compilers
-    initialise themselves in their first calls. It must write the same values every time.
+    ``launch`` reads and writes tensors at fixed addresses. It runs twice before the capture, on a
+    side stream, because libraries and compilers initialise themselves in their first calls. It must
+    write the same values every time.
 
-    Every replay returns the same output tensors. Graphs that share a pool overwrite each other's
-    intermediate results and outputs: copy the outputs of a replay before the next one.
-
-    Args:
-        launch: takes no arguments; reads and writes tensors at fixed addresses.
-        pool: of ``torch.cuda.graph_pool_handle``.
-
-    Raises:
-        UserError: if ``launch`` cannot be captured.
+    Every replay returns the same output tensors. Graphs that share a ``pool``
+    (``torch.cuda.graph_pool_handle``) overwrite each other's intermediate results and outputs: copy
+    the outputs of a replay before the next one.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -391,7 +369,7 @@ def capture(launch: Callable[[], T], pool: Any) -> Callable[[], T]:
     graph = torch.cuda.CUDAGraph()
     try:
         # Thread-local, because other threads (such as NCCL's) may use the device meanwhile.
-        # On a stream of this device: torch's own is that of the first capture's.
+        # Torch's own stream would be on the device of the process's first capture.
         with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             outputs = launch()
     except RuntimeError as error:

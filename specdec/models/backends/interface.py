@@ -1,4 +1,4 @@
-"""The one call of a backend, and what it is made from.
+"""The interface of backends and the slice that they run.
 
 Shape letters: R rows of a request, A rows whose logits are computed, E hidden size, V vocabulary.
 """
@@ -29,23 +29,21 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def round_up(number: int, choices: Sequence[int]) -> int:
-    """Returns the first of the ascending ``choices`` that is at least ``number``."""
     return next(choice for choice in choices if choice >= number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSlice:
-    """Layers of a model, with what running one token through them has shown.
+    """Some layers of a model, and what running one token through them has shown.
 
     Attributes:
-        model: a copy of the module tree with these layers only, which shares its weights.
-        first_layer: global index of the first one.
+        model: a copy of the module tree with these layers only, which shares the weights.
+        first_layer: global index of the first layer.
         is_first, is_last: whether the slice starts with the embeddings, ends with the output head.
         capture: hidden states that every pass returns.
-        spec: shape and type of the caches.
-        options: layer of the slice -> how it computes its scores.
+        options: index within the slice -> how the layer computes its scores.
         num_heads: query heads.
-        group: tensor-parallel ranks that share the layers.
+        group: tensor-parallel ranks that share the layers; None without tensor parallelism.
     """
 
     model: PreTrainedModel
@@ -60,7 +58,6 @@ class ModelSlice:
 
     @property
     def output(self) -> HiddenName:
-        """The hidden state after the last layer."""
         return HiddenName(self.first_layer + len(self.options) - 1)
 
     @property
@@ -74,7 +71,6 @@ class ModelSlice:
         return size
 
     def wants_logits(self, logits_rows: IntArray | None) -> bool:
-        """Whether a pass with these ``logits_rows`` returns logits."""
         return self.is_last and (logits_rows is None or len(logits_rows) > 0)
 
 
@@ -96,7 +92,7 @@ class RunnerOutput:
 
 
 def concatenate(parts: Sequence[RunnerOutput]) -> RunnerOutput:
-    """The outputs of consecutive rows as one."""
+    """Joins the outputs of consecutive rows."""
     if len(parts) == 1:
         return parts[0]
     logits = [part.logits for part in parts if part.logits is not None]
@@ -111,12 +107,10 @@ def concatenate(parts: Sequence[RunnerOutput]) -> RunnerOutput:
 def selected_logits(
     output: RunnerOutput, available: IntArray | None, wanted: IntArray | None
 ) -> RunnerOutput:
-    """The output with the logits of the ``wanted`` rows in their order.
+    """Returns the output with only the logits of the rows ``wanted``, int64[A], in this order.
 
-    Args:
-        output: of a pass.
-        available: int64, ascending: rows whose logits it has; None: all.
-        wanted: int64[A]; None: as they are.
+    ``available``, ascending, lists the rows of ``output.logits``; None means all rows. If
+    ``wanted`` is None, the output is unchanged.
     """
     if output.logits is None or wanted is None:
         return output
@@ -127,14 +121,9 @@ def selected_logits(
 
 
 def refuse_wrong(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
-    """Compares the results of passes in ONNX Runtime with those of eager ones.
+    """Raises a UserError if results of ONNX Runtime differ from eager ones by more than rounding.
 
-    Args:
-        found, expected: tensors of equal shapes, the results of both.
-        what: ran the passes, for the message.
-
-    Raises:
-        UserError: they differ by more than rounding.
+    ``what`` names the compared part in the message.
     """
     both = [torch.cat([part.flatten() for part in parts]) for parts in (found, expected)]
     error = (both[0] - both[1]).abs().max().item()
@@ -147,11 +136,7 @@ def refuse_wrong(found: Iterable[Tensor], expected: Iterable[Tensor], what: str)
 
 
 class Backend:
-    """Computes the passes of one slice.
-
-    Attributes:
-        layers: the slice.
-    """
+    """Computes the passes of one slice."""
 
     layers: ModelSlice
 
@@ -168,5 +153,4 @@ class Backend:
         raise NotImplementedError
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """Returns an empty cache for one request, with ``capacity`` slots at first."""
         return TreeCache(spec=self.layers.spec, capacity=capacity)

@@ -1,9 +1,9 @@
 """ONNX graphs of Llama-like models, for ONNX Runtime on a CPU.
 
 A graph is one pass over R rows of one request. Attention is ONNX Runtime's GroupQueryAttention,
-which appends the rows' keys and values to buffers of fixed capacity in place; the buffers are the
-request's own cache, and what a row of a tree sees comes as an additive mask. Weights are no part of
-the graph: the session reads them from memory.
+which appends the rows' keys and values in place to buffers of fixed capacity; the buffers are the
+request's own cache, and an additive mask says what a tree row sees. Weights are not part of the
+graph: the session reads them from memory.
 
 Shape letters: R rows, N slots in use after the pass, C capacity in slots, A rows whose logits are
 computed, E hidden size, H query heads, G key/value heads, D head size, V vocabulary.
@@ -32,7 +32,7 @@ _FLOAT, _INT64, _INT32 = 1, 7, 6  # of onnx.TensorProto
 
 
 def mask_name(window: int | None) -> str:
-    """Name of the graph's input for the additive mask of layers with this sliding window."""
+    """Returns the graph's input name for the mask of layers with this sliding window."""
     return "mask" if window is None else f"mask_{window}"
 
 
@@ -43,8 +43,7 @@ class Graph:
     Attributes:
         model: serialised ``onnx.ModelProto``; its initializers are external data.
         weights: name -> float32 array of every large initializer.
-        hidden_names: names of the outputs that are hidden states [R, E]: the slice's output, then
-            the captured ones.
+        hidden_names: outputs that are hidden states [R, E]: the slice's output, then captured ones.
     """
 
     model: bytes
@@ -53,12 +52,11 @@ class Graph:
 
 
 def epsilon(norm: Any) -> float:
-    """The constant that a norm adds to the mean square."""
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
 def build_graph(layers: ModelSlice) -> Graph:
-    """Writes the pass of a slice, of a family in ``FAMILIES``, as a graph."""
+    """Writes the pass of a slice as a graph; its family must be in ``FAMILIES``."""
     model, num_layers = layers.model, len(layers.options)
     config, rotary = model.config.get_text_config(), model.base_model.rotary_emb
     states = list(dict.fromkeys([layers.output, *layers.capture]))
@@ -96,10 +94,8 @@ class GraphWriter:
     """Collects nodes, inputs and weights of one graph.
 
     Attributes:
-        config: sizes of the attention, and the number of positions.
         rotary: the module of the rotary embeddings; None in a graph without attention.
         options: layer of the graph -> scaling and window of its attention. Default: none.
-        weights, nodes, inputs, outputs, constants: collected so far.
         norms: id of a norm's module -> name of its weight.
         hidden_names: outputs that are hidden states, in order.
     """
@@ -127,7 +123,6 @@ class GraphWriter:
         domain: str = "",
         **attributes: Any,
     ) -> list[str]:
-        """Adds a node and returns the names of its outputs."""
         from onnx import helper
 
         self.nodes.append(helper.make_node(kind, inputs, outputs, domain=domain, **attributes))
@@ -151,7 +146,7 @@ class GraphWriter:
         return self.declare(self.inputs, name, _INT64, shape)
 
     def declare_rows(self) -> None:
-        """Declares the inputs of every pass but the caches of layers."""
+        """Declares the inputs of every pass except the layers' caches."""
         self.declare_indices("positions", [1, "R"])
         self.declare(self.inputs, "last_slot", _INT32, [1])
         self.declare(self.inputs, "num_slots", _INT32, [1])
@@ -159,13 +154,13 @@ class GraphWriter:
             self.declare_floats(mask_name(window), [1, 1, "R", "N"])
 
     def weight(self, name: str, value: Tensor) -> str:
-        """Registers a weight, shared by name."""
+        """Registers a weight unless this name has one."""
         if name not in self.weights:
             self.weights[name] = np.ascontiguousarray(value.detach().float().cpu().numpy())
         return name
 
     def linear(self, name: str, parts: Sequence[nn.Linear], value: str) -> str:
-        """One product with the weights of several layers that read the same value, side by side."""
+        """Multiplies by the concatenated weights of several layers that read the same value."""
         if f"{name}.weight" not in self.weights:
             self.weight(f"{name}.weight", torch.cat([part.weight for part in parts]).T)
         product = self.op("MatMul", value, f"{name}.weight")
@@ -175,7 +170,7 @@ class GraphWriter:
         return self.op("Add", product, self.weight(f"{name}.bias", bias))
 
     def norm(self, module: nn.Module, value: str, update: str | None) -> tuple[str, str]:
-        """Root-mean-square norm of ``value + update``; returns it and the sum."""
+        """Returns the root-mean-square norm of ``value + update``, and the sum."""
         weight: Tensor = module.weight  # type: ignore[assignment]
         name = self.norms.setdefault(id(module), f"norm{len(self.norms)}.weight")
         name, eps = self.weight(name, weight), epsilon(module)
@@ -188,7 +183,10 @@ class GraphWriter:
         return outputs[0], outputs[3]
 
     def layer(self, index: int, layer: Any, stream: str, update: str | None) -> tuple[str, str]:
-        """One decoder layer over the residual stream ``stream + update``; returns the same two."""
+        """Adds a decoder layer over the residual stream ``stream + update`` and returns both.
+
+        The sum is left to the next norm, whose fused operator computes it.
+        """
         normed, stream = self.norm(layer.input_layernorm, stream, update)
         attended = self.attention(index, layer.self_attn, normed)
         update = self.linear(f"{index}.o", [layer.self_attn.o_proj], attended)
@@ -196,7 +194,7 @@ class GraphWriter:
         return stream, self.mlp(index, layer.mlp, normed)
 
     def mlp(self, index: int, mlp: Any, normed: str) -> str:
-        """The gated block of one layer, without its norm and the residual."""
+        """Adds the gated MLP of one layer, without its norm and the residual."""
         both = self.linear(f"{index}.gate_up", [mlp.gate_proj, mlp.up_proj], normed)
         gate, up = self.split(both, [mlp.gate_proj.out_features, mlp.up_proj.out_features])
         # x * sigmoid(x): QuickGelu with factor 1.
@@ -205,14 +203,14 @@ class GraphWriter:
         return self.linear(f"{index}.down", [mlp.down_proj], product)
 
     def attention(self, index: int, attention: Any, value: str) -> str:
-        """Attention of one layer before its output projection, [1, R, H D]."""
+        """Adds attention of one layer before its output projection, [1, R, H D]."""
         config, options = self.config, self.options[index]
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         size = head_size(config)
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
         packed = self.linear(f"{index}.qkv", parts, value)
         query, key, values = packed, "", ""
-        if hasattr(attention, "q_norm"):  # of every head
+        if hasattr(attention, "q_norm"):  # a norm per head (Qwen3)
             query, key, values = self.split(packed, [part.out_features for part in parts])
             query = self.head_norm(attention.q_norm, query, heads, size)
             key = self.head_norm(attention.k_norm, key, groups, size)
@@ -238,13 +236,12 @@ class GraphWriter:
         return self.op("Reshape", normed, self.constant(f"flat_{heads}", [1, -1, heads * size]))
 
     def split(self, value: str, sizes: list[int]) -> list[str]:
-        """Cuts the last dimension."""
         names = [f"part{len(self.nodes)}_{i}" for i in range(len(sizes))]
         constant = self.constant("sizes_" + "_".join(map(str, sizes)), sizes)
         return self.ops("Split", [value, constant], names, axis=-1)
 
     def constant(self, name: str, values: list[int]) -> str:
-        """A small int64 constant, shared by name."""
+        """Registers a small int64 constant unless this name has one."""
         from onnx import numpy_helper
 
         if name not in {known.name for known in self.constants}:
@@ -252,7 +249,7 @@ class GraphWriter:
         return name
 
     def rotary_tables(self) -> tuple[str, str]:
-        """Cosines and sines of all positions, [positions, D / 2] each."""
+        """Registers cosines and sines of all positions, [positions, D / 2] each."""
         if "cosines" not in self.weights:
             assert self.rotary is not None, "attention needs rotary embeddings"
             places = torch.arange(self.config.max_position_embeddings)[None]

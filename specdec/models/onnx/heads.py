@@ -1,10 +1,10 @@
 """Passes of EAGLE and Medusa heads in ONNX Runtime, on a CPU (``model.backend=onnx``).
 
 One session call computes the rows of one request through an EAGLE head, from the target's features
-or the head's own outputs to logits. Rows that follow each other in a cache share a call: corrected
-entries of the prefix, new ones, and nodes. Medusa heads keep no cache: a pass is norm, block and
-output matrix over the rows of all requests; heads that share the target's output matrix share one
-session for it, so that ONNX Runtime keeps one copy of the matrix.
+or the head's own outputs to logits. Adjacent rows of one cache share a call: corrected entries of
+the prefix, new ones, and nodes. Medusa heads have no cache: a pass is norm, block and output matrix
+over the rows of all requests; heads that share the target's output matrix share one session for it,
+so that ONNX Runtime stores one copy of the matrix.
 
 Shape letters: R rows of a pass, F of them whose state is a feature of the target, O = R - F whose
 state is an output of the head, A rows whose logits are computed, E hidden size, S feature size, U
@@ -36,14 +36,11 @@ from specdec.types import BoolArray, IntArray
 
 
 def build_head_graph(head: EagleHead) -> Graph:
-    """Writes a pass of a head as a graph.
+    """Writes a pass of a head as a graph; ``problem`` must accept its configuration.
 
     Inputs: tokens and positions int64[1, R]; features [1, max(F, 1), S] and own [1, max(O, 1), E],
-    of which ``order`` int64[R] chooses every row's state; logits_rows int64[A]. Outputs: states
-    [1, R, E], which children of the rows read, and logits [1, A, U].
-
-    Args:
-        head: of a configuration that ``problem`` accepts.
+    of which ``order`` int64[R] chooses every row's state; logits_rows int64[A]. Outputs: states [1,
+    R, E], which children of the rows read, and logits [1, A, U].
     """
     config = head.config
     layers = range(config.num_layers)
@@ -85,7 +82,7 @@ def _output(head: EagleHead) -> nn.Linear:
 
 
 def _fused(writer: GraphWriter, head: EagleHead, features: str) -> str:
-    """``EagleHead.states``."""
+    """Adds the operations of ``EagleHead.states``."""
     config = head.config
     if config.version == 1:
         return features
@@ -101,7 +98,7 @@ def _fused(writer: GraphWriter, head: EagleHead, features: str) -> str:
 
 
 def _layer(writer: GraphWriter, index: int, layer: Any, stream: str, embedded: str) -> str:
-    """One layer of the head, from and to the residual stream."""
+    """Adds one layer of the head, which maps the residual stream to the next."""
     residual = inputs = stream
     if layer.first:
         normed, _ = writer.norm(layer.hidden_norm, stream, None)
@@ -120,15 +117,6 @@ class OnnxHead:
     """Runs every pass of a head in one ONNX Runtime session."""
 
     def __init__(self, head: EagleHead, spec: CacheSpec) -> None:
-        """Builds the graph and the session.
-
-        Args:
-            head: the modules.
-            spec: shape and type of the caches.
-
-        Raises:
-            UserError: for a head that graphs do not support.
-        """
         config = head.config
         reason = problem(config.llama(), spec.dtype, spec.device)
         if reason:
@@ -147,7 +135,7 @@ class OnnxHead:
         states: Tensor,
         logits_rows: IntArray,
     ) -> tuple[Tensor, Tensor]:
-        """States [R, E] and logits [A, U]; arguments as of ``EagleRunner.forward``."""
+        """Returns states [R, E] and logits [A, U]; arguments are as in ``EagleRunner.forward``."""
         is_feature = np.zeros(sum(map(len, rows)), np.bool_)
         is_feature[feature_rows] = True
         found = []
@@ -174,7 +162,7 @@ class OnnxHead:
         is_feature: BoolArray,
         logits_rows: IntArray,
     ) -> tuple[Tensor, Tensor]:
-        """One session call; ``is_feature``, bool[R], tells the states of rows apart."""
+        """Runs one session call; ``is_feature``, bool[R], marks rows whose state is a feature."""
         num_rows, num_logits = len(rows), len(logits_rows)
         num_features, num_own = len(features), len(states)
         # Sizes are at least 1: graphs with none are not tested.
@@ -196,7 +184,7 @@ class OnnxHead:
     def _arrays(
         self, num_rows: int, num_logits: int, num_features: int, num_own: int
     ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
-        """Input arrays and output shapes of a pass; see ``CacheSession.memory``."""
+        """Returns input arrays and output shapes of a pass; see ``CacheSession.memory``."""
         shared, rows = self._session.shared_array, (1, num_rows)
         inputs: dict[str, Array] = {
             "tokens": np.empty(rows, np.int64),
@@ -206,7 +194,7 @@ class OnnxHead:
             "order": np.empty(num_rows, np.int64),
             "logits_rows": np.empty(num_logits, np.int64),
         }
-        for name in ("features", "own"):  # a row without a state is read by no other
+        for name in ("features", "own"):  # keeps an unused row finite
             inputs[name].fill(0.0)
         return inputs, {
             "states": (*rows, self._hidden_size),
@@ -215,7 +203,7 @@ class OnnxHead:
 
 
 def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:
-    """The rows, with those joined that follow each other in one cache."""
+    """Joins rows that are adjacent in one cache."""
     joined: Rows | None = None
     for part in rows:
         if not len(part):
@@ -249,15 +237,6 @@ class OnnxMedusa:
     """Runs Medusa heads, one at a time."""
 
     def __init__(self, target: PreTrainedModel, heads: Sequence[MedusaHead]) -> None:
-        """Builds the graphs and the sessions.
-
-        Args:
-            target: the model whose hidden states they read.
-            heads: at least one.
-
-        Raises:
-            UserError: for a target that graphs do not support.
-        """
         config, weight = target.config.get_text_config(), target.get_output_embeddings().weight
         reason = problem(config, weight.dtype, weight.device)
         if reason:
@@ -269,7 +248,7 @@ class OnnxMedusa:
         self._output = None if all(self._has_output) else _Session(_output_graph(target))
 
     def logits(self, number: int, hidden: Tensor) -> Tensor:
-        """[R, V] of head ``number``, 1 .. K, from hidden [R, E] on the host, R >= 1."""
+        """Returns [R, V] of head ``number`` (1 .. K) for hidden [R, E] on the host, R >= 1."""
         found = self._heads[number - 1].run(hidden.numpy())
         if not self._has_output[number - 1]:
             assert self._output is not None, "a head has an output matrix, or shares the target's"
@@ -278,7 +257,7 @@ class OnnxMedusa:
 
 
 def _head_graph(target: PreTrainedModel, head: MedusaHead) -> Graph:
-    """From ``hidden`` [R, E] to the head's logits [R, V], or to what the target's head reads."""
+    """Maps ``hidden`` [R, E] to logits [R, V], or to the input of the target's output head."""
     writer = GraphWriter(target.config.get_text_config())
     size = target.config.get_text_config().hidden_size
     value, _ = writer.norm(head.norm, writer.declare_floats("hidden", ["R", size]), None)

@@ -28,7 +28,7 @@ from specdec.models.onnx.support import problem
 from specdec.types import IntArray, TreeRows
 
 _SAMPLE = 8  # tokens of the comparison with eager passes
-# Some logits are always computed.
+# The graph always computes logits, so passes without logits ask for one row.
 _ONE_ROW: IntArray = np.zeros(1, np.int64)
 
 
@@ -36,12 +36,7 @@ class Onnx(Backend):
     """Runs every pass in one ONNX Runtime session, one request after another."""
 
     def __init__(self, eager: Eager) -> None:
-        """Builds the graph and the session and compares a few tokens with eager passes.
-
-        Raises:
-            UserError: for a family or an attention that graphs do not support, or results that
-                differ by more than rounding.
-        """
+        """Builds the session and compares a few tokens with eager passes."""
         self.layers = layers = eager.layers
         config = layers.model.config.get_text_config()
         reason = problem(config, layers.spec.dtype, layers.spec.device)
@@ -77,7 +72,7 @@ class Onnx(Backend):
     def _run_one(
         self, rows: Rows, hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        """One session call, over at least one row of one request."""
+        """Runs one session call over at least one row of one request."""
         wants_logits = self.layers.wants_logits(logits_rows)
         if not wants_logits:
             logits_rows = _ONE_ROW
@@ -104,7 +99,7 @@ class Onnx(Backend):
     def _arrays(
         self, num_rows: int, num_logits: int | None
     ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
-        """Input arrays and output shapes of passes of R rows and A logits rows (None: all)."""
+        """Returns input arrays and output shapes for R rows and A logits rows (None: all)."""
         rows = (1, num_rows)
         inputs: dict[str, Array] = {"positions": np.empty(rows, np.int64)}
         if self.layers.is_first:
@@ -121,7 +116,7 @@ class Onnx(Backend):
         return inputs, shapes
 
     def _sample(self, backend: Backend) -> list[Tensor]:
-        """Outputs of a backend on a small tree."""
+        """Returns a backend's outputs on a small prompt and tree."""
         places, half = np.arange(_SAMPLE), _SAMPLE // 2
         hidden = None
         if not self.layers.is_first:

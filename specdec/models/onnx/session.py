@@ -20,20 +20,15 @@ from specdec.attention.tree_attention import host_mask
 from specdec.models.onnx.graph import Graph, mask_name
 
 Array: TypeAlias = np.ndarray[Any, Any]
-"""An input or output of a session."""
 
 Key: TypeAlias = tuple[int | None, ...]
-"""Sizes of a pass, which determine the shapes of all inputs and outputs but the mask."""
+"""Sizes of a pass, which determine the shapes of all inputs and outputs except the mask."""
 
-_MEMORIES = 256  # sizes of passes whose arrays are kept
+_MEMORIES = 256  # number of pass sizes whose arrays are cached
 
 
 class Memory:
-    """Arrays of a session's inputs and outputs for passes of some sizes, and how to bind them.
-
-    Attributes:
-        inputs, outputs: name -> array; written before, and read after every pass.
-    """
+    """Input and output arrays (by name) of passes of one size, which are bound to the session."""
 
     def __init__(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
         self.inputs, self.outputs = inputs, outputs
@@ -47,13 +42,13 @@ class Memory:
             binding.bind_ortvalue_output(name, value)
 
     def results(self) -> list[Tensor]:
-        """Copies of the outputs, without their first dimension, which is 1."""
+        """Returns copies of the outputs without their first dimension, which is 1."""
         return [torch.from_numpy(array[0].copy()) for array in self.outputs.values()]
 
 
 @dataclass(slots=True)
 class _Bound:
-    """A binding with a request's keys and values, and the other arrays that are bound."""
+    """A binding with one request's keys and values, and the other arrays bound to it."""
 
     keys_values: Tensor
     binding: Any
@@ -64,12 +59,7 @@ class CacheSession:
     """A session whose graph appends the rows of one request to the request's own cache."""
 
     def __init__(self, graph: Graph, windows: Iterable[int | None]) -> None:
-        """Makes the session, with as many threads as torch uses now.
-
-        Args:
-            graph: see ``specdec.models.onnx.graph``.
-            windows: of its layers' attention; None: no sliding window.
-        """
+        """Creates the session for layers with these sliding ``windows`` (None: full attention)."""
         self._session = new_session(graph)
         self._windows = [(mask_name(window), window) for window in dict.fromkeys(windows)]
         self._last_slot, self._num_slots = np.zeros(1, np.int32), np.zeros(1, np.int32)
@@ -81,16 +71,11 @@ class CacheSession:
     def memory(
         self, key: Key, make: Callable[[], tuple[dict[str, Array], Mapping[str, tuple[int, ...]]]]
     ) -> Memory:
-        """The arrays of passes of these sizes.
+        """Returns the arrays of passes of this size; ``make`` creates inputs and output shapes.
 
-        To bind existing values and copy the results costs less than to make new values, up to
-        about 8 rows of a vocabulary of 4096 tokens (5 to 7 us against a copy of 0.7 us per row);
-        32 rows cost some 20 us more, of a pass of about 6 ms.
-
-        Args:
-            key: the sizes.
-            make: called for new sizes; returns the inputs, name -> array, which are written before
-                every pass, and the outputs, name -> shape.
+        To bind existing values and copy the results costs less than to make new values, up to about
+        8 rows of a vocabulary of 4096 tokens (5 to 7 us against a copy of 0.7 us per row); 32 rows
+        cost some 20 us more, of a pass of about 6 ms.
         """
         memory = self._memories.get(key)
         if memory is None:
@@ -102,7 +87,7 @@ class CacheSession:
         return memory
 
     def shared_array(self, name: str, shape: tuple[int, ...]) -> Array:
-        """A float32 array in the memory that all arrays of this name share."""
+        """Returns a float32 array; all arrays of this name share memory."""
         flat, size = self._flat.get(name), math.prod(shape)
         if flat is None or len(flat) < size:
             flat = self._flat[name] = np.empty(2 * size, np.float32)
@@ -131,10 +116,10 @@ class CacheSession:
         return self._zeros[:size]
 
     def _binding(self, cache: TreeCache, keys_values: Tensor, memory: Memory) -> Any:
-        """A request's binding, from and to its keys and values and the arrays of ``memory``."""
+        """Returns the request's binding to its keys and values and the arrays of ``memory``."""
         bound = self._bound.get(id(cache))
         if bound is None:
-            # Cheaper for every pass than a weak mapping, which makes a reference per look-up.
+            # A finalizer is cheaper than a weak mapping, which makes a reference per look-up.
             finalize(cache, self._bound.pop, id(cache), None).atexit = False
         if bound is None or bound.keys_values is not keys_values:  # new, or moved
             binding = self._session.io_binding()
@@ -152,14 +137,14 @@ class CacheSession:
 
 
 def _value(array: Array) -> Any:
-    """The array as a value of ONNX Runtime, over the same memory."""
+    """Wraps the array as a value of ONNX Runtime that shares its memory."""
     import onnxruntime
 
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
 def new_session(graph: Graph) -> Any:
-    """A session on the CPU, with as many threads as torch uses now."""
+    """Creates a session on the CPU with as many threads as torch uses now."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -1,4 +1,4 @@
-"""Which models ONNX Runtime can run here: ``model.backend=onnx``."""
+"""Checks which models ONNX Runtime can run here: ``model.backend=onnx``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("onnx", "onnxruntime")
 
 
 def problem(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why ``model.backend=onnx`` cannot run models with this configuration; None if it can."""
+    """Returns why ``model.backend=onnx`` cannot run such models; None if it can."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} cannot be imported: pip install {' '.join(missing)}"
@@ -44,6 +44,5 @@ def _unsupported(config: PreTrainedConfig) -> str | None:
 
 
 def head_size(config: PreTrainedConfig) -> int:
-    """D of a model with this configuration."""
     size: int = config_value(config, "head_dim", config.hidden_size // config.num_attention_heads)
     return size
