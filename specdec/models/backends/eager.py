@@ -25,10 +25,7 @@ from specdec.types import IntArray
 
 
 class Eager(Backend):
-    """Calls the model's forward; the other backends build on it.
-
-    ``kernel`` is None for implementations of ``attention`` without one.
-    """
+    """Calls the model's forward; the other backends build on it."""
 
     def __init__(self, layers: ModelSlice, attention: str, forward: Callable[..., Any]) -> None:
         """``forward`` is the slice's model or its compiled form."""

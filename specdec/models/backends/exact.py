@@ -451,8 +451,7 @@ def _row_operator(
 def attention_operator(
     num_heads: int, num_kv_heads: int, head_dim: int, setting: Setting
 ) -> Operator:
-    """Runs ``exact_attention`` for rows at the end of a prompt, and for the same rows as tree
-    nodes.
+    """Runs ``exact_attention`` for rows of a prompt, and for the same rows as tree nodes.
 
     As a tree, the keys of the last positions are in shuffled slots, so the context is cut at
     another position, and every row gathers its own keys.

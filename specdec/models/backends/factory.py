@@ -17,9 +17,7 @@ from specdec.models.execution import Execution
 
 KERNELS = ("torch", "triton", "packed")
 GRAPHS = ("off", "replay", "cuda", "auto")
-"""``replay``: static buffers without graphs, on any device; ``auto``: ``cuda`` if possible, else
-``off``.
-"""
+"""``replay``: static buffers without graphs, on any device; ``auto``: ``cuda`` or else ``off``."""
 
 
 def replace_modules(model: Any, execution: Execution, *, device: torch.device) -> None:

@@ -260,7 +260,7 @@ class Graphs(Backend):
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        """Replays one graph per request, with all logits; returns copies of the unpadded outputs."""
+        """Replays one graph per request, with all logits; returns copies of unpadded outputs."""
         if not self.serves(rows):
             return self._eager.run(rows, hidden, logits_rows)
         wants_logits = self.layers.wants_logits(logits_rows)
