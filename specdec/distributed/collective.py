@@ -24,7 +24,8 @@ class RankCollective(Collective):
     """Collectives of a group of processes over gloo or NCCL.
 
     Attributes:
-        num_bytes: bytes that this process has sent to the others (without what a ring forwards).
+        num_bytes: bytes that this process has sent to the others, not counting what a ring
+            algorithm forwards.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class RankCollective(Collective):
         shape: Sequence[int],
         start: Callable[[torch.Tensor, torch.Tensor], dist.Work],
     ) -> torch.Tensor:
-        """Runs a collective on ``tensor``; what was received, as a tensor of ``shape``."""
+        """Runs a collective on ``tensor`` and returns the received values in ``shape``."""
         own = tensor.to(self._wire or tensor.device)
         received = torch.empty(shape, dtype=own.dtype, device=own.device)
         try:
@@ -82,21 +83,14 @@ class RankCollective(Collective):
         return received.to(tensor.device)
 
     def _raise_lost(self, error: RuntimeError) -> NoReturn:
-        """Names the next rank: a broken group does not say which of its processes left."""
+        """Blames the next rank, since a broken group does not say which of its processes left."""
         raise PeerLost(self._peers[(self.rank + 1) % self.size]) from error
 
 
 class Connections:
-    """The tensor-parallel groups of one process; each is connected once."""
+    """The tensor-parallel groups of one process; each group is connected only once."""
 
     def __init__(self, *, store: dist.Store, rank: int, loopback: bool) -> None:
-        """Creates an empty set of groups.
-
-        Args:
-            store: shared by all ranks.
-            rank: of this process.
-            loopback: whether all ranks are on this machine.
-        """
         self._store = store
         self._rank = rank
         self._loopback = loopback
@@ -114,7 +108,7 @@ class Connections:
         """Joins the group of ``peers``; blocks until all of them have joined.
 
         Args:
-            peers: ranks, this one included.
+            peers: global ranks, this one included.
             device: device of the tensors that will be passed in.
             timeout: see ``RankCollective``.
         """

@@ -45,7 +45,7 @@ class Call(IntEnum):
 
 
 class CallList:
-    """Calls since the last forward pass, packed for sending.
+    """Records calls since the last forward pass, packed for sending.
 
     Attributes:
         parts: arrays to be concatenated.
@@ -58,7 +58,7 @@ class CallList:
         self._num_caches = 0
 
     def make(self, capacity: int) -> int:
-        """Records a new cache; returns its number."""
+        """Records a new cache and returns its number."""
         number = self._num_caches
         self._num_caches += 1
         self.add(Call.MAKE, number, capacity)
@@ -74,20 +74,17 @@ class CallList:
             self.parts += pack_tree(tree)
 
     def commit(self, cache: int, commit: Commit) -> None:
-        """Records ``TreeCache.commit``."""
         self.add(Call.COMMIT, cache)
         self.parts += pack_commit(commit)
 
     def drop(self, cache: int) -> None:
-        """Records that the cache has been deleted."""
         self._dropped.append(cache)
 
     def add(self, *values: int) -> None:
-        """Appends integers to the list."""
         self.parts.append(np.array(values, np.int64))
 
     def take(self, rows: Sequence[Rows], logits_rows: IntArray | None) -> list[IntArray]:
-        """Returns the list, with a pass over ``rows`` at its end, and starts a new one."""
+        """Returns the recorded calls, followed by a pass over ``rows``, and starts a new list."""
         numbers = {id(known): number for number, known in enumerate(self._rows)}
         while self._dropped:
             self.add(Call.DROP, self._dropped.pop())
@@ -100,7 +97,7 @@ class CallList:
 
 
 class DraftSession:
-    """One rank's share of the draft, and its caches.
+    """One rank's share of the draft model, with the caches of its heads.
 
     Attributes:
         rows: number of rows computed so far.
@@ -115,13 +112,13 @@ class DraftSession:
         pair: ModelPair,
         join: Callable[[Sequence[int]], Collective],
     ) -> None:
-        """Joins the group and loads a share of the draft.
+        """Loads this rank's share of the draft.
 
         Args:
             rank: a rank of the plan other than 0.
             plan: the participating ranks.
             pair: the plan's model, on this rank.
-            join: joins the ranks that share the draft.
+            join: joins the tensor-parallel group of the given ranks.
         """
         from specdec.pairs import HuggingFacePair
 
@@ -138,7 +135,7 @@ class DraftSession:
         self.doing = "waiting for rank 0"
 
     def replay(self, step: int, packed: IntArray) -> None:
-        """Replays a list of calls of the loop's turn ``step``."""
+        """Replays packed calls; ``step`` is the iteration of the decode loop, for the trace."""
         if self._timeline is not None:
             self._timeline.step = step
         reader, rows = Reader(packed), list[Rows]()
@@ -150,7 +147,7 @@ class DraftSession:
                 self._cache_call(call, reader, rows)
 
     def report(self) -> dict[str, object]:
-        """The clock's report and the number of rows computed, as plain values."""
+        """Returns the clock's report and the number of rows computed, as plain values."""
         return {"clock": asdict(self._clock.report()), "rows": self.rows}
 
     def _cache_call(self, call: int, reader: Reader, rows: list[Rows]) -> None:

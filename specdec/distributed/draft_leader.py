@@ -1,5 +1,3 @@
-"""Rank 0's side of a draft model that several ranks share."""
-
 from __future__ import annotations
 
 import time
@@ -25,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class DraftGroup:
-    """Ranks that share the draft; rank 0 sends the others every call to replay.
+    """Ranks that share the draft model; rank 0 sends the others every call to replay.
 
     Attributes:
         runner: rank 0's share, with the interface of a whole draft's ``ModelRunner``.
-        step: turn of the loop, for traces of the others; set by the executor.
+        step: iteration of the decode loop, for the others' traces; set by the executor.
     """
 
     def __init__(
@@ -71,33 +69,27 @@ class DraftGroup:
         self.runner = cast("ModelRunner", _RecordingRunner(runner, self))
 
     def send_calls(self, parts: Sequence[IntArray]) -> None:
-        """Sends the other ranks the calls to replay."""
         calls = pack_message(Kind.DRAFT, self._session, self.step, *parts)
         self._group.send(calls, self._members)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Clock reports, rows computed, bytes sent and CPU seconds of the other ranks.
-
-        Raises:
-            RankFailure: a rank has ended.
-        """
+        """Returns clock report, rows computed, bytes sent and CPU seconds of each other rank."""
         return self._group.reports(self._session, self._members)
 
     def failed(self, lost: PeerLost, waited_s: float) -> BaseException:
-        """The cause of a forward pass that failed after ``waited_s`` seconds."""
+        """Returns the cause of a forward pass that failed after ``waited_s`` seconds."""
         if waited_s >= self._timeout_s:
             return self._group.hung(self._timeout_s)
         return self._group.failed(lost)
 
     def shutdown(self, *, broken: bool = False) -> None:
-        """Frees the ranks' shares and releases the ranks."""
         if self._group.alive and not broken:
             self._group.close_session(self._session)
         self._handle.release(broken=broken)
 
 
 class _RecordingRunner:
-    """Rank 0's share of the draft; records calls on its caches for the other ranks."""
+    """Wraps rank 0's share of the draft and records calls on its caches for the other ranks."""
 
     def __init__(self, inner: ModelRunner, group: DraftGroup) -> None:
         self._inner = inner
@@ -108,7 +100,7 @@ class _RecordingRunner:
         return getattr(self._inner, name)
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """Creates a cache on every rank."""
+        """Creates the cache on every rank."""
         inner = self._inner.new_cache(capacity)
         number = self._calls.make(capacity)
         cache = _RecordingCache(inner, number, self._calls)
@@ -116,7 +108,7 @@ class _RecordingRunner:
         return cast("TreeCache", cache)
 
     def forward(self, rows: Sequence[Rows], *, logits_rows: IntArray | None = None) -> RunnerOutput:
-        """One forward pass of all ranks."""
+        """Runs one forward pass on all ranks."""
         self._group.send_calls(self._calls.take(rows, logits_rows))
         start = time.monotonic()
         try:
@@ -126,7 +118,7 @@ class _RecordingRunner:
 
 
 class _RecordingCache:
-    """A cache whose changes are recorded in a ``CallList``."""
+    """Wraps a cache and records its changes in a ``CallList``."""
 
     def __init__(self, inner: TreeCache, number: int, calls: CallList) -> None:
         self._inner = inner
@@ -137,17 +129,14 @@ class _RecordingCache:
         return getattr(self._inner, name)
 
     def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
-        """As ``TreeCache.rows``."""
         rows = self._inner.rows(prefix_tokens=prefix_tokens, tree=tree)
         self._calls.rows(self._number, rows, prefix_tokens, tree)
         return rows
 
     def commit(self, commit: Commit) -> None:
-        """As ``TreeCache.commit``."""
         self._inner.commit(commit)
         self._calls.commit(self._number, commit)
 
     def truncate(self, length: int) -> None:
-        """As ``TreeCache.truncate``."""
         self._inner.truncate(length)
         self._calls.add(Call.TRUNCATE, self._number, length)

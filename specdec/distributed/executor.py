@@ -47,7 +47,7 @@ _EARLY = (Kind.EXITS, Kind.EARLY)  # replies that are of use before the step end
 
 
 class DistributedExecutor(Executor):
-    """A pipeline with each stage on its own rank; controller and draft are on rank 0.
+    """A pipeline with each stage in its own process (rank); controller and draft are on rank 0.
 
     Attributes:
         latency, in_flight: number of stages.
@@ -78,7 +78,7 @@ class DistributedExecutor(Executor):
             meter: measures the time that rank 0 waits for answers.
             timeout_s: the run fails when no rank has made progress for this long.
             draft: ranks that share the draft; shut down with this executor.
-            group_number: see ``GroupHandle``. Default: 0.
+            group_number: see ``GroupHandle``.
 
         Raises:
             RankFailure: a rank ends while it loads.
@@ -135,7 +135,7 @@ class DistributedExecutor(Executor):
         )
 
     def open(self, request: RequestState) -> None:
-        """Opens a request; ranks receive it with the next batch."""
+        """Records the request; ranks receive it with the next batch."""
         sampling = request.sampling
         self._opens.append(
             OpenedRequest(
@@ -178,13 +178,13 @@ class DistributedExecutor(Executor):
                         self._times.exit(part.group - 1, stage_batch.num_nodes)
 
     def ready(self) -> bool:
-        """Whether ``collect`` would return at once."""
+        """Returns whether ``collect`` would return at once."""
         if self._times is not None and self._times.busy():
             return False
         return all(self._group.has_reply(key) for key in self._expected.keys() - self._polled)
 
     def due_s(self) -> float | None:
-        """When the slowest stage ends, by the profile of a paced clock."""
+        """Returns when the slowest stage ends on a paced clock; None on others."""
         return None if self._times is None else self._times.due_s()
 
     def set_wakeup(self, event: threading.Event) -> bool:
@@ -192,11 +192,7 @@ class DistributedExecutor(Executor):
         return True
 
     def poll(self) -> Output | None:
-        """Exits and early hidden states that have arrived in this step.
-
-        Raises:
-            RankFailure: see ``collect``.
-        """
+        """Returns exits and early hidden states that have arrived in this step."""
         self._group.check()
         arrived = {
             key: self._group.reply(key, self._session, tick, self._timeout_s)
@@ -252,24 +248,16 @@ class DistributedExecutor(Executor):
         self._in_step = False
 
     def close(self, request_id: int) -> None:
-        """Closes a request; ranks free its caches with the next batch."""
+        """Records that the request ended; ranks free its caches with the next batch."""
         self._closes.append(request_id)
         self._keepers.close(request_id)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Per rank from 1: clock report, rows computed, bytes sent and CPU seconds so far.
-
-        Raises:
-            RankFailure: a rank has ended.
-        """
+        """Returns each rank's clock report, rows computed, bytes sent and CPU seconds so far."""
         return self._group.reports(self._session, self._ranks)
 
     def draft_reports(self) -> list[dict[str, Any]]:
-        """As ``reports``, of the ranks that share the draft with rank 0.
-
-        Raises:
-            RankFailure: a rank has ended.
-        """
+        """Like ``reports``, for the ranks that share the draft with rank 0."""
         return [] if self._draft is None else self._draft.reports()
 
     @property
@@ -284,7 +272,6 @@ class DistributedExecutor(Executor):
 
     @property
     def stage_of_rank(self) -> dict[int, int]:
-        """Rank -> stage, from 1."""
         return {rank: self._plan.ranks[rank - 1].group for rank in self._ranks}
 
     def shutdown(self) -> None:
@@ -296,7 +283,7 @@ class DistributedExecutor(Executor):
         self._handle.release(broken=self._in_step)
 
     def _rows_in_flight(self) -> list[int]:
-        """Rows that stages 2, 3, ... will compute in the next step."""
+        """Returns the number of rows that each of stages 2, 3, ... computes in the next step."""
         if self.in_flight == 1:
             return []
         entered = range(self._tick, self._tick + 2 - self.in_flight, -1)
@@ -304,7 +291,7 @@ class DistributedExecutor(Executor):
         return [0 if batch is None else batch.num_tokens for batch in batches]
 
     def _entry_tick(self, stage: int) -> int:
-        """Tick at which the batch that ``stage`` computes in this step entered."""
+        """Returns the tick at which the batch now on ``stage`` was submitted."""
         return self._tick + 1 - stage
 
     def _record_batch(self, stage: int, tick: int) -> None:
@@ -314,7 +301,7 @@ class DistributedExecutor(Executor):
             self._stage_batches[stage, tick + 1 - stage] = batch
 
     def _expected_replies(self) -> dict[ReplyKey, tuple[int, Batch]]:
-        """Replies to wait for in this step -> tick at which each is sent, and its rows.
+        """Maps the replies due in this step to the tick at which each is sent, and its rows.
 
         Hidden states are collected only when their rows are answered.
         """
@@ -334,7 +321,7 @@ class DistributedExecutor(Executor):
         return expected
 
     def _read(self, replies: Mapping[ReplyKey, Reply]) -> Output:
-        """The step's output, without requests that have been closed since."""
+        """Converts replies to the step's output, without requests that have been closed since."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
         batch: Batch | None = None
@@ -369,6 +356,6 @@ class DistributedExecutor(Executor):
 
 
 def _states(reply: Reply, rows: Batch, names: Sequence[HiddenName]) -> InFlight:
-    """The hidden states of a reply, with their rows."""
+    """Combines the hidden states of a reply with their rows."""
     states = read_hidden(reply, rows, names)
     return InFlight(rows, states[names[0]], states)

@@ -24,12 +24,12 @@ _STALE_S = 3 * store_keys.HEARTBEAT_S
 class FailureDetector:
     """Watches process exits, error reports and heartbeats of ranks 1 .. size - 1.
 
-    Reports and heartbeats are in the store, which is read when rank 0 asks (``alarmed``), because
-    it has waited for a while: steps that take their usual time cost nothing.
+    Reports and heartbeats are in the store, which rank 0 reads (``alarmed``) only after it has
+    waited for a while, so that steps of the usual duration cost nothing.
     """
 
     def __init__(self, *, store: dist.Store, size: int, processes: Processes | None) -> None:
-        """Creates a detector; heartbeats are watched from ``start`` on.
+        """Watches heartbeats only after ``start``.
 
         Args:
             store: shared by all ranks.
@@ -48,11 +48,11 @@ class FailureDetector:
         self._alarm = False
 
     def start(self) -> None:
-        """Ranks send heartbeats from now on."""
+        """Starts watching: ranks send heartbeats from now on."""
         self._started = time.monotonic()
 
     def alarmed(self) -> bool:
-        """Whether a rank has failed or ended; reads the store at most twice per second."""
+        """Returns whether a rank has failed or ended; reads the store at most twice per second."""
         if self._alarm or (self._processes is not None and self._processes.ended):
             return True
         now = time.monotonic()
@@ -65,15 +65,15 @@ class FailureDetector:
         return self._alarm
 
     def expect_progress(self) -> None:
-        """Restarts the count of ``silent_s``: rank 0 starts to wait now."""
+        """Restarts the count of ``silent_s``, because rank 0 starts to wait now."""
         self._last_progress = max(self._last_progress, time.monotonic())
 
     def silent_s(self) -> float:
-        """Seconds since any rank last changed its current operation."""
+        """Returns the seconds since any rank last changed its current operation."""
         return time.monotonic() - self._last_progress
 
     def failure(self, lost: PeerLost | None = None) -> BaseException:
-        """The root cause of a failure that has been noticed.
+        """Returns the root cause of a failure that has been noticed.
 
         Waits up to a second for further evidence: a rank's own error takes precedence over a
         process exit, and both over lost connections, which are consequences.
@@ -91,7 +91,7 @@ class FailureDetector:
             time.sleep(0.05)
 
     def hang(self, timeout_s: float) -> RankFailure:
-        """The error for ``timeout_s`` seconds without progress, naming the rank to blame."""
+        """Returns the error for ``timeout_s`` without progress, which names the rank to blame."""
         stale = self.stale(_STALE_S)
         if stale:
             what = "gives no sign of life (stopped, swapped out, or its machine is gone)"
@@ -110,7 +110,7 @@ class FailureDetector:
         )
 
     def stale(self, seconds: float) -> list[int]:
-        """Ranks without a heartbeat for ``seconds``; none before ``start``."""
+        """Returns the ranks without a heartbeat for ``seconds``; none before ``start``."""
         start, now = self._started, time.monotonic()
         if start is None:
             return []
@@ -148,7 +148,7 @@ class FailureDetector:
         return RankFailure(rank=None, cause="connections between ranks broke")
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        """Rank -> the failure that it has reported (``worker.serve``)."""
+        """Returns rank -> the failure that it has written to the store (``worker.serve``)."""
         reports = {}
         with suppress(RuntimeError):
             for rank in self._ranks:
@@ -158,7 +158,7 @@ class FailureDetector:
         return reports
 
     def _observe(self) -> None:
-        """Reads all ranks' keys by few messages."""
+        """Reads all ranks' keys with few messages to the store."""
         if self._store.check([store_keys.ANY_FAILED]):
             self._alarm = True
         for rank in self._ranks:

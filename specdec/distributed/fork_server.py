@@ -90,7 +90,7 @@ def _watch(ranks: dict[int, int]) -> bool:
 
 
 def _sockets(ends: dict[int, int]) -> dict[int, Sockets]:
-    """The sockets of every rank; ``ends``: descriptors of the control links, by rank."""
+    """Creates the sockets of every rank; ``ends``: rank -> descriptor of its control link."""
     pairs = [socket.socketpair() for _ in range(len(ends) - 1)]  # ranks 1 and 2, 2 and 3, ...
     befores = [None, *(later for _, later in pairs)]
     afters = [*(earlier for earlier, _ in pairs), None]
@@ -101,7 +101,7 @@ def _sockets(ends: dict[int, int]) -> dict[int, Sockets]:
 
 
 def _close(sockets: Iterable[Sockets]) -> None:
-    """Closes this process's copies."""
+    """Closes this process's copies of the sockets."""
     for owned in sockets:
         for end in (owned.control, owned.before, owned.after):
             if end is not None:

@@ -37,6 +37,9 @@ _GRACE_S = 5.0  # for ranks to exit on their own
 class RankGroup:
     """Ranks 1 .. size - 1, as seen by rank 0.
 
+    Methods that send to ranks or wait for them raise ``RankFailure`` when a rank has ended, or the
+    ``UserError`` that it has raised; ``close`` and ``kill`` do not.
+
     Attributes:
         size: number of ranks, rank 0 included.
         alive: False once the group has been closed or killed.
@@ -50,12 +53,9 @@ class RankGroup:
 
         Args:
             store: shared by all ranks.
-            size: number of ranks, this one included.
+            size: number of ranks, rank 0 included.
             loopback: whether all ranks are on this machine.
             processes: the ranks' processes; None if a launcher has started them.
-
-        Raises:
-            RankFailure: a rank ends before it joins.
         """
         self.size = size
         self.alive = True
@@ -73,7 +73,7 @@ class RankGroup:
         timed_runs.observe(self)
 
     def _connect(self, loopback: bool) -> dict[int, ControlLink]:
-        """Rank -> its control link."""
+        """Returns rank -> its control link."""
         if self._processes is not None:
             ends = self._processes.sockets.items()
             return {rank: SocketLink(end, rank, timeout_s=_SEND_S) for rank, end in ends}
@@ -84,7 +84,7 @@ class RankGroup:
 
     @property
     def wakeup(self) -> threading.Event | None:
-        """Set when a reply arrives, if not None."""
+        """An event that is set when a reply arrives, if not None."""
         return self._inbox.wakeup
 
     @wakeup.setter
@@ -92,12 +92,7 @@ class RankGroup:
         self._inbox.wakeup = event
 
     def open_session(self, plan: SessionPlan) -> int:
-        """Opens a pipeline session: ranks load their layers; returns the session's number.
-
-        Raises:
-            RankFailure: a rank fails.
-            UserError: a rank refuses the configuration.
-        """
+        """Opens a pipeline session, for which ranks load their layers; returns its number."""
         session = self.announce(plan)
         self.await_ready(session, plan.members)
         self._inbox.listen(plan.repliers, awaited=plan.repliers - plan.side_repliers)
@@ -113,16 +108,11 @@ class RankGroup:
         return session
 
     def await_ready(self, session: int, ranks: Iterable[int]) -> None:
-        """Waits until ranks have loaded their parts; raises like ``open_session``."""
+        """Waits until ranks have loaded their parts."""
         self.wait_for([store_keys.ready(session, rank) for rank in ranks])
 
     def begin_timed(self) -> None:
-        """Makes ranks capture now what they would capture within a timed run.
-
-        Raises:
-            RankFailure: a rank has ended.
-            UserError: a rank cannot capture a pass.
-        """
+        """Makes ranks capture CUDA graphs now, so that they need not during a timed run."""
         if not (self.alive and self._captures):
             return
         number, ranks = next(self._report_ids), range(1, self.size)
@@ -133,7 +123,6 @@ class RankGroup:
             self._store.delete_key(key)
 
     def end_timed(self) -> None:
-        """Tells ranks that the run has ended."""
         if self.alive and self._captures:
             self.send(pack_message(Kind.END_TIMED, 0, 0), range(1, self.size))
 
@@ -148,11 +137,7 @@ class RankGroup:
         return None if self._processes is None else self._processes.pids
 
     def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
-        """``Worker.report`` of ``ranks``, which have the session.
-
-        Raises:
-            RankFailure: a rank has ended.
-        """
+        """Requests ``Worker.report`` of ``ranks``, which must have the session."""
         number = next(self._report_ids)
         self.send(pack_message(Kind.REPORT, session, number), ranks)
         keys = [store_keys.report(session, number, rank) for rank in ranks]
@@ -163,11 +148,7 @@ class RankGroup:
         return reports
 
     def send(self, packed: IntArray, ranks: Iterable[int]) -> None:
-        """Sends one message to several ranks; it must not change afterwards.
-
-        Raises:
-            RankFailure: a rank has ended.
-        """
+        """Sends one message to several ranks; the array must not change afterwards."""
         try:
             for rank in ranks:
                 self._links[rank].send(packed)
@@ -176,23 +157,19 @@ class RankGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that rank 0 has sent, shares of collectives included."""
+        """Bytes that rank 0 has sent, including its share of collectives."""
         sent = sum(link.num_bytes for link in self._links.values())
         return sent + self.connections.num_bytes
 
     def has_reply(self, key: ReplyKey) -> bool:
-        """Whether ``reply`` would return at once.
-
-        Raises:
-            RankFailure: a rank has ended.
-        """
+        """Returns whether ``reply`` would return at once."""
         try:
             return self._inbox.has(key)
         except PeerLost as lost:
             raise self.failed(lost) from None
 
     def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
-        """Waits for a reply to a step; earlier replies with the same key are dropped.
+        """Waits for a reply to step ``tick``; earlier replies with the same key are dropped.
 
         Raises:
             RankFailure: a rank has ended, or none has made progress for ``timeout_s``.
@@ -210,14 +187,9 @@ class RankGroup:
                 return received.reply
 
     def check_progress(self, timeout_s: float, *, begins: bool) -> None:
-        """Raises a failure, or that no rank has made progress for ``timeout_s`` of a wait.
+        """Raises if a rank has failed, or none has made progress for ``timeout_s`` of a wait.
 
-        Args:
-            timeout_s: limit in seconds.
-            begins: whether the wait begins now.
-
-        Raises:
-            RankFailure: see ``reply``.
+        ``begins`` says whether the wait begins now.
         """
         if begins:
             self._failures.expect_progress()
@@ -226,20 +198,14 @@ class RankGroup:
             raise self.hung(timeout_s) from None
 
     def check(self) -> None:
-        """Raises a rank's failure, if one has been noticed.
-
-        Raises:
-            RankFailure: a rank has failed.
-            UserError: a rank has raised it.
-        """
+        """Raises the failure of a rank, if one has been noticed."""
         if self._failures.alarmed():
             raise self.failed()
 
     def failed(self, lost: PeerLost | None = None) -> BaseException:
         """Kills the group and returns the error that says why.
 
-        Args:
-            lost: a broken connection that the caller has noticed.
+        ``lost`` is a broken connection that the caller has noticed.
         """
         return self._kill_with(self._failures.failure(lost))
 
@@ -248,11 +214,7 @@ class RankGroup:
         return self._kill_with(self._failures.hang(timeout_s))
 
     def wait_for(self, keys: list[str]) -> None:
-        """Waits until ranks have set all store keys; there is no limit while they are alive.
-
-        Raises:
-            RankFailure: a rank ends first, or its heartbeats stop.
-        """
+        """Waits until ranks have set all store keys; there is no limit while they are alive."""
         while not self._store.check(keys):
             self.check()
             if stale := self._failures.stale(_LOAD_TIMEOUT_S):

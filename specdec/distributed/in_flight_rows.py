@@ -43,11 +43,11 @@ class InFlightRows:
                 self._opened.pop(commit.request, None)
 
     def is_open(self, request_id: int, tick: int) -> bool:
-        """Whether the request was open when the batch of ``tick`` entered, and still is."""
+        """Returns whether the request was open at ``tick``, and still is."""
         return self._opened.get(request_id, tick + 1) <= tick
 
     def prune(self, tick: int, flight: InFlight) -> None:
-        """Drops the dead rows of the batch that entered at ``tick``."""
+        """Drops the dead rows of the batch that was submitted at ``tick``."""
         requests = {rows.request for rows in flight.batch.trees}
         requests.update(chunk.request for chunk in flight.batch.prefills)
         closed = {request_id for request_id in requests if not self.is_open(request_id, tick)}
@@ -55,7 +55,7 @@ class InFlightRows:
         flight.prune({r: commit for r, (at, commit) in latest.items() if at >= tick}, closed)
 
     def alive(self, tick: int) -> Batch | None:
-        """Live rows of the batch that entered at ``tick``; None if there are none."""
+        """Returns the live rows of the batch submitted at ``tick``; None if there are none."""
         if tick not in self._batches:
             return None
         flight = InFlight(self._batches[tick])
@@ -63,7 +63,7 @@ class InFlightRows:
         return flight.batch if flight.batch.num_tokens else None
 
     def take(self, tick: int) -> Batch | None:
-        """As ``alive``, and removes the batch."""
+        """Returns the live rows like ``alive``, and removes the batch."""
         batch = self.alive(tick)
         self._batches.pop(tick, None)
         return batch

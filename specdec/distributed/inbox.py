@@ -1,5 +1,3 @@
-"""Queues of the replies that ranks send to rank 0, filled by threads or by a caller that waits."""
-
 from __future__ import annotations
 
 import queue
@@ -13,16 +11,16 @@ from specdec.distributed.transport import PeerLost
 
 
 class Inbox:
-    """Queues of replies, one per kind and rank.
+    """Queues of the replies that ranks send to rank 0, one per kind and rank.
 
-    A thread per rank reads what arrives while rank 0 does something else: hidden states fill a
-    socket's buffer, and a rank must not wait for rank 0 to read them. A reply that rank 0 waits for
-    would wake the thread first and rank 0 then. Such replies are therefore read by the caller of
-    ``has`` and ``take``, if they come over a socket and ``wakeup`` is not set.
+    A thread per rank reads replies while rank 0 does something else: hidden states fill a socket's
+    buffer, and a rank must not wait for rank 0 to read them. For a reply that rank 0 waits for, a
+    thread would only add a second wake-up. Such replies are therefore read by the caller of ``has``
+    and ``take``, if they come over a socket and ``wakeup`` is not set.
     """
 
     def __init__(self, links: Mapping[int, ControlLink]) -> None:
-        """Reads nothing yet; ``links``: rank -> its control link."""
+        """``links``: rank -> its control link. Nothing is read before ``listen``."""
         self._links = links
         self._queues: dict[ReplyKey, queue.SimpleQueue[ReceivedReply | None]] = {
             (kind, rank): queue.SimpleQueue() for kind in REPLIES for rank in links
@@ -34,7 +32,7 @@ class Inbox:
 
     @property
     def wakeup(self) -> threading.Event | None:
-        """Set when a reply arrives; threads read all replies once it is not None."""
+        """An event that is set when a reply arrives; unless None, threads read all replies."""
         return self._wakeup
 
     @wakeup.setter
@@ -45,12 +43,11 @@ class Inbox:
                 self._start(rank)
 
     def listen(self, ranks: Iterable[int], *, awaited: Container[int]) -> None:
-        """Reads the replies of further ranks.
+        """Starts reading the replies of further ranks.
 
         Args:
-            ranks: that send replies.
-            awaited: those of them whose replies rank 0 waits for in the step in which they are
-                sent.
+            ranks: ranks that send replies.
+            awaited: ranks whose replies rank 0 waits for in the step in which they are sent.
         """
         for rank in ranks:
             link = self._links[rank]
@@ -62,18 +59,14 @@ class Inbox:
                 self._start(rank)
 
     def has(self, key: ReplyKey) -> bool:
-        """Whether ``take`` would return at once.
-
-        Raises:
-            PeerLost: the connection to the rank broke.
-        """
+        """Returns whether ``take`` would return at once."""
         link = self._direct.get(key[1])
         while link is not None and self._queues[key].empty() and link.has_message(0.0):
             self._read(key[1])
         return not self._queues[key].empty()
 
     def take(self, key: ReplyKey, timeout_s: float) -> ReceivedReply | None:
-        """Waits for a reply; None after ``timeout_s``.
+        """Waits for a reply; returns None after ``timeout_s``.
 
         Raises:
             PeerLost: the connection to this or another rank broke.
@@ -116,7 +109,7 @@ class Inbox:
         thread.start()
 
     def _listen(self, rank: int) -> None:
-        """Thread: reads until the link ends."""
+        """Reads until the link ends; runs in its own thread."""
         try:
             while True:
                 self._read(rank)

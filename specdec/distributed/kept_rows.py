@@ -11,7 +11,7 @@ Distributions that filters have cut on the host are small and sent with the answ
 (``SupportProbs``). Transforms that read histories are applied on the last rank only, so their rows
 are sent with the answers too.
 
-Shape letters: W tree rows, A asked nodes, V vocabulary.
+Shape letters: W tree rows, A queried nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NONE: IntArray = np.zeros(0, np.int64)
 
 
 class Keepers:
-    """Rank 0's access to the rows that the last rank of a session keeps, by request."""
+    """Rank 0's access to the rows that the last rank of a session keeps."""
 
     def __init__(
         self, *, group: RankGroup, session: int, rank: int, meter: Meter, timeout_s: float
     ) -> None:
-        """Starts without requests.
+        """Connects to the last rank of a session.
 
         Args:
             group: the ranks.
@@ -60,23 +60,16 @@ class Keepers:
         self._of: dict[int, KeeperOfRequest] = {}
 
     def open(self, request_id: int, params: SamplingParams) -> None:
-        """Starts a request."""
         self._of[request_id] = KeeperOfRequest(request_id, SamplingTransform(params), self._ask)
 
     def close(self, request_id: int) -> None:
-        """Drops the request."""
         self._of.pop(request_id, None)
 
     def of(self, request_id: int) -> KeeperOfRequest:
-        """Access to the rows of an open request."""
         return self._of[request_id]
 
     def _ask(self, body: IntArray) -> Reply:
-        """Sends a ``QUERY`` and waits for its reply.
-
-        Raises:
-            RankFailure: a rank has ended, or none has made progress for ``timeout_s``.
-        """
+        """Sends a ``QUERY`` and waits for its reply."""
         self._num_queries += 1
         message = pack_message(Kind.QUERY, self._session, self._num_queries, body)
         self._group.send(message, [self._rank])
@@ -87,11 +80,11 @@ class Keepers:
 
 @dataclass(frozen=True, slots=True)
 class KeeperOfRequest:
-    """Access to the rows of one request; a ``specdec.device.RowKeeper``.
+    """Access to the kept rows of one request; implements ``specdec.device.RowKeeper``.
 
     Attributes:
         request: request id.
-        transform: its sampling transform.
+        transform: the request's sampling transform.
         ask: sends the body of a ``QUERY`` and returns the reply.
     """
 
@@ -100,13 +93,13 @@ class KeeperOfRequest:
     ask: Callable[[IntArray], Reply]
 
     def rows(self, node_ids: IntArray) -> FloatArray:
-        """float64[A, V]: the distributions after answered nodes of the tree."""
+        """Fetches float64[A, V]: the distributions after answered nodes of the tree."""
         logits = self.ask(_query(self.request, node_ids, _NONE)).rows
         assert logits is not None, "a query without tokens returns whole rows"
         return on_host(_probs(self.transform, logits))
 
     def values(self, node_id: int, tokens: IntArray) -> FloatArray:
-        """float64[len(tokens)]: probabilities of tokens after an answered node of the tree."""
+        """Fetches float64[len(tokens)]: probabilities of tokens after an answered node."""
         body = self.ask(_query(self.request, np.array([node_id]), tokens)).body
         return body.view(np.float64)
 
@@ -120,7 +113,6 @@ class KeptRows:
         self._rows: NodeMap[torch.Tensor] = NodeMap()
 
     def open(self, opened: OpenedRequest) -> None:
-        """Starts a request."""
         params = opened.sampling
         if params.needs_history:
             return
@@ -130,7 +122,7 @@ class KeptRows:
     def keep(
         self, batch: Batch, answers: Sequence[Answers], logits: torch.Tensor
     ) -> tuple[tuple[Answers, ...], KeptValues | None]:
-        """Takes the distributions of answers wherever whole rows would be sent.
+        """Stores the logits of those answers whose whole distributions would have to be sent.
 
         Args:
             batch: the rows that were computed.
@@ -138,8 +130,8 @@ class KeptRows:
             logits: [W, V].
 
         Returns:
-            The answers, without the distributions that are kept; what is sent of these, None if
-            there are none.
+            The answers without the kept distributions, and the values to send in place of these
+            (None if no distribution is kept).
         """
         left, start = list[Answers](), 0
         values = np.full(len(logits), np.nan)
@@ -155,7 +147,7 @@ class KeptRows:
         return tuple(left), None if none else KeptValues(values, logits.shape[1])
 
     def answer(self, packed: IntArray) -> Reply:
-        """The reply to a ``QUERY``."""
+        """Returns the reply to a ``QUERY``."""
         reader = Reader(packed)
         request = reader.ints(1)[0]
         node_ids, tokens = reader.array(), reader.array()
@@ -170,7 +162,6 @@ class KeptRows:
         self._rows.commit(commits)
 
     def close(self, request_id: int) -> None:
-        """Drops the request."""
         self._of.pop(request_id, None)
         self._rows.close(request_id)
 
@@ -180,7 +171,7 @@ def _is_whole(probs: Probs) -> bool:
 
 
 def _after_parents(tree: TreeRows, probs: Probs) -> FloatArray:
-    """float64[W]: probability of each row's token after its parent; NaN if that is not here."""
+    """Returns float64[W]: probability of each row's token after its parent, or NaN without it."""
     order = np.argsort(tree.node_ids)
     at = np.searchsorted(tree.node_ids[order], tree.parent_ids)
     parents = order[np.minimum(at, len(order) - 1)]
@@ -191,17 +182,17 @@ def _after_parents(tree: TreeRows, probs: Probs) -> FloatArray:
 
 
 def _at(probs: Probs, rows: IntArray, tokens: IntArray) -> FloatArray:
-    """float64[n]: the probability of ``tokens``[n] in the given rows."""
+    """Returns float64[n]: the probability of ``tokens[n]`` in row ``rows[n]``."""
     return on_host(probs)[rows, tokens]
 
 
 def _probs(transform: SamplingTransform, logits: torch.Tensor) -> Probs:
-    """The distributions that answers have for these rows of logits; see ``ModelAnswerer``."""
+    """Computes the distributions that ``ModelAnswerer`` would put into answers for these logits."""
     if transform.params.greedy:
         return transform.proposal_probs(logits)
     return transform.distribution(logits)
 
 
 def _query(request: int, node_ids: IntArray, tokens: IntArray) -> IntArray:
-    """Body of a ``QUERY``: whole rows if there are no tokens, otherwise one node's values."""
+    """Packs the body of a ``QUERY``: whole rows without tokens, otherwise one node's values."""
     return np.concatenate([[request, len(node_ids)], node_ids, [len(tokens)], tokens])

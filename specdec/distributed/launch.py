@@ -81,7 +81,7 @@ class Processes:
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def log(self, rank: int) -> str:
-        """The end of a rank's log as one line; of the fork server's log if the rank has none."""
+        """Returns the end of a rank's log as one line, or of the fork server's if that is empty."""
         for name in (f"rank{rank}.log", "fork_server.log"):
             file = self._logs / name
             lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
@@ -114,7 +114,7 @@ class Processes:
             shutil.rmtree(self._logs, ignore_errors=True)
 
     def _read_events(self) -> None:
-        """Thread: records the events that the fork server prints."""
+        """Records the events that the fork server prints; runs in its own thread."""
         assert self._server.stdout is not None
         for line in self._server.stdout:
             event = json.loads(line)

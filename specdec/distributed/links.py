@@ -31,7 +31,7 @@ _BUFFER_BYTES = 1 << 16
 
 
 class ControlLink(Protocol):
-    """Both directions between two ranks."""
+    """A two-way connection to another rank; its methods raise ``PeerLost`` if it breaks."""
 
     @property
     def num_bytes(self) -> int:
@@ -39,37 +39,21 @@ class ControlLink(Protocol):
         ...
 
     def send(self, packed: IntArray) -> None:
-        """Sends int64[n] whose first element is n, and which must not change afterwards.
-
-        Raises:
-            PeerLost: the connection broke.
-        """
+        """Sends int64[n] whose first element is n, and which must not change afterwards."""
         ...
 
     def receive(self) -> IntArray:
-        """Waits for the next message, int64[n]; may be called by another thread than ``send``.
-
-        Raises:
-            PeerLost: the connection broke.
-        """
+        """Waits for the next message, int64[n]; may be called by another thread than ``send``."""
         ...
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
-        """Sends a contiguous tensor on the host, which must not change afterwards.
-
-        Raises:
-            PeerLost: the connection broke.
-        """
+        """Sends a contiguous tensor on the host, which must not change afterwards."""
         ...
 
     def receive_tensor(self, tensor: torch.Tensor) -> None:
-        """Waits for a tensor that the peer sends after a message; its values go into ``tensor``.
+        """Waits for a tensor that the peer sends after a message, and stores it in ``tensor``.
 
-        Args:
-            tensor: contiguous, on the host, of the sent tensor's shape and dtype.
-
-        Raises:
-            PeerLost: the connection broke.
+        ``tensor`` is contiguous, on the host, and has the sent tensor's shape and dtype.
         """
         ...
 
@@ -85,7 +69,7 @@ class GlooLink:
         """Connects this rank with rank 0, or rank 0 with ``peer``.
 
         Args:
-            group: of all ranks.
+            group: process group of all ranks.
             peer: the other rank.
             max_pending: see ``Sender``.
         """
@@ -96,25 +80,20 @@ class GlooLink:
 
     @property
     def num_bytes(self) -> int:
-        """See ``ControlLink``."""
         return self._sender.num_bytes
 
     def send(self, packed: IntArray) -> None:
-        """See ``ControlLink``."""
         self._sender.send_message(packed, self._peer, self._tags[0])
 
     def receive(self) -> IntArray:
-        """See ``ControlLink``."""
         if self._receiver is None:
             self._receiver = MessageReceiver(self._group, self._peer, self._tags[1])
         return self._receiver.receive()
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
-        """See ``ControlLink``."""
         self._sender.send(tensor, self._peer, Tag.TENSOR)
 
     def receive_tensor(self, tensor: torch.Tensor) -> None:
-        """See ``ControlLink``."""
         try:
             self._group.recv([tensor], self._peer, Tag.TENSOR).wait(NO_TIMEOUT)
         except RuntimeError as error:
@@ -128,7 +107,7 @@ class SocketLink:
     """A link over one end of a socket pair."""
 
     def __init__(self, end: socket.socket, peer: int, *, timeout_s: float | None = None) -> None:
-        """Takes over a blocking stream socket.
+        """Takes ownership of a blocking stream socket.
 
         Args:
             end: connected to ``peer``.
@@ -144,11 +123,10 @@ class SocketLink:
         self.num_bytes = 0
 
     def send(self, packed: IntArray) -> None:
-        """See ``ControlLink``; usually the socket's buffer takes the whole message at once."""
+        """Sends a message; usually the socket's buffer takes all of it at once."""
         self._send(packed.data, packed.nbytes)
 
     def receive(self) -> IntArray:
-        """See ``ControlLink``."""
         if not self._unread:
             self._unread = self._buffer[: self._receive(self._buffer)]
         if len(self._unread) >= _WORD:  # has the whole message arrived?
@@ -165,19 +143,16 @@ class SocketLink:
         return packed
 
     def has_message(self, timeout_s: float) -> bool:
-        """Whether a message, or the end of the link, arrives within ``timeout_s``."""
+        """Returns whether a message, or the end of the link, arrives within ``timeout_s``."""
         return bool(self._unread) or bool(self._arrivals.poll(timeout_s * 1e3))
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
-        """See ``ControlLink``."""
         self._send(bytes_of(tensor), tensor.nbytes)
 
     def receive_tensor(self, tensor: torch.Tensor) -> None:
-        """See ``ControlLink``."""
         self._fill(bytes_of(tensor))
 
     def close(self) -> None:
-        """See ``ControlLink``."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -207,7 +182,6 @@ class SocketLink:
             raise PeerLost(self._peer) from error
 
     def _fill(self, data: memoryview) -> None:
-        """Fills ``data`` with the next bytes."""
         while len(data):
             if not self._unread:
                 if len(data) >= _BUFFER_BYTES:  # straight to its place
@@ -230,5 +204,5 @@ class SocketLink:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """Returns the memory of a contiguous tensor on the host, without a copy."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data

@@ -36,11 +36,14 @@ class Kind(IntEnum):
     - ``STOP``: ends the process.
     - ``DRAFT``: a forward pass of a shared draft.
     - ``QUERY``: asks the last rank for distributions that it keeps (``kept_rows``).
-    - ``BEGIN_TIMED``, ``END_TIMED``: a run whose time is measured begins or ends, in all sessions.
+    - ``BEGIN_TIMED``, ``END_TIMED``: a timed run begins or ends, in all sessions.
 
-    To rank 0: ``ANSWERS`` of the last rank, ``EXITS`` of ranks with early exits, ``HIDDEN`` and
-    ``EARLY`` of ranks whose hidden states a part needs with the answers, or before, ``ROWS`` in
-    reply to ``QUERY``.
+    To rank 0:
+
+    - ``ANSWERS``: answers of the last rank.
+    - ``EXITS``: candidates of a rank with early exits.
+    - ``HIDDEN``, ``EARLY``: hidden states that a part needs with the answers, or before them.
+    - ``ROWS``: reply to ``QUERY``.
     """
 
     SETUP = 0
@@ -62,10 +65,9 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRequest:
-    """A request, as ranks see it.
+    """The part of a request that ranks receive.
 
     Attributes:
-        id: request id.
         max_len: maximum number of tokens in its caches.
         sampling: the target's sampling transform.
         tokens: int64[T], the prompt, if the transform reads it; otherwise empty.
@@ -87,7 +89,6 @@ class Entry:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the step has no input."""
         return not (self.closes or self.opens or self.batch.num_tokens)
 
 
@@ -101,23 +102,22 @@ class Ending:
 
 
 def pack_message(kind: Kind, session: int, tick: int, *body: IntArray) -> IntArray:
-    """int64[num_words]: a whole message, from the parts of its body."""
+    """Returns int64[num_words]: a whole message, from the parts of its body."""
     num_words = HEADER_WORDS + sum(len(part) for part in body)
     return np.concatenate([_ints(num_words, kind, session, tick), *body])
 
 
 def pack_json(kind: Kind, session: int, content: Any) -> IntArray:
-    """A message with a JSON body."""
     return pack_message(kind, session, 0, *_bytes_parts(json.dumps(content).encode()))
 
 
 def unpack_json(packed: IntArray) -> Any:
-    """Body of a message made by ``pack_json``."""
+    """Reads the body of a message made by ``pack_json``."""
     return json.loads(Reader(packed).bytes())
 
 
 def pack_entry(entry: Entry) -> IntArray:
-    """Body of a BEGIN message, and last part of the body of an END message."""
+    """Packs the body of a BEGIN message, which is also the last part of an END message's body."""
     batch = entry.batch
     counts = (len(entry.closes), len(entry.opens), len(batch.trees), len(batch.prefills))
     parts = [_ints(batch.step, *counts, *entry.closes)]
@@ -131,18 +131,18 @@ def pack_entry(entry: Entry) -> IntArray:
 
 
 def pack_tree(rows: TreeRows) -> list[IntArray]:
-    """Rows of one request as arrays to be concatenated."""
+    """Packs the rows of one request as arrays to be concatenated."""
     numbers = _ints(rows.request, rows.prefix_len, len(rows.paths), len(rows.tokens))
     return [numbers, rows.tokens, rows.paths.ravel()]
 
 
 def unpack_entry(packed: IntArray) -> Entry:
-    """Content of a BEGIN message."""
+    """Reads the content of a BEGIN message."""
     return Reader(packed).entry()
 
 
 def pack_ending(commits: Sequence[Commit], num_pruned: int) -> list[IntArray]:
-    """First parts of the body of an END message; ``pack_entry`` is the last."""
+    """Packs the first parts of the body of an END message; ``pack_entry`` is the last."""
     parts = [_ints(num_pruned, len(commits))]
     for commit in commits:
         parts += pack_commit(commit)
@@ -150,7 +150,7 @@ def pack_ending(commits: Sequence[Commit], num_pruned: int) -> list[IntArray]:
 
 
 def pack_commit(commit: Commit) -> list[IntArray]:
-    """A commit as arrays to be concatenated."""
+    """Packs a commit as arrays to be concatenated."""
     numbers = _ints(
         commit.request,
         commit.step,
@@ -166,7 +166,7 @@ def pack_commit(commit: Commit) -> list[IntArray]:
 
 
 def unpack_ending(packed: IntArray) -> Ending:
-    """Content of an END message."""
+    """Reads the content of an END message."""
     reader = Reader(packed)
     num_pruned, num_commits = reader.ints(2)
     commits = tuple(reader.commit() for _ in range(num_commits))
@@ -205,36 +205,32 @@ class Reader:
     """Reads a message's body from front to back; arrays are views of the message."""
 
     def __init__(self, packed: IntArray) -> None:
-        """Starts after the header."""
         self._words = packed
         self._at = HEADER_WORDS
 
     @property
     def at_end(self) -> bool:
-        """Whether the whole message has been read."""
         return self._at >= len(self._words)
 
     def ints(self, count: int) -> list[int]:
-        """The next ``count`` values."""
         return self.raw(count).tolist()
 
     def raw(self, count: int) -> IntArray:
-        """The next ``count`` values, as an array."""
+        """Reads ``count`` values as an array."""
         start = self._at
         self._at = start + count
         return self._words[start : self._at]
 
     def array(self) -> IntArray:
-        """The next length-prefixed array."""
+        """Reads an array that is preceded by its length."""
         return self.raw(self.ints(1)[0])
 
     def bytes(self) -> bytes:
-        """The next length-prefixed bytes."""
+        """Reads bytes that are preceded by their number."""
         (size,) = self.ints(1)
         return self.raw(-(-size // _WORD)).tobytes()[:size]
 
     def commit(self) -> Commit:
-        """The next commit (``pack_commit``)."""
         request, step, kind, next_token, root_id, prefix_len, finished = self.ints(7)
         retired = self.array()
         return Commit(
@@ -251,7 +247,6 @@ class Reader:
         )
 
     def entry(self) -> Entry:
-        """The next step input (``pack_entry``)."""
         step, num_closes, num_opens, num_trees, num_prefills = self.ints(5)
         closes = tuple(self.ints(num_closes))
         opens = tuple(self._opened() for _ in range(num_opens))
@@ -279,7 +274,6 @@ class Reader:
         )
 
     def tree(self) -> TreeRows:
-        """The next rows of one request (``pack_tree``)."""
         request, prefix_len, num_levels, num_rows = self.ints(4)
         tokens, paths = self.raw(num_rows), self.raw(num_levels * num_rows)
         paths = paths.reshape(num_levels, num_rows)

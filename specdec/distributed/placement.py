@@ -1,4 +1,4 @@
-"""One GPU per process: which layouts fit a machine.
+"""Assigns one GPU to each process, and refuses layouts that do not fit the machine.
 
 If target and draft share their devices (``executor.shared``), they work in turns, and rank 0 and
 the target's last rank, which has no part of the draft, share a GPU: N devices, N + 1 processes. No
@@ -18,7 +18,7 @@ _LOCAL_RANK = "LOCAL_RANK"  # set by torchrun
 
 
 def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
-    """Refuses a layout with more processes than GPUs.
+    """Raises ``UserError``, with layouts that fit, if there are more processes than GPUs.
 
     Two processes on one GPU would wait for each other's kernels, hold two sets of weights, and
     exchange tensors through the host, because NCCL refuses them.
@@ -27,9 +27,6 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
         layout: placement of the target and of the draft.
         num_processes: all ranks, rank 0 (controller and draft) included.
         num_gpus: GPUs of the machine.
-
-    Raises:
-        UserError: with layouts that fit.
     """
     if num_processes - layout.shared <= num_gpus or _LOCAL_RANK in os.environ:
         return  # with a launcher there may be other machines: each process checks its own
@@ -54,14 +51,9 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
 
 
 def own_gpu(rank: int, *, shared_with_draft: bool = False) -> torch.device:
-    """The GPU of this process: that of its number among the processes of the machine.
+    """Returns the GPU whose index is this process's number among the processes of the machine.
 
-    Args:
-        rank: of this process.
-        shared_with_draft: whether the rank after the last GPU uses rank 0's (see the module).
-
-    Raises:
-        UserError: the machine has fewer GPUs than processes.
+    ``shared_with_draft``: the rank after the last GPU uses rank 0's (see the module).
     """
     index, num_gpus = int(os.environ.get(_LOCAL_RANK, rank)), torch.cuda.device_count()
     if shared_with_draft and index == rank == num_gpus:

@@ -17,10 +17,10 @@ class RankPlan:
 
     Attributes:
         layers: half-open range of the target's layers.
-        group: its stage, from 1. A stage may consist of several ranks that work one after the
-            other within a step (PipeDec's G).
+        group: number of its stage, from 1. A stage may consist of several ranks that work one after
+            the other within a step (PipeDec's G).
         last_in_group: whether its rows wait for the step's commit before they are sent on.
-        peers: ranks that share its layers (tensor parallelism), itself included; empty without.
+        peers: ranks that share its layers (tensor parallelism), itself included; else empty.
         exits: number of target layers before each early exit that this rank computes and reports.
         hidden, early: hidden states that it sends to rank 0, for the answers and before them.
     """
@@ -62,8 +62,7 @@ class _Plan:
     """Common part of the plans that rank 0 sends to other ranks in JSON.
 
     Attributes:
-        model: the ``model`` section of a resolved configuration.
-        clock: the ``clock`` section.
+        model, clock: nodes of the resolved configuration.
         threads: torch threads per rank; None keeps the rank's setting.
     """
 
@@ -72,12 +71,10 @@ class _Plan:
     threads: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of ``to_json``."""
         return TypeAdapter(cls).validate_python(values)
 
 
@@ -120,7 +117,7 @@ class SessionPlan(_Plan):
 
     @property
     def devices(self) -> list[int]:
-        """Per stage, number of layer ranges that are computed one after the other."""
+        """Per stage, the number of layer ranges that are computed one after the other."""
         sizes = [0] * self.num_groups
         for part in self.ranks[:: self.degree]:
             sizes[part.group - 1] += 1
@@ -133,7 +130,7 @@ class SessionPlan(_Plan):
 
     @property
     def side_repliers(self) -> set[int]:
-        """Those that send exits or hidden states."""
+        """Ranks that send exits or hidden states to rank 0."""
         return {i for i, part in enumerate(self.ranks, 1) if part.has_side_outputs}
 
 

@@ -24,14 +24,12 @@ _ADDRESS = "127.0.0.1"
 
 @dataclass(slots=True)
 class _SharedGroup:
-    """A local group and its number of handles."""
-
     group: RankGroup
     num_handles: int = 0
 
 
 _local: dict[tuple[int, int | None, int], _SharedGroup] = {}
-"""(size, threads, number) -> group."""
+"""Maps (size, threads, number) to a group."""
 _external: RankGroup | None = None
 _logs: Path | None = None
 
@@ -58,9 +56,6 @@ class GroupHandle:
 
     Executors that need the same number of ranks and threads share a group, so the rows of a
     comparison start processes once. Releasing the last handle ends the ranks.
-
-    Attributes:
-        group: the ranks.
     """
 
     def __init__(self, num_ranks: int, *, threads: int | None = None, number: int = 0) -> None:
@@ -69,8 +64,7 @@ class GroupHandle:
         Args:
             num_ranks: number of ranks besides this process.
             threads: torch threads per rank; None divides the machine's cores among the ranks.
-            number: of the group; executors that work at the same time use groups of different
-                numbers. Default: 0.
+            number: identifies the group; executors that work at the same time need different ones.
 
         Raises:
             UserError: torchrun or Slurm has started too few ranks.

@@ -1,5 +1,3 @@
-"""Runs the stages of a pipeline, and the shares of a draft, on processes."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,7 @@ from specdec.types import Needs
 
 
 class Ranks:
-    """How the ranks of one strategy are run, and the draft that some of them share."""
+    """Starts the processes (ranks) of one strategy: pipeline stages, and shares of the draft."""
 
     def __init__(
         self,
@@ -32,10 +30,10 @@ class Ranks:
         threads: int | None = None,
         trace: bool = False,
     ) -> None:
-        """Starts nothing.
+        """Starts nothing yet.
 
         Args:
-            model, clock: sections of a resolved configuration, from which ranks build their own.
+            model, clock: nodes of a resolved configuration, from which ranks build their own parts.
             timeout_s: the run fails when no rank has made progress for this long.
             threads: torch threads per rank; None divides the machine's cores among the ranks.
             trace: whether ranks record timelines.
@@ -46,11 +44,7 @@ class Ranks:
         self._draft: DraftGroup | None = None
 
     def draft_runner(self, plan: PipelinePlan, pair: ModelPair, meter: Meter) -> ModelRunner:
-        """Runner of the draft that the ranks of ``plan`` share; the executor shuts them down.
-
-        Raises:
-            RankFailure: a rank failed while loading.
-        """
+        """Returns the runner of the shared draft; the executor shuts its ranks down."""
         assert isinstance(pair, HuggingFacePair), "only real drafts are run"
         if self._draft is None:
             peers = plan.placements["draft"].ranks
@@ -75,12 +69,12 @@ class Ranks:
         clock: Clock,
         meter: Meter,
     ) -> DistributedExecutor:
-        """See ``specdec.executors.models.OverRanks``.
+        """Starts the pipeline's ranks; see ``specdec.executors.models.OverRanks``.
 
         Args:
-            plan, needs, bounds, exits: as there.
-            seed: of all draws.
-            blocks: number of blocks of each stage's paged cache (None: not paged), tokens of one.
+            plan, needs, bounds, exits: see ``OverRanks``.
+            seed: key of all draws.
+            blocks: blocks in each stage's paged cache (None: not paged), and tokens per block.
             clock, meter: of rank 0.
         """
         layout = plan.layout

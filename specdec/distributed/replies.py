@@ -4,7 +4,7 @@ A reply is a control message; distributions or hidden states, if any, follow in 
 Replies contain no node ids: both sides know from ``InFlightRows`` which rows a reply covers.
 
 Shape letters: W tree rows, R rows including prompt rows, X exits, K candidates, V vocabulary,
-E hidden size.
+E hidden size, A queried nodes, N entries of all supports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from specdec.types import (
 )
 
 REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN, Kind.EARLY, Kind.ROWS)
-"""Kinds of messages that are replies."""
 
 ReplyKey: TypeAlias = tuple[Kind, int]
 """Kind of a reply, and the rank that sends it."""
@@ -56,7 +55,7 @@ class Reply:
     rows: torch.Tensor | None = None
 
     def pack(self, session: int, tick: int) -> IntArray:
-        """The control message."""
+        """Returns the control message."""
         second = [0, 0, 0]
         if self.rows is not None:
             second = [_DTYPES.index(self.rows.dtype), *self.rows.shape]
@@ -65,20 +64,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedReply:
-    """A reply with its session and step."""
-
     session: int
     tick: int
     reply: Reply
 
     @staticmethod
     def unpack(packed: IntArray, receive: Callable[[torch.Tensor], None]) -> ReceivedReply:
-        """Inverse of ``Reply.pack``.
-
-        Args:
-            packed: the control message.
-            receive: fills a tensor with the second message; called if there is one.
-        """
+        """Inverts ``Reply.pack``; ``receive`` fills a tensor with the second message, if any."""
         _, kind, session, tick, dtype, num_rows, width = packed[:_BODY].tolist()
         rows = torch.empty(num_rows, width, dtype=_DTYPES[dtype]) if width else None
         if rows is not None:
@@ -88,11 +80,11 @@ class ReceivedReply:
 
 @dataclass(frozen=True, slots=True)
 class KeptValues:
-    """What is sent of distributions that stay on the last rank.
+    """Values sent in place of distributions that stay on the last rank.
 
     Attributes:
-        values: float64[W], the probability of each row's token after its parent; NaN if that is not
-            among the rows, or if the row's own distribution is sent.
+        values: float64[W], the probability of each row's token after its parent; NaN if the parent
+            is not among the rows, or if its distribution is sent.
         vocab_size: V.
     """
 
@@ -101,7 +93,7 @@ class KeptValues:
 
 
 def answers_reply(answers: Sequence[Answers], kept: KeptValues | None = None) -> Reply:
-    """The last rank's reply for all tree rows that it has computed.
+    """Packs the last rank's answers for all tree rows that it has computed.
 
     The body is the tokens [W]. Distributions that filters have cut are sent as supports: the body
     continues with V and the number of entries of each row [W], and the second message is the token
@@ -109,7 +101,7 @@ def answers_reply(answers: Sequence[Answers], kept: KeptValues | None = None) ->
 
     Args:
         answers: one per request, without the distributions that the rank keeps.
-        kept: with its values the body ends; kept rows have no entries. None if no rows are kept.
+        kept: appended to the body; kept rows have no entries. None if no rows are kept.
     """
     tokens = np.concatenate([a.tokens for a in answers])
     given = [a.probs for a in answers if a.probs is not None]
@@ -129,7 +121,7 @@ def answers_reply(answers: Sequence[Answers], kept: KeptValues | None = None) ->
 
 
 def _entries(probs: Probs) -> tuple[IntArray, FloatArray]:
-    """Number of positive entries per row [W]; their token ids and values, float64[2, N]."""
+    """Returns the number of positive entries per row [W]; their ids and values float64[2, N]."""
     if isinstance(probs, SupportProbs):
         return np.count_nonzero(probs.values, axis=1), np.stack(probs.support)
     dense = on_host(probs)
@@ -143,7 +135,7 @@ def read_answers(
     is_open: Callable[[int], bool],
     keeper: Callable[[int], RowKeeper],
 ) -> tuple[Answers, ...]:
-    """The answers to ``batch``, by request.
+    """Unpacks the answers to ``batch``, by request.
 
     Args:
         reply: from ``answers_reply``.
@@ -184,7 +176,7 @@ def read_answers(
 
 
 def _known(rows: TreeRows, values: FloatArray) -> dict[int, dict[int, float]]:
-    """Node id -> token -> probability, of ``KeptValues.values``[W]."""
+    """Converts ``KeptValues.values`` [W] to node id -> token -> probability."""
     known: dict[int, dict[int, float]] = {}
     here = np.flatnonzero(~np.isnan(values))
     columns = rows.parent_ids[here].tolist(), rows.tokens[here].tolist(), values[here].tolist()
@@ -194,7 +186,7 @@ def _known(rows: TreeRows, values: FloatArray) -> dict[int, dict[int, float]]:
 
 
 def _supports(entries: FloatArray, *, vocab_size: int, counts: IntArray) -> SupportProbs:
-    """Inverse of the second message of ``answers_reply``, float64[2, N]."""
+    """Inverts the second message of ``answers_reply``, float64[2, N]."""
     used = np.arange(counts.max()) < counts[:, None]
     ids, values = np.zeros(used.shape, np.int64), np.zeros(used.shape)
     ids[used], values[used] = entries
@@ -202,7 +194,7 @@ def _supports(entries: FloatArray, *, vocab_size: int, counts: IntArray) -> Supp
 
 
 def exits_reply(exits: Sequence[Exits]) -> Reply:
-    """Reply with the candidates of all tree rows at a rank's exits, one exit after the other.
+    """Packs the candidates of all tree rows at a rank's exits, one exit after the other.
 
     The body is K, then tokens [X * W, K], log-probabilities as bits [X * W, K], counts [X * W].
     """
@@ -216,7 +208,7 @@ def exits_reply(exits: Sequence[Exits]) -> Reply:
 def read_exits(
     reply: Reply, batch: Batch, is_open: Callable[[int], bool], layers: Sequence[int]
 ) -> tuple[Exits, ...]:
-    """The candidates of ``batch``, by exit and request.
+    """Unpacks the candidates of ``batch``, by exit and request.
 
     Args:
         reply: from ``exits_reply``.
@@ -246,14 +238,14 @@ def read_exits(
 
 
 def hidden_reply(kind: Kind, states: Sequence[torch.Tensor]) -> Reply:
-    """Reply ``HIDDEN`` or ``EARLY`` with hidden states [R, E] of all rows."""
+    """Packs hidden states [R, E] of all rows; ``kind`` is ``HIDDEN`` or ``EARLY``."""
     return Reply(kind, np.zeros(0, np.int64), torch.cat(list(states)).cpu())
 
 
 def read_hidden(
     reply: Reply, batch: Batch, names: Sequence[HiddenName]
 ) -> dict[HiddenName, torch.Tensor]:
-    """Name -> [R, E] from a ``hidden_reply``; rows in the packing order of ``batch``."""
+    """Unpacks name -> [R, E] from a ``hidden_reply``; rows in the packing order of ``batch``."""
     rows, num_rows = reply.rows, batch.num_tokens
     assert rows is not None, "a reply with hidden states has rows"
     assert len(rows) == len(names) * num_rows, "rank 0 and a layer's rank disagree"
@@ -271,7 +263,7 @@ def _rows(probs: torch.Tensor | None, part: slice) -> FloatArray | None:
 def _by_request(
     batch: Batch, is_open: Callable[[int], bool], start: int = 0
 ) -> Iterator[tuple[TreeRows, slice]]:
-    """Tree rows of each open request and their slice; the batch starts at index ``start``."""
+    """Yields tree rows of each open request and their slice, counting rows from ``start``."""
     for rows in batch.trees:
         stop = start + len(rows.node_ids)
         if is_open(rows.request):

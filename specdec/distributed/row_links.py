@@ -30,8 +30,7 @@ class Sockets:
 
     Attributes:
         control: to rank 0.
-        before, after: to the ranks before and after it, of those besides rank 0; None if there is
-            no such rank.
+        before, after: to the previous and next rank; None if there is none or if it is rank 0.
     """
 
     control: socket.socket
@@ -40,56 +39,43 @@ class Sockets:
 
 
 class RowSender(Protocol):
-    """The way to the next stage."""
+    """Sends rows to the next stage."""
 
     def send(self, rows: torch.Tensor) -> None:
-        """Sends [R, E], which must not change afterwards.
-
-        Raises:
-            PeerLost: the connection broke.
-        """
+        """Sends [R, E], which must not change afterwards; raises ``PeerLost``."""
         ...
 
 
 class RowReceiver(Protocol):
-    """The way from the previous stage."""
+    """Receives rows from the previous stage."""
 
     def receive(self, num_rows: int) -> torch.Tensor:
-        """Waits for [num_rows, E], valid until ``release`` or the next call.
-
-        Raises:
-            PeerLost: the connection broke.
-        """
+        """Waits for [num_rows, E], which stay valid until ``release`` or the next call."""
         ...
 
     def release(self) -> None:
-        """Allows the memory of the rows received last to be used again.
-
-        Raises:
-            PeerLost: the connection broke.
-        """
+        """Allows the memory of the last received rows to be reused; raises ``PeerLost``."""
         ...
 
 
 def fit_socket(width: int, dtype: torch.dtype) -> bool:
-    """Whether rows of E = ``width`` go over sockets where there are any."""
+    """Returns whether rows of E = ``width`` go over sockets where there are any."""
     return width * dtype.itemsize <= _SMALL_ROW_BYTES
 
 
 class SocketRowSender:
-    """Sends rows over a socket.
+    """Sends rows over a blocking stream socket.
 
     Attributes:
         num_bytes: bytes sent so far.
     """
 
     def __init__(self, end: socket.socket, peer: int) -> None:
-        """Uses a blocking stream socket; ``peer``: the rank at its other end."""
         self._socket, self._peer = end, peer
         self.num_bytes = 0
 
     def send(self, rows: torch.Tensor) -> None:
-        """See ``RowSender``; waits for the receiver if the socket's buffer is full."""
+        """Sends rows; waits for the receiver if the socket's buffer is full."""
         data = bytes_of(rows.cpu().contiguous())
         try:
             self._socket.sendall(data)
@@ -99,23 +85,15 @@ class SocketRowSender:
 
 
 class SocketRowReceiver:
-    """Receives rows into memory on the host from a socket."""
+    """Receives rows from a blocking stream socket into memory on the host."""
 
     def __init__(self, end: socket.socket, peer: int, *, width: int, dtype: torch.dtype) -> None:
-        """Allocates memory for [R, E].
-
-        Args:
-            end: a blocking stream socket.
-            peer: the rank at its other end.
-            width: E.
-            dtype: of the rows.
-        """
+        """``peer`` is the rank at the other end, ``width`` is E."""
         self._socket, self._peer = end, peer
         self._rows = torch.zeros(_CHUNK_ROWS, width, dtype=dtype)
         self._data = bytes_of(self._rows)
 
     def receive(self, num_rows: int) -> torch.Tensor:
-        """See ``RowReceiver``."""
         if num_rows > len(self._rows):
             self._rows = self._rows.new_zeros(2 * num_rows, self._rows.shape[1])
             self._data = bytes_of(self._rows)
@@ -138,8 +116,8 @@ class GroupPeer:
     """Another rank of a process group.
 
     Attributes:
-        rank: of all ranks.
-        index: within the group.
+        rank: its global rank.
+        index: its rank within the group.
     """
 
     rank: int
@@ -150,18 +128,18 @@ class GroupRowSender:
     """Sends rows over a process group, in the chunks that ``GroupRowReceiver`` expects."""
 
     def __init__(self, sender: Sender, peer: GroupPeer, tag: int, device: torch.device) -> None:
-        """Sends to another rank.
+        """Connects to the receiving rank.
 
         Args:
-            sender: of the group.
-            peer: the rank.
+            sender: the group's sender.
+            peer: the receiving rank.
             tag: of the session.
-            device: to which rows are copied first.
+            device: device to which rows are copied first.
         """
         self._sender, self._peer, self._tag, self._device = sender, peer, tag, device
 
     def send(self, rows: torch.Tensor) -> None:
-        """See ``RowSender``; does not wait."""
+        """Sends rows without waiting."""
         rows = rows.to(self._device).contiguous()
         try:
             for start in range(0, len(rows), _CHUNK_ROWS):
@@ -188,7 +166,7 @@ class GroupRowReceiver:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocates the buffers.
+        """Allocates the buffers and posts the first receive.
 
         Args:
             group: gloo for a CPU, NCCL for a GPU.
@@ -208,7 +186,6 @@ class GroupRowReceiver:
         self.release()
 
     def receive(self, num_rows: int) -> torch.Tensor:
-        """See ``RowReceiver``."""
         if num_rows <= _CHUNK_ROWS:
             return self._chunk(num_rows)
         starts = range(0, num_rows, _CHUNK_ROWS)

@@ -44,7 +44,7 @@ class StageLinks(Protocol):
         ...
 
     def release_rows(self) -> None:
-        """Frees the buffer of the rows received last."""
+        """Allows the buffer of the last received rows to be reused."""
         ...
 
     def send_reply(self, tick: int, reply: Reply) -> None:
@@ -72,7 +72,7 @@ class StageSession:
         clock: WallClock,
         links: StageLinks,
     ) -> None:
-        """Combines a rank's parts.
+        """Combines the parts of this rank.
 
         Args:
             rank: this rank, from 1.
@@ -106,7 +106,7 @@ class StageSession:
         self.doing = "idle"
 
     def begin(self, tick: int, entry: Entry) -> None:
-        """First stage: computes the step's batch."""
+        """Computes the step's batch; called on the first stage only."""
         self._enter(tick, entry)
         self._set_step(entry.batch.step)
         self._compute(tick, tick)
@@ -137,12 +137,12 @@ class StageSession:
             self._compute(tick + 1, tick + 2 - self._plan.group)
 
     def query(self, number: int, packed: IntArray) -> None:
-        """Last rank: answers query ``number`` of rank 0 about distributions that it keeps."""
+        """Answers query ``number`` about kept distributions; called on the last rank only."""
         assert self._kept is not None, "only the last rank keeps distributions"
         self._links.send_reply(number, self._kept.answer(packed))
 
     def report(self) -> dict[str, object]:
-        """The clock's report and the number of rows computed, as plain values."""
+        """Returns the clock's report and the number of rows computed, as plain values."""
         return {"clock": asdict(self._clock.report()), "rows": self.rows}
 
     def _set_step(self, step: int) -> None:
@@ -165,7 +165,7 @@ class StageSession:
                 reader.open(opened)
 
     def _compute(self, tick: int, entered: int) -> None:
-        """Computes in step ``tick`` the batch that entered the pipeline in step ``entered``."""
+        """Computes in step ``tick`` the batch that was submitted in step ``entered``."""
         batch = self._in_flight.take(entered)
         self._answered = False
         if batch is None:
@@ -240,7 +240,7 @@ def build_session(
     """Builds one rank's part of a session.
 
     Args:
-        rank: from 1.
+        rank: this rank, from 1.
         plan: the session's plan.
         pair: the plan's models, on this rank's device.
         make_links: connects the stage with other ranks.
@@ -277,7 +277,7 @@ def _load_stage(
     meter: Meter,
     join: Callable[[Sequence[int]], Collective] | None,
 ) -> Stage:
-    """A rank's layers, or its share of them, with its exit heads."""
+    """Loads a rank's layers, or its share of them, with its exit heads."""
     from specdec.pairs import HuggingFacePair
 
     if part.peers and isinstance(pair, HuggingFacePair):

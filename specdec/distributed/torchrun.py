@@ -62,11 +62,7 @@ def run_under_launcher(job: Callable[[], object], *, threads: int | None) -> int
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, from torchrun's or Slurm's environment.
-
-    Raises:
-        UserError: neither is set.
-    """
+    """Reads this process's rank and the number of ranks from torchrun's or Slurm's environment."""
     if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
         for name, slurm in _SLURM.items():
             os.environ.setdefault(name, os.environ.get(slurm, "0"))

@@ -52,14 +52,9 @@ _OVERFLOW = 4  # added to the tag of the part of a control message beyond its fi
 
 
 class PeerLost(RuntimeError):
-    """The connection to another rank broke.
-
-    Attributes:
-        peer: that rank.
-    """
+    """The connection to rank ``peer`` broke."""
 
     def __init__(self, peer: int) -> None:
-        """Stores the peer."""
         self.peer = peer
         super().__init__(f"lost its connection to rank {peer}")
 
@@ -67,11 +62,8 @@ class PeerLost(RuntimeError):
 def control_group(store: dist.Store, rank: int, size: int, *, loopback: bool) -> Group:
     """Connects all ranks over gloo.
 
-    Args:
-        store: shared by all ranks.
-        rank, size: rank of this process, and number of ranks.
-        loopback: whether all ranks are on this machine. If not, the environment variable
-            GLOO_SOCKET_IFNAME names the network interface (default: that of the host name).
+    ``loopback`` says whether all ranks are on this machine. If not, the environment variable
+    GLOO_SOCKET_IFNAME names the network interface (default: that of the host name).
     """
     return _gloo(dist.PrefixStore("control", store), rank, size, loopback=loopback)
 
@@ -103,7 +95,7 @@ _NO_GPU = "cpu"
 def wire_device(
     store: dist.Store, me: int, others: Iterable[int], device: torch.device
 ) -> torch.device:
-    """Device on which tensors are exchanged with other ranks: ``device``, or the CPU.
+    """Returns the device on which tensors are exchanged with other ranks: ``device``, or the CPU.
 
     NCCL refuses ranks that share a GPU. If any two of the participants do, or one has none, all of
     them exchange tensors over gloo, on the host: each decides from the GPUs of all.
@@ -126,7 +118,7 @@ def wire_device(
 
 
 def gpu_id(device: torch.device) -> str:
-    """Globally unique name of a GPU."""
+    """Returns a globally unique name of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -174,23 +166,14 @@ class Sender:
     """
 
     def __init__(self, group: Group, *, max_pending: int) -> None:
-        """Sends through ``group``.
-
-        Args:
-            group: the process group.
-            max_pending: number of incomplete sends beyond which a send waits for the oldest.
-        """
+        """``max_pending``: number of incomplete sends beyond which a send waits for the oldest."""
         self._group = group
         self._max_pending = max_pending
         self._pending: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
         self.num_bytes = 0
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        """Sends a contiguous tensor, which must not change afterwards.
-
-        Raises:
-            PeerLost: the connection to ``to`` broke.
-        """
+        """Sends a contiguous tensor, which must not change afterwards; raises ``PeerLost``."""
         try:
             work = self._group.send([tensor], to, tag)
             self._pending.append((work, tensor, to))
@@ -217,7 +200,6 @@ class MessageReceiver:
     """
 
     def __init__(self, group: Group, source: int, tag: int) -> None:
-        """Posts the first receives."""
         self._group = group
         self._source = source
         self._tag = tag
@@ -227,11 +209,7 @@ class MessageReceiver:
         self._post()
 
     def receive(self) -> IntArray:
-        """Waits for the next message; returns a copy, int64[n].
-
-        Raises:
-            PeerLost: the connection broke.
-        """
+        """Waits for the next message and returns a copy, int64[n]; raises ``PeerLost``."""
         try:
             self._post()
             work, frame = self._works[self._next], self._frames[self._next].numpy()

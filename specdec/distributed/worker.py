@@ -71,8 +71,6 @@ _MAX_PENDING = 16  # hidden states may be large
 
 
 class _SessionLinks:
-    """A session's ``StageLinks``."""
-
     def __init__(
         self, *, worker: Worker, session: int, stage: Stage, degree: int, num_ranks: int
     ) -> None:
@@ -105,13 +103,11 @@ class _SessionLinks:
         self._sender.send(rows)
 
     def receive_rows(self, num_rows: int) -> torch.Tensor | None:
-        """Waits for the rows of the previous stage."""
         assert self._receiver is not None, "the first stage has no sender"
         rows = self._receiver.receive(num_rows)
         return rows if self._has_model else None
 
     def release_rows(self) -> None:
-        """Posts the next receive."""
         if self._receiver is not None:
             self._receiver.release()
 
@@ -166,11 +162,7 @@ class Worker:
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def serve(self) -> None:
-        """Handles rank 0's messages until STOP.
-
-        Raises:
-            PeerLost: the connection to another rank broke.
-        """
+        """Handles rank 0's messages until STOP; raises ``PeerLost`` if a connection breaks."""
         with torch.inference_mode():
             while True:
                 packed = self.link.receive()
@@ -182,12 +174,9 @@ class Worker:
     def row_sender(
         self, to: int, tag: int, *, width: int, dtype: torch.dtype, device: torch.device
     ) -> RowSender:
-        """The way of rows [R, width] to rank ``to``, which calls ``row_receiver``.
+        """Connects to rank ``to``, which calls ``row_receiver``, for rows [R, width].
 
-        Args:
-            to: that rank.
-            tag: of the session.
-            width, dtype, device: of the rows.
+        ``tag`` is that of the session; ``width``, ``dtype`` and ``device`` are those of the rows.
         """
         wire = self.wire(to, device)
         end = self._socket_to(to, wire, width, dtype)
@@ -201,7 +190,7 @@ class Worker:
     def row_receiver(
         self, source: int, tag: int, *, width: int, dtype: torch.dtype, device: torch.device
     ) -> RowReceiver:
-        """The way of rows from rank ``source``; see ``row_sender``."""
+        """Connects to rank ``source`` for its rows; see ``row_sender``."""
         wire = self.wire(source, device)
         end = self._socket_to(source, wire, width, dtype)
         if end is not None:
@@ -212,14 +201,14 @@ class Worker:
     def _socket_to(
         self, peer: int, wire: torch.device, width: int, dtype: torch.dtype
     ) -> socket.socket | None:
-        """The socket over which both ends exchange rows; None: they use a group."""
+        """Returns the socket over which both ends exchange rows; None: they use a process group."""
         if self._sockets is None or wire.type != "cpu" or not fit_socket(width, dtype):
             return None
         ends = {self.rank - 1: self._sockets.before, self.rank + 1: self._sockets.after}
         return ends.get(peer)
 
     def _group_with(self, peer: int, device: torch.device) -> tuple[Group, Sender, GroupPeer]:
-        """Group and sender for tensors of a device; both ranks join the group at the same time."""
+        """Returns group and sender for tensors of a device; both ranks join at the same time."""
         if device.type != "cpu":
             name, index = "data", peer - 1
             make = partial(data_group, self._store, self.rank, self.size)
@@ -245,7 +234,7 @@ class Worker:
         return *self._groups[name], GroupPeer(peer, index)
 
     def wire(self, other: int, device: torch.device) -> torch.device:
-        """Device on which rows are exchanged with rank ``other``; see ``wire_device``."""
+        """Returns the device on which rows are exchanged with a rank; see ``wire_device``."""
         pair = sorted((self.rank, other))
         store = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
         return wire_device(store, self.rank, pair, device)
@@ -316,7 +305,7 @@ class Worker:
         return self._connections.join(peers, device)
 
     def _pair(self, plan: SessionPlan | DraftPlan) -> ModelPair:
-        """The plan's models, on this rank's device."""
+        """Returns the plan's models, on this rank's device."""
         if plan.threads is not None:
             torch.set_num_threads(plan.threads)
         model = dict(plan.model)
@@ -332,7 +321,7 @@ class Worker:
         return self._pairs[key]
 
     def report(self, session: int) -> dict[str, object]:
-        """The session's report, bytes sent, CPU seconds and most memory, as plain values."""
+        """Returns the session report with bytes sent, CPU seconds and peak memory."""
         sent = self.link.num_bytes + self._connections.num_bytes
         sent += sum(sender.num_bytes for _, sender in self._groups.values())
         sent += sum(sender.num_bytes for sender in self._senders)
@@ -342,7 +331,7 @@ class Worker:
         return {**ran.report(), **used}
 
     def _send_heartbeats(self) -> None:
-        """Thread: reports that the process is alive, and its current operation."""
+        """Reports that the process is alive, and its current operation; runs in its own thread."""
         number = 0
         while True:
             current = self._current
@@ -362,9 +351,7 @@ def _log(text: str) -> None:
 def serve(
     store: dist.Store, rank: int, size: int, *, loopback: bool, sockets: Sockets | None = None
 ) -> int:
-    """Runs a rank until rank 0 stops it; returns its exit status.
-
-    Arguments are those of ``Worker``.
+    """Runs a rank (arguments as in ``Worker``) until rank 0 stops it; returns its exit status.
 
     A failure is written to the store for rank 0 (``store_keys.failed``) as ``kind`` ("user",
     "raised" or "lost"), ``text`` and ``peer``; the status is then 1.
