@@ -306,12 +306,14 @@ class EarlyExitExecutor(LocalExecutor):
     def __init__(
         self, *, front: ExitFront, rest: Stage, answerer: Answerer, clock: Clock, stages: int
     ) -> None:
-        """Args:
-        front: shared with the source; it charges the clock for its own passes.
-        rest: the layers after the front's last exit.
-        answerer: turns the logits of ``rest`` into answers.
-        clock: charged for each pass of ``rest``.
-        stages: number of stages of the latency profile that ``rest`` is charged as.
+        """Combines the front with the remaining layers.
+
+        Args:
+            front: shared with the source; it charges the clock for its own passes.
+            rest: the layers after the front's last exit.
+            answerer: turns the logits of ``rest`` into answers.
+            clock: charged for each pass of ``rest``.
+            stages: number of stages of the latency profile that ``rest`` is charged as.
         """
         stage = _WholeTarget(front, rest)
         super().__init__(stage=stage, answerer=answerer, clock=clock, stages=stages)

@@ -91,9 +91,11 @@ class TransformerHead(ExitHead):
 
 class ExitStage(Stage):
     def __init__(self, *, body: ModelStage, heads: Mapping[int, ExitHead]) -> None:
-        """Args:
-        body: the layers; it captures the output of the layer before each exit.
-        heads: number of target layers before the exit (PPSD's E) -> exit head.
+        """Combines layers and exit heads.
+
+        Args:
+            body: the layers; it captures the output of the layer before each exit.
+            heads: number of target layers before the exit (PPSD's E) -> exit head.
         """
         self.body = self.layers = body
         self._heads = dict(sorted(heads.items()))
@@ -141,11 +143,13 @@ class ExitReader:
     """Turns exit logits into candidates, on the rank that has the exit layers."""
 
     def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
-        """Args:
-        num_candidates: maximum number of candidates per node, K.
-        draws: keyed draws of the run.
-        sample: sample candidates and return their distributions (for rejection verifiers)
-            instead of taking the most probable ones.
+        """Sets which candidates are returned.
+
+        Args:
+            num_candidates: maximum number of candidates per node, K.
+            draws: keyed draws of the run.
+            sample: sample candidates and return their distributions (for rejection verifiers)
+                instead of taking the most probable ones.
         """
         self._k = num_candidates
         self._draws = draws

@@ -34,12 +34,14 @@ class LocalExecutor(Executor):
         hidden: tuple[HiddenName, ...] = (),
         early_hidden: tuple[HiddenName, ...] = (),
     ) -> None:
-        """Args:
-        stage: the whole target.
-        answerer: turns its logits into answers.
-        clock: charged per pass, for the stages and one output head.
-        stages: number of stages of the latency profile that the layers are charged as.
-        hidden, early_hidden: hidden states that ``stage`` captures.
+        """Combines the parts of the target.
+
+        Args:
+            stage: the whole target.
+            answerer: turns its logits into answers.
+            clock: charged per pass, for the stages and one output head.
+            stages: number of stages of the latency profile that the layers are charged as.
+            hidden, early_hidden: hidden states that ``stage`` captures.
         """
         self.hidden = hidden
         self.early_hidden = early_hidden

@@ -55,13 +55,15 @@ class PipelineExecutor(Executor):
         early_hidden: tuple[HiddenName, ...] = (),
         devices: Sequence[int] | None = None,
     ) -> None:
-        """Args:
-        stages: first to last.
-        answerer: turns the last stage's logits into answers.
-        clock: charged per stage and step for compute, pruning and transfer.
-        exits: turns the logits of exit heads into proposals (PPSD Alg. 1).
-        hidden, early_hidden: hidden states that the stages capture.
-        devices: number of devices of each stage, for the clock. Default: one each.
+        """Combines the stages.
+
+        Args:
+            stages: first to last.
+            answerer: turns the last stage's logits into answers.
+            clock: charged per stage and step for compute, pruning and transfer.
+            exits: turns the logits of exit heads into proposals (PPSD Alg. 1).
+            hidden, early_hidden: hidden states that the stages capture.
+            devices: number of devices of each stage, for the clock. Default: one each.
         """
         self.hidden = hidden
         self.early_hidden = early_hidden

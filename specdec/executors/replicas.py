@@ -151,11 +151,13 @@ class ReplicasExecutor(Executor):
     def __init__(
         self, copies: Sequence[Executor], *, clock: Clock, meter: Meter, remote: bool = False
     ) -> None:
-        """Args:
-        copies: executors of latency 1.
-        clock: charged for copy i on rank i + 1, unless the copies are remote.
-        meter: measures waits for remote copies.
-        remote: whether the copies compute in other processes.
+        """Combines the copies.
+
+        Args:
+            copies: executors of latency 1.
+            clock: charged for copy i on rank i + 1, unless the copies are remote.
+            meter: measures waits for remote copies.
+            remote: whether the copies compute in other processes.
         """
         self.in_flight = len(copies)
         self.counters = ExecutorCounters()
