@@ -1,4 +1,4 @@
-"""Which method, sizes and layout, for given models on given machines: ``specdec plan``."""
+"""``specdec plan``: chooses method, sizes and layout for given models on given machines."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,3 @@
-"""What is known of a draft's hits: a law, or the record of a run."""
-
 from __future__ import annotations
 
 import json
@@ -22,16 +20,16 @@ from specdec.types import FloatArray
 
 _NOT_WORDS = ("kind", "draft_name", "origin")
 _SHIFT = 7  # stream of the hash that changes a record's ranks
-_LENGTHS = range(17)  # draft tokens of the chains of tables
+_LENGTHS = range(17)  # draft tokens of the chains in ``chain_table``
 
 
 class Acceptance(Protocol):
-    """What is known of a draft's hits.
+    """What is known about which draft tokens the target accepts: a hit law, or the record of a run.
 
     Attributes:
-        told: in words, with its origin.
-        requests: measured ones that it is from; 0 where it is assumed or says nothing of them.
-        draft_name: of the draft; a profile must have its time. None: any.
+        told: text that describes it and its origin.
+        requests: number of measured requests behind it; 0 if it is assumed or does not say.
+        draft_name: a profile must have the time of this draft; None accepts any.
         drawn: whether any number of prompts can be drawn from it.
     """
 
@@ -49,34 +47,29 @@ class Acceptance(Protocol):
 
     @property
     def words(self) -> list[str]:
-        """Words of the command line that choose it as the model."""
+        """Command-line overrides that choose it as the model."""
         ...
 
     def pair(self) -> ModelPair:
-        """Models that play it."""
+        """Returns models that reproduce it."""
         ...
 
     def hit_rate(self) -> float:
-        """Share of positions whose first candidate is right."""
+        """Returns the share of positions whose first candidate is right."""
         ...
 
     def tokens_per_pass(self, draft_tokens: int) -> float:
-        """Expected tokens of a pass over a chain of so many draft tokens."""
+        """Returns the expected emitted tokens of a target pass over a chain of draft tokens."""
         ...
 
     def shifted(self, odds: float) -> Acceptance:
-        """The same with ``odds`` added to the log odds of the first candidate."""
+        """Returns a copy with ``odds`` added to the log odds that the first candidate is right."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OfLaw:
-    """A law of ``model=synthetic``.
-
-    Attributes:
-        section: the keys of the model.
-        told, requests, draft_name, drawn: see ``Acceptance``.
-    """
+    """A hit law; ``section`` has the keys of ``model=synthetic``."""
 
     section: Mapping[str, Any]
     told: str
@@ -86,7 +79,6 @@ class OfLaw:
 
     @staticmethod
     def of(section: Mapping[str, Any], told: str = "") -> OfLaw:
-        """The law of a section ``model``."""
         return OfLaw(
             section={"kind": "synthetic", **section},
             told=told or f"law of {section.get('origin', 'assumed')}",
@@ -96,12 +88,11 @@ class OfLaw:
 
     @property
     def words(self) -> list[str]:
-        """See ``Acceptance``; the draft's name is left out, since its time is looked up before."""
+        """Leaves out the draft's name, since its time has been looked up before."""
         keys = {k: v for k, v in self.section.items() if k not in _NOT_WORDS}
         return ["model=synthetic", *(f"model.{k}={json.dumps(v)}" for k, v in keys.items())]
 
     def pair(self) -> ModelPair:
-        """See ``Acceptance``."""
         return build_pair({**self.section, "draft_name": None})
 
     @property
@@ -119,15 +110,13 @@ class OfLaw:
         )
 
     def hit_rate(self) -> float:
-        """See ``Acceptance``."""
         return self.law.hit_rate()
 
     def tokens_per_pass(self, draft_tokens: int) -> float:
-        """See ``Acceptance``; exact."""
         return self.law.tokens_per_pass(draft_tokens)
 
     def shifted(self, odds: float) -> OfLaw:
-        """See ``Acceptance``; every class by the same, ranks below the first keep their shape."""
+        """Changes all classes alike; the ranks below the first keep their distribution."""
         top1 = _sigmoid(_odds(np.asarray(self.section["top1"], float)) + odds)
         tails = zip(top1, self.section["decay"], self.section["miss"], strict=True)
         decay = [
@@ -141,11 +130,7 @@ class OfLaw:
 class OfRecord:
     """A recorded run, or a trace of accepted lengths.
 
-    Attributes:
-        record: what is played.
-        path, method: of its file.
-        num_layers: of the target.
-        told, requests, draft_name, drawn: see ``Acceptance``.
+    ``path`` and ``method`` say where it is; ``num_layers`` is that of the target.
     """
 
     record: Record
@@ -159,11 +144,7 @@ class OfRecord:
 
     @staticmethod
     def of(path: str, method: str | None = None, num_layers: int = 80) -> OfRecord:
-        """The record or trace of a file.
-
-        Raises:
-            UserError: a file that cannot be used.
-        """
+        """Reads a record, or a trace if the file is JSON lines."""
         if path.endswith((".jsonl", ".jsonl.gz")):
             record = read_traces(path, method)
         else:
@@ -179,13 +160,11 @@ class OfRecord:
 
     @property
     def words(self) -> list[str]:
-        """See ``Acceptance``."""
         record, method = json.dumps(self.path), json.dumps(self.method)
         layers = f"model.num_layers={self.num_layers}"
         return ["model=replay", f"model.record={record}", f"model.method={method}", layers]
 
     def pair(self) -> ModelPair:
-        """See ``Acceptance``."""
         return ReplayModels(
             RecordedSequences(record=self.record),
             num_layers=self.num_layers,
@@ -194,17 +173,15 @@ class OfRecord:
         )
 
     def hit_rate(self) -> float:
-        """See ``Acceptance``."""
         hits = [r.ranks == 0 if r.reach is None else r.reach > 0 for r in self.record.requests]
         return float(np.concatenate(hits).mean())
 
     def mean_context(self) -> int:
-        """Mean number of tokens before a decoded one."""
+        """Returns the mean number of tokens before a decoded one."""
         each = [r.num_prompt + r.num_output / 2 for r in self.record.requests]
         return max(1, round(float(np.mean(each))))
 
     def tokens_per_pass(self, draft_tokens: int) -> float:
-        """See ``Acceptance``; by passes over the recorded positions."""
         tokens = passes = 0
         for request in self.record.requests:
             if request.reach is None:
@@ -219,10 +196,10 @@ class OfRecord:
         return tokens / passes
 
     def shifted(self, odds: float) -> OfRecord:
-        """See ``Acceptance``; ranks of positions drawn by keyed hash become 0, or 1.
+        """Sets the ranks of positions, drawn by a keyed hash, to 0 (right) or 1 (wrong).
 
         Raises:
-            UserError: a trace, whose chains cannot be changed.
+            UserError: it is a trace, which has no ranks.
         """
         before = self.hit_rate()
         after = float(_sigmoid(_odds(np.array([before])) + odds)[0])
@@ -241,27 +218,18 @@ class OfRecord:
 
 
 def of_log(chosen: PlanOptions) -> OfLaw:
-    """The law that is fitted to the log ``acceptance`` of an engine.
-
-    Raises:
-        UserError: a file that has no acceptance.
-    """
     assert chosen.acceptance is not None
     options = ReadOptions(method=chosen.method, draft_tokens=chosen.draft_tokens)
     fitted = fit_logs([read_log(chosen.acceptance, options)])
     if fitted.covers_tree:
         raise UserError(f"acceptance={chosen.acceptance} is of trees: a plan needs chains")
-    known = fitted.requests if fitted.requests > 1 else 0  # one is a summary of many
+    known = fitted.requests if fitted.requests > 1 else 0  # a single one is a summary of many
     section = {**fitted.model_option(), "requests": known}
     return OfLaw.of(section, f"law fitted to {fitted.requests} requests of {chosen.acceptance}")
 
 
 def of_model(section: Mapping[str, Any]) -> Acceptance | None:
-    """What a section ``model`` says of the draft; None where models have to decode first.
-
-    Raises:
-        UserError: a record that cannot be used.
-    """
+    """Returns the acceptance that a section ``model`` defines; None if models must decode first."""
     if section.get("kind") == "synthetic":
         return OfLaw.of(section)
     if section.get("kind") == "replay":
@@ -271,12 +239,12 @@ def of_model(section: Mapping[str, Any]) -> Acceptance | None:
 
 
 def chain_table(acceptance: Acceptance, lengths: range = _LENGTHS) -> FloatArray:
-    """float64[len(lengths)]: tokens per pass of chains of 0, 1, ... draft tokens."""
+    """Returns float64[len(lengths)], the tokens per pass of chains of 0, 1, ... draft tokens."""
     return np.array([acceptance.tokens_per_pass(k) if k else 1.0 for k in lengths])
 
 
 def _runs(hits: np.ndarray) -> np.ndarray:
-    """int64[T]: right positions in a row from each one."""
+    """Returns int64[T], the number of right positions in a row from each position."""
     reach = np.zeros(len(hits) + 1, np.int64)
     for at in range(len(hits) - 1, -1, -1):
         reach[at] = reach[at + 1] + 1 if hits[at] else 0

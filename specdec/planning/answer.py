@@ -1,5 +1,3 @@
-"""The answer of a plan: a ranking with intervals, what decides it, and what would change it."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -17,19 +15,18 @@ from specdec.planning.simulate import Candidate, Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """A candidate of the ranking.
+    """A ranked candidate.
 
     Attributes:
-        strategy: the preset.
+        strategy: name of the preset.
         sizes: keys of its policy that differ from the preset.
-        layout: in words.
-        devices: of target and draft.
-        tokens_per_s: expected, of all requests together; ``low`` and ``high`` its 95 % interval.
-        ms_per_token: of a request, with interval.
-        gain: over plain decoding by the plan's objective, with its paired 95 % interval.
+        devices: number of devices, the draft's included.
+        tokens_per_s: expected speed over all requests of a batch, with its 95 % interval.
+        ms_per_token: expected time per token of one request, with its 95 % interval.
+        gain: speed-up over plain decoding by the plan's objective, with its paired 95 % interval.
         first: share of the resamples in which this candidate is the best.
-        tokens_per_answer, hit_rate: of the target's answers.
-        memory_gb: on the fullest device; None if unknown.
+        tokens_per_answer, hit_rate: emitted tokens and hits per answer of the target.
+        memory_gb: gigabytes on the fullest device; None if unknown.
         is_plain: whether it is plain decoding.
     """
 
@@ -52,25 +49,26 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What ``specdec.plan`` returns.
+    """The result of ``specdec.plan``.
 
     Attributes:
-        choices: fastest first; plain decoding is one of them.
-        objective, batch, context, devices: planned for.
-        acceptance, machine: in words, with their origin.
-        decides: sentences from simulations.
-        changes: the fastest candidate under other acceptance and links, and the sentences of it.
-        chains: the best chain over batch and context; ``crossover``: context -> requests from
-            which plain decoding is best.
-        by_batch: the fastest of the ranked candidates at every batch size.
-        engines: engine -> flags of the best chain.
-        memory_limit_gb: of a device; None if unknown.
+        choices: ranked candidates, fastest first, with plain decoding among them.
+        objective, batch, context, devices: what was planned for.
+        acceptance, machine: texts that describe the inputs and their origin.
+        decides: sentences on what the time of the first choice depends on.
+        changes, changes_told: the fastest candidates under other acceptance and links, and
+            sentences that summarise them.
+        chains: the best chain for each batch and context.
+        crossover: context -> number of requests from which on plain decoding is best.
+        by_batch: the fastest of the ranked candidates at each batch size.
+        engines: engine -> flags for the best chain.
+        memory_limit_gb: memory of a device; None if unknown.
         left_out: preset -> why it was not simulated.
         complete: whether the budget sufficed.
         notes: limits of this plan.
-        expected: what a real run of the first choice is compared with, see ``check``.
-        simulated_tokens, search_s: work of the search.
-        folder: where it is written; empty for none.
+        expected: what a real run of the first choice is compared with (``check``).
+        simulated_tokens, search_s: tokens that were simulated, and seconds of the search.
+        folder: where it is written; empty if nowhere.
     """
 
     choices: tuple[Recommendation, ...]
@@ -99,16 +97,15 @@ class Plan:
 
     @property
     def best(self) -> Recommendation:
-        """The first choice."""
         return self.choices[0]
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One row per choice."""
+        """A table with one row per choice."""
         return pd.DataFrame([asdict(choice) for choice in self.choices])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as in plan.json."""
+        """Returns the content of plan.json."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {
             **values,
@@ -121,12 +118,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A candidate with its results.
-
-    Attributes:
-        candidate, units: what decoded, and the counts of all its prompts.
-        memory_gb: on the fullest device; None if unknown.
-    """
+    """A candidate with the results of all its prompts."""
 
     candidate: Candidate
     units: Sequence[Unit]
@@ -136,13 +128,9 @@ class Ranked:
 def choices_of(
     ranked: Sequence[Ranked], *, objective: str, requests: float, drawn: bool, plain: str
 ) -> tuple[Recommendation, ...]:
-    """The choices, fastest first; a preset that decodes exactly like an earlier one is dropped.
+    """Returns the choices, fastest first; drops a preset that decodes exactly like a faster one.
 
-    Args:
-        ranked: candidates with results on the same prompts.
-        objective: of the plan.
-        requests, drawn: see ``effective``.
-        plain: name of plain decoding, which gains are of.
+    All candidates must have results on the same prompts. ``plain`` is the name of plain decoding.
     """
     times = [Times.of(r.units, objective, r.candidate.layout.devices) for r in ranked]
     order = sorted(range(len(ranked)), key=lambda at: times[at].mean)
@@ -185,7 +173,7 @@ def _choice(
     together = Times.of(units, "throughput", 1)
     alone = Times.of(units, "latency", 1)
     batch = int(candidate.config["batch_size"])
-    # One request at a time: decode phases alone, as ``tokens_per_s`` of a run.
+    # With one request at a time, decode phases alone count, as in ``tokens_per_s`` of a run.
     speed = alone if batch == 1 else together
     low, high = interval(1.0 / speed.resampled(num))
     low_ms, high_ms = interval(1e3 * alone.resampled(num))
@@ -210,7 +198,7 @@ def _choice(
 
 
 def compared(first: Recommendation, second: Recommendation) -> str:
-    """What the first choice does more often or faster than the next preset."""
+    """Returns a text that compares the first choice with the next preset."""
 
     def of(choice: Recommendation) -> str:
         every = choice.ms_per_token * choice.tokens_per_answer

@@ -1,5 +1,3 @@
-"""The words of ``specdec plan``, checked before anything is decoded."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -32,13 +30,11 @@ class Planning:
     """A checked request for a plan.
 
     Attributes:
-        chosen: the plan's own keys.
-        words: the others, for the configuration.
+        chosen: options of the plan itself.
+        words: all other command-line words, which are overrides of the configuration.
         extra: further configuration trees.
-        config: composed from ``words``.
-        machine: None for a profile that has to be measured.
-        acceptance: None where models have to decode first.
-        output_dir: folder that the words name.
+        machine: None if it has to be measured first.
+        acceptance: None if models have to decode first.
     """
 
     chosen: PlanOptions
@@ -51,7 +47,7 @@ class Planning:
 
     @property
     def claimed(self) -> dict[str, Any]:
-        """Content of the folder's config.yaml: all but the check, which may follow later."""
+        """The content of config.yaml: everything but ``check``, which may be added later."""
         kept = asdict(self.chosen)
         del kept["check"]
         lists = {k: list(v) if isinstance(v, tuple) else v for k, v in kept.items()}
@@ -62,15 +58,9 @@ class Planning:
 def planning_of(
     words: Sequence[str], extra: Sequence[Path] = (), keys: Mapping[str, Any] | None = None
 ) -> Planning:
-    """Checks the words of the command line, before anything is decoded.
+    """Checks the words of the command line before anything is decoded.
 
-    Args:
-        words: of the command line.
-        extra: further configuration trees.
-        keys: the plan's own keys as values, in place of words.
-
-    Raises:
-        UserError: the first thing that cannot be used.
+    ``extra`` are further configuration trees; ``keys`` are options of the plan in place of words.
     """
     chosen, rest = split_words(words, keys or {})
     for override in parse(rest):

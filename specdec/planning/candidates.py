@@ -1,5 +1,3 @@
-"""Presets that can be planned, in layouts and sizes."""
-
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -21,12 +19,11 @@ from specdec.planning.simulate import Candidate
 from specdec.sources import NullSource, SyntheticSource
 
 PLAIN = "ar"
-"""The preset of plain decoding."""
 
 OTHER_PROGRAM = "decoding of another program, which is not simulated"
-"""Why a preset that is no composition of parts is left out."""
+"""The reason to leave out presets that run another program instead of composing parts."""
 
-_RUNS_MODELS = {"pair", "runner", "exit_front"}  # what a source with models asks for
+_RUNS_MODELS = {"pair", "runner", "exit_front"}  # arguments of sources that run models
 
 SIZES: Mapping[str, tuple[Any, ...]] = {
     "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16),
@@ -58,14 +55,13 @@ SIZES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A preset as composed.
+    """A preset with its composed configuration, before layout and sizes are chosen.
 
     Attributes:
-        name: of the preset.
-        config: resolved; executor and clock are replaced in candidates.
+        config: resolved configuration; candidates replace its executor and clock.
         staged: whether its executor has stages, or is replaced by one that has.
         copies: whether its executor has copies of the target.
-        free: models whose passes run on a device of their own by construction.
+        free: number of models that run on a device of their own by construction.
         decoded: see ``Candidate``.
     """
 
@@ -78,15 +74,14 @@ class Family:
 
     @property
     def others(self) -> int:
-        """Devices of models besides target and draft."""
+        """Devices of models other than target and draft."""
         return max(self.free - 1, 0)
 
     def candidate(self, machine: Machine, layout: Layout, *, batch: int, context: int) -> Candidate:
-        """The preset in a layout.
+        """Returns the preset in a layout.
 
         Raises:
-            DoesNotFit: the machine does not have it.
-            UserError: the executor refuses its keys.
+            DoesNotFit: the machine does not have this layout, or it cannot hold the models.
         """
         node = executor_node(self.config["executor"], layout)
         clock = clock_node(machine, layout, batch, context)
@@ -97,22 +92,16 @@ class Family:
 def families(
     words: Sequence[str], extra: Sequence[Path], names: Sequence[str], pair: ModelPair
 ) -> tuple[list[Family], dict[str, str]]:
-    """The presets that can be composed with a model, and why the others cannot.
+    """Returns the presets that can be composed with a model, and why the others cannot.
 
-    Args:
-        words: of the command line, with the model that plays the hits.
-        extra: further configuration trees.
-        names: presets to try; none: all. Plain decoding is always one.
-        pair: plays the hits.
-
-    Raises:
-        UserError: an unknown preset, or words that no preset takes.
+    Plain decoding is always tried, besides the presets ``names`` (empty for all). ``words`` must
+    include the model that reproduces the acceptance, and ``pair`` is that model.
     """
     known = options("strategy", extra)
     for name in names:
         if name not in known:
             raise UserError(f"strategies: {name} is unknown: {did_you_mean(name, known)}")
-    run_job_of([*words, f"strategy={PLAIN}", "clock=simulated"], extra)  # refuses bad words
+    run_job_of([*words, f"strategy={PLAIN}", "clock=simulated"], extra)  # raises for bad words
     found: list[Family] = []
     left_out: dict[str, str] = {}
     for name in dict.fromkeys([PLAIN, *(names or known)]):
@@ -134,14 +123,11 @@ def families(
 def decoded_families(
     words: Sequence[str], extra: Sequence[Path], names: Sequence[str], *, measured: bool
 ) -> tuple[list[Family], dict[str, str]]:
-    """The presets that models decode on the simulated clock, and why the others cannot.
+    """Returns the presets that models decode on the simulated clock, and why the others cannot.
 
-    Args:
-        words: of the command line, with the models themselves.
-        extra: further configuration trees.
-        names: presets that a record cannot play.
-        measured: whether runs correct the prices. Otherwise sources with a model or head of their
-            own are refused: a profile has the times of target and draft alone.
+    ``names`` are presets that a record cannot reproduce, and ``words`` must include the models.
+    Unless real runs correct the costs (``measured``), sources with a model or head of their own are
+    refused, since a profile has the times of target and draft alone.
     """
     found: list[Family] = []
     left_out: dict[str, str] = {}
@@ -168,12 +154,12 @@ def _family(name: str, config: Mapping[str, Any], sources: Sequence[tuple[type, 
 
 
 def _fitted(pair: ModelPair, config: Mapping[str, Any]) -> Any:
-    """The source node with the pair's own draft."""
+    """Returns the source node with the pair's own draft."""
     return pair.fitted_source(config["source"], config["policy"])
 
 
 def _sources(node: Any) -> Iterator[tuple[type, bool]]:
-    """The classes of a source node, and whether sources are nested in them."""
+    """Yields the classes of a source node, each with whether it contains other sources."""
     if isinstance(node, Mapping):
         inner = [found for value in node.values() for found in _sources(value)]
         if "_target_" in node:
@@ -185,11 +171,7 @@ def _sources(node: Any) -> Iterator[tuple[type, bool]]:
 
 
 def _check_leaves(sources: Sequence[tuple[type, bool]]) -> None:
-    """Refuses sources that propose from tokens or hidden states, which are made up.
-
-    Raises:
-        UserError: with the class.
-    """
+    """Refuses sources that propose from tokens or hidden states, which a simulation makes up."""
     for cls, has_inner in sources:
         if not has_inner and cls not in (SyntheticSource, NullSource):
             raise UserError(
@@ -198,11 +180,7 @@ def _check_leaves(sources: Sequence[tuple[type, bool]]) -> None:
 
 
 def _check_prices(sources: Sequence[tuple[type, bool]]) -> None:
-    """Refuses sources that run models: their passes may have no price.
-
-    Raises:
-        UserError: with the class.
-    """
+    """Refuses sources that run models, because the profile may lack the times of their passes."""
     for cls, _ in sources:
         if _RUNS_MODELS & {*signature_of(cls).objects}:
             raise UserError(
@@ -211,7 +189,7 @@ def _check_prices(sources: Sequence[tuple[type, bool]]) -> None:
 
 
 def executor_node(node: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """The executor of a preset in a layout; one device alone keeps an executor without keys."""
+    """Returns a preset's executor in a layout; an executor without keys is kept on one device."""
     if "replicas" in node:
         return {**node, "replicas": layout.replicas, "transport": "in_process"}
     if len(node) == 1 and layout.stages * layout.degree == 1 and not layout.own_draft:
@@ -232,7 +210,7 @@ def executor_node(node: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def clock_node(machine: Machine, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-    """The section ``clock`` of a machine in a layout."""
+    """Returns the section ``clock`` for a machine in a layout."""
     return {
         "kind": "simulated",
         "profile": machine.name,
@@ -243,9 +221,9 @@ def clock_node(machine: Machine, layout: Layout, batch: int, context: int) -> di
 
 
 def sized(candidate: Candidate) -> Generator[tuple[str, list[Candidate]], Candidate | None, None]:
-    """For each key of the policy that has sizes, the candidates that differ in it alone.
+    """Yields each key of the policy that has sizes, with candidates that differ in that key alone.
 
-    The generator is sent the best of them, from which the next key goes on.
+    The caller sends the best candidate so far, from which the next key is varied.
     """
     for key, values in SIZES.items():
         policy = candidate.config["policy"]
@@ -259,7 +237,7 @@ def sized(candidate: Candidate) -> Generator[tuple[str, list[Candidate]], Candid
 
 
 def smaller(candidate: Candidate) -> list[Candidate]:
-    """The candidate with one size at a time halved, and halved twice."""
+    """Returns variants with one size halved, or halved twice."""
     found = []
     for key in SIZES:
         value = candidate.config["policy"].get(key)
@@ -269,23 +247,18 @@ def smaller(candidate: Candidate) -> list[Candidate]:
 
 
 def with_size(candidate: Candidate, key: str, value: Any) -> Candidate:
-    """The candidate with another value of a key of its policy."""
     config = {**candidate.config, "policy": {**candidate.config["policy"], key: value}}
     return replace(candidate, config=config, sizes={**candidate.sizes, key: value})
 
 
 def with_batch(candidate: Candidate, machine: Machine, batch: int, context: int) -> Candidate:
-    """The candidate at another batch size.
-
-    Raises:
-        DoesNotFit: its keys and values do not.
-    """
+    """Returns the candidate at another batch size; raises ``DoesNotFit`` if memory is too small."""
     clock = clock_node(machine, candidate.layout, batch, context)
     return replace(candidate, config={**candidate.config, "batch_size": batch, "clock": clock})
 
 
 def rescaled(candidate: Candidate, factors: Mapping[str, float]) -> Candidate:
-    """The candidate with other times of kinds of work."""
+    """Multiplies the times of some kinds of work."""
     clock = candidate.config["clock"]
     costs = {
         kind: scaled(curve, factors[kind]) if kind in factors else curve

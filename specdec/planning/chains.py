@@ -1,4 +1,4 @@
-"""How many draft tokens of a chain pay, over batch sizes and contexts, by law and cost curves.
+"""Finds how many draft tokens of a chain pay, for each batch size and context, by a formula.
 
 All requests of a batch share each pass, and drafting precedes it (Leviathan et al. 2023, section
 3.3, with measured tokens per pass and times that depend on the rows).
@@ -23,11 +23,9 @@ class ChainCell:
     """The best chain for a batch and a context.
 
     Attributes:
-        batch, context: requests at a time, and tokens before the output.
-        draft_tokens: K; 0 where plain decoding is best.
-        tokens_per_s: of all requests.
-        plain_tokens_per_s: of plain decoding.
-        layout: of the best chain.
+        draft_tokens: K; 0 if plain decoding is best.
+        tokens_per_s, plain_tokens_per_s: speed of all requests, with the chain and without.
+        layout: layout of the best chain.
     """
 
     batch: int
@@ -39,23 +37,19 @@ class ChainCell:
 
     @property
     def gain(self) -> float:
-        """Over plain decoding."""
+        """The speed-up over plain decoding."""
         return self.tokens_per_s / self.plain_tokens_per_s
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {**asdict(self), "layout": self.layout.told(), "gain": self.gain}
 
 
 def chain_cell(
     machine: Machine, tokens_per_pass: FloatArray, batch: int, context: int
 ) -> ChainCell | None:
-    """The fastest chain over all layouts; None where no layout fits.
+    """Returns the fastest chain over all layouts; None if no layout fits.
 
-    Args:
-        machine: prices passes.
-        tokens_per_pass: float64[K + 1], of chains of 0, 1, .. K draft tokens.
-        batch, context: see ``ChainCell``.
+    ``tokens_per_pass`` is float64[K + 1], for chains of 0, 1, ..., K draft tokens.
     """
     best: tuple[float, int, Layout] | None = None
     plain = 0.0
@@ -84,7 +78,7 @@ def chain_cell(
 
 
 def round_ms(costs: Mapping[str, Any], layout: Layout, batch: int, draft_tokens: int) -> float:
-    """Milliseconds of a round: so many draft passes, and a pass over all stages."""
+    """Returns the milliseconds of all draft passes and one target pass over all stages."""
     curves = {kind: CostCurve.of(curve) for kind, curve in costs.items()}
 
     def ms(kind: str, rows: int) -> float:
@@ -99,15 +93,14 @@ def round_ms(costs: Mapping[str, Any], layout: Layout, batch: int, draft_tokens:
 def chain_cells(
     machine: Machine, tokens_per_pass: FloatArray, batches: Sequence[int], contexts: Sequence[int]
 ) -> list[ChainCell]:
-    """The cells of a table, without those that no layout holds."""
     found = [chain_cell(machine, tokens_per_pass, b, c) for c in contexts for b in batches]
     return [cell for cell in found if cell is not None]
 
 
 def crossover(machine: Machine, tokens_per_pass: FloatArray, context: int) -> int | None:
-    """The smallest power of two of requests from which on plain decoding stays best.
+    """Returns the least number of requests from which on plain decoding stays best.
 
-    None where chains pay up to ``_MOST_REQUESTS``, or up to what fits.
+    Only powers of two are tried. None if chains pay up to ``_MOST_REQUESTS``, or up to what fits.
     """
     start, batch = None, 1
     while batch <= _MOST_REQUESTS:

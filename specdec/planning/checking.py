@@ -1,4 +1,4 @@
-"""A plan beside a real run of its first choice: which input was wrong, if one was."""
+"""Compares a plan with a real run of its first choice, and says which input was wrong."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from specdec.report.requests import read_requests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A figure of the run beside the plan's.
-
-    Attributes:
-        name: of the figure.
-        planned: the plan's; ``low`` and ``high`` the 95 % interval of such a run.
-        measured: the run's.
-    """
+    """A metric of plan and run; ``low`` to ``high`` is the 95 % interval of such a run."""
 
     name: str
     planned: float
@@ -33,11 +27,9 @@ class Figure:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the run's is inside the interval."""
         return self.low <= self.measured <= self.high
 
     def told(self) -> str:
-        """In one line."""
         where = "inside" if self.is_inside else "OUTSIDE"
         return (
             f"{self.name}: planned {self.planned:.3f} ({self.low:.3f} to {self.high:.3f}), run"
@@ -51,7 +43,7 @@ class PlanVerdict:
 
     Attributes:
         figures: time per token, acceptance, and time per answer.
-        warnings: which input is wrong; empty where the run agrees.
+        warnings: which input is wrong; empty if the run agrees with the plan.
     """
 
     figures: tuple[Figure, ...]
@@ -59,23 +51,18 @@ class PlanVerdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether the run is inside the plan's interval."""
         return not self.warnings
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {"figures": [asdict(f) for f in self.figures], "warnings": list(self.warnings)}
 
 
 def expectation(
     units: Sequence[Unit], *, requests: int, drawn: bool, error: float
 ) -> dict[str, Any]:
-    """What ``check_run`` needs of a plan, as plain values.
+    """Returns what ``check_run`` needs to know: results of the first choice, and their uncertainty.
 
-    Args:
-        units: of the first choice.
-        requests, drawn: see ``specdec.planning.search.effective``.
-        error: relative error of the machine's times.
+    ``error`` is the relative error of the machine's times; for the others see ``search.effective``.
     """
     return {
         "units": [asdict(unit) for unit in units],
@@ -86,15 +73,12 @@ def expectation(
 
 
 def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
-    """Compares a run of the first choice with the plan.
+    """Compares a run of the first choice with ``expected``, the result of ``expectation``.
 
     The intervals are those of as many prompts as the run has, drawn anew (bootstrap over the plan's
-    prompts, the law's own uncertainty included), and for times the error of the machine's times
-    besides. Acceptance outside blames the law or record, a time per answer the profile.
-
-    Args:
-        expected: of a plan, see ``Plan``.
-        run: results of the run, see ``units_of_run``.
+    prompts, with the law's own uncertainty). Those of times are widened by the error of the
+    machine's times. A warning blames the law or record if acceptance is outside, and the profile if
+    the time per answer is.
     """
     units = [Unit(**values) for values in expected["units"]]
     carried = effective(len(units), int(expected["requests"]), bool(expected["drawn"]))
@@ -119,7 +103,7 @@ def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
     emitted = figure("tokens per answer", "emitted", "answers", 1.0, 0.0)
     hits = figure("hit rate", "hits", "answers", 1.0, 0.0)
     answer = figure("ms per answer", "seconds", "later_answers", 1e3, error)
-    # Whole trees have no hits, and their answers no refills.
+    # Answers about whole trees have no hits, and no refills after misses.
     whole = not any(unit.hits for unit in units)
     return PlanVerdict(
         figures=(time, emitted, hits, answer),
@@ -128,18 +112,18 @@ def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
 
 
 def _values(units: Sequence[Unit]) -> dict[str, np.ndarray]:
-    """Name of a count -> float64[U]."""
+    """Returns count name -> float64[U]."""
     names = ("tokens", "seconds", "emitted", "answers", "hits", "requests")
     of = {name: np.array([getattr(unit, name) for unit in units], float) for name in names}
-    # Decode phases begin with the first answer.
+    # Decode phases begin with the first answer, which therefore has no time.
     return {**of, "later_answers": of["answers"] - of["requests"]}
 
 
 def _warnings(time: Figure, acceptance: Sequence[Figure], answer: Figure, whole: bool) -> list[str]:
-    """Which input is wrong.
+    """Returns warnings that say which input is wrong.
 
-    A time per answer follows from the profile alone where answers are of whole trees; elsewhere
-    it contains refills after misses, so it says nothing of the profile while hits disagree.
+    A time per answer depends on the profile alone if answers are of whole trees. Otherwise it
+    includes refills after misses, so it does not test the profile if the hits disagree.
     """
     found = []
     outside = [figure for figure in acceptance if not figure.is_inside]
@@ -160,11 +144,7 @@ def _warnings(time: Figure, acceptance: Sequence[Figure], answer: Figure, whole:
 
 
 def units_of_run(folder: Path) -> list[Unit]:
-    """The requests of a complete run, one by one.
-
-    Raises:
-        UserError: no complete run, or one of several requests at a time.
-    """
+    """Reads the requests of a complete run that decoded one request at a time."""
     if not (folder / "summary.json").is_file():
         raise UserError(
             f"check={folder} has no summary.json: give the folder of a complete `specdec run`, or"

@@ -1,5 +1,3 @@
-"""From the candidates of a search to the plan: figures, sentences, tables."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -33,22 +31,18 @@ from specdec.planning.simulate import Unit
 from specdec.planning.writing import engine_flags
 
 _BATCHES = (1, 4, 16, 64)
-_FEW_UNITS = 4  # batches at sizes that are not ranked
-_SHORT = 32  # tokens per prompt where sizes are screened
-_SCREENED = 3  # candidates that are left then
-_CHANGES = 11  # simulated changes at most
+_FEW_UNITS = 4  # units (batches of prompts) at batch sizes that are not ranked
+_SHORT = 32  # tokens per prompt when sizes are screened
+_SCREENED = 3  # candidates that are left after screening
+_CHANGES = 11  # most simulated changes
 
 
 def conclude(
     asked: Planning, search: Search, finalists: Sequence[Candidate], path: Path
 ) -> tuple[Plan, Candidate]:
-    """The plan of a finished search, and its first choice.
+    """Returns the plan of a finished search, and its first choice.
 
-    Args:
-        asked: with machine and acceptance.
-        search: that found the candidates.
-        finalists: of its last round, and plain decoding.
-        path: of the file of results.
+    ``finalists`` must contain plain decoding; ``path`` is the file of simulation results.
     """
     chosen, machine, acceptance = asked.chosen, search.machine, asked.acceptance
     assert acceptance is not None
@@ -100,7 +94,6 @@ def conclude(
 
 
 def _ranked(search: Search, finalists: Sequence[Candidate]) -> list[Ranked]:
-    """The candidates with their results, fastest first."""
     chosen = search.chosen
     memory, count = search.machine.memory_gb, chosen.prompts
     return [
@@ -120,7 +113,7 @@ def _changed(
     finalists: Sequence[Candidate],
     path: Path,
 ) -> list[Change]:
-    """See ``changes``; none where the budget is spent, or no law or record has the hits."""
+    """Calls ``changes``, unless the budget is spent or the first choice needs real models."""
     if winner.decoded:
         return []
     if search.out_of_time:
@@ -152,9 +145,9 @@ def _decides(
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
 ) -> list[dict[str, Any]]:
-    """The fastest of the ranked presets at the other batch sizes, in its layout.
+    """Returns the fastest of the ranked presets at the other batch sizes, in its layout.
 
-    Larger batches want smaller trees, so their sizes are also tried halved, on one batch first.
+    Larger batches favour smaller trees, so halved sizes are tried too, first on one batch.
     """
     rows = []
     context = search.chosen.context[0]

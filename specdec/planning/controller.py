@@ -1,10 +1,10 @@
-"""The controller's own time on this machine, which profiles leave out: fitted to real runs.
+"""Fits the controller's own time on this machine, which profiles leave out, to real runs.
 
 A simulated clock charges passes of models alone. A real step also selects nodes, packs rows, draws
-and judges tokens and moves cache entries: time per pass, per request and per row. Short measured
-runs of a few presets and sizes, less the same runs simulated, are a sum of these with the counts
-that a simulation of one millisecond each has; the least-squares coefficients, at least 0, are added
-to the cost curves.
+and judges tokens and moves cache entries, which costs time per pass, per request and per row. The
+measured time of short runs of a few presets and sizes, minus the simulated time of the same runs,
+is modelled as a linear combination of these counts. Its coefficients (least squares, at least 0)
+are added to the cost curves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROBES: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("best_first", {}),
     ("fixed_width", {"width": 4, "depth": 3}),
 )
-"""Presets and sizes of the runs: few and many rows and draft passes per target pass."""
+"""Presets and sizes to run: few and many rows, and few and many draft passes per target pass."""
 
 _UNITS = 4
 _ROUNDS = 3
@@ -45,17 +45,9 @@ def with_controller(
     batch: int,
     length: int,
 ) -> tuple[dict[str, Any], str]:
-    """Costs with the controller's own time.
+    """Adds the controller's time to costs measured on one device; also returns a note on it.
 
-    Args:
-        costs: measured, on one device.
-        models: that run.
-        acceptance: the record of the same prompts.
-        batch: requests at a time.
-        length: tokens per prompt.
-
-    Returns:
-        The costs, and a note.
+    ``acceptance`` must be the record of the models' prompts. ``length`` is in tokens per prompt.
     """
     configs = [models.config(name, sizes) for name, sizes in PROBES]
     prompts = len(acceptance.record.requests)
@@ -72,7 +64,7 @@ def with_controller(
     simulator = Simulator(acceptance.pair(), None, of="controller", prompts=prompts)
 
     def seconds(priced: Mapping[str, Any]) -> np.ndarray:
-        """float64[P], of every probe under these costs."""
+        """Returns float64[P], the simulated time of every probe under these costs."""
         found = []
         for (name, _), config in zip(PROBES, configs, strict=True):
             clock = {"kind": "simulated", "profile": "measured", "scale": 1.0, "costs": priced}
@@ -94,7 +86,7 @@ def with_controller(
 
 
 def fitted(counts: np.ndarray, missing: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """float64[B]: milliseconds per count, at least 0, of the least relative errors.
+    """Returns float64[B], milliseconds per count, at least 0, that minimise the relative errors.
 
     Args:
         counts: float64[P, B], thousands of each count in each run.
@@ -104,7 +96,7 @@ def fitted(counts: np.ndarray, missing: np.ndarray, whole: np.ndarray) -> np.nda
     scaled, wanted = counts / whole[:, None], missing / whole
     num = counts.shape[1]
     found, least = np.zeros(num), float(wanted @ wanted)
-    # With at most six unknowns every choice of those above 0 can be tried.
+    # There are at most six unknowns, so every choice of those above 0 can be tried.
     for chosen in chain.from_iterable(combinations(range(num), n) for n in range(1, num + 1)):
         columns = scaled[:, chosen]
         values = np.linalg.lstsq(columns, wanted)[0]
@@ -116,7 +108,7 @@ def fitted(counts: np.ndarray, missing: np.ndarray, whole: np.ndarray) -> np.nda
 
 
 def _seconds(units: Sequence[Unit], batch: int) -> float:
-    """Of the decode phases; of all where requests share them."""
+    """Returns the seconds of decode phases, or of everything if requests share steps."""
     return sum(unit.seconds if batch == 1 else unit.clock_s for unit in units)
 
 
@@ -125,7 +117,7 @@ def _shapes(batch: int) -> tuple[str, ...]:
 
 
 def _curve(what: str, batch: int) -> dict[str, Any]:
-    """One millisecond per pass, per request or per row; a request has at least one row."""
+    """Returns a cost of 1 ms per pass, request or row; a request has at least one row."""
     if what == "pass":
         return {"tokens": [1], "ms": [1.0]}
     if what == "row":

@@ -1,5 +1,3 @@
-"""``specdec plan``: from the words of the command line to a plan in a folder."""
-
 from __future__ import annotations
 
 import sys
@@ -32,24 +30,20 @@ from specdec.report.provenance import provenance
 from specdec.runs.jobs import Progress, run_job
 
 SEARCH_FILE = "search.json"
-"""Where it exists in a folder, the search was complete."""
+"""Its presence in a folder says that the search was complete."""
 
 _MEASURED = "measured.json"
 _LENGTH = 64  # tokens per simulated prompt
-_DECODED = 24  # prompts that are decoded where models have to: as many as are ranked on
-_SAMPLE = 0  # key of their random order in the data set
-_UNITS, _FEW_UNITS = 8, 4  # batches at least, of the ranked size and of the others
+_DECODED = 24  # prompts that models decode: as many as candidates are ranked on
+_SAMPLE = 0  # seed of the random sample of prompts
+_UNITS, _FEW_UNITS = 8, 4  # least number of batches, of the ranked size and of the others
 
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """A finished search.
+    """A finished search; ``path`` is the file of simulation results.
 
-    Attributes:
-        asked: with machine and acceptance.
-        search: that found the candidates.
-        finalists: of its last round, and plain decoding.
-        path: of the file of results.
+    ``finalists`` are the candidates of the last round, and plain decoding.
     """
 
     asked: Planning
@@ -59,11 +53,7 @@ class Searched:
 
 
 def searched(asked: Planning, folder: Path, progress: Progress) -> Searched:
-    """Measures what has to be measured and searches; continues what the folder has.
-
-    Raises:
-        UserError: nothing fits the devices.
-    """
+    """Measures what has to be measured, then searches; resumes from results in ``folder``."""
     models = ModelsHere(_decoding_words(asked.words), asked.extra, progress)
     has_models = asked.acceptance is None
     asked = _with_measured(asked, folder, models)
@@ -111,11 +101,7 @@ def searched(asked: Planning, folder: Path, progress: Progress) -> Searched:
 
 
 def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
-    """Searches, and writes the plan into a folder; continues an interrupted search.
-
-    Raises:
-        UserError: nothing fits the devices.
-    """
+    """Searches and writes the plan into ``folder``; resumes an interrupted search."""
     began = monotonic()
     done = searched(asked, folder, progress)
     plan, winner = conclude(done.asked, done.search, done.finalists, done.path)
@@ -133,7 +119,7 @@ def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
 
 
 def _with_measured(asked: Planning, folder: Path, models: ModelsHere) -> Planning:
-    """Decodes prompts and measures the machine where the plan has to."""
+    """Decodes prompts and measures this machine if acceptance or machine are missing."""
     if asked.acceptance is not None and asked.machine is not None:
         return asked
     job = run_job_of([*models.words, f"strategy={PLAIN}", "record=true"], asked.extra)
@@ -157,7 +143,7 @@ def _with_measured(asked: Planning, folder: Path, models: ModelsHere) -> Plannin
 def _measured(
     models: ModelsHere, acceptance: OfRecord, batches: Sequence[int], stages: int, devices: int
 ) -> list[dict[str, Any]]:
-    """What ``Measured.of`` reads; with the controller's own time on one stage."""
+    """Returns the input of ``Measured.of``; for one stage it includes the controller's time."""
     context = acceptance.mean_context()
     found = []
     memory = memory_here(models.pair, devices)
@@ -173,7 +159,7 @@ def _measured(
 
 
 def _decoding_words(words: Sequence[str]) -> list[str]:
-    """The words of a real run: on a random sample of few prompts, unless they say otherwise.
+    """Returns the words of a real run; by default it decodes a small random sample of the prompts.
 
     Data sets are ordered, by difficulty or by source, so their first prompts are not typical.
     """
@@ -184,18 +170,14 @@ def _decoding_words(words: Sequence[str]) -> list[str]:
 
 
 def _layers(asked: Planning) -> int:
-    """Layers of the target that was decoded."""
     return int(build_pair(asked.config["model"]).num_layers)
 
 
 def check_job(asked: Planning, folder: Path, progress: Progress) -> PlanVerdict:
-    """Compares the plan in a folder with a run, which it starts where ``check=true``.
+    """Compares the plan in a folder with a run, which it starts if ``check=true``.
 
-    On the wall clock where the profile was measured and one device suffices, else on the paced
-    clock with the plan's own profile.
-
-    Raises:
-        UserError: a run that cannot be compared.
+    The run uses the wall clock if the profile was measured and one device suffices, otherwise the
+    paced clock with the plan's own profile.
     """
     loaded = parse_json((folder / RESULT_FILE).read_bytes())
     expected = loaded["expected"]
@@ -217,7 +199,7 @@ def check_job(asked: Planning, folder: Path, progress: Progress) -> PlanVerdict:
 
 
 class _Silent:
-    """Progress that nobody sees."""
+    """A progress display that shows nothing."""
 
     def phase(self, label: str, total: int | None) -> None: ...
 
@@ -238,10 +220,11 @@ def plan(
         specdec.plan(["model=law_pipespec_1b_70b"], profile="specpipe_8x3090", devices=9).frame
 
     Args:
-        overrides: as on the command line: model=, data=, sampling=, and the plan's own keys.
+        overrides: words as on the command line: model=, data=, sampling=, and options of the plan.
         config_dirs: further configuration trees (``--config-dir``).
-        output_dir: folder for the files of the plan, which continues a search; None: none remain.
-        keys: the plan's own keys (``PlanOptions``) as values.
+        output_dir: folder for the files of the plan; a search in it is resumed. None keeps no
+            files.
+        keys: options of the plan (``PlanOptions``) as values.
 
     Raises:
         UserError: anything that the command line refuses.

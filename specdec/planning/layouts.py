@@ -1,5 +1,3 @@
-"""Layouts of a target on devices, and the devices and bytes that they take."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,14 +8,14 @@ _DEGREES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where target and draft run.
+    """Which devices run target and draft.
 
     Attributes:
-        stages: of the target's pipeline.
-        degree: devices that share every layer of a stage.
+        stages: pipeline stages of the target.
+        degree: devices that share every layer of a stage (tensor parallelism).
         draft_degree: devices that share every layer of the draft.
         replicas: copies of the target.
-        own_draft: whether the draft works beside the target, on devices of its own.
+        own_draft: whether the draft has devices of its own and works beside the target.
         others: devices of further models, one each.
     """
 
@@ -30,16 +28,14 @@ class Layout:
 
     @property
     def target_devices(self) -> int:
-        """Devices of the target."""
         return self.stages * self.degree * self.replicas
 
     @property
     def devices(self) -> int:
-        """Devices of all models."""
         return self.target_devices + (self.draft_degree if self.own_draft else 0) + self.others
 
     def told(self) -> str:
-        """In words, such as ``8 stages + draft``."""
+        """Returns a text such as ``8 stages + draft``."""
         words = [f"{self.stages} stage{'s' * (self.stages > 1)}"] if self.stages > 1 else []
         words += [f"TP {self.degree}"] if self.degree > 1 else []
         words += [f"{self.replicas} copies"] if self.replicas > 1 else []
@@ -49,16 +45,15 @@ class Layout:
 
 
 def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> Iterator[Layout]:
-    """Layouts of an executor on so many devices in total.
+    """Yields layouts of target and draft on ``devices`` devices in total.
 
-    All devices of the target are used, by every tensor-parallel degree that divides them into
-    stages; besides the target on one stage, and the smallest pipelines.
+    Tensor-parallel degrees divide all devices of the target into stages. Further layouts run the
+    target on one stage, or on pipelines of half, a quarter, ... of the devices.
 
     Args:
-        devices: in total.
         own_draft: whether the draft has devices of its own.
         staged: whether the executor has stages.
-        copies: whether it has copies of the target, a device each.
+        copies: whether it has copies of the target, one device each.
     """
     seen = set()
     for draft_degree in _DEGREES if own_draft and staged else (1,):

@@ -1,4 +1,4 @@
-"""What a cluster's work costs in a layout: from a latency profile, or from a described machine."""
+"""Prices a cluster's work in a layout, from a latency profile or a described machine."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from specdec.planning.layouts import Layout
 from specdec.planning.options import PlanOptions
 
 CLOCK_ERROR = 0.05
-"""Relative error that is granted to the times of a measured or stated profile."""
+"""The relative error that is assumed for the times of a measured or given profile."""
 
 _POINTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
-"""Rows at which a described machine is priced."""
+"""Numbers of rows at which a described machine is priced."""
 
 
 class DoesNotFit(Exception):
-    """A layout that the machine does not have or cannot hold; the message says why."""
+    """The machine does not have a layout or cannot hold the models; the message says why."""
 
 
 class Machine(Protocol):
-    """A cluster.
+    """A cluster that prices the work of a layout.
 
     Attributes:
-        name: of the profile or file.
+        name: name of the profile or file.
         note: origin of the times.
-        devices: in total.
-        error: relative error of its times.
+        devices: number of devices in total.
+        error: relative error of the times.
         prices_context: whether times depend on the context.
         limit_gb: gigabytes of a device; None if unknown.
-        batches: requests at a time that its times are of; None: any number.
+        batches: numbers of requests at a time for which times are known; None for any number.
     """
 
     @property
@@ -64,29 +64,21 @@ class Machine(Protocol):
     def batches(self) -> tuple[int, ...] | None: ...
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        """Cost curves by kind, as in a profile.
-
-        Raises:
-            DoesNotFit: no such layout here.
-        """
+        """Returns cost curves by kind of work, as in a profile; raises ``DoesNotFit``."""
         ...
 
     def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
-        """Gigabytes on the fullest device; None if unknown."""
+        """Returns gigabytes on the fullest device; None if unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """A latency profile: times of one stage of a target on ``stages`` devices.
+    """A latency profile, which has the times of one stage of a target on ``stages`` devices.
 
-    With another number of stages a stage has more or fewer layers, and its times are scaled by
-    that. Fewer devices than the profile's are taken not to hold the target.
-
-    Attributes:
-        profile: content of the profile.
-        transfer: curve in place of the profile's; None: the profile's.
-        name, note, devices, error, prices_context, batches: see ``Machine``.
+    With another number of stages a stage has more or fewer layers, and its times are scaled in
+    proportion. Fewer devices than the profile's are assumed not to hold the target. The curve
+    ``transfer`` replaces that of the profile, unless it is None.
     """
 
     name: str
@@ -99,21 +91,19 @@ class Profiled:
 
     @property
     def note(self) -> str:
-        """Of the profile."""
         return str(self.profile.get("note", ""))
 
     @property
     def limit_gb(self) -> float | None:
-        """Unknown."""
         return None
 
     @property
     def priced(self) -> int:
-        """Stages of the profile's target."""
+        """The number of stages that the profile's target has."""
         return int(self.profile["stages"])
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        """See ``Machine``; batch and context change nothing."""
+        """Prices a layout; batch and context have no effect."""
         if layout.stages * layout.degree < self.priced:
             raise DoesNotFit(
                 f"the target of {self.name} is on {self.priced} devices, and"
@@ -134,7 +124,6 @@ class Profiled:
         return costs
 
     def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
-        """Unknown."""
         return None
 
 
@@ -144,17 +133,17 @@ class Description:
     """The keys of a described machine; those with a default may be left out.
 
     Attributes:
-        devices: in total, all alike.
-        memory_gb_s, tflops, memory_gb: of a device: bandwidth, peak of the weights' arithmetic,
-            size.
+        devices: number of devices in total, all alike.
+        memory_gb_s, tflops, memory_gb: bandwidth, peak arithmetic rate for the weights' type, and
+            memory of a device.
         link_ms, link_gb_s: latency and bandwidth of a transfer between two devices.
-        target_gb, draft_gb: bytes of weights; 0 without a draft.
-        weight_bytes: of a parameter; 0.5 for 4 bits.
-        kv_kb: kilobytes of keys and values of the target per token; 0 leaves the context out.
-        target_layers, draft_layers: None: those of a published model of that size.
+        target_gb, draft_gb: size of the weights; 0 without a draft.
+        weight_bytes: bytes per parameter; 0.5 for 4 bits.
+        kv_kb: kilobytes of the target's keys and values per token; 0 ignores the context.
+        target_layers, draft_layers: None uses those of a published model of that size.
         graphs: whether the engine captures graphs; without them a layer costs more.
-        boxes: groups of devices; tensor parallelism stays in one of them.
-        box_link_ms, box_link_gb_s: between two of them; None: as inside.
+        boxes: groups of devices; tensor parallelism stays inside one of them.
+        box_link_ms, box_link_gb_s: link between two boxes; None if it is as fast as inside one.
     """
 
     devices: Count
@@ -179,13 +168,8 @@ class Description:
 class Described:
     """A described machine, priced by ``specdec.planning.roofline``.
 
-    A transfer over several links of a step takes as long as the slowest: stages of a pipeline over
-    boxes pay the link between them.
-
-    Attributes:
-        name: of the file.
-        about: the description.
-        devices, error, batches: see ``Machine``.
+    All transfers of a step take as long as the slowest, so a pipeline over several boxes pays for
+    the link between them.
     """
 
     name: str
@@ -199,16 +183,13 @@ class Described:
 
     @property
     def prices_context(self) -> bool:
-        """Whether the description has bytes of keys and values."""
         return self.about.kv_kb > 0
 
     @property
     def limit_gb(self) -> float | None:
-        """Of the description."""
         return self.about.memory_gb
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        """See ``Machine``."""
         about = self.about
         if max(layout.degree, layout.draft_degree) * about.boxes > max(self.devices, 1):
             raise DoesNotFit(
@@ -256,7 +237,7 @@ class Described:
         return costs
 
     def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
-        """Weights, keys and values of the fullest device."""
+        """Includes weights, keys and values."""
         about = self.about
         return fullest_gb(
             layout,
@@ -278,7 +259,7 @@ class Described:
 
 
 def fullest_gb(layout: Layout, *, target_gb: float, draft_gb: float) -> float:
-    """Gigabytes on the fullest device of models with these bytes in total."""
+    """Returns gigabytes on the fullest device; ``target_gb`` and ``draft_gb`` are totals."""
     target = target_gb / (layout.stages * layout.degree)
     draft = draft_gb / layout.draft_degree
     return max(target, draft) if layout.own_draft else target + draft
@@ -287,15 +268,9 @@ def fullest_gb(layout: Layout, *, target_gb: float, draft_gb: float) -> float:
 def machine_of(
     chosen: PlanOptions, extra: Sequence[Path] = (), *, draft_name: str | None = None
 ) -> Machine:
-    """The machine of ``profile``: a profile by name or path, or the path of a description.
+    """Returns the machine that ``profile`` names, which is a latency profile or a description.
 
-    Args:
-        chosen: its profile, devices and link are used.
-        extra: further configuration trees with profiles.
-        draft_name: of the law; the profile must have its time.
-
-    Raises:
-        UserError: neither of the two, or a draft whose time the profile does not have.
+    The profile must have the time of the draft ``draft_name``, unless that is None.
     """
     if chosen.profile is None:
         raise UserError(
@@ -360,7 +335,6 @@ def _described(chosen: PlanOptions, path: Path, loaded: Mapping[str, Any]) -> De
 
 
 def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """A cost curve times ``factor``."""
     result = {**curve, "ms": [ms * factor for ms in curve["ms"]]}
     if "block_ms" in curve:
         result["block_ms"] = curve["block_ms"] * factor

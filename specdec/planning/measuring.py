@@ -1,6 +1,6 @@
-"""The models of a plan on this machine: their passes measured, and real runs of candidates.
+"""Measures the passes of a plan's models on this machine, and decodes candidates with them.
 
-``profile=measured`` prices passes as ``specdec profile`` measures them, but over the context of the
+``profile=measured`` measures passes as ``specdec profile`` does, but over the context of the
 record and over as many requests as are planned for, and adds the controller's own time
 (``specdec.planning.controller``).
 """
@@ -41,19 +41,14 @@ _REPEATS = 9
 
 
 class ModelsHere:
-    """The models and prompts of a plan, loaded when they are first needed.
-
-    Attributes:
-        words, extra: of the command line, and further configuration trees.
-        progress: receives the phases.
-    """
+    """The models and prompts of a plan, loaded when they are first needed."""
 
     def __init__(self, words: Sequence[str], extra: Sequence[Path], progress: Progress) -> None:
-        """Stores its arguments; ``words`` are without strategy, clock and output folder."""
+        """``words`` must not contain strategy, clock and output folder."""
         self.words, self.extra, self.progress = tuple(words), tuple(extra), progress
 
     def config(self, name: str, sizes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The resolved configuration of a preset with some sizes of its policy."""
+        """Returns the resolved configuration of a preset; ``sizes`` replaces keys of its policy."""
         config = run_job_of([*self.words, f"strategy={name}"], self.extra).config
         return {**config, "policy": {**config["policy"], **(sizes or {})}}
 
@@ -70,16 +65,11 @@ class ModelsHere:
 
     @property
     def pair(self) -> HuggingFacePair:
-        """The models.
-
-        Raises:
-            UserError: models that do not exist.
-        """
         return self._loaded[0]
 
     @property
     def prompts(self) -> list[TokenPrompt]:
-        """The prompts of the record, in its order."""
+        """The prompts, in the order of the record."""
         return self._loaded[1]
 
     def decode(
@@ -92,18 +82,14 @@ class ModelsHere:
         rounds: int = 1,
         on_turn: Callable[[], None] = lambda: None,
     ) -> list[list[Unit]]:
-        """Counts of measured runs, unit by unit, in turns of a fraction of a second.
+        """Runs configurations in turns of a fraction of a second; returns counts of every unit.
 
         Args:
-            configs: resolved ones; their clock is replaced.
-            batch: prompts of a unit.
-            count: of units, the same as those of ``Simulator.units``.
-            length: tokens per prompt.
-            rounds: of every unit, of which the one of median time counts; of two their mean.
+            configs: resolved configurations; their clock is replaced.
+            batch: number of prompts in a unit.
+            count: number of units, the same ones as those of ``Simulator.units``.
+            rounds: runs of every unit, which ``typical`` combines.
             on_turn: called after every unit of every configuration.
-
-        Raises:
-            UserError: parts that do not go together.
         """
         groups = [self.prompts[at * batch : (at + 1) * batch] for at in range(count)]
         groups = [group for group in groups if len(group) == batch] or groups[:1]
@@ -131,12 +117,12 @@ class ModelsHere:
 
 
 def _others(group: Sequence[TokenPrompt]) -> list[TokenPrompt]:
-    """Prompts to warm up with: of the same lengths, and of no use to a source that remembers."""
+    """Returns prompts to warm up with, reversed so that no source can learn from them."""
     return [TokenPrompt(prompt.id, prompt.tokens[::-1].copy()) for prompt in group]
 
 
 def typical(units: Sequence[Unit]) -> Unit:
-    """Of repeated runs the one of median time; of an even number the mean of the middle two."""
+    """Returns the run of median time; for an even number, with mean times of the middle two."""
     ordered = sorted(units, key=lambda unit: unit.clock_s)
     low, high = ordered[(len(units) - 1) // 2], ordered[len(units) // 2]
     lower, upper = asdict(low), asdict(high)
@@ -147,13 +133,10 @@ def typical(units: Sequence[Unit]) -> Unit:
 def measured_costs(
     models: ModelsHere, *, stages: int, requests: int, context: int
 ) -> dict[str, Any]:
-    """Cost curves of the models on this machine.
+    """Returns cost curves of the models on this machine.
 
-    Args:
-        models: to measure.
-        stages: of the target.
-        requests: that share a pass.
-        context: tokens before the rows of each of them.
+    ``stages`` is that of the target; ``requests`` share a pass, each with ``context`` cached
+    tokens.
     """
     pair, progress = models.pair, models.progress
     tokens = sorted({*_TOKENS, requests})
@@ -177,11 +160,10 @@ def measured_costs(
 
 
 def memory_here(pair: HuggingFacePair, devices: int) -> dict[str, float] | None:
-    """What models occupy on this machine, and what there is; None if that cannot be found out.
+    """Returns what the models occupy on this machine, and what there is; None if that is unknown.
 
-    Returns:
-        target_gb, draft_gb: of weights; kv_kb: of the target's keys and values per token;
-        limit_gb: of a GPU, or the processes' equal share of the machine's memory.
+    The keys are target_gb and draft_gb of weights; kv_kb of the target's keys and values per token;
+    and limit_gb of a GPU, or of the processes' equal share of the machine's memory.
     """
     on_gpu = torch.device(pair.device).type == "cuda"
     total = torch.cuda.mem_get_info(pair.device)[1] if on_gpu else host_memory()
@@ -198,19 +180,14 @@ def memory_here(pair: HuggingFacePair, devices: int) -> dict[str, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """This machine, measured for some numbers of requests at a time; see ``Machine``.
-
-    Attributes:
-        by_batch: requests at a time -> what was measured with them.
-        held: what the models occupy, see ``memory_here``; None if unknown.
-    """
+    """This machine, measured for some numbers of requests at a time (``by_batch``)."""
 
     by_batch: Mapping[int, Profiled]
     held: Mapping[str, float] | None = None
 
     @staticmethod
     def of(entries: Sequence[Mapping[str, Any]], *, stages: int, devices: int) -> Measured:
-        """The machine of measurements with the keys ``batch``, ``costs``, ``note``, ``memory``."""
+        """Expects measurements with the keys ``batch``, ``costs``, ``note`` and ``memory``."""
         machines = {}
         for entry in entries:
             profile = {"costs": entry["costs"], "note": entry["note"], "stages": stages}
@@ -220,46 +197,40 @@ class Measured:
 
     @property
     def name(self) -> str:
-        """As the value of ``profile``."""
         return "measured"
 
     @property
     def note(self) -> str:
-        """Of the first measurement."""
         return next(iter(self.by_batch.values())).note
 
     @property
     def devices(self) -> int:
-        """In total."""
         return next(iter(self.by_batch.values())).devices
 
     @property
     def error(self) -> float:
-        """Of a measured profile."""
         return CLOCK_ERROR
 
     @property
     def prices_context(self) -> bool:
-        """Measured over the context of the record alone."""
+        """Always False: passes are measured over the context of the record alone."""
         return False
 
     @property
     def limit_gb(self) -> float | None:
-        """Of this machine."""
         return None if self.held is None else self.held["limit_gb"]
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Those that were measured."""
         return tuple(self.by_batch)
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        """See ``Machine``; the measurement with the nearest number of requests counts."""
+        """Uses the measurement with the nearest number of requests, on a logarithmic scale."""
         nearest = min(self.by_batch, key=lambda known: abs(np.log(known / batch)))
         return self.by_batch[nearest].costs(layout, batch, context)
 
     def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
-        """Weights of all models, and the target's keys and values."""
+        """Includes the weights of all models, and the target's keys and values."""
         held = self.held
         if held is None:
             return None

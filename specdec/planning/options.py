@@ -1,5 +1,3 @@
-"""The own keys of ``specdec plan``."""
-
 from __future__ import annotations
 
 import re
@@ -23,28 +21,28 @@ Counts = Annotated[
 Names = tuple[Text, ...]
 
 MEASURED = "measured"
-"""Value of ``profile``: measure the models of this run on this machine."""
+"""The value of ``profile`` that measures the models of this run on this machine."""
 
 
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What is planned for.
+    """The options of ``specdec plan``.
 
     Attributes:
         profile: a profile's name or path, the path of a described machine, or "measured".
-        devices: in total, the draft's included; None: as many as the profile has.
-        link_ms, link_gb_s: latency and bandwidth of a transfer in place of the profile's.
+        devices: number of devices, the draft's included; None: as many as the profile has.
+        link_ms, link_gb_s: latency and bandwidth of a transfer, in place of the profile's.
         batch: requests at a time; the first one is ranked, the others are in the tables.
         context: tokens before the output; the first one is ranked.
-        objective: time per token of a request, tokens per second, or these per device.
-        acceptance: a log or trace of an engine, in place of a law of ``model=``.
+        objective: time per token of a request, tokens per second, or tokens per second and device.
+        acceptance: an engine's log or trace, in place of a law of ``model=``.
         method, draft_tokens: as for ``specdec fit``.
-        drafter: what the law or log is of, for the flags of engines.
-        strategies: presets to try; empty: all.
-        prompts: at most, of the last round.
-        budget_s: seconds for simulations; runs with the models have twice as many in addition.
-        check: true: run the winner; a run folder: compare its results; empty: neither.
+        drafter: the kind of draft that the law or log is of, for the flags of engines.
+        strategies: presets to try; empty for all.
+        prompts: most prompts of the last round.
+        budget_s: seconds for simulations; runs with the models may take twice as many in addition.
+        check: "true" runs the first choice; a run folder compares its results; empty does neither.
     """
 
     profile: Text | None = None
@@ -72,14 +70,9 @@ _KILO = re.compile(r"(\d+)k")
 def split_words(
     words: Iterable[str], keys: Mapping[str, Any] | None = None
 ) -> tuple[PlanOptions, list[str]]:
-    """The plan's own keys, and the words that are left for the configuration.
+    """Returns the options of the plan, and the words that are left for the configuration.
 
-    Args:
-        words: of the command line.
-        keys: own keys as values, which take precedence.
-
-    Raises:
-        UserError: an unknown key, or a value that its key does not accept.
+    ``keys`` are options as values, which take precedence over words.
     """
     known = {field.name for field in fields(PlanOptions)}
     own: dict[str, Any] = {}
@@ -107,7 +100,7 @@ def _value(key: str, text: str) -> Any:
 
 
 def _number(text: str) -> Any:
-    """A number where the text is one; ``8k`` is 8192."""
+    """Converts a text to a number if it is one; ``8k`` is 8192."""
     if kilo := _KILO.fullmatch(text):
         return int(kilo[1]) * 1024
     if text in ("null", "none"):

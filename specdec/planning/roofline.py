@@ -6,9 +6,9 @@ A pass of R rows of a model on d devices that share every layer takes
                                            2 P R / (d flop_share peak)),
 
 with L layers, P parameters and B bytes of weights and of the keys and values that are read.
-``layer_ms`` is another one for engines without captured graphs (``eager``). The constants are
+``eager_layer_ms`` replaces ``layer_ms`` for engines without captured graphs. The constants are
 fitted to published pass times by ``experiments/plan/roofline.py``, which states the error on models
-that the fit does not see.
+that the fit does not use.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Constants:
     """What a roofline needs besides a data sheet.
 
     Attributes:
-        memory_share, flop_share: of the data sheet's bandwidth and peak that passes reach.
-        layer_ms: fixed time of a layer with captured graphs; ``eager_layer_ms`` without.
-        reduce_ms: time of the sums over devices that share a layer, per layer.
+        memory_share, flop_share: share of the data sheet's bandwidth and peak that passes reach.
+        layer_ms, eager_layer_ms: fixed time of a layer with and without captured graphs.
+        reduce_ms: time per layer of the sums over devices that share it.
     """
 
     memory_share: float
@@ -37,10 +37,10 @@ CONSTANTS = Constants(
     memory_share=0.75, flop_share=0.5, layer_ms=0.08, eager_layer_ms=0.2, reduce_ms=0.06
 )
 ERROR = 0.25
-"""Relative error that three quarters of the held-out pass times stay below; the median is 11 %."""
+"""Three quarters of the held-out pass times have a smaller relative error; the median is 11 %."""
 
 SOURCE = "156 published pass times"
-"""Of the constants: 16-bit weights of 10 models, 0.07 to 71 billion parameters, on 8 GPUs.
+"""The data of the fit: 16-bit weights of 10 models, 0.07 to 71 billion parameters, on 8 GPUs.
 
 AnthonyHuo/An-Empirical-Study-on-Tree-based-Speculative-Decoding 0428ac25, jianc99/FastHesse,
 swiss-ai/apertus-speculative-decoding, spitzblattr/spec-bench-vllm.
@@ -50,16 +50,16 @@ _LAYERS = (
     *((0.07, 2), (0.5, 24), (1.2, 16), (3.0, 28), (8.0, 32)),
     *((13.0, 40), (33.0, 60), (70.0, 80)),
 )
-"""Billions of parameters, and layers of published Llama and Qwen models."""
+"""(billions of parameters, layers) of published Llama and Qwen models."""
 
 
 def layers_of(parameters: float) -> int:
-    """Layers of the published model whose number of parameters is nearest."""
+    """Returns the layers of the published model whose number of parameters is nearest."""
     return min(_LAYERS, key=lambda known: abs(known[0] * 1e9 / parameters - 1.0))[1]
 
 
 def hidden_of(parameters: float, layers: int) -> float:
-    """Width of hidden states, from 12 width^2 parameters per layer."""
+    """Returns the width of hidden states, assuming 12 width^2 parameters per layer."""
     return float((parameters / (12.0 * layers)) ** 0.5)
 
 
@@ -75,16 +75,13 @@ def pass_ms(
     eager: bool = False,
     constants: Constants = CONSTANTS,
 ) -> float:
-    """Milliseconds of a pass; see the module.
+    """Returns the milliseconds of a pass by the module's formula.
 
     Args:
-        rows: tokens of the pass.
-        parameters, num_bytes, layers: of the layers that the pass runs; ``num_bytes`` with keys
-            and values.
-        bytes_per_s, flops_per_s: limits of one device.
-        degree: devices that share every layer.
-        eager: without captured graphs.
-        constants: fitted ones.
+        num_bytes: bytes that are read, keys and values included.
+        bytes_per_s, flops_per_s: limits of one device by its data sheet.
+        degree: devices that share every layer (d).
+        eager: whether the engine runs without captured graphs.
     """
     reading = num_bytes / (degree * constants.memory_share * bytes_per_s)
     computing = 2.0 * parameters * rows / (degree * constants.flop_share * flops_per_s)

@@ -1,8 +1,8 @@
 """The search: layouts and sizes by short simulations, then successive halving on prompts.
 
-Candidates are compared on the same prompts. The uncertainty of a ratio is that of prompts drawn
-anew (bootstrap), with as many of them as carry the information: n simulated prompts of a law that
-is fitted to m requests count as 1 / (1 / n + 1 / m).
+Candidates are compared on the same prompts. The uncertainty of a ratio is estimated by drawing
+prompts anew (bootstrap), as many as there is information: n simulated prompts of a law that was
+fitted to m requests count as 1 / (1 / n + 1 / m).
 """
 
 from __future__ import annotations
@@ -27,24 +27,22 @@ _RESAMPLES = 2000
 _LEVEL = 0.95
 _FIRST = (3, 48)  # prompts and tokens of the first round
 _ROUNDS = ((8, 18), (None, 9))  # prompts (None: all), candidates that are kept
-_BESIDE = 0.2  # share of drafting during target work from which the draft needs its own device
+_BESIDE = 0.2  # from this share of drafting during target work, the draft needs its own device
 _TUNING = 0.6  # share of the budget after which sizes are no longer tried
-_HOPELESS = 2.5  # times the best so far, from which a preset's sizes are not tried
+_HOPELESS = 2.5  # sizes of a preset are not tried if it takes this many times the best time
 _PER_FAMILY = 3  # candidates of a preset that enter the halving
-_DECODING = (
-    2.0  # time limit of candidates that models decode, in budgets, in addition to the budget
-)
-_LOOKING = 0.5  # share of that limit for the first round
+_DECODING = 2.0  # time limit for candidates that models decode, in budgets, besides the budget
+_LOOKING = 0.5  # share of that time limit for the first round
 _NO_TIME = "the budget was spent before it was tried"
 _SURE = 3  # decoded candidates that every round of halving evaluates, even beyond that limit
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Time per token of a candidate on units of prompts; less is better.
+    """Time per token of a candidate; less is better.
 
-    Attributes:
-        above, below: float64[U], numerator and denominator of the objective, unit by unit.
+    ``above`` and ``below`` are float64[U], numerator and denominator of the objective by unit,
+    where a unit is a batch of prompts that are served together.
     """
 
     above: FloatArray
@@ -52,7 +50,10 @@ class Times:
 
     @staticmethod
     def of(units: Sequence[Unit], objective: str, devices: int) -> Times:
-        """By the objective: seconds per token of a request, or of all, or times devices."""
+        """Computes seconds per token: of one request for "latency", otherwise of all requests.
+
+        "per_device" multiplies them by ``devices``.
+        """
         if objective == "latency":
             above, below = [u.seconds for u in units], [u.tokens for u in units]
         else:
@@ -62,28 +63,30 @@ class Times:
 
     @property
     def mean(self) -> float:
-        """Seconds per token of all units."""
         return float(self.above.sum() / self.below.sum())
 
     def resampled(self, count: float) -> FloatArray:
-        """float64[R]: means over ``count`` units drawn with replacement; the same for all."""
+        """Returns float64[R], the means over ``count`` units drawn with replacement.
+
+        All candidates get the same draws, so that ratios are paired.
+        """
         picks = drawn_units(len(self.above), count)
         means: FloatArray = self.above[picks].sum(axis=1) / self.below[picks].sum(axis=1)
         return means
 
 
 def drawn_units(num: int, count: float) -> np.ndarray:
-    """int64[R, max(1, round(count))]: units drawn with replacement, keyed by nothing."""
+    """Returns int64[R, max(1, round(count))], units drawn with replacement by a constant seed."""
     size = max(1, round(count))
     return np.random.default_rng(0).integers(0, num, (_RESAMPLES, size))
 
 
 def effective(simulated: float, requests: float, drawn: bool) -> float:
-    """Number of units that carry the information; see the module.
+    """Returns how many units the uncertainty corresponds to, by the module's formula.
 
     Args:
-        simulated: units.
-        requests: units that the law was fitted to; 0: no uncertainty of the law is known.
+        simulated: number of simulated units.
+        requests: number of units that the law was fitted to; 0 if it has no known uncertainty.
         drawn: whether prompts are drawn from a law; a record's prompts are its requests.
     """
     if not drawn or not requests:
@@ -92,7 +95,7 @@ def effective(simulated: float, requests: float, drawn: bool) -> float:
 
 
 def interval(values: FloatArray) -> tuple[float, float]:
-    """The central 95 %."""
+    """Returns the central 95 % of samples."""
     low, high = np.quantile(values, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return float(low), float(high)
 
@@ -102,14 +105,13 @@ class Search:
     """A search over presets, layouts and sizes.
 
     Attributes:
-        machine, simulator, chosen: the inputs.
-        requests, drawn: of the acceptance; see ``effective``.
+        requests, drawn: origin of the acceptance; see ``effective``.
         length: tokens per prompt.
-        chain_length: draft tokens of the best chain by formula, which are tried besides.
+        chain_length: draft tokens of the best chain by formula, which are tried too.
         report: called with the label and number of steps of a phase, or with a finished step.
         left_out: preset -> why it is not simulated.
         complete: whether the budget sufficed.
-        notes: further limits or origins, for the answer.
+        notes: further notes for the plan.
         unknown: presets whose acceptance no law, record or model here has.
     """
 
@@ -130,10 +132,10 @@ class Search:
     _decoding_s: float = 0.0
 
     def run(self, families: Sequence[Family]) -> list[Candidate]:
-        """The candidates of the last round, and plain decoding.
+        """Returns the candidates of the last round, and plain decoding.
 
-        First every preset as it is, in every layout; then sizes of those that may still be best,
-        the fastest first; then halving.
+        First every preset is tried as it is, in every layout; then sizes of those that may still be
+        best, the fastest first; then successive halving.
         """
         began = monotonic()
         self._ends = began + self.chosen.budget_s
@@ -165,19 +167,19 @@ class Search:
                 del tried[name]
             self.report(name, None)
         groups = [self._entering(tried[name]) for name in order if name in tried]
-        # The best of every preset first, for when there is no time for all.
+        # The best of every preset comes first, in case there is no time for all.
         entered = [made for nth in zip_longest(*groups) for made in nth if made is not None]
         return [*self._halved(entered), plain]
 
     def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
-        """Times of a candidate on the first units."""
+        """Returns the times of a candidate on the first ``count`` units."""
         units = self._units(candidate, count, length or self.length)
         return Times.of(units, self.chosen.objective, candidate.layout.devices)
 
     def _units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
-        """The results of a candidate; time in which models decode it does not count as search.
+        """Returns the results of a candidate; decoding by models does not use up the search's time.
 
-        They decode some hundred tokens per second, which would leave no time to try sizes.
+        Models decode some hundred tokens per second, which would leave no time to try sizes.
         """
         if not candidate.decoded:
             return self.simulator.units(candidate, count, length)
@@ -190,7 +192,7 @@ class Search:
             self.extend(took)
 
     def ranked(self, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-        """Candidates by their time, fastest first."""
+        """Returns the candidates by their time, fastest first."""
         return sorted(candidates, key=lambda c: self.times(c, count).mean)
 
     def extend(self, seconds: float) -> None:
@@ -199,16 +201,15 @@ class Search:
         self._tuned_by += seconds
 
     def _decoded_for(self, share: float = 1.0) -> bool:
-        """Whether models have decoded for longer than this share of their limit."""
+        """Returns whether models have decoded for longer than this share of their time limit."""
         return self._decoding_s > share * _DECODING * self.chosen.budget_s
 
     @property
     def out_of_time(self) -> bool:
-        """Whether the budget is spent."""
         return monotonic() > self._ends
 
     def _in_layouts(self, family: Family) -> dict[str, tuple[float, Candidate]]:
-        """Key -> time and candidate: a preset as it is, in every layout that fits."""
+        """Tries a preset as it is in every layout that fits; returns key -> (time, candidate)."""
         batch, context = self.chosen.batch[0], self.chosen.context[0]
         tried: dict[str, tuple[float, Candidate]] = {}
         reasons: list[str] = []
@@ -242,14 +243,14 @@ class Search:
                 try:
                     self._try(made, tried)
                 except (UserError, ValueError):
-                    continue  # sizes that do not go together
+                    continue  # these sizes do not fit together
             try:
                 variants = keys.send(_fastest(tried)[0])
             except StopIteration:
                 return
 
     def _entering(self, tried: Mapping[str, tuple[float, Candidate]]) -> list[Candidate]:
-        """The best sizes of a preset; for chains also the length that the formula says."""
+        """Returns the best sizes of a preset; for chains also the length from the formula."""
         kept = _fastest(tried)[:_PER_FAMILY]
         lengths = [c.config["policy"].get("gamma") for c in kept]
         if self.chain_length and type(lengths[0]) is int and self.chain_length not in lengths:
@@ -257,14 +258,14 @@ class Search:
         return kept
 
     def _layouts(self, family: Family) -> list[Layout]:
-        """Layouts on all devices; the draft has its own where it works beside the target."""
+        """Returns layouts on all devices; the draft gets its own if it works beside the target."""
         shape: Mapping[str, Any] = {"staged": family.staged, "copies": family.copies}
         own = self._drafts_beside(family)
         found = layouts(self.machine.devices - family.others, own_draft=own, **shape)
         return [replace(layout, others=family.others) for layout in found]
 
     def _drafts_beside(self, family: Family) -> bool:
-        """Whether drafting overlaps with target work, in a short simulation on any layout."""
+        """Simulates briefly, on any layout, whether drafting overlaps with target work."""
         if family.free:
             return True
         batch, context = self.chosen.batch[0], self.chosen.context[0]
@@ -272,7 +273,7 @@ class Search:
         for layout in layouts(self.machine.devices, own_draft=False, **shape):
             try:
                 made = family.candidate(self.machine, layout, batch=batch, context=context)
-                # Models decode slowly: the first round needs the same results, which are kept.
+                # Models decode slowly, so this computes the results that the first round reuses.
                 count = _FIRST[0] if family.decoded else 1
                 units = self._units(made, count, min(_FIRST[1], self.length))
             except (DoesNotFit, UserError):
@@ -287,7 +288,7 @@ class Search:
         tried[made.key] = (self.times(made, count, min(length, self.length)).mean, made)
 
     def _halved(self, entered: Sequence[Candidate]) -> list[Candidate]:
-        """Successive halving: more prompts for fewer candidates."""
+        """Runs successive halving: more prompts for fewer candidates."""
         left = list(entered)
         for prompts, kept in _ROUNDS:
             count = self.simulator.num_prompts if prompts is None else prompts
@@ -304,13 +305,13 @@ class Search:
         return left
 
     def _has_time(self, candidate: Candidate, stay: Sequence[Candidate], kept: int) -> bool:
-        """Whether a round that has evaluated ``stay`` has time for another candidate."""
+        """Returns whether a round that has evaluated ``stay`` has time for another candidate."""
         if candidate.decoded:
             return not self._decoded_for() or sum(c.decoded for c in stay) < _SURE
         return not self.out_of_time or len(stay) < kept // 2
 
     def _survivors(self, left: Sequence[Candidate], count: int, kept: int) -> list[Candidate]:
-        """The best; of those that are worse with 97.5 % certainty only the best of each preset."""
+        """Keeps the best; of those that are worse with 97.5 % certainty, one of each preset."""
         ordered = self.ranked(left, count)
         best = self.times(ordered[0], count)
         num = effective(len(best.above), self.requests, self.drawn)

@@ -1,4 +1,4 @@
-"""What the time of a plan depends on, and what would change its first choice: by simulation."""
+"""Simulates what the time of a plan depends on, and what would change its first choice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FINALISTS = 3  # presets that are simulated again
 _ODDS = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)
 _LINKS = (0.1, 0.3, 3.0, 10.0, 30.0)
 HIDDEN = 0.02
-"""Share of the time below which a kind of work is called hidden."""
+"""A kind of work is called hidden if the time depends on it by less than this share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,9 @@ class Change:
     """The fastest candidate under one changed input.
 
     Attributes:
-        what: acceptance or link.
+        what: "acceptance" or "link".
         value: hit rate of the first candidate, or factor of the transfers' time.
-        told: the fastest candidate.
-        name: of its preset.
+        told, name: the fastest candidate with its sizes, and its preset alone.
         seconds: its time per token.
     """
 
@@ -41,15 +40,14 @@ class Change:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
 
 def shares(times: Callable[[Candidate, int], Times], winner: Candidate) -> dict[str, float]:
-    """Kind of work -> share of the time per token that follows it.
+    """Returns kind of work -> share of the time per token that depends on it.
 
-    From simulations with 10 % off its cost: (t - t') / (0.1 t). Work that other work hides has 0;
-    the shares sum to 1 where nothing overlaps.
+    Each is from a simulation at 90 % of the kind's cost: (t - t') / (0.1 t). Work that other work
+    hides has 0; the shares sum to 1 if nothing overlaps.
     """
     whole = times(winner, _PROMPTS).mean
     found = {}
@@ -69,14 +67,10 @@ def changes(
     path: Path | None,
     report: Callable[[str, int | None], None],
 ) -> list[Change]:
-    """The fastest candidate under other acceptance and other transfers.
+    """Returns the fastest candidate under each changed acceptance and transfer time.
 
-    Args:
-        acceptance: of the plan.
-        finalists: of different presets, plain decoding among them.
-        times: of the plan's own acceptance.
-        objective, length, path: as of the search.
-        report: called after each of them.
+    ``finalists`` are of different presets, plain decoding last. ``times`` returns times under the
+    plan's own acceptance.
     """
     kept = [*finalists[:_FINALISTS], finalists[-1]]
     prompts = _PROMPTS * int(kept[0].config["batch_size"])
@@ -85,7 +79,7 @@ def changes(
         try:
             other = acceptance.shifted(odds)
         except UserError:
-            break  # a trace, which cannot be changed
+            break  # a trace has no ranks to change
         simulator = Simulator(other.pair(), path, of=f"odds{odds:+g}", prompts=prompts)
 
         def shifted(candidate: Candidate, count: int, of: Simulator = simulator) -> Times:
@@ -115,7 +109,7 @@ def _fastest(
 
 
 def sentences_of_changes(found: Sequence[Change], name: str, hit_rate: float) -> list[str]:
-    """For each input and direction, the nearest value at which another preset is first."""
+    """Says for each input and direction at which nearest value another preset is first."""
     told = []
     for what, here in (("acceptance", hit_rate), ("link", 1.0)):
         of_kind = [change for change in found if change.what == what]
@@ -154,7 +148,7 @@ def _span(what: str, low: float, high: float) -> str:
 
 
 def sentence_of_shares(found: Mapping[str, float], hidden: float | None) -> str:
-    """Which work the time per token follows, largest first."""
+    """Says which work the time per token depends on, largest share first."""
     named = {
         **{"stage": "the target's passes", "draft": "drafting", "transfer": "transfers"},
         **{"prune": "pruning", "head": "the output head", "middle": "the middle model"},

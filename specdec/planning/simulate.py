@@ -1,4 +1,4 @@
-"""Candidates decoded on a simulated clock, a few prompts at a time; results are kept on disk."""
+"""Decodes candidates on a simulated clock, a few prompts at a time, and stores the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 
 _PROMPT_TOKENS = 16
-_DIGITS = 9  # a clock that ran before rounds differently: nanoseconds are the same
+_DIGITS = 9  # a clock's sums round differently after earlier runs; nanoseconds are reproducible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,11 @@ class Candidate:
     """A strategy with its sizes in a layout.
 
     Attributes:
-        name: of the preset.
-        layout: of its models.
-        config: resolved, with the costs of the layout.
+        name: name of the preset.
+        config: resolved configuration, with the costs of the layout.
         sizes: keys of the policy that differ from the preset.
-        decoded: whether models decode it on the simulated clock, since its source reads what no
-            law or record has.
+        decoded: whether real models decode it on the simulated clock, since its source reads what
+            no law or record has.
     """
 
     name: str
@@ -44,14 +43,14 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Digest of all that its times depend on."""
+        """A digest of all that the times depend on."""
         parts = ("source", "policy", "verifier", "executor", "serving", "seed", "batch_size")
         told = {part: self.config.get(part) for part in parts}
         told["costs"] = self.config["clock"]["costs"]
         return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:20]
 
     def told(self) -> str:
-        """The preset and its sizes."""
+        """Returns the preset and its sizes as text."""
         sizes = " ".join(f"{key}={_shown(value)}" for key, value in self.sizes.items())
         return f"{self.name} {sizes}".strip()
 
@@ -61,11 +60,10 @@ class Unit:
     """Counts of prompts that were served together.
 
     Attributes:
-        requests: of the unit.
         tokens, seconds: of the decode phases, summed over requests.
-        emitted, clock_s: all tokens, and the time in which they came.
-        answers, hits: of the target.
-        draft_s, hidden_s: seconds of drafting, and those of them beside target work.
+        emitted, clock_s: all tokens, and the time from start to end.
+        answers, hits: answers of the target, and those of them that were hits.
+        draft_s, hidden_s: seconds of drafting, and seconds of it that overlapped target work.
     """
 
     requests: int
@@ -80,7 +78,7 @@ class Unit:
 
 
 def unit_of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
-    """The counts of finished requests that were served together."""
+    """Counts finished requests that were served together."""
     phases = [decode_phase(result) for result in results]
     return Unit(
         requests=len(results),
@@ -97,11 +95,11 @@ def unit_of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
 
 _FIELDS = tuple(item.name for item in fields(Unit))
 TIMES = ("seconds", "clock_s", "draft_s", "hidden_s")
-"""Fields of ``Unit`` that are times."""
+"""The fields of ``Unit`` that are times."""
 
 
 class Models(Protocol):
-    """Models and the prompts of a record, in its order."""
+    """Models, and the prompts in the order of the record."""
 
     @property
     def pair(self) -> ModelPair: ...
@@ -111,10 +109,9 @@ class Models(Protocol):
 
 
 class Simulator:
-    """Decodes candidates; every unit is kept in a file, so that a search can continue.
+    """Decodes candidates; results are stored in a file, so that a search can be resumed.
 
-    Attributes:
-        simulated_tokens: tokens decoded by this object, those read from the file left out.
+    ``simulated_tokens`` counts tokens that this object decoded, without results read from the file.
     """
 
     def __init__(
@@ -126,14 +123,14 @@ class Simulator:
         prompts: int,
         models: Models | None = None,
     ) -> None:
-        """Reads what is on disk.
+        """Reads the results that the file has.
 
         Args:
-            pair: plays the draft's hits.
-            path: of the file; None keeps nothing.
-            of: what the pair plays, part of the keys of results.
-            prompts: at most; pairs that draw prompts have as many.
-            models: that decode candidates without a law or record.
+            pair: models that reproduce the draft's acceptance.
+            path: file for results; None stores nothing.
+            of: name of what ``pair`` reproduces, a part of the keys of results.
+            prompts: number of prompts to draw, or at most to take from a record.
+            models: real models for candidates that no law or record can reproduce.
         """
         self._pair, self._path, self._of, self._models = pair, path, of, models
         self._known: dict[str, Unit] = {}
@@ -150,19 +147,12 @@ class Simulator:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that there are."""
         return len(self._prompts)
 
     def units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
-        """The results of the first ``count`` units of ``batch_size`` prompts each.
+        """Returns the results of the first ``count`` units of ``batch_size`` prompts each.
 
-        Args:
-            candidate: what decodes them.
-            count: of units; fewer where there are not so many prompts.
-            length: tokens per prompt.
-
-        Raises:
-            UserError: parts that do not go together.
+        There are fewer if there are not enough prompts. ``length`` is in tokens per prompt.
         """
         batch = int(candidate.config["batch_size"])
         count = min(count, max(len(self._prompts) // batch, 1))
@@ -172,9 +162,9 @@ class Simulator:
         return [self._known[key] for key in keys]
 
     def copy_scaled(self, made: Candidate, scaled: Candidate, factor: float) -> None:
-        """Known results of ``scaled``, all of whose costs are ``factor`` times those of ``made``.
+        """Copies results of ``made`` to ``scaled``, whose costs are all ``factor`` times as large.
 
-        The schedule is the same then, so every time is ``factor`` times as long.
+        The schedule is then the same, so every time is ``factor`` times as long.
         """
         for key, unit in list(self._known.items()):
             of, digest, rest = key.split(":", 2)
@@ -193,7 +183,7 @@ class Simulator:
         runner = PartsRunner(cfg=candidate.config, pair=pair, stop=stop)
         try:
             for at, key in enumerate(keys):
-                # A source may remember earlier prompts, so these are decoded again.
+                # A source may remember earlier prompts, so known ones are decoded again.
                 if key in self._known and not candidate.decoded:
                     continue
                 results: list[RequestResult] = []

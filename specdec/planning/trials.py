@@ -1,9 +1,9 @@
-"""Short measured runs of the last candidates: what simulations on a measured profile still miss.
+"""Runs the last candidates briefly, to measure what simulations on a measured profile miss.
 
 Each candidate decodes prompts of the record for real, in turns of a fraction of a second with the
-others, and the same prompts simulated. The ratio of both times per token scales all its costs, so
-that ranking, intervals and the written profile are those of the runs. Prompts are the same, so the
-ratio contains no spread between prompts.
+others, and the same prompts in simulation. The ratio of the two times per token then scales all its
+costs, so that ranking, intervals and the written profile agree with the runs. Since the prompts are
+the same, the ratio has no variance from prompts.
 """
 
 from __future__ import annotations
@@ -22,22 +22,19 @@ from specdec.planning.search import Search, Times
 from specdec.planning.simulate import Unit
 
 TRIALS_FILE = "trials.json"
-"""Key of a candidate -> the ratio of its times, tokens per answer, and tokens/s of its runs."""
+"""Key of a candidate -> ratio of its times, tokens per answer, and tokens/s of its runs."""
 
-_RUNS = 16  # of each candidate: on different prompts, as far as there are so many
-_STEADY = 1.1  # largest ratio of the fastest to the slowest run of plain decoding without a note
+_RUNS = 16  # runs of each candidate, on different prompts as far as possible
+_STEADY = 1.1  # a note is given if plain decoding's fastest run exceeds this times the slowest
 
 
 def calibrated(
     candidates: Sequence[Candidate], *, search: Search, models: ModelsHere, path: Path
 ) -> list[Candidate]:
-    """The candidates with costs that explain measured runs; those that do not run are left out.
+    """Scales the candidates' costs to measured runs; drops those that do not run here.
 
-    Args:
-        candidates: on one device, all of one batch size.
-        search: whose simulator and objective are used; receives the reasons and a note.
-        models: that run.
-        path: of the file of ratios, which is continued.
+    ``search`` receives the reasons and a note. Ratios that the file ``path`` has are not measured
+    again.
     """
     known: dict[str, dict[str, Any]] = {}
     if path.is_file():
@@ -65,13 +62,13 @@ def calibrated(
 
 
 def _config(made: Candidate, models: ModelsHere) -> dict[str, object]:
-    """The configuration of a real run: the preset of these models with the candidate's parts."""
+    """Returns the configuration of a real run, with the candidate's policy and executor."""
     config = models.config(made.name)
     return {**config, "policy": made.config["policy"], "executor": made.config["executor"]}
 
 
 def _runs(made: Candidate, search: Search, models: ModelsHere) -> bool:
-    """Whether the candidate decodes a few tokens; otherwise its reason is noted."""
+    """Returns whether the candidate can decode a few tokens here; if not, notes the reason."""
     try:
         models.decode([_config(made, models)], batch=1, count=1, length=2)
     except UserError as error:
@@ -83,7 +80,7 @@ def _runs(made: Candidate, search: Search, models: ModelsHere) -> bool:
 def _trials(
     candidates: Sequence[Candidate], search: Search, models: ModelsHere
 ) -> dict[str, dict[str, Any]]:
-    """For each candidate the ratio of times, and tokens per answer of both, which should agree."""
+    """Returns each candidate's ratio of times, and both tokens per answer, which should agree."""
     batch = int(candidates[0].config["batch_size"])
     count = min(_RUNS, max(search.simulator.num_prompts // batch, 1))
     rounds = _RUNS // count
@@ -112,10 +109,10 @@ def _trials(
 
 
 def _unsteady(speeds: Sequence[float]) -> str | None:
-    """A note on a machine whose speed changed during the runs of plain decoding.
+    """Returns a note if the machine's speed changed during the runs of plain decoding.
 
-    A pass of plain decoding costs nearly the same on all prompts, so that other differences between
-    its runs are the machine's.
+    A pass of plain decoding costs nearly the same on all prompts, so differences between its runs
+    are due to the machine.
     """
     if not speeds or max(speeds) <= _STEADY * min(speeds):
         return None
@@ -127,5 +124,4 @@ def _unsteady(speeds: Sequence[float]) -> str | None:
 
 
 def tokens_per_answer(units: Sequence[Unit]) -> float:
-    """Emitted tokens per answer of the target."""
     return sum(unit.emitted for unit in units) / max(sum(unit.answers for unit in units), 1)

@@ -1,5 +1,3 @@
-"""Files and text of a plan: the preset, the profile, flags of engines, the table."""
-
 from __future__ import annotations
 
 import json
@@ -14,15 +12,14 @@ from specdec.planning.chains import ChainCell
 from specdec.planning.simulate import Candidate
 
 PRESET = "planned"
-"""Name of the written preset and profile."""
+"""The name of the written preset and profile."""
 
 RESULT_FILE = "plan.json"
-"""Written last in the folder of a plan."""
+"""This file is written last, so a folder that has it has a whole plan."""
 
 TABLE_FILE = "plan.txt"
-"""The table as printed."""
 
-_LOOKUP_MAX = 16  # tokens of a match that count at most, as in source=prompt_lookup
+_LOOKUP_MAX = 16  # most tokens of a match, as in source=prompt_lookup
 _VLLM = {"specdec.sources.PromptLookupSource": "ngram"}  # sources without a draft
 _SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 _SHOWN = 8  # rows of the ranking
@@ -30,20 +27,19 @@ _WIDTH = 110
 
 
 def write_plan(folder: Path, plan: Plan, winner: Candidate, provenance: Mapping[str, Any]) -> None:
-    """Writes preset, profile, table and plan.json."""
     write_parts(folder, winner, plan.best.tokens_per_s)
     write_text(folder / TABLE_FILE, table(plan))
     write_json(folder / RESULT_FILE, {**plan.to_json(), "provenance": provenance})
 
 
 def write_parts(folder: Path, candidate: Candidate, tokens_per_s: float) -> None:
-    """Writes a candidate's preset and profile: ``--config-dir DIR strategy=planned``."""
+    """Writes preset and profile for ``--config-dir DIR strategy=planned``."""
     write_text(folder / "strategy" / f"{PRESET}.yaml", preset(candidate, tokens_per_s))
     write_text(folder / "profile" / f"{PRESET}.yaml", profile(candidate))
 
 
 def preset(winner: Candidate, tokens_per_s: float) -> str:
-    """A strategy's YAML; ``tokens_per_s`` is the expected speed, for its comment."""
+    """Returns a strategy's YAML; ``tokens_per_s`` is the expected speed, for its comment."""
     choices, layout = winner.config["choices"], winner.layout
     executor = str(choices["executor"])
     has_keys = len(winner.config["executor"]) > 1
@@ -74,7 +70,7 @@ def preset(winner: Candidate, tokens_per_s: float) -> str:
 
 
 def profile(winner: Candidate) -> str:
-    """The latency profile of the first choice: ``clock.profile=planned``."""
+    """Returns the latency profile that ``clock.profile=planned`` reads."""
     clock = winner.config["clock"]
     lines = [
         f"# Times of the first choice of a plan, on {winner.layout.told()}.",
@@ -91,17 +87,11 @@ def profile(winner: Candidate) -> str:
 def engine_flags(
     cell: ChainCell | None, draft: str, drafter: str, winner: Candidate
 ) -> dict[str, str]:
-    """Flags of vLLM and SGLang for the best chain, and for a first choice that copies text.
+    """Returns flags of vLLM and SGLang for the best chain, or for a first choice that copies text.
 
     Names as in vLLM's docs/features/speculative_decoding/configuration.md (9d0e0b83) and SGLang's
-    docs/advanced_features/speculative_decoding.md (067ad4d3). SGLang's n-gram method verifies
-    trees of another shape: left out.
-
-    Args:
-        cell: the best chain; None for none.
-        draft: path of the draft model or head.
-        drafter: a value of ``PlanOptions.drafter``.
-        winner: the first choice.
+    docs/advanced_features/speculative_decoding.md (067ad4d3). SGLang's n-gram method is left out,
+    since it verifies trees of another shape.
     """
     copies = _VLLM.get(str(winner.config["source"].get("_target_")))
     if copies is not None and "gamma" in winner.config["policy"]:
@@ -131,7 +121,6 @@ def _vllm(method: str, number: int, draft: str) -> str:
 
 
 def table(plan: Plan) -> str:
-    """The plan as text."""
     lines = [
         f"plan for {plan.objective}: batch {plan.batch}, context {plan.context},"
         f" {plan.devices} device{'s' * (plan.devices > 1)}; simulated time on {plan.machine}",
@@ -156,13 +145,13 @@ def table(plan: Plan) -> str:
 
 
 def _ranking(plan: Plan) -> list[str]:
-    """The best of each preset; its share of being first is that of all its sizes."""
+    """Returns the best of each preset; its share of being first is that of all its sizes."""
     best = list({c.strategy: c for c in reversed(plan.choices)}.values())
     first = {
         b.strategy: sum(c.first for c in plan.choices if c.strategy == b.strategy) for b in best
     }
     shown = sorted(best, key=plan.choices.index)
-    if len(shown) > _SHOWN:  # plain decoding is always shown
+    if len(shown) > _SHOWN:  # keep plain decoding in the table
         plain = next(c for c in shown if c.is_plain)
         shown = [*shown[: _SHOWN - 1], *([] if plain in shown[: _SHOWN - 1] else [plain])]
     limit = plan.memory_limit_gb
@@ -199,7 +188,7 @@ def _named(choice: Recommendation) -> str:
 
 
 def _chains(plan: Plan) -> list[str]:
-    """Draft tokens of the best chain over batch and context."""
+    """Returns lines with the draft tokens of the best chain by batch and context."""
     if not plan.chains:
         return []
     contexts = list(dict.fromkeys(cell.context for cell in plan.chains))
