@@ -1,4 +1,4 @@
-"""Token sources: propose tokens with their draft probabilities.
+"""Token sources propose tokens with their draft probabilities.
 
 Constructors raise ``ValueError`` for arguments outside their annotated bounds.
 """

@@ -1,5 +1,3 @@
-"""Draft passes that run beside the controller: an asynchronous source of any source."""
-
 from __future__ import annotations
 
 import threading
@@ -24,19 +22,18 @@ class Background(TokenSource):
     """Makes a source asynchronous: its passes run on a separate device, one after another.
 
     On a simulated or paced clock a pass is computed when it starts and takes its time on clock rank
-    ``free_rank``; on a measured clock it runs in a thread, over a copy of the trees. Commits that
-    arrive during a pass take effect when it has ended. ``expand`` waits for its pass.
+    ``free_rank``. On a measured clock it runs in a thread, over a copy of the trees. Calls of
+    ``open``, ``commit`` and ``close`` during a pass take effect when the pass has ended. ``expand``
+    waits for its pass.
+
+    Args:
+        source: any source that shares no caches with the executor.
+        free_rank: clock rank of the device, which no other device has.
     """
 
     asynchronous = True
 
     def __init__(self, *, source: TokenSource, free_rank: int) -> None:
-        """Wraps a source.
-
-        Args:
-            source: any source that shares no caches with the executor.
-            free_rank: clock rank of its device, which no other device has.
-        """
         self._source = source
         self.needs, self.vocab_size = source.needs, source.vocab_size
         self.gives_probs, self.model = source.gives_probs, source.model
@@ -66,11 +63,9 @@ class Background(TokenSource):
         return True
 
     def open(self, request: RequestState) -> None:
-        """Opens a request, after the running pass."""
         self._after_pass(partial(self._source.open, request))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Runs a pass and waits for it."""
         ticket = self.start(state, nodes, k)
         if ticket.due_s is not None:
             state.clock.wait_until(ticket.due_s)
@@ -80,7 +75,7 @@ class Background(TokenSource):
         return candidates
 
     def start(self, state: DecodeState, nodes: Nodes, k: int) -> Ticket:
-        """Starts a pass, which begins when those before it have ended."""
+        """Starts a pass, which begins when the passes before it have ended."""
         result: Future[Candidates]
         if state.clock.kind is ClockKind.MEASURED:
             ticket, view = Ticket(nodes=nodes), state.copy(nodes)
@@ -102,7 +97,6 @@ class Background(TokenSource):
         return ticket
 
     def poll(self, ticket: Ticket) -> Candidates | None:
-        """The candidates of a pass that has ended."""
         result = self._results[ticket]
         if not result.done() or _is_later(ticket, self._run_clock):
             return None
@@ -111,11 +105,9 @@ class Background(TokenSource):
         return result.result()
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Applies commits, after the running pass."""
         self._after_pass(partial(self._source.commit, commits, output))
 
     def close(self, request_id: int) -> None:
-        """Closes a request, after the running pass."""
         self._after_pass(partial(self._source.close, request_id))
 
     def _pass(
@@ -126,7 +118,7 @@ class Background(TokenSource):
         k: int,
         clock: Clock,
     ) -> Candidates:
-        """Thread: the calls deferred before the start, then one pass over a copy of the trees."""
+        """Runs in the thread: makes the deferred calls, then one pass over a copy of the trees."""
         with torch.inference_mode():
             for call in calls:
                 call()
@@ -139,13 +131,12 @@ class Background(TokenSource):
     def _trace(
         self, clock: Clock, began: float, seconds: float, nodes: Nodes, *, work_s: float = 0.0
     ) -> None:
-        """Adds a pass to the trace, if the run has one."""
         if clock.timeline is not None:
             kind = Work.DRAFT.value
             clock.timeline.add(self._rank, kind, began, seconds, len(nodes), work_s)
 
     def _wake(self, _result: Future[Candidates]) -> None:
-        """Thread: a pass has ended, and ``poll`` returns it."""
+        """Runs in the thread when a pass has ended, so that the loop calls ``poll``."""
         if self._wakeup is not None:
             self._wakeup.set()
 
@@ -162,5 +153,5 @@ class Background(TokenSource):
 
 
 def _is_later(ticket: Ticket, clock: Clock | None) -> bool:
-    """Whether a pass with a planned end has not ended yet."""
+    """Whether a pass whose end is planned on the clock has not ended yet."""
     return clock is not None and ticket.due_s is not None and ticket.due_s > clock.now()

@@ -1,8 +1,3 @@
-"""Proposed candidates by node, for sources that may expand a node more than once.
-
-Shape letters: W nodes, K candidates.
-"""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,7 +10,7 @@ from specdec.types import Candidates, FloatArray, IntArray, NodeMap, Nodes
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The row of ``Candidates`` of one node."""
+    """One node's row of ``Candidates``."""
 
     tokens: IntArray
     logprobs: FloatArray
@@ -24,13 +19,13 @@ class _Row:
 
 
 class CandidateCache(NodeMap[_Row]):
-    """Rows of ``Candidates`` of the live nodes."""
+    """Stores candidates by node, for sources that may expand a node more than once."""
 
     def missing(self, nodes: Nodes) -> Nodes:
         return nodes.where(np.array([row is None for row in self.get(nodes)], np.bool_))
 
     def keep(self, nodes: Nodes, candidates: Candidates) -> None:
-        """Stores candidates; rows of count 0 and rows of closed requests are ignored."""
+        """Stores candidates; ignores rows of count 0 and rows of closed requests."""
         counts = candidates.counts.tolist()
         for request_id, ids, rows in nodes.packed():
             for row, node_id in enumerate(ids.tolist(), rows.start):
@@ -41,7 +36,7 @@ class CandidateCache(NodeMap[_Row]):
                     )
 
     def recall(self, nodes: Nodes, k: int) -> Candidates:
-        """Up to ``k`` stored candidates per node; count 0 for nodes without a row."""
+        """Returns up to ``k`` stored candidates per node; count 0 for nodes without a row."""
         rows = self.get(nodes)
         stored = [row for row in rows if row is not None]
         if not stored:

@@ -1,5 +1,3 @@
-"""Sources that are composed of other sources."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -14,18 +12,13 @@ if TYPE_CHECKING:
 
 
 class CombinedSource(TokenSource):
-    """Base of sources that open, commit and close other sources.
+    """Base of sources that open, commit and close other sources, which are not used elsewhere.
 
     Attributes:
         counters: sums over the sources; ``by_level`` lists their levels in the same order.
     """
 
     def __init__(self, sources: Sequence[TokenSource]) -> None:
-        """Wraps sources, which must not be used elsewhere.
-
-        Raises:
-            ValueError: for no sources, or different vocabularies.
-        """
         if not sources:
             raise ValueError("source.sources=[] must list at least one source")
         sizes = {s.vocab_size for s in sources if s.vocab_size is not None}
@@ -66,7 +59,6 @@ class CombinedSource(TokenSource):
 
 
 def joined_needs(needs: Iterable[Needs]) -> Needs:
-    """The union of the requirements."""
     parts = list(needs)
     return Needs(
         target_probs=any(n.target_probs for n in parts),

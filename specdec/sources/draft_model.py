@@ -1,5 +1,3 @@
-"""A draft model with its own KV cache as a token source."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -22,12 +20,21 @@ if TYPE_CHECKING:
 
 
 class DraftModelSource(CachedModelSource):
-    """Proposes the most probable, or sampled, next tokens of a draft model, or of a middle model.
+    """Proposes the most probable, or sampled, next tokens of a draft or middle model.
 
-    Nodes beyond the model's maximum position get count 0.
+    The model has its own KV cache. Nodes beyond its maximum position get count 0.
 
-    Attributes:
-        model: name of the model.
+    Args:
+        runner: runs all layers of the model; or a function from name to runner.
+        model: the model's name, by which a latency profile prices its passes.
+        sample: sample candidates without replacement from the draft's distribution after the
+            target's sampling transform, and return that distribution (for rejection verifiers).
+        guess_draw: rank candidates by the draw with which the target will select its token (Staged
+            Speculative Decoding, future work 1). Lossless under ``match``.
+        guess_spread: with ``guess_draw``: expected error of the draft's CDF at the draw
+            (``NearDraw``); None: place first the token that the draw selects from the draft's
+            distribution (``DrawGuesser``).
+        prefill_chunk: maximum number of prompt rows per request and pass.
     """
 
     @validated
@@ -41,23 +48,6 @@ class DraftModelSource(CachedModelSource):
         guess_spread: Positive | None = 0.2,
         prefill_chunk: Count = 512,
     ) -> None:
-        """Wraps a model.
-
-        Args:
-            runner: the model, all layers; or name -> the model of that name.
-            model: the name, by which a latency profile prices its passes. Default: "draft".
-            sample: sample candidates without replacement from the draft's distribution, processed
-                by the target's transform, and return that distribution (rejection verifiers).
-            guess_draw: rank candidates by the draw with which the target will select its token
-                (Staged Speculative Decoding, future work 1). Lossless under ``match``.
-            guess_spread: with ``guess_draw``: expected error of the draft's CDF at the draw
-                (``NearDraw``); None: place first the token that the draw selects from the draft's
-                distribution (``DrawGuesser``). Default: 0.2.
-            prefill_chunk: maximum number of prompt rows per request and pass. Default: 512.
-
-        Raises:
-            ValueError: for both ``sample`` and ``guess_draw``, or a chunk below 1.
-        """
         if sample and guess_draw:
             raise ValueError(
                 "guess_draw=true reads the target's draws, which would bias a rejection verifier;"
@@ -85,7 +75,6 @@ class DraftModelSource(CachedModelSource):
             self.guesser.open(request.id)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Updates the caches, and counts which guesses were right."""
         super().commit(commits, output)
         if self.guesser is not None:
             self.guesser.commit(commits)

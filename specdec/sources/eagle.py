@@ -1,16 +1,16 @@
-"""Proposals of an EAGLE head, which drafts from the target's hidden states.
+"""Proposals of an EAGLE head, which drafts from the target's hidden states (features).
 
-The head's row for the token at position p reads the state of position p - 1. That is the target's
-feature where it has arrived (``Output.prompts``, ``Commit.hidden``, ``TokenTree.hidden``) and the
-head's own output below the last such position: one level below it in a strategy that waits for its
-answers, up to N levels on a pipeline of N stages.
+The head's row for the token at position p reads the feature of position p - 1. That is the target's
+own feature if it has arrived (``Output.prompts``, ``Commit.hidden``, ``TokenTree.hidden``). Below
+the last such position, the head reads its own output instead: for one level in a strategy that
+waits for its answers, for up to N levels on a pipeline of N stages.
 
-When a feature arrives late, the row that was computed without it is computed again in place, in the
-pass of the next nodes: at the latest when it enters the prefix. Candidates that its node already
-has stay in the tree, and so do the outputs of rows below it.
+If a feature arrives after its row was computed from the head's output, the row is recomputed in
+place, in the pass of the next nodes: at the latest when it enters the prefix. The candidates that
+its node already has stay in the tree, and the outputs of rows below it stay too.
 
 Shape letters: W nodes, C nodes that a pass computes, T positions, S feature size, E hidden size of
-the head, U draft vocabulary, V vocabulary.
+the head, U draft vocabulary, V vocabulary, F rows that read a feature.
 """
 
 from __future__ import annotations
@@ -37,18 +37,30 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState
 
 _VERSIONS: dict[str, Literal[1, 3]] = {"eagle": 1, "eagle3": 3}
-_DROPPED = 32  # positions forgotten at a time: every step would take a copy per stream
+_DROPPED = 32  # positions freed at a time, because freeing copies every stream
 _NONE: IntArray = np.zeros(0, np.int64)
 _EMPTY = torch.zeros(0, 0)
 
 
 class EagleSource(CachedModelSource):
-    """Proposes the candidates of an EAGLE head of any version; keeps the head's own cache.
+    """Proposes the candidates of an EAGLE head of any version, which has its own KV cache.
 
     A request has candidates once the hidden states of its prompt have arrived. One ``expand`` is
-    one packed pass, preceded by passes over a long prompt, and by one per level of ancestors that
-    other sources have proposed. A latency profile prices a pass as one of the draft model.
-    Catch-up rows are those of committed tokens, and of nodes that were computed again.
+    one packed pass. It is preceded by passes over a long prompt, and by one pass per level of
+    ancestors that other sources have proposed. A latency profile prices a pass as one of the draft
+    model. Catch-up rows are those of committed tokens, and of nodes that were recomputed.
+
+    Args:
+        pair: the model pair, with the head of ``model.eagle_head`` or an untrained one.
+        meter: counts the passes as "eagle".
+        untrained: kind of an untrained head, EAGLE-1 or 3; a head from disk has its own.
+        early: read hidden states as soon as their layer has computed them, instead of with the
+            answers.
+        sample: sample candidates and return their distribution, for rejection verifiers.
+        prefill_chunk: maximum number of prompt rows per request and pass.
+
+    Raises:
+        UserError: the pair has no hidden states, or no head that fits its target.
     """
 
     @validated
@@ -62,21 +74,6 @@ class EagleSource(CachedModelSource):
         sample: bool = False,
         prefill_chunk: Count = 512,
     ) -> None:
-        """Loads the head.
-
-        Args:
-            pair: the model pair, with the head of ``model.eagle_head`` or an untrained one.
-            meter: counts the passes as "eagle".
-            untrained: kind of an untrained head, EAGLE-1 or 3; a head from disk has its own.
-                Default: "eagle3".
-            early: read hidden states as soon as their layer has computed them, instead of with the
-                answers. Default: false.
-            sample: sample candidates and return their distribution, for rejection verifiers.
-            prefill_chunk: maximum number of prompt rows per request and pass. Default: 512.
-
-        Raises:
-            UserError: the pair has no hidden states, or no head that fits its target.
-        """
         runner = pair.artefact(EagleRunner, version=_VERSIONS[untrained], meter=meter)
         self._names = names = runner.names
         super().__init__(
@@ -110,11 +107,10 @@ class EagleSource(CachedModelSource):
         )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Takes hidden states; moves accepted entries into the prefix, drops pruned nodes."""
         for chunk in output.prompts:
             if (draft := self._drafts.get(chunk.request)) is not None:
                 draft.features.add(chunk.hidden, chunk.start)
-        # Positions in the head's cache are one less than the tree's.
+        # The head's row for position p reads the feature of p - 1, so its positions are one less.
         super().commit([replace(c, prefix_len=c.prefix_len - 1) for c in commits], output)
         self._states.commit(commits)
         for commit in commits:
@@ -133,10 +129,10 @@ class EagleSource(CachedModelSource):
         return full
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """bool[W]: whether the feature before the root has arrived.
+        """Returns bool[W]: whether the feature before the root has arrived.
 
         Sampled candidates begin with the second root: in a pipeline the prompt's features arrive
-        after the first one was submitted, and outputs are the same on every executor.
+        after the first root was submitted, and outputs must be the same on every executor.
         """
         has_feature = 0 < request.prefix_len <= self._drafts[request.id].features.known
         return np.full(len(ids), has_feature and bool(request.output or not self.gives_probs))
@@ -144,7 +140,7 @@ class EagleSource(CachedModelSource):
     def _compute(
         self, state: DecodeState, selected: Sequence[tuple[RequestState, IntArray]]
     ) -> Tensor:
-        """[W, U]: logits of the nodes (request, ids) to expand, in packed order."""
+        """Returns logits [W, U] of the nodes (request, ids) to expand, in packed order."""
         pending = {r.id: self._missing(r, ids) for r, ids in selected}
         drafts = [self._drafts[request.id] for request, _ in selected]
         self._catch_up_prompts(state, drafts, pending)
@@ -193,15 +189,15 @@ class EagleSource(CachedModelSource):
 class Features:
     """The target's hidden states of consecutive positions that are still needed.
 
-    The streams of one position may arrive at different times (early hidden states).
+    There is one stream of rows per name; a name may occur twice. The streams of one position may
+    arrive at different times (early hidden states).
 
     Attributes:
-        names: the streams, concatenated in this order.
+        names: the streams in the order in which a feature concatenates them.
         first: position of the first stored row.
     """
 
     def __init__(self, names: Sequence[HiddenName]) -> None:
-        """Stores the streams ``names``; one may occur twice."""
         self.names = tuple(names)
         self._streams: dict[HiddenName, list[Tensor]] = {name: [] for name in names}
         self._counts = dict.fromkeys(self._streams, 0)
@@ -209,11 +205,11 @@ class Features:
 
     @property
     def known(self) -> int:
-        """Number of positions, from 0, whose streams have all arrived."""
+        """Number of positions, from 0, for which all streams have arrived."""
         return self.first + min(self._counts.values())
 
     def add(self, hidden: Mapping[HiddenName, Tensor], start: int) -> None:
-        """Appends rows [T, ..] of the positions from ``start`` on, of any of the streams."""
+        """Appends rows [T, ..] of the positions from ``start`` on to any of the streams."""
         for name, rows in hidden.items():
             if name in self._streams:
                 end = self.first + self._counts[name]
@@ -222,19 +218,19 @@ class Features:
                 self._counts[name] += len(rows)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """[stop - start, S]: features of the positions ``start`` .. ``stop`` - 1."""
+        """Returns the features of positions ``start`` .. ``stop`` - 1, [stop - start, S]."""
         at = slice(start - self.first, stop - self.first)
         assert 0 <= at.start <= at.stop <= min(self._counts.values()), "positions not stored"
         return torch.cat([self._joined(name)[at] for name in self.names], -1)
 
     def drop(self, start: int) -> None:
-        """Forgets the positions before ``start``, once they are more than a few."""
+        """Frees the positions before ``start``, once there are more than a few."""
         num = min(start, self.known) - self.first
         if num < _DROPPED:
             return
         for name in self._streams:
             rest = self._joined(name)[num:]
-            # A copy: the rows may be a view of a whole chunk, or of a whole batch.
+            # A copy, because a view would keep the whole chunk or batch in memory.
             self._streams[name] = [rest.clone()]
             self._counts[name] -= num
         self.first += num
@@ -252,11 +248,12 @@ class HeadState:
 
     Attributes:
         cache: keys and values; slot s has the token at position s + 1.
-        features: the target's.
+        features: the target's features.
         states: node id -> [E], the head's own output.
-        logits: node id -> [U], of nodes computed as ancestors and not expanded yet.
-        true_len: entries of the cache's prefix that were computed from the target's features.
-        true_nodes: nodes whose entries were.
+        logits: node id -> [U], for nodes computed as ancestors and not expanded yet.
+        true_len: number of entries of the cache's prefix that were computed from the target's
+            features.
+        true_nodes: ids of the nodes whose entries were computed from the target's features.
     """
 
     request: RequestState
@@ -268,7 +265,7 @@ class HeadState:
     true_nodes: set[int] = field(default_factory=set)
 
     def commit(self, commit: Commit) -> None:
-        """Takes the features of a commit that the cache has followed."""
+        """Adds the features of a commit; the cache must have applied the commit already."""
         num_retired = len(commit.retired_ids)
         self.features.add(commit.hidden, commit.prefix_len - num_retired)
         # Entries computed from features extend the part of the prefix that is final.
@@ -282,7 +279,7 @@ class HeadState:
         self.features.drop(min(self.true_len, commit.prefix_len - 1))
 
     def feature(self, slot: int) -> Tensor | None:
-        """[1, S]: the target's feature of the position before a node; None if it is not there."""
+        """Returns the target's feature of the position before a node, [1, S], or None."""
         tree = self.request.tree
         if slot == 0:
             return self.features.rows(self.request.prefix_len - 1, self.request.prefix_len)
@@ -293,11 +290,11 @@ class HeadState:
 
 
 class HeadPass:
-    """Collects rows, runs them once and stores what they give.
+    """Collects rows, runs them in one pass and stores the results.
 
     Attributes:
-        num_rows: rows of the pass.
-        num_nodes: those of nodes that are computed for the first time.
+        num_rows: number of rows of the pass.
+        num_nodes: number of nodes that are computed for the first time.
     """
 
     def __init__(self, runner: EagleRunner) -> None:
@@ -313,15 +310,12 @@ class HeadPass:
 
     @property
     def num_logits(self) -> int:
-        """Rows whose logits the pass computes."""
         return len(self._logits_of)
 
     def add_prefix(self, draft: HeadState, limit: int | None = None) -> None:
         """Adds committed tokens whose entries are missing, or were computed without features.
 
-        Args:
-            draft: the head's state for a request.
-            limit: maximum number of rows. Default: all.
+        At most ``limit`` rows are added.
         """
         request, cache, start = draft.request, draft.cache, draft.true_len
         stop = request.prefix_len - 1
@@ -340,7 +334,7 @@ class HeadPass:
     def add_corrections(self, draft: HeadState) -> None:
         """Adds nodes whose entries were computed before the feature above them had arrived.
 
-        An entry is computed again in place if the entries of its ancestors lie before it.
+        An entry is recomputed in place if the entries of its ancestors lie before it.
         """
         cache, tree = draft.cache, draft.request.tree
         if not cache.num_nodes or (not tree.hidden and tree.root_id in draft.true_nodes):
@@ -373,14 +367,9 @@ class HeadPass:
             self._add_features(feature, np.array([-1]))
 
     def add_nodes(self, draft: HeadState, pending: IntArray) -> IntArray:
-        """Adds the nodes of ``pending`` whose parents' states are known.
+        """Adds the nodes of ``pending``, int64[C] sorted slots, whose parents' states are known.
 
-        Args:
-            draft: the head's state for a request.
-            pending: int64[C], slots, sorted.
-
-        Returns:
-            The others, which a later pass computes.
+        Returns the other nodes, which need a later pass.
         """
         if not len(pending):
             return pending
@@ -410,10 +399,9 @@ class HeadPass:
         return np.delete(pending, now)
 
     def run(self, *, keep: bool) -> Tensor:
-        """[.., U]: logits of all nodes of the pass, in the order in which they were added.
+        """Returns logits [.., U] of all nodes of the pass, in the order in which they were added.
 
-        Args:
-            keep: also store them with the drafts.
+        If ``keep`` is true, the logits are also stored in the nodes' ``HeadState``.
         """
         out = self._runner.forward(
             self._rows,
@@ -437,12 +425,12 @@ class HeadPass:
         nodes: tuple[HeadState, list[int], BoolArray] | None = None,
         wants: list[int] | None = None,
     ) -> None:
-        """Appends rows to the pass.
+        """Appends rows of one request to the pass.
 
         Args:
-            rows: of one request.
-            nodes: (draft, node ids, which of them are computed from a feature) if they are nodes.
-            wants: all of the nodes if their logits are needed, else none.
+            nodes: (head state, node ids, which of them are computed from a feature) if the rows are
+                nodes.
+            wants: ids of the nodes if their logits are needed (all or none).
         """
         start = self.num_rows
         self.num_rows += len(rows)
@@ -460,7 +448,6 @@ class HeadPass:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """The rows of all parts; no rows of any size without parts."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts) if parts else _EMPTY

@@ -1,8 +1,3 @@
-"""Proposals of exit heads of the target itself (EESD, PPSD).
-
-Shape letters: W nodes, K candidates, V vocabulary.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -28,15 +23,23 @@ if TYPE_CHECKING:
 
 
 class ExitSource(ModelSource):
-    """Base of sources that read exit heads of the target.
+    """Base of sources that propose candidates of exit heads of the target itself.
 
     With ``executor=early_exit`` (``exit_front``) expanded nodes are computed at once: draft, then
-    verify. With ``executor=pipeline`` proposals arrive with ``Output.exits`` once a submitted node
-    has passed the exit layer; until then it has count 0: verify while drafting (PPSD 4.2).
+    verify. With ``executor=pipeline`` proposals arrive in ``Output.exits`` when a submitted node
+    has passed the exit layer, and the node has count 0 until then: verify while drafting (PPSD
+    4.2).
+
+    Args:
+        pair: the model pair.
+        layers: number of layers before each exit, increasing; the first is the pair's own.
+        exit_front: builds the target's first layers with heads after the given layers, shared with
+            the executor; None if the executor returns the exits (a pipeline).
+        candidates: maximum number of tokens per node and exit that a pipeline returns.
+        sample: sample candidates and return their distribution, for rejection verifiers.
 
     Attributes:
-        layers: number of layers before each exit.
-        counters: passes of the front and their rows; in a pipeline, passes of the heads alone.
+        counters: passes and rows of the first layers; in a pipeline, of the heads alone.
     """
 
     def __init__(
@@ -48,16 +51,6 @@ class ExitSource(ModelSource):
         candidates: int,
         sample: bool,
     ) -> None:
-        """Composes the source.
-
-        Args:
-            pair: the model pair.
-            layers: number of layers before each exit, rising; the first is the pair's own.
-            exit_front: builds the target's first layers with heads after the given layers, shared
-                with the executor; None if the executor returns the exits (a pipeline).
-            candidates: maximum tokens per node and exit that a pipeline returns.
-            sample: sample candidates and return their distribution, for rejection verifiers.
-        """
         self.layers = tuple(layers)
         self._front = None if exit_front is None else exit_front(self.layers)
         needs = Needs(real_nodes=True)
@@ -84,7 +77,6 @@ class ExitSource(ModelSource):
             book.open(request.id)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Stores arrived exits and removes nodes that left the trees."""
         for exits in output.exits:
             nodes = Nodes(((exits.request, exits.node_ids),))
             self._books[self.layers.index(exits.layer)].keep(nodes, exits.candidates)
@@ -98,7 +90,7 @@ class ExitSource(ModelSource):
             book.close(request_id)
 
     def _read(self, state: DecodeState, nodes: Nodes, k: int, at: int = 0) -> Candidates:
-        """Candidates of exit number ``at``; count 0 for nodes that have not passed it."""
+        """Returns candidates of exit number ``at``; count 0 for nodes that have not passed it."""
         if self._front is None:
             return self._books[at].recall(nodes, k)
         known, logits = self._front.logits(state, nodes, at)
@@ -109,7 +101,10 @@ class ExitSource(ModelSource):
 
 
 class EarlyExitSource(ExitSource):
-    """Proposes the candidates of the target's first layers and one exit head."""
+    """Proposes the candidates of one exit head after the target's first layers (EESD, PPSD).
+
+    The arguments are those of ``ExitSource``.
+    """
 
     @validated
     def __init__(
@@ -120,12 +115,6 @@ class EarlyExitSource(ExitSource):
         candidates: Count = 16,
         sample: bool = False,
     ) -> None:
-        """Composes the source; arguments as of ``ExitSource``.
-
-        Raises:
-            ValueError: fewer than one candidate.
-            UserError: the pair has no early exit.
-        """
         super().__init__(
             pair=pair,
             layers=(pair.exit_layer,),
@@ -135,9 +124,7 @@ class EarlyExitSource(ExitSource):
         )
 
     def speedup_law(self, policy: TreePolicy, latency: int) -> SpeedupLaw | None:
-        """PPSD's Eq. 4 or 6; see ``exit_laws.law_of``."""
         return law_of(policy, self._pair.exit_layer, self._pair.num_layers, latency)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Candidates of nodes that have passed the exit; count 0 for the others."""
         return self._read(state, nodes, k)

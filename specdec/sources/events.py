@@ -1,5 +1,3 @@
-"""What happens while the target works: the end of its work, of draft passes, early arrivals."""
-
 from __future__ import annotations
 
 import threading
@@ -12,8 +10,8 @@ from specdec.types import Event, EventKind, Nodes, Ticket
 if TYPE_CHECKING:
     from specdec.state import DecodeState
 
-_LOOK_EVERY_S = 1e-3  # between two looks at parts that set no wakeup
-_CHECK_EVERY_S = 0.1  # between two looks at parts that do, in case one of them has failed
+_LOOK_EVERY_S = 1e-3  # polling interval if a part cannot wake the loop
+_CHECK_EVERY_S = 0.1  # polling interval otherwise, in case a part has failed
 
 
 class LoopEvents(Events):
@@ -39,7 +37,6 @@ class LoopEvents(Events):
         return self._executor.ready()
 
     def next_draft(self) -> Event:
-        """Waits for the end of a draft pass; see ``Events``."""
         assert self.running, "no draft pass runs"
         clock = self._state.clock
         while (event := self._ended_pass()) is None:
@@ -53,8 +50,8 @@ class LoopEvents(Events):
     def next(self) -> Event:
         """Waits for the next event, and applies it to the trees and to the source.
 
-        Candidates of an ended pass are stored with its nodes, except of pruned ones; early hidden
-        states likewise; exits go to the source.
+        Candidates of a pass that ended, and early hidden states, are stored with their nodes unless
+        these were pruned. Exits are passed to the source.
         """
         clock = self._state.clock
         while (event := self._happened()) is None:
@@ -72,7 +69,7 @@ class LoopEvents(Events):
         return event
 
     def _ended_pass(self) -> Event | None:
-        """A draft pass that has ended by now, stored in the trees; None if there is none."""
+        """Returns the event of a draft pass that has ended by now, after storing its candidates."""
         for ticket in sorted(self.running, key=lambda ticket: ticket.due_s or 0.0):
             candidates = self._levels[ticket.level].poll(ticket)
             if candidates is not None:
@@ -84,7 +81,6 @@ class LoopEvents(Events):
         return None
 
     def _happened(self) -> Event | None:
-        """An event that has happened by now; None if there is none."""
         if (ended := self._ended_pass()) is not None:
             return ended
         if (output := self._executor.poll()) is not None:
@@ -94,7 +90,7 @@ class LoopEvents(Events):
         return Event(EventKind.TARGET) if self._executor.ready() else None
 
     def _wait(self) -> None:
-        """Blocks until a part has something new; the first call only makes the parts tell."""
+        """Blocks until a part has something new; the first call only registers the wakeup."""
         if self._wakeup is None:
             self._wakeup = threading.Event()
             willing = [source.set_wakeup(self._wakeup) for source in self._levels]

@@ -1,8 +1,8 @@
-"""Theory of early-exit drafting: Eq. 4 and 6 of PPSD (arXiv 2509.19368).
+"""Theoretical speed-up of early-exit drafting: Eq. 4 and 6 of PPSD (arXiv 2509.19368).
 
-Letters as in the paper: alpha is the chance that a draft token is accepted if those before it were,
-gamma the draft tokens per pass, N the layers of the target, E those before the exit. Costs are
-counted in layers; heads, transfers and the controller cost nothing.
+Letters as in the paper: alpha is the probability that a draft token is accepted if those before it
+were, gamma the number of draft tokens per pass, N the layers of the target, E the layers before the
+exit. Costs are counted in layers; heads, transfers and the controller cost nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from specdec.metrics.speedup import SpeedupLaw
 def eesd_law(gamma: int, exit_layer: int, num_layers: int) -> SpeedupLaw:
     """Eq. 4: drafting with the first E layers, then verifying (EESD).
 
-    gamma drafts of E layers; then the last draft token passes the first E layers and all of them
-    the other N - E.
+    A round has gamma passes through the first E layers. Then the last draft token passes these E
+    layers, and all draft tokens pass the other N - E.
     """
     return SpeedupLaw(plain=num_layers, gamma=gamma, draft=exit_layer)
 
@@ -26,14 +26,10 @@ def eesd_law(gamma: int, exit_layer: int, num_layers: int) -> SpeedupLaw:
 def ppsd_law(exit_layer: int, num_layers: int, num_stages: int | None = None) -> SpeedupLaw:
     """Eq. 6: verifying while drafting in a pipeline (PPSD).
 
-    An accepted token costs E layers, a rejected one a pass through all ceil(N / E) stages, the last
-    one counted as a whole stage. With more and smaller stages (the paper states no law for them) an
-    accepted token takes the ceil(E num_stages / N) steps to its exit, a rejected one all stages.
-
-    Args:
-        exit_layer: E.
-        num_layers: N.
-        num_stages: of the pipeline; ceil(N / E) if omitted.
+    An accepted token costs E layers, a rejected one a pass through all ceil(N / E) stages, with the
+    last one counted as a whole stage. With another ``num_stages`` (for which the paper states no
+    equation) an accepted token takes the ceil(E num_stages / N) steps to its exit, and a rejected
+    one all stages.
     """
     stages = ceil(num_layers / exit_layer)
     if num_stages is None or num_stages == stages:
@@ -44,13 +40,9 @@ def ppsd_law(exit_layer: int, num_layers: int, num_stages: int | None = None) ->
 
 
 def law_of(policy: Any, exit_layer: int, num_layers: int, latency: int) -> SpeedupLaw | None:
-    """The law of a strategy with one early exit; None if none applies.
+    """Returns the law of a strategy with one early exit; None if none applies.
 
-    Args:
-        policy: chains of ``chain_length`` tokens, or levels of ``width`` nodes fed to a pipeline.
-        exit_layer: E.
-        num_layers: N.
-        latency: steps from submission to answer.
+    ``latency`` is the number of steps from submission to answer.
     """
     if policy.follows_exits and latency > 1:
         law = ppsd_law(exit_layer, num_layers, latency)

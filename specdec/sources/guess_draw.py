@@ -4,12 +4,12 @@ Under ``match`` the target's next token is the inverse CDF of its distribution a
 Accepted tokens are the target's own, so using that draw to rank candidates does not change the
 output.
 
-The draft's CDF is not the target's: the draft's token at u is wrong where u is near an edge of its
-interval, and a token beyond that edge may be right. ``NearDraw`` takes the edges to be off by a
-random amount with density exp(-abs(x) / spread) / (2 spread): a token's score is the probability
-that its interval, moved by it, contains u, plus a small share of the token's own probability.
-``DrawGuesser`` places first the draft's token at u, which is right wherever the two distributions
-agree, also at temperatures at which the most probable token is a poor guess.
+The draft's CDF is not the target's: the draft's token at u is wrong if u is near an edge of its
+interval, and a token beyond that edge may be right. ``NearDraw`` assumes that the edges are off by
+a random amount with density exp(-abs(x) / spread) / (2 spread). A token's score is the probability
+that its interval, moved by that amount, contains u, plus a small share of the token's own
+probability. ``DrawGuesser`` places the draft's token at u first, which is right wherever the two
+distributions agree, even at temperatures at which the most probable token is a poor guess.
 
 Shape letters: W nodes, S tokens of positive probability, K candidates, V vocabulary.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState
 
 FAR_SHARE = 0.05
-"""Share of the scores that is the draft's probability, however far from u the token is."""
+"""Weight of the draft's own probability in the scores, which does not depend on u."""
 
 _BINS = 10
 _PRIOR_TRIALS = 4.0
@@ -39,7 +39,7 @@ _ALMOST_ONE = 1.0 - 1e-9
 
 
 def target_draws(state: DecodeState, nodes: Nodes) -> FloatArray:
-    """float64[W]: the draws by which the target selects the tokens after W nodes."""
+    """Returns float64[W]: the draws with which the target selects the tokens after W nodes."""
     uniforms = []
     for request_id, ids in nodes.items:
         tree = state.requests[request_id].tree
@@ -49,10 +49,12 @@ def target_draws(state: DecodeState, nodes: Nodes) -> FloatArray:
 
 
 class NearDraw:
-    """Ranks the draft's tokens by their probability near the target's draw."""
+    """Ranks the draft's tokens by their probability near the target's draw.
+
+    ``spread`` is the average error of the draft's CDF, above 0.
+    """
 
     def __init__(self, *, spread: float) -> None:
-        """``spread``: average error of the draft's CDF, above 0."""
         self._spread = spread
 
     def candidates(
@@ -63,14 +65,12 @@ class NearDraw:
         uniforms: FloatArray,
         k: int,
     ) -> Candidates:
-        """The ``k`` best candidates of each node, or fewer where the filters keep fewer tokens.
+        """Returns the ``k`` best candidates of each node, or fewer if few pass the filters.
 
         Args:
             transform: the target's sampling transform, not greedy.
             logits: [W, V] of the draft.
-            histories: for ``transform``.
             uniforms: float64[W], the target's draws after the nodes.
-            k: maximum number of candidates per node.
         """
         ids, scores = self._scores(transform, logits, histories, uniforms)
         k = min(k, logits.shape[1])
@@ -93,7 +93,7 @@ class NearDraw:
         histories: Sequence[IntArray] | None,
         uniforms: FloatArray,
     ) -> tuple[IntArray | None, FloatArray]:
-        """Token ids int64[W, S], None for all in order, and float64[W, S] that sum to 1."""
+        """Returns token ids int64[W, S] (None for all in order) and scores float64[W, S], sum 1."""
         law = transform.distribution(logits, histories)
         ids, probs = (law.ids, law.values) if isinstance(law, SupportProbs) else (None, law)
         cdf = probs.cumsum(axis=1)
@@ -121,8 +121,8 @@ class DrawGuesser:
     first.
 
     Attributes:
-        trials: int64[10], guesses whose position was decided.
-        hits: int64[10], guesses that were right.
+        trials: int64[10], number of guesses whose position was decided.
+        hits: int64[10], number of guesses that were right.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class DrawGuesser:
         self._guesses: NodeMap[tuple[int, int]] = NodeMap()  # node -> (token, bin)
 
     def agreement(self) -> FloatArray:
-        """float64[10]: estimated probability that a guess is right, by bin."""
+        """Returns float64[10]: estimated probability that a guess is right, by bin."""
         return (self.hits + _PRIOR_TRIALS * self._prior) / (self.trials + _PRIOR_TRIALS)
 
     def rank(
@@ -145,19 +145,15 @@ class DrawGuesser:
         tokens: IntArray,
         logprobs: FloatArray,
     ) -> tuple[IntArray, FloatArray]:
-        """Reorders candidates.
+        """Reorders candidates so that the guess is in column 0.
 
         Args:
-            state: provides the keyed draws and the trees.
-            nodes: the W expanded nodes.
-            transform: the target's sampling transform.
             logits: [W, V] of the draft.
-            histories: for ``transform``.
             tokens: int64[W, K], most probable first.
             logprobs: float64[W, K].
 
         Returns:
-            (tokens, logprobs) of the same shapes, with the guess in column 0.
+            (tokens, logprobs) of the same shapes.
         """
         guess = transform.sample(logits, target_draws(state, nodes), histories)
         same = tokens == guess[:, None]

@@ -1,4 +1,4 @@
-"""Keyed hashes of integers: random values without generator state."""
+"""Keyed hashes of integers, used as random values without generator state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 _GAMMA = 0x9E3779B97F4A7C15  # odd constant of splitmix64 (Steele et al. 2014)
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-# Numpy scalars, made once.
+# Created once, because creating numpy scalars is slow.
 _SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31))
 _FACTORS = np.uint64(_MIX_1), np.uint64(_MIX_2)
 _STEP = np.uint64(_GAMMA)
@@ -38,18 +38,17 @@ def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
 
 
 def as_uniform(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Hashes as float64 in [0, 1) with 53 random bits."""
+    """Maps hashes to float64 in [0, 1) with 53 random bits."""
     return (hashes >> _HALF_BITS).astype(np.float64) * 2.0**-53
 
 
 def hash_uniform(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """``hash_u64`` as float64 in [0, 1) with 53 random bits."""
     return as_uniform(hash_u64(seed, *parts))
 
 
 @lru_cache(maxsize=4096)
 def _key(seed: int, *parts: int) -> int:
-    """The hash of scalars, which most calls begin with."""
+    """Hashes the leading scalars; the result is cached, since most calls begin with the same."""
     value = _finish_int(seed & _MASK)
     for part in parts:
         value = _finish_int(value ^ (part & _MASK))
@@ -64,7 +63,7 @@ def _finish_int(value: int) -> int:
 
 
 def _finish(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """``_finish_int`` of an array; numpy's arithmetic on uint64 arrays is modulo 2^64."""
+    """Applies ``_finish_int`` to an array; arithmetic on uint64 arrays is modulo 2^64."""
     value = np.array(value, ndmin=1) if (scalar := value.ndim == 0) else value
     value += _STEP
     value ^= value >> _SHIFTS[0]

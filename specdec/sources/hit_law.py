@@ -1,7 +1,7 @@
-"""The law of ``model=synthetic``: hidden target sequences and the ranks of their tokens.
+"""Hidden target sequences of ``model=synthetic``, and the ranks that a draft gives their tokens.
 
-Shape letters: G groups of prompts, C classes of positions, D depths, K candidates, V vocabulary,
-n positions.
+Shape letters: G groups of prompts, C classes of positions, D depths, K candidates, V vocabulary, n
+positions.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ _NODE_STREAMS = np.array([[_NODE], [_NODE_CLASS]])
 
 
 class HiddenPair(Protocol):
-    """Hidden sequences and the draft's ranks of their tokens."""
+    """Hidden target sequences and the draft's ranks of their tokens."""
 
     vocab_size: int
     num_depths: int
-    """Distances from the root that ``ranks`` tells apart; 1: the root does not matter."""
+    """Number of distances from the root with different ``ranks``; 1: the root does not matter."""
     class_logprobs: FloatArray
-    """float64[C, K]: candidates' log probabilities by class, decreasing; -inf for no candidate."""
+    """float64[C, K]: log probabilities of the candidates by class, decreasing; -inf for none."""
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: the hidden sequence of a request at absolute positions."""
+        """Returns int64[n]: the hidden sequence of a request at absolute positions."""
         ...
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """int64[n]: class of the token after each position."""
+        """Returns int64[n]: the class of the token after each position."""
         ...
 
     def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
-        """int64[n]: number of candidates before the true token; K or more for a miss.
+        """Returns int64[n]: number of candidates before the true token; K or more for a miss.
 
-        ``depth``: of the node at the position below the root.
+        ``depth`` is the distance from the root to the node at the position.
         """
         ...
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """int64[n]: true tokens at the start of a chain below a root there; None: use ``ranks``.
+        """Returns int64[n]: number of true tokens that begin a chain below a root at the position.
 
-        Replaces ``ranks`` for drafts that read the target's hidden states, whose accuracy depends
-        on the distance to the root.
+        This replaces ``ranks`` for drafts that read the target's hidden states, whose accuracy
+        depends on the distance to the root. None: ``ranks`` applies.
         """
         ...
 
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """(first candidate, class), int64[n] each, of the draft's proposals after wrong nodes."""
+        """Returns the first candidate and the class after nodes off the target's path, int64[n]."""
         ...
 
 
@@ -79,13 +79,28 @@ class SyntheticPair:
         P_c(r) = (1 - P_c(1)) (1 - miss_c) r^-decay_c / Z_c   for 2 <= r <= 64,
 
     and is not among 64 candidates with probability (1 - P_c(1)) miss_c. Without groups, stay and
-    depth, the positions are independent and P(r) = sum_c w_c P_c(r). The defaults give 0.65 at
-    rank 1, 0.88 within 4, 0.97 within 16 and 0.99 within 32; SpecPipe 3.3.1 reports the last one
-    for a 1B draft, the others are assumed. ``specdec fit`` measures laws (docs/calibration.md).
+    depth, the positions are independent and P(r) = sum_c w_c P_c(r). The defaults give 0.65 at rank
+    1, 0.88 within 4, 0.97 within 16 and 0.99 within 32; SpecPipe 3.3.1 reports the last one for a
+    1B draft, the others are assumed. ``specdec fit`` measures these parameters
+    (docs/calibration.md).
+
+    The sequences from ``weights`` to ``stay`` have one entry per class.
+
+    Args:
+        vocab_size: V, at least 256.
+        weights: relative frequency with which the class is drawn; normalised.
+        top1: probability that the true token is the draft's first candidate.
+        decay: exponent of the decrease over ranks 2 to 64.
+        miss: probability that the true token is not among the 64 candidates, given that it is not
+            the first.
+        stay: probability to keep the class at the next position; empty: 0.
+        depth: added to the log odds of ``top1`` by distance from the root; the last entry applies
+            to all greater distances; empty: 0.
+        group_shares: share of the prompts in each group; empty: one group.
+        group_weights: the ``weights`` of each group, which replace ``weights``.
+        seed: key of sequences, classes and ranks.
 
     Attributes:
-        vocab_size: V.
-        num_depths: D.
         shares: float64[G, C], share of the positions of a prompt in each class.
         class_probs: float64[C, 64], P_c(r) at depth 0.
         class_logprobs: float64[C, 64], its logarithm.
@@ -106,25 +121,6 @@ class SyntheticPair:
         group_weights: Sequence[Shares] = (),
         seed: Index = 0,
     ) -> None:
-        """Sets the distributions; ``weights`` to ``stay`` have one entry per difficulty class.
-
-        Args:
-            vocab_size: V, at least 256.
-            weights: relative frequency with which the class is drawn; normalised.
-            top1: probability that the true token is the draft's first candidate.
-            decay: exponent of the decrease over ranks 2 to 64.
-            miss: probability that the true token is not among the 64 candidates, given that it is
-                not the first.
-            stay: probability to keep the class at the next position; empty: 0.
-            depth: added to the log odds of ``top1`` by distance from the root, the last one for all
-                beyond; empty: 0.
-            group_shares: share of the prompts in each group; empty: one group.
-            group_weights: ``weights`` of each group, in their place.
-            seed: key of sequences, classes and ranks.
-
-        Raises:
-            ValueError: for sequences of different lengths or values that are not probabilities.
-        """
         rows = _checked_rows(
             {"weights": weights, "top1": top1, "decay": decay, "miss": miss},
             {"stay": stay} if stay else {},
@@ -154,7 +150,7 @@ class SyntheticPair:
         self._groups: dict[int, int] = {}  # request id -> its group
 
     def rank_probabilities(self) -> FloatArray:
-        """float64[64]: probability that the true token has rank 1 .. 64 at depth 0, over all."""
+        """Returns float64[64]: probability of each rank at depth 0, averaged over all positions."""
         result: FloatArray = self._group_shares @ self.shares @ self.class_probs
         return result
 
@@ -180,14 +176,12 @@ class SyntheticPair:
         return np.array(classes, np.int64)[positions]
 
     def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
-        """See ``HiddenPair``; 64 for a miss."""
         drawn = hash_uniform(self.seed, _RANK, request_id, positions)
         law = self._rank_edges[min(depth, self.num_depths - 1)]
         edges = law[self.classes(request_id, positions)]
         return (edges <= drawn[:, None]).sum(axis=1)
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """None: ranks say it all."""
         return None
 
     def node_keys(
@@ -214,7 +208,7 @@ def _checked_rows(
     group_shares: Sequence[float],
     group_weights: Sequence[Sequence[float]],
 ) -> FloatArray:
-    """float64[G, C], the weights of each group; raises ``ValueError`` as ``SyntheticPair``."""
+    """Returns float64[G, C], the weights of each group; raises ``ValueError`` for bad values."""
     every = {**lists, **optional}
     every |= {f"group_weights[{g}]": row for g, row in enumerate(group_weights)}
     if len({len(values) for values in every.values()}) != 1:
@@ -232,12 +226,12 @@ def _checked_rows(
 
 
 def _drawn(shares: FloatArray, uniform: FloatArray) -> IntArray:
-    """int64[n]: indices drawn with ``shares`` by uniform numbers."""
+    """Returns int64[n]: indices drawn with probabilities ``shares`` by uniform numbers."""
     return np.searchsorted(np.cumsum(shares)[:-1], uniform, side="right")
 
 
 def _shifted(top1: FloatArray, odds: float) -> FloatArray:
-    """Probabilities after adding ``odds`` to their log odds; exact for 0."""
+    """Adds ``odds`` to the log odds of probabilities; exact for 0."""
     if odds == 0.0:
         return top1
     factor = np.exp(odds)
@@ -246,7 +240,7 @@ def _shifted(top1: FloatArray, odds: float) -> FloatArray:
 
 
 def _rank_law(top1: FloatArray, decay: FloatArray, miss: FloatArray) -> FloatArray:
-    """float64[C, 64], see ``SyntheticPair``."""
+    """Returns P_c(r) of ``SyntheticPair``, float64[C, 64]."""
     ranks = np.arange(2, MAX_RANK + 1)
     tail = ranks ** -decay[:, None]
     tail *= ((1.0 - top1) * (1.0 - miss))[:, None] / tail.sum(axis=1, keepdims=True)

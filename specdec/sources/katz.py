@@ -31,13 +31,13 @@ _NOTHING_LEFT = 1e-9  # discounted mass below this is taken as 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Level:
-    """The continuations of the contexts of one length.
+    """The continuations of all contexts of one length.
 
     Attributes:
         keys: int64[G], sorted ``context id * V + token``; only seen n-grams.
         tokens: int64[G].
         probs: float64[G], discounted.
-        starts: int64[C + 1], where the continuations of each of C contexts begin.
+        starts: int64[C + 1], index of the first continuation of each of C contexts.
         alphas: float64[C], back-off weights; 1 for a context without continuations.
     """
 
@@ -55,26 +55,19 @@ class KatzModel:
     tokens were seen after a context. Where discounting leaves no mass (all counts above the
     threshold), the context is treated as if one unseen continuation had been counted once.
 
-    Attributes:
-        order: longest n-gram; contexts are the last ``order - 1`` tokens.
+    Use ``from_tokens`` to create a model. The constructor derives the probabilities from counts:
+
+    Args:
+        order: n >= 1, the longest n-gram.
         vocab_size: V.
+        keys: per order m = 1 .. n: int64[G_m] sorted ``id(first m-1 tokens) * V + token``, where
+            the id is the index in the keys of order m - 1 (the token itself for m = 2).
+        counts: per order: int64[G_m], positive.
     """
 
     def __init__(
         self, *, order: int, vocab_size: int, keys: Sequence[IntArray], counts: Sequence[IntArray]
     ) -> None:
-        """Derives probabilities from counts; use ``from_tokens``.
-
-        Args:
-            order: n >= 1.
-            vocab_size: V.
-            keys: per order m = 1 .. n: int64[G_m] sorted ``id(first m-1 tokens) * V + token``,
-                where the id is the index in the keys of order m - 1 (the token itself for m = 2).
-            counts: per order: int64[G_m], positive.
-
-        Raises:
-            ValueError: for an order below 1 or no tokens at all.
-        """
         if order < 1 or vocab_size < 1:
             raise ValueError(f"order={order} and vocab_size={vocab_size} must be at least 1")
         if not len(keys[0]):
@@ -93,7 +86,7 @@ class KatzModel:
     def from_tokens(
         cls, tokens: IntArray, *, order: int, vocab_size: int, separator: int | None
     ) -> KatzModel:
-        """Counts a model.
+        """Counts the n-grams of a token sequence.
 
         Args:
             tokens: int[T], documents one after the other.
@@ -101,9 +94,6 @@ class KatzModel:
             vocab_size: V; all tokens are below it.
             separator: token between documents, None if there is none. An n-gram may begin with it
                 (a document's start) or end with it (its end), but none reaches across it.
-
-        Raises:
-            ValueError: for tokens outside the vocabulary, or none.
         """
         tokens = np.asarray(tokens, np.int64).ravel()
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
@@ -132,11 +122,7 @@ class KatzModel:
 
     @classmethod
     def from_pair(cls, pair: Any) -> KatzModel:
-        """Counts trigrams of the token samples of a pair, once per pair.
-
-        Args:
-            pair: has ``token_samples()`` and ``vocab_size``.
-        """
+        """Counts trigrams of the token samples of a model pair, once per pair."""
         if pair not in _COUNTED:
             _COUNTED[pair] = cls.from_tokens(
                 pair.token_samples(), order=3, vocab_size=pair.vocab_size, separator=0
@@ -144,7 +130,7 @@ class KatzModel:
         return _COUNTED[pair]
 
     def _derive(self) -> None:
-        """Discounted probabilities and back-off weights, shortest contexts first."""
+        """Computes discounted probabilities and back-off weights, shortest contexts first."""
         size = self.vocab_size
         root = self._level(self._keys[0], self._counts[0], 1, np.full(len(self._keys[0]), 1 / size))
         self._unigrams = np.full(size, root.alphas[0] / size)
@@ -165,7 +151,7 @@ class KatzModel:
     def _level(
         self, keys: IntArray, counts: IntArray, num_contexts: int, lower: FloatArray
     ) -> _Level:
-        """One order's probabilities; ``lower``[G] is P(token | shorter context) of each n-gram."""
+        """Computes one order; ``lower``[G] is P(token | shorter context) of each n-gram."""
         size = self.vocab_size
         context, token = np.divmod(keys, size)
         total = np.bincount(context, counts, num_contexts)
@@ -195,14 +181,7 @@ class KatzModel:
     # ------------------------------------------------------------------ lookup
 
     def probs(self, contexts: Sequence[IntArray] | IntArray) -> FloatArray:
-        """Whole distributions.
-
-        Args:
-            contexts: W token sequences of any length, of which the last ``order - 1`` tokens count.
-
-        Returns:
-            float64[W, V], rows sum to 1.
-        """
+        """Returns the distributions after W contexts of any length, float64[W, V]."""
         rows = np.tile(self._unigrams, (len(contexts), 1))
         for row, context in zip(rows, contexts, strict=True):
             for level, grams, alpha in self._chain(context):
@@ -211,19 +190,9 @@ class KatzModel:
         return rows
 
     def top(self, contexts: Sequence[IntArray] | IntArray, k: int) -> tuple[IntArray, FloatArray]:
-        """The ``k`` most probable continuations, best first.
+        """Returns tokens int64[W, k] and log probabilities float64[W, k], best first; k <= V.
 
-        Of equally probable ones, those seen after a longer context come first, then lower tokens.
-
-        Args:
-            contexts: as for ``probs``.
-            k: 1 .. V.
-
-        Returns:
-            (tokens int64[W, k], log-probabilities float64[W, k]).
-
-        Raises:
-            ValueError: for a k outside 1 .. V.
+        Of equally probable tokens, those seen after a longer context come first, then lower ids.
         """
         if not 1 <= k <= self.vocab_size:
             raise ValueError(f"k={k} must be between 1 and the vocabulary size {self.vocab_size}")
@@ -234,7 +203,7 @@ class KatzModel:
             return tokens, np.log(probs)
 
     def _best(self, context: IntArray, k: int) -> tuple[IntArray, FloatArray]:
-        """int64 and float64[k]: the best continuations of one context and their probabilities."""
+        """Returns the best continuations of one context and their probabilities, [k] each."""
         tokens, probs, scale = np.zeros(0, np.int64), np.zeros(0), 1.0
         chain = self._chain(context)
         parts = [(level.tokens[g], level.probs[g], alpha) for level, g, alpha in reversed(chain)]
@@ -248,7 +217,7 @@ class KatzModel:
         return tokens[order], probs[order]
 
     def _chain(self, context: IntArray) -> list[tuple[_Level, slice, float]]:
-        """Continuations and back-off weights of the context's seen suffixes, shortest first."""
+        """Returns continuations and back-off weights of the seen suffixes, shortest first."""
         tail = context[max(0, len(context) - self.order + 1) :].tolist()
         chain: list[tuple[_Level, slice, float]] = []
         for length in range(1, len(tail) + 1):
@@ -266,19 +235,13 @@ class KatzModel:
 
 
 def discounts(counts: IntArray) -> FloatArray:
-    """Good-Turing discount factors in Katz's form.
+    """Returns the Good-Turing discount factors, in Katz's form, of counts int64[G >= 1].
 
-    With n_r n-grams counted r times, k = 5 and r* = (r+1) n_{r+1}/n_r:
-    d_r = (r*/r - (k+1) n_{k+1}/n_1) / (1 - (k+1) n_{k+1}/n_1) for r <= k, and 1 above. Where a
-    count-of-counts is missing or a factor leaves (0, 1), k is lowered until none does; where no
-    k >= 2 is left, absolute discounting takes its place: d_r = 1 - D/r for all r, with
-    D = n_1 / (n_1 + 2 n_2), or 1/2 where n_1 or n_2 is 0.
-
-    Args:
-        counts: int64[G >= 1], the counts of one order's n-grams, all positive.
-
-    Returns:
-        float64[G], the factor of each n-gram.
+    With n_r n-grams counted r times, k = 5 and r* = (r+1) n_{r+1}/n_r: d_r = (r*/r - (k+1)
+    n_{k+1}/n_1) / (1 - (k+1) n_{k+1}/n_1) for r <= k, and 1 above. Where a count-of-counts is
+    missing or a factor leaves (0, 1), k is lowered until none does. If no k >= 2 is left, absolute
+    discounting takes its place: d_r = 1 - D/r for all r, with D = n_1 / (n_1 + 2 n_2), or 1/2 where
+    n_1 or n_2 is 0.
     """
     num = np.bincount(np.minimum(counts, _MAX_DISCOUNTED + 2), minlength=_MAX_DISCOUNTED + 3)
     for k in range(_MAX_DISCOUNTED, 1, -1):

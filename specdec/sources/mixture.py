@@ -1,8 +1,3 @@
-"""A mixture of token sources.
-
-Shape letters: W nodes, S sources, K candidates, V vocabulary.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -34,9 +29,16 @@ class MixtureSource(CombinedSource):
     probability sum_i w_i p_i, where p_i is 0 for a source that did not propose it (a lower bound,
     since only its best candidates are known). Its origin is the source with the largest w_i p_i.
 
+    Args:
+        sources: at least one, the cheapest first; they must not be used elsewhere.
+        weights: positive, one per source. Default: equal.
+        confident: minimum probability of a source's best candidate to skip the later sources for
+            the node. Default: never skip.
+        sample: return the exact mixture distribution with candidates sampled from it; requires that
+            every source returns its distribution.
+
     Attributes:
-        counters: sums over the sources.
-        members: the sources alone, for policies that choose one; candidates have its origin.
+        members: the single sources, for policies that choose one; their candidates have its origin.
     """
 
     @validated
@@ -48,20 +50,6 @@ class MixtureSource(CombinedSource):
         confident: PositiveShare | None = None,
         sample: bool = False,
     ) -> None:
-        """Wraps sources, which must not be used elsewhere.
-
-        Args:
-            sources: at least one, the cheapest first.
-            weights: positive, one per source. Default: equal.
-            confident: minimum probability of a source's best candidate to skip the later sources
-                for the node. Default: never skip.
-            sample: return the exact mixture distribution with candidates sampled from it; requires
-                that every source returns its distribution.
-
-        Raises:
-            ValueError: for no sources, a wrong number of weights, different vocabularies, or
-                ``sample`` with ``confident`` or a source without distributions.
-        """
         super().__init__(sources)
         weights = [1.0] * len(sources) if weights is None else weights
         if len(weights) != len(sources):
@@ -87,7 +75,6 @@ class MixtureSource(CombinedSource):
         self._weights = np.asarray(weights, float) / sum(weights)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """The ``k`` most probable candidates of the mixture, or ``k`` sampled from it."""
         proposals: list[Candidates] = []
         remaining = np.ones(len(nodes), np.bool_)
         for source in self._sources:
@@ -109,7 +96,7 @@ class MixtureSource(CombinedSource):
 
 
 class _Member(TokenSource):
-    """One source of a mixture, which opens, commits and closes it."""
+    """One source of a mixture; the mixture opens, commits and closes it."""
 
     def __init__(self, source: TokenSource, number: int) -> None:
         self._source, self._number = source, number
@@ -120,7 +107,6 @@ class _Member(TokenSource):
         )
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """The source's own candidates, with its number as their origin."""
         candidates = self._source.expand(state, nodes, k)
         origins = np.full(candidates.tokens.shape, self._number)
         return replace(candidates, origins=origins)
@@ -129,7 +115,7 @@ class _Member(TokenSource):
 def _sampled(
     state: DecodeState, nodes: Nodes, proposals: Sequence[Candidates], weights: FloatArray, k: int
 ) -> Candidates:
-    """Candidates sampled from the exact mixture; count 0 for nodes without any proposal."""
+    """Samples candidates from the exact mixture; count 0 for nodes without any proposal."""
     given = [(i, c.probs) for i, c in enumerate(proposals) if c.probs is not None]
     if not given:
         return Candidates.empty(len(nodes))
@@ -151,7 +137,7 @@ def _sampled(
 
 
 def _merged(proposals: Sequence[Candidates], weights: FloatArray, k: int) -> Candidates:
-    """The ``k`` most probable candidates per node; probabilities of equal tokens are added."""
+    """Returns the ``k`` most probable candidates per node, adding probabilities of equal tokens."""
     widths = [int(c.counts.max(initial=0)) for c in proposals]
     proposing = [i for i, width in enumerate(widths) if width]
     if len(proposing) == 1:
@@ -167,7 +153,7 @@ def _merged(proposals: Sequence[Candidates], weights: FloatArray, k: int) -> Can
         parts.append(weights[:, i, None] * np.exp(logprobs))
     shares = np.concatenate(parts, axis=1)  # [W, sum of the widths], as ``tokens``
     source_of = np.repeat(proposing, [widths[i] for i in proposing])
-    # Equal tokens are adjacent after the sort, the largest share of each first.
+    # The sort makes equal tokens adjacent, the largest share of each first.
     order = np.lexsort((-shares, tokens), axis=1)
     tokens = np.take_along_axis(tokens, order, axis=1)
     shares = np.take_along_axis(shares, order, axis=1)
@@ -189,7 +175,7 @@ def _merged(proposals: Sequence[Candidates], weights: FloatArray, k: int) -> Can
 
 
 def _single(candidates: Candidates, origin: int, k: int) -> Candidates:
-    """The candidates of the only source with a proposal."""
+    """Returns the candidates of the only source with a proposal."""
     tokens, logprobs = candidates.tokens[:, :k], candidates.logprobs[:, :k]
     counts = np.minimum(candidates.counts, tokens.shape[1])
     origins = np.full(tokens.shape, origin)

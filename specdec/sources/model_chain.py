@@ -1,5 +1,3 @@
-"""Several models as one source: the first drafts, and each further one judges the one before it."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,23 +13,18 @@ if TYPE_CHECKING:
 
 
 class ModelChain(CombinedSource):
-    """A draft and middle models between it and the target, each at work on its own (PipeSpec).
+    """A draft model and middle models before the target, which run independently (PipeSpec).
 
-    A policy starts passes of the model ``level`` by ``Events.start``. Passes of level 0 propose, as
-    those of any source; candidates of further levels come with their events, and are the tokens
-    that this model has in place of those that a model below it has proposed.
+    A policy starts passes of the model ``level`` by ``Events.start``. Passes of level 0 propose
+    candidates like any source. A pass of a further level verifies tokens of the model below it: its
+    candidates, which come with the event, are this model's own next tokens.
+
+    Args:
+        sources: one per model, the draft first; ``Background`` gives each a device.
     """
 
     @validated
     def __init__(self, *, sources: Sequence[TokenSource]) -> None:
-        """Wraps sources, which must not be used elsewhere.
-
-        Args:
-            sources: one per model, the draft first; ``Background`` gives each a device.
-
-        Raises:
-            ValueError: for no sources, or different vocabularies.
-        """
         super().__init__(sources)
 
     @property

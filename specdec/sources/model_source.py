@@ -1,11 +1,11 @@
 """Bases of the token sources that run a model, or heads of the target.
 
-``ModelSource`` turns logits into candidates and counts passes. ``CachedModelSource`` adds a
-key-value cache per request. After a pass the cache has the committed tokens before the root and the
-nodes that were expanded, with their ancestors; a commit moves accepted entries into its prefix.
+``ModelSource`` turns logits into candidates and counts passes. ``CachedModelSource`` adds a KV
+cache per request. After a pass the cache has the committed tokens before the root, and the nodes
+that were expanded with their ancestors. A commit moves accepted entries into its prefix.
 
-Shape letters: W nodes, K candidates, C entries that a pass computes, A rows whose logits are
-computed, U draft vocabulary, V vocabulary of the target.
+Shape letters: W nodes, K candidates, C entries that a pass computes, U draft vocabulary, V
+vocabulary of the target.
 """
 
 from __future__ import annotations
@@ -43,30 +43,27 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState
 
 Histories = Sequence[IntArray] | None
-"""Tokens up to and including each of W nodes; None where the sampling transform needs none."""
+"""Tokens up to and including each of W nodes; None if the sampling transform needs none."""
 
 _SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grows if needed
 
 
 class ModelSource(TokenSource):
-    """Candidates from logits: the most probable tokens, or sampled ones with their distribution.
+    """Turns logits into the most probable tokens, or into samples with their distribution.
+
+    Args:
+        needs, vocab_size: see ``TokenSource``.
+        sample: sample candidates without replacement from the draft's distribution after the
+            target's sampling transform, and return that distribution (for rejection verifiers).
+        label: key of the passes in ``SourceCounters.by_level``. Default: none.
 
     Attributes:
-        gives_probs: whether candidates are sampled and returned with their distribution.
         counters: passes and rows; catch-up rows are those of committed tokens.
     """
 
     def __init__(
         self, *, needs: Needs, vocab_size: int | None, sample: bool, label: str | None = None
     ) -> None:
-        """Sets the attributes of ``TokenSource``.
-
-        Args:
-            needs, vocab_size: see ``TokenSource``.
-            sample: sample candidates without replacement from the draft's distribution, processed
-                by the target's transform, and return that distribution (rejection verifiers).
-            label: key of the passes in ``SourceCounters.by_level``. Default: none.
-        """
         self.needs, self.vocab_size, self.gives_probs = needs, vocab_size, sample
         self.counters = SourceCounters(by_level={} if label is None else {label: 0})
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
@@ -74,7 +71,10 @@ class ModelSource(TokenSource):
         """int64[U]: the target's ids of the columns of ``_proposed_logits``; None: the same."""
 
     def _candidates(self, state: DecodeState, nodes: Nodes, logits: Tensor, k: int) -> Candidates:
-        """Candidates of W nodes from their logits [W, U], in one call per sampling transform."""
+        """Returns candidates of W nodes from their logits [W, U].
+
+        Nodes whose requests share a sampling transform are processed in one call.
+        """
         if self._token_ids is not None:
             k = min(k, len(self._token_ids))
         transforms = [self._transform(state.requests[i].sampling) for i, _ in nodes.items]
@@ -100,7 +100,7 @@ class ModelSource(TokenSource):
         histories: Histories,
         k: int,
     ) -> Candidates:
-        """Candidates of nodes with one sampling transform."""
+        """Returns candidates of nodes with one sampling transform."""
         if self.gives_probs:
             probs = transform.proposal_probs(self._target_logits(logits), histories)
             return sampled_candidates(state, nodes, probs, k)
@@ -110,17 +110,17 @@ class ModelSource(TokenSource):
         return replace(top, tokens=self._token_ids[top.tokens])
 
     def _transform(self, sampling: SamplingParams) -> SamplingTransform:
-        """One object per set of parameters, by which requests with the same ones are found."""
+        """Returns one object per set of parameters, so that equal ones are found by identity."""
         if sampling not in self._transforms:
             self._transforms[sampling] = SamplingTransform(sampling)
         return self._transforms[sampling]
 
     def _target_logits(self, logits: Tensor) -> Tensor:
-        """[W, V] of logits [W, U]; -inf for tokens that the model cannot propose."""
+        """Maps logits [W, U] to [W, V]; -inf for tokens that the model cannot propose."""
         return logits
 
     def _proposed_logits(self, logits: Tensor) -> Tensor:
-        """Of logits [W, U] the columns of the tokens that the source can propose."""
+        """Selects the columns of logits [W, U] of the tokens that the source can propose."""
         return logits
 
     def _count(self, num_rows: int, num_catch_up: int = 0) -> None:
@@ -133,18 +133,18 @@ class ModelSource(TokenSource):
 
 
 class CacheRunner(Protocol):
-    """Runs passes over caches: ``ModelRunner``, or ``EagleRunner`` by other arguments."""
+    """Runs passes over caches. ``ModelRunner`` and ``EagleRunner`` take different arguments."""
 
     def new_cache(self, capacity: int, /) -> TreeCache: ...
 
 
 @dataclass(slots=True)
 class PassWork:
-    """What one ``expand`` computes of one request.
+    """What one ``expand`` computes for one request.
 
     Attributes:
-        wanted: int64[W], entries of the cache (node ids) whose logits are needed, in the order of
-            the nodes to expand; an entry may occur twice.
+        wanted: int64[W], ids of the cache entries whose logits are needed, in the order of the
+            nodes to expand; an id may occur twice.
         prefix: committed tokens that are missing in the cache.
         entries: the C entries to compute.
     """
@@ -157,20 +157,24 @@ class PassWork:
 
     @property
     def ids(self) -> IntArray:
-        """int64[C]: the entries to compute."""
         return self.entries.node_ids
 
 
 class CachedModelSource(ModelSource):
-    """A model with a key-value cache per request.
+    """A model with a KV cache per request.
 
     One ``expand`` is one packed pass over the nodes of all requests and their ancestors that are
     not in the caches, preceded by the committed tokens that are missing. Nodes for which
     ``_can_expand`` is false get count 0.
+
+    Args:
+        needs, vocab_size, sample, label: see ``ModelSource``.
+        prefill_chunk: maximum number of prompt rows per request and pass.
+        work: the kind of pass by which a latency profile prices it.
     """
 
     _shares_entries = False
-    """Whether several nodes may have one entry, whose logits are then stored while it lives."""
+    """Whether several nodes may share a cache entry; its logits are then kept while it lives."""
 
     def __init__(
         self,
@@ -183,19 +187,11 @@ class CachedModelSource(ModelSource):
         prefill_chunk: int,
         work: Work = Work.DRAFT,
     ) -> None:
-        """Takes the model.
-
-        Args:
-            runner: of the whole model.
-            label, needs, vocab_size, sample: see ``ModelSource``.
-            prefill_chunk: maximum number of prompt rows per request and pass.
-            work: by which a latency profile prices a pass. Default: one of the draft model.
-        """
         super().__init__(needs=needs, vocab_size=vocab_size, sample=sample, label=label)
         self._runner: Any = runner
         self._work, self._chunk = work, prefill_chunk
         self._caches: dict[int, TreeCache] = {}
-        # [U] of entries that were computed as ancestors, and whose nodes are not expanded yet.
+        # Logits [U] of entries computed as ancestors, whose nodes are not expanded yet.
         self._logits: NodeMap[Tensor] = NodeMap()
 
     def open(self, request: RequestState) -> None:
@@ -204,7 +200,6 @@ class CachedModelSource(ModelSource):
         self._logits.open(request.id)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Candidates of each node; see ``TokenSource``."""
         requests = state.requests
         can = np.concatenate([self._can_expand(requests[i], ids) for i, ids in nodes.items])
         served = nodes if can.all() else nodes.where(can)
@@ -215,7 +210,6 @@ class CachedModelSource(ModelSource):
         return candidates if served is nodes else candidates.spread(can)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Moves accepted entries into the prefixes and drops pruned nodes."""
         for commit in commits:
             if (cache := self._caches.get(commit.request)) is not None:
                 cache.commit(commit)
@@ -228,20 +222,20 @@ class CachedModelSource(ModelSource):
     # ------------------------------------------------------------------ rows to compute
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """bool[W]: whether the model can continue the nodes (here: has their positions)."""
+        """Returns bool[W]: whether the model can continue the nodes (here: has their positions)."""
         tree = request.tree
         can: BoolArray = tree.positions[tree.slots(ids)] < self._runner.max_positions
         return can
 
     def _plan(self, request: RequestState, ids: IntArray) -> PassWork:
-        """The rows of a pass that expands the nodes ``ids``, int64[W]."""
+        """Returns the rows of a pass that expands the nodes ``ids``, int64[W]."""
         cache = self._caches[request.id]
         entries = tree_rows(request, self._missing(request, ids))
         prefix = request.tokens[cache.cached_len : request.prefix_len]
         return PassWork(request, cache, ids, prefix, entries)
 
     def _missing(self, request: RequestState, ids: IntArray) -> IntArray:
-        """int64[C], sorted: slots of nodes and of their ancestors that the cache does not have."""
+        """Returns int64[C], sorted: slots of nodes and ancestors that the cache does not have."""
         tree, cache, stored = request.tree, self._caches[request.id], self._logits[request.id]
         slots, entered = tree.slots(ids), cache.has(ids)
         assert (slots >= 0).all(), f"nodes {ids} of request {request.id} are not in the tree"
@@ -257,7 +251,7 @@ class CachedModelSource(ModelSource):
     def _compute(
         self, state: DecodeState, selected: Sequence[tuple[RequestState, IntArray]]
     ) -> Tensor:
-        """[W, U]: logits of the nodes (request, ids) to expand, in packed order."""
+        """Returns logits [W, U] of the nodes (request, ids) to expand, in packed order."""
         works = [self._plan(request, ids) for request, ids in selected]
         active = [work for work in works if len(work.ids)]
         self._catch_up(state, active)
@@ -289,7 +283,7 @@ class CachedModelSource(ModelSource):
                 work.prefix = work.prefix[chunk:]
 
     def _forward(self, state: DecodeState, works: Sequence[PassWork]) -> Tensor:
-        """[sum C, U]: logits of one pass over missing tokens and entries."""
+        """Runs one pass over missing tokens and entries; returns the entries' logits [sum C, U]."""
         rows: list[Rows] = []
         is_entry: list[BoolArray] = []
         for work in works:

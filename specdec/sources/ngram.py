@@ -1,8 +1,3 @@
-"""Proposals of a Katz back-off n-gram model (the draft2 of Staged Speculative Decoding, 3.2).
-
-Shape letter: V vocabulary.
-"""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -21,11 +16,18 @@ if TYPE_CHECKING:
 
 
 class NGramSource(TokenSource):
-    """Proposes continuations of each node's last ``order - 1`` tokens.
+    """Proposes continuations of each node's last ``order - 1`` tokens by a Katz n-gram model.
 
-    Attributes:
-        katz: the model.
-        gives_probs: whether candidates are sampled and returned with their distribution.
+    This is the draft2 of Staged Speculative Decoding, section 3.2.
+
+    Args:
+        katz: the model; None for trigrams of the pair's token samples.
+        pair: the model pair; not needed with ``katz``.
+        sample: sample candidates by keyed draws and return their distribution, for verifiers that
+            need ``draft_probs``; false: the most probable candidates.
+
+    Raises:
+        UserError: the pair has no token samples.
     """
 
     def __init__(
@@ -35,17 +37,6 @@ class NGramSource(TokenSource):
         pair: ModelPair | None = None,
         sample: bool = False,
     ) -> None:
-        """Takes a model, or counts one from a pair's token samples.
-
-        Args:
-            katz: the model; None for trigrams of the pair's samples.
-            pair: the model pair; not needed with ``katz``.
-            sample: sample candidates by keyed draws and return their distribution, for verifiers
-                that need ``draft_probs``; false: the most probable candidates.
-
-        Raises:
-            UserError: the pair has no token samples.
-        """
         if katz is None:
             assert pair is not None, "either katz or pair is required"
             katz = pair.artefact(KatzModel)
@@ -55,7 +46,6 @@ class NGramSource(TokenSource):
         self.counters = SourceCounters()
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """The ``k`` most probable continuations of each node, or ``k`` sampled ones."""
         requests = [(state.requests[request_id], ids) for request_id, ids in nodes.items]
         contexts = [r.path_tokens(slot) for r, ids in requests for slot in r.tree.slots(ids)]
         if self.gives_probs:

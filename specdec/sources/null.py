@@ -1,5 +1,3 @@
-"""The source without proposals, for plain autoregressive decoding."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -13,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class NullSource(TokenSource):
-    """Proposes no candidates."""
+    """Proposes no candidates, for plain autoregressive decoding."""
 
     gives_probs = True  # vacuously: all of its candidates are sampled
 
@@ -21,5 +19,4 @@ class NullSource(TokenSource):
         self.counters = SourceCounters()
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Count 0 for every node."""
         return Candidates.empty(len(nodes))

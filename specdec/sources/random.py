@@ -1,8 +1,3 @@
-"""Random candidates of a given quality, to test losslessness with good, bad and hostile drafts.
-
-Shape letters: W nodes, K candidates, V vocabulary.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,10 +19,20 @@ _SCORES, _HIT, _PLACE, _SILENT = range(4)  # streams of the hash
 
 
 class RandomSource(TokenSource):
-    """Candidates from a keyed hash of the node's token path, the same for every strategy.
+    """Proposes random candidates, to test losslessness with good, bad and hostile drafts.
 
-    With ``target_token``, a fraction ``quality`` of the nodes gets the target's own token among its
-    candidates, at a hashed rank; for the other nodes that token is left out.
+    The candidates come from a keyed hash of the node's token path, so they are the same for every
+    strategy. With ``target_token``, a fraction ``quality`` of the nodes gets the target's own token
+    among its candidates, at a hashed rank; for the other nodes that token is left out.
+
+    Args:
+        sample: sample candidates from a random distribution and return it (for rejection
+            verifiers).
+        seed: key of the hashes.
+        quality: fraction of nodes for which the target's token is proposed.
+        silence: fraction of nodes with count 0.
+        target_token: (request, int64 tokens up to and including the node) -> the target's next
+            token.
     """
 
     @validated
@@ -41,21 +46,6 @@ class RandomSource(TokenSource):
         silence: Share = 0.0,
         target_token: Callable[[RequestState, IntArray], int] | None = None,
     ) -> None:
-        """Sets the kind of candidates.
-
-        Args:
-            vocab_size: V.
-            sample: sample candidates from a random distribution and return it (rejection
-                verifiers).
-            seed: key of the hashes.
-            quality: fraction of nodes for which the target's token is proposed. Default: 0.
-            silence: fraction of nodes with count 0. Default: 0.
-            target_token: (request, int64 tokens up to and including the node) -> the target's next
-                token.
-
-        Raises:
-            ValueError: for ``quality`` without ``target_token`` or with ``sample``.
-        """
         if quality and (target_token is None or sample):
             raise ValueError(f"quality={quality} needs target_token and sample=false")
         self.gives_probs = sample
@@ -68,7 +58,6 @@ class RandomSource(TokenSource):
         self._target_token = target_token
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Up to ``k`` different candidates per node."""
         paths = [
             (state.requests[request_id], state.requests[request_id].path_tokens(slot))
             for request_id, ids in nodes.items
@@ -89,7 +78,7 @@ class RandomSource(TokenSource):
         return float(hash_uniform(self._seed, stream, request_id, _digest(path)))
 
     def _probs(self, request_id: int, path: IntArray) -> FloatArray:
-        """float64[V]: a random positive distribution with a few probable tokens."""
+        """Returns float64[V]: a random positive distribution with a few probable tokens."""
         digest, vocabulary = _digest(path), np.arange(self._num_tokens)
         drawn = hash_uniform(self._seed, _SCORES, request_id, digest, vocabulary)
         weights = (1.0 - drawn) ** -1.0  # a heavy tail: few tokens have most of the probability
@@ -118,6 +107,5 @@ class RandomSource(TokenSource):
 
 
 def _digest(path: IntArray) -> np.uint64:
-    """A hash of a token path."""
     places = hash_u64(0, np.arange(len(path)), path)
     return np.bitwise_xor.reduce(places)

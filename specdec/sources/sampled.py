@@ -1,5 +1,3 @@
-"""Sampled candidates, for verifiers that need the draft's distribution."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -15,16 +13,12 @@ if TYPE_CHECKING:
 
 
 def sampled_candidates(state: DecodeState, nodes: Nodes, probs: Probs, k: int) -> Candidates:
-    """Up to ``k`` different children per node, drawn in turn without replacement.
+    """Samples up to ``k`` different children per node, in turn without replacement.
 
     The draw of sibling j of a node at position p has the key (prompt, p + 1, DRAFT, j). It does not
     depend on the order in which nodes are expanded, and differs from the draws of acceptance tests.
-
-    Args:
-        state: provides the keyed draws and the trees.
-        nodes: W nodes.
-        probs: float64[W, V], the draft's distribution after each; returned as ``probs``.
-        k: maximum number of candidates per node.
+    ``probs``, float64[W, V], is the draft's distribution after each node, and is returned as
+    ``Candidates.probs``.
     """
     k = min(k, probs.shape[1])
     uniforms = np.empty((len(probs), k))

@@ -2,9 +2,7 @@
 
 ``SuffixAutomaton`` indexes all substrings of a growing text (Blumer et al. 1985), or of several
 (Blumer et al. 1987). ``TreeMatches`` has the longest match of each node of a token tree in one
-text, ``continuations`` ranks what followed the matches.
-
-Shape letters: W nodes, K candidates.
+text, and ``continuations`` ranks what followed the matches.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ class SuffixAutomaton:
 
     A *state* represents all substrings with the same end positions; ``length`` is the length of the
     longest of them, and ``link`` the state of its longest suffix with additional end positions. The
-    links form the suffix tree of the reversed text. A removed sequence only lowers the counts; a
+    links form the suffix tree of the reversed text. Removing a sequence only lowers the counts; a
     state of count 0 is skipped by every query and takes memory until the automaton is built again.
 
     Attributes:
-        size: number of appended tokens, removed ones included.
+        size: number of appended tokens, including removed ones.
         next: per state: token -> state.
         link: per state: linked state; -1 at the root (the empty string).
         length: per state: length of its longest string.
@@ -53,8 +51,8 @@ class SuffixAutomaton:
     def append(self, token: int) -> None:
         """Appends a token, in amortised constant time except for the counts.
 
-        Every suffix occurs once more. Counting them walks up the links; the walk has one step per
-        distinct set of end positions among the suffixes: short in text, up to size / period for
+        Every suffix occurs once more. Counting them follows the links up, with one step per
+        distinct set of end positions among the suffixes: few steps in text, up to size / period for
         periodic sequences.
         """
         following, link = self.next, self.link
@@ -81,7 +79,7 @@ class SuffixAutomaton:
         self._whole = 0
 
     def remove(self, tokens: Sequence[int]) -> None:
-        """Uncounts a sequence that was appended after ``begin``, and is not the current one."""
+        """Removes a sequence that was appended after ``begin`` and is not the current one."""
         following, link, count = self.next, self.link, self.count
         whole = 0
         for token in tokens:
@@ -96,9 +94,9 @@ class SuffixAutomaton:
         return after is not None and self.count[after] > 0
 
     def followers(self, state: int) -> dict[int, int]:
-        """Token -> number of its occurrences after the state's strings, the latest counted twice.
+        """Returns token -> number of occurrences after the strings; the latest counts twice.
 
-        Of sequences that were removed, the latest occurrence may still be counted once.
+        The latest occurrence may still be counted once after its sequence was removed.
         """
         count, last = self.count, self.last
         following = {t: after for t, after in self.next[state].items() if count[after]}
@@ -106,20 +104,20 @@ class SuffixAutomaton:
         return {t: count[after] + (last[after] == latest) for t, after in following.items()}
 
     def shorter(self, state: int) -> tuple[int, int]:
-        """(state, length) of the longest suffix of the state's strings that occurs elsewhere."""
+        """Returns (state, length) of the longest suffix of the strings that occurs elsewhere."""
         state = self.link[state]
         return state, self.length[state] if state >= 0 else 0
 
     def suffix(self, max_length: int) -> tuple[int, int]:
-        """(state, length) of the longest suffix with an earlier occurrence, at most ``max_length``.
+        """Returns (state, length) of the longest suffix of the text that also occurred earlier.
 
-        The length is 0 if there is none.
+        The length is at most ``max_length``, and 0 if there is no such suffix.
         """
         state = max(self.link[self._whole], 0)
         return self._cut(state, self.length[state], max_length)
 
     def advance(self, state: int, length: int, token: int, max_length: int) -> tuple[int, int]:
-        """(state, length) of the longest match after ``token``, which is not appended."""
+        """Returns (state, length) of the longest match after ``token``, which is not appended."""
         while state >= 0 and not self.has(state, token):
             state = self.link[state]
             length = min(length, self.length[state]) if state >= 0 else 0
@@ -128,7 +126,6 @@ class SuffixAutomaton:
         return self._cut(self.next[state][token], length + 1, max_length)
 
     def _cut(self, state: int, length: int, max_length: int) -> tuple[int, int]:
-        """Shortens a match to ``max_length`` tokens."""
         length = min(length, max_length)
         while state > 0 and self.length[self.link[state]] >= length:
             state = self.link[state]
@@ -143,7 +140,7 @@ class SuffixAutomaton:
         return len(self.next) - 1
 
     def _only(self, state: int, token: int) -> int:
-        """The state of the longest string of ``state`` and then ``token``, and of no longer one."""
+        """Returns the state whose longest string is that of ``state`` followed by ``token``."""
         after = self.next[state][token]
         if self.length[after] == self.length[state] + 1:
             return after
@@ -163,8 +160,8 @@ class SuffixAutomaton:
 class Confidence:
     """Probability that the continuations of a match contain the next token, by match length.
 
-    A running success rate per length. Its initial value, length / (length + 2), has the weight of 4
-    trials.
+    It is a running success rate per length. Its initial value, length / (length + 2), has the
+    weight of 4 trials.
     """
 
     def __init__(self) -> None:
@@ -177,7 +174,6 @@ class Confidence:
         return self._hits[at] / self._trials[at]
 
     def observe(self, length: int, hit: bool) -> None:
-        """Adds one decided position."""
         at = min(length, _MAX_BIN)
         self._trials[at] += 1.0
         self._hits[at] += hit
@@ -186,10 +182,14 @@ class Confidence:
 class TreeMatches:
     """The longest matches of one request's nodes in a text.
 
+    Args:
+        automaton: index of the text, which the caller extends.
+        confidence: updated with committed tokens; may be shared with other requests.
+        min_match: minimum number of matching tokens.
+        max_match: maximum number; longer matches count as this length.
+
     Attributes:
-        automaton: of the text.
-        confidence: updated with committed tokens.
-        root: match of the committed tokens.
+        root: the match of the committed tokens.
     """
 
     def __init__(
@@ -200,14 +200,6 @@ class TreeMatches:
         min_match: int,
         max_match: int,
     ) -> None:
-        """Starts with no match.
-
-        Args:
-            automaton: of the text, which the caller extends.
-            confidence: may be shared with other requests.
-            min_match: minimum number of matching tokens.
-            max_match: maximum number; longer matches count as this length.
-        """
         self.automaton = automaton
         self.confidence = confidence
         self.root: Match = (0, 0)
@@ -221,7 +213,7 @@ class TreeMatches:
             self.confidence.observe(length, self.automaton.has(state, token))
 
     def at_root(self, root: Match) -> None:
-        """Replaces the root's match, and forgets those of nodes."""
+        """Replaces the root's match, and drops those of nodes."""
         self.root = root
         self._nodes.clear()
 
@@ -240,7 +232,7 @@ class TreeMatches:
         self.at_root(root)
 
     def match(self, tree: TokenTree, slot: int) -> Match:
-        """The longest match of a suffix of the path to the node at ``slot``."""
+        """Returns the longest match of a suffix of the path to the node at ``slot``."""
         node_id = int(tree.ids[slot])
         match = self._nodes.get(node_id)
         if match is None:
@@ -258,17 +250,12 @@ class TreeMatches:
 def continuations(
     texts: Sequence[TreeMatches], tree: TokenTree, slot: int, k: int, *, min_match: int
 ) -> list[tuple[float, int]]:
-    """(probability, token) of at most ``k`` continuations of a node, best first.
+    """Returns (probability, token) of at most ``k`` continuations of a node, best first.
 
-    A match of length L gives the share c(L) of the remaining probability to its continuations, in
-    proportion to their occurrences with the most recent one counted twice, and leaves the rest to
-    shorter matches. Of several texts, the match with the highest c(L) comes next.
-
-    Args:
-        texts: in the order of preference.
-        tree, slot: the node.
-        k: maximum number of tokens.
-        min_match: minimum length of a match.
+    A match of length L gives the share c(L) of the remaining probability (its ``Confidence``) to
+    its continuations, in proportion to their occurrences with the most recent one counted twice,
+    and leaves the rest to shorter matches. Of several texts, the match with the highest c(L) comes
+    next; if equal, the earlier text.
     """
     matches = [(text, *text.match(tree, slot)) for text in texts]
     remaining = 1.0
@@ -294,7 +281,7 @@ def continuations(
 
 
 def ranked_candidates(rows: Sequence[Sequence[tuple[float, int]]], k: int) -> Candidates:
-    """Candidates of W nodes from their (probability, token) pairs, at most ``k`` each."""
+    """Converts (probability, token) pairs of each node to ``Candidates``, at most ``k`` each."""
     candidates = Candidates.empty(len(rows), k)
     for row, ranked in enumerate(rows):
         num = len(ranked)

@@ -1,6 +1,6 @@
 """Token sequences of finished requests in one suffix automaton of bounded size.
 
-The file of a cache is an ``.npz`` archive without pickled objects: ``head`` (JSON: format, version,
+A cache is saved as an ``.npz`` archive without pickled objects: ``head`` (JSON: format, version,
 vocabulary size), ``tokens`` (all sequences, oldest first), ``lengths`` and ``num_prompt``.
 """
 
@@ -26,37 +26,28 @@ _ARRAYS = ("tokens", "lengths", "num_prompt")
 
 @dataclass(frozen=True, slots=True)
 class CachedText:
-    """A finished request.
-
-    Attributes:
-        tokens: prompt and output, int64[T].
-        num_prompt: number of tokens of the prompt.
-    """
+    """Tokens of a finished request, int64[T]: ``num_prompt`` of the prompt, then the output."""
 
     tokens: IntArray
     num_prompt: int
 
     @property
     def prompt(self) -> bytes:
-        """Key of the prompt."""
         return self.tokens[: self.num_prompt].tobytes()
 
 
 class SuffixCache:
     """The latest finished requests, at most ``max_tokens`` tokens of them.
 
+    The automaton has at most twice as many tokens, including removed ones.
+
     Attributes:
-        automaton: of all their texts; another object after it was built again.
+        automaton: index of all texts. Rebuilding it, which frees memory, replaces the object.
         num_tokens: tokens of all texts.
         version: changes whenever the automaton does.
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """Starts empty.
-
-        Args:
-            max_tokens: bound. The automaton holds at most twice as many, removed ones included.
-        """
         self.automaton = SuffixAutomaton()
         self.num_tokens = self.version = 0
         self._max_tokens = max_tokens
@@ -68,7 +59,7 @@ class SuffixCache:
         return tuple(self._texts)
 
     def add(self, text: CachedText) -> None:
-        """Adds a request, and evicts the oldest ones; of a longer one the last tokens are kept."""
+        """Adds a request, evicting the oldest ones; keeps only the last tokens of one too long."""
         cut = max(0, len(text.tokens) - self._max_tokens)
         if cut:
             text = CachedText(text.tokens[cut:], max(0, text.num_prompt - cut))
@@ -122,10 +113,9 @@ class SuffixCache:
 
 
 def read_texts(path: str | Path, *, vocab_size: int, key: str = "source.path") -> list[CachedText]:
-    """The requests of a saved cache, oldest first.
+    """Returns the requests of a saved cache, oldest first.
 
     Args:
-        path: the file.
         vocab_size: of the target, which must be the file's.
         key: configuration key that names the file, for messages.
 
@@ -164,7 +154,7 @@ def read_texts(path: str | Path, *, vocab_size: int, key: str = "source.path") -
 
 
 def _damage(arrays: dict[str, Any], vocab_size: int) -> str:
-    """Why the arrays are no cache; empty if they are one."""
+    """Returns why the arrays are no valid cache; empty if they are."""
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             return f"{name} is {array.dtype}[{', '.join(map(str, array.shape))}], not int[n]"

@@ -1,9 +1,3 @@
-"""Prompt lookup and suffix decoding: continuations of the current suffix in known texts.
-
-Prompt lookup proposes what followed earlier occurrences of the last tokens in prompt and output.
-SuffixDecoding (Oliaro et al., arXiv 2411.04975) also looks in a suffix tree of finished requests.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,22 +21,17 @@ if TYPE_CHECKING:
 
 
 class PromptLookupSource(TokenSource):
-    """Proposes the continuations of each node's longest match in prompt and output.
+    """Proposes what followed earlier occurrences of the last tokens in prompt and output.
 
-    Needs no model and no corpus. Nodes without a match of ``min_match`` tokens get count 0.
+    It needs no model and no corpus. Nodes without a match of ``min_match`` tokens get count 0.
+
+    Args:
+        min_match: minimum number of matching tokens.
+        max_match: maximum number; longer matches count as this length.
     """
 
     @validated
     def __init__(self, *, min_match: Count = 1, max_match: Count = 16) -> None:
-        """Sets the lengths of matches.
-
-        Args:
-            min_match: minimum number of matching tokens. Default: 1.
-            max_match: maximum number; longer matches count as this length. Default: 16.
-
-        Raises:
-            ValueError: unless 1 <= min_match <= max_match.
-        """
         if min_match > max_match:
             raise ValueError(
                 f"min_match={min_match} is more than max_match={max_match}; lower source.min_match"
@@ -51,12 +40,10 @@ class PromptLookupSource(TokenSource):
         self._own: dict[int, TreeMatches] = {}
 
     def open(self, request: RequestState) -> None:
-        """Builds the automaton of the prompt."""
         self._own[request.id] = self._matches(SuffixAutomaton(), Confidence())
         self._own[request.id].extend(request.tokens.tolist())
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Up to ``k`` continuations of each node's longest matches."""
         rows = []
         for request_id, ids in nodes.items:
             tree = state.requests[request_id].tree
@@ -66,7 +53,6 @@ class PromptLookupSource(TokenSource):
         return ranked_candidates(rows, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Appends the committed tokens; a repeated commit is ignored."""
         for commit in self._new(commits):
             self._own[commit.request].extend(commit.new_tokens)
 
@@ -77,11 +63,11 @@ class PromptLookupSource(TokenSource):
         return TreeMatches(automaton, confidence, min_match=self._min, max_match=self._max)
 
     def _texts(self, request_id: int, depth: int) -> list[TreeMatches]:
-        """The texts in which nodes at ``depth`` are matched."""
+        """Returns the texts in which nodes at ``depth`` are matched."""
         return [self._own[request_id]]
 
     def _new(self, commits: Sequence[Commit]) -> list[Commit]:
-        """The commits of open requests that continue their texts."""
+        """Returns the commits of open requests that continue their texts; drops repeated ones."""
         return [
             commit
             for commit in commits
@@ -102,18 +88,32 @@ class _CachedMatches:
 class SuffixSource(PromptLookupSource):
     """Proposes continuations of each node's longest matches, in its request and in finished ones.
 
-    Each of the two texts gives a node's match to the continuations that followed it, by frequency
-    and by how often matches of that length were right (``matches.continuations``). A text is used
-    down to a depth of ``factor`` times the length of the root's match in it, at most ``max_depth``
-    (SuffixDecoding 3.2: MAX_SPEC = alpha p); so long matches make long drafts.
+    This is SuffixDecoding (Oliaro et al., arXiv 2411.04975). Each of the two texts gives a node's
+    match to the continuations that followed it, by frequency and by how often matches of that
+    length were right (``suffix.continuations``). A text is used down to a depth of ``factor`` times
+    the length of the root's match in it, at most ``max_depth`` (SuffixDecoding 3.2: MAX_SPEC =
+    alpha p), so long matches make long drafts.
 
-    A request enters the cache, prompt and output, when it is closed. Beyond ``max_tokens`` the
+    When a request is closed, its prompt and output enter the cache. Beyond ``max_tokens`` the
     oldest requests are evicted. With a verifier that is lossless token for token, the output does
-    not depend on the cache. A distribution for rejection verifiers is not given: the cache depends
-    on the order in which requests finish, and so would the output.
+    not depend on the cache. Rejection verifiers cannot be used: the cache depends on the order in
+    which requests finish, and so would the output.
 
-    Attributes:
-        cache: the finished requests.
+    Args:
+        vocab_size: of the target, for saved caches.
+        min_match: minimum number of matching tokens.
+        max_match: maximum number; longer matches count as this length.
+        factor: draft tokens per matching token (the paper's alpha).
+        max_depth: maximum number of draft tokens.
+        max_tokens: maximum number of cached tokens.
+        repeats: also propose what followed when exactly the same prompt was decoded before. False:
+            such requests are removed when the prompt is opened again, so that warm-up and repeated
+            measurements do not copy their own output.
+        path: cache that an earlier run has saved. Default: start empty.
+        save: file that the cache is written to whenever no request is open. Default: none.
+
+    Raises:
+        UserError: ``path`` cannot be read, or belongs to another vocabulary.
     """
 
     @validated
@@ -130,26 +130,6 @@ class SuffixSource(PromptLookupSource):
         path: Text | None = None,
         save: Text | None = None,
     ) -> None:
-        """Sets lengths and memory, and reads a saved cache.
-
-        Args:
-            vocab_size: of the target, for saved caches.
-            min_match: minimum number of matching tokens. Default: 1.
-            max_match: maximum number; longer matches count as this length. Default: 32.
-            factor: draft tokens per matching token (the paper's alpha). Default: 4.
-            max_depth: maximum number of draft tokens. Default: 32.
-            max_tokens: tokens of finished requests that are kept; the oldest requests are evicted.
-                Default: 100,000.
-            repeats: also propose what followed when exactly the same prompt was decoded before.
-                False: such requests are removed when the prompt is opened again, so that warm-up
-                and repeated measurements do not copy their own output. Default: false.
-            path: cache that an earlier run has saved. Default: start empty.
-            save: file that the cache is written to whenever no request is open. Default: none.
-
-        Raises:
-            ValueError: unless 1 <= min_match <= max_match.
-            UserError: ``path`` cannot be read, or belongs to another vocabulary.
-        """
         super().__init__(min_match=min_match, max_match=max_match)
         self.vocab_size = vocab_size
         self.cache = SuffixCache(max_tokens)
@@ -162,7 +142,6 @@ class SuffixSource(PromptLookupSource):
             self.cache.add(text)
 
     def open(self, request: RequestState) -> None:
-        """Builds the automaton of the prompt."""
         if not self._repeats:
             self.cache.forget(request.tokens)
         super().open(request)
@@ -170,7 +149,6 @@ class SuffixSource(PromptLookupSource):
         self._cached[request.id] = _CachedMatches(request, matches)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Appends the committed tokens; a repeated commit is ignored."""
         for commit in self._new(commits):
             matches = self._current(commit.request)
             for token in commit.new_tokens:
@@ -190,7 +168,7 @@ class SuffixSource(PromptLookupSource):
             self.cache.save(self._save, vocab_size=self._vocab_size)
 
     def _texts(self, request_id: int, depth: int) -> list[TreeMatches]:
-        """The texts whose match at the root is long enough for children of a node at ``depth``."""
+        """Returns the texts whose root match is long enough for children of a node at ``depth``."""
         limits = [
             (text, min(self._max_depth, max(1, int(self._factor * text.root[1]))))
             for text in (self._own[request_id], self._current(request_id))
@@ -198,7 +176,7 @@ class SuffixSource(PromptLookupSource):
         return [text for text, limit in limits if depth < limit]
 
     def _current(self, request_id: int) -> TreeMatches:
-        """The request's matches in the cache, found again where the cache has changed."""
+        """Returns the request's matches in the cache, searched again if the cache has changed."""
         cached = self._cached[request_id]
         if cached.version != self.cache.version:
             cached.version, cached.matches.automaton = self.cache.version, self.cache.automaton

@@ -10,7 +10,7 @@ results are the same for every strategy.
 A recorded run is a special case with one class per recorded position (``pairs/replay.py``).
 ``SyntheticSource`` uses only the protocol ``HiddenPair`` and serves both.
 
-Shape letters: W nodes, K candidates, C classes, V vocabulary, n positions.
+Shape letters: W nodes, K candidates, C classes, M kept nodes.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 _TABLE = 512  # positions tabulated at a time
-_MAX_STALE = 4096  # ids of nodes that are kept before those of pruned ones are dropped
+_MAX_STALE = 4096  # number of node ids above which those of pruned nodes are dropped
 
 
 class _RequestTables:
     """One request's sequence, classes and ranks by position, and its nodes on the target's path.
 
     Attributes:
-        on_path: ids of nodes known to be on the target's path; of pruned ones too, for a while.
-        cached_len: committed tokens that a draft's cache would have.
-        expanded: ids of nodes that a draft's cache would have; of pruned ones too, for a while.
+        on_path: ids of nodes known to be on the target's path; pruned nodes are removed later.
+        cached_len: number of committed tokens that a draft's cache would have.
+        expanded: ids of nodes that a draft's cache would have; pruned nodes are removed later.
     """
 
     def __init__(self, pair: HiddenPair, request: RequestState) -> None:
@@ -61,25 +61,24 @@ class _RequestTables:
         self._reach = self._pair.reach(self.request.id, positions)
 
     def rank(self, position: int) -> int:
-        """Number of candidates before the true token at the true node at ``position``."""
+        """Returns the number of candidates before the true token, after the true node."""
         root = self.request.prefix_len
         if self._reach is None:
             return int(self._ranks[min(position - root, len(self._ranks) - 1)][position])
         return 0 if position - root < self._reach[root] else MAX_RANK
 
     def reserve(self, last: int) -> None:
-        """Extends the tables beyond position ``last``."""
         if last + 1 >= len(self.tokens):
             self._extend(last + _TABLE)
 
     def keep(self, ids: IntArray) -> None:
-        """Drops what is known of other nodes than ``ids``, int64[M]."""
+        """Drops all nodes except ``ids``, int64[M]."""
         kept = set(ids.tolist())
         self.expanded &= kept
         self.on_path &= kept
 
     def true_nodes(self, slots: IntArray, positions: IntArray, tokens: IntArray) -> list[int]:
-        """Indices into ``slots``, with these positions and tokens, of the target's own path."""
+        """Returns the indices of those ``slots`` that are on the target's own path."""
         same = tokens == self.tokens.take(positions)
         hits = (same | (slots == 0)).nonzero()[0]
         return [row for row in hits.tolist() if self._is_on_path(int(slots[row]))]
@@ -98,7 +97,16 @@ class _RequestTables:
 
 
 class SyntheticSource(TokenSource):
-    """The synthetic draft; counts and charges passes and rows as a draft model would."""
+    """The synthetic draft; counts and charges passes and rows as a draft model would.
+
+    Args:
+        pair: the hidden sequences and the draft's ranks, or a model pair that has them.
+        model: the model's name, by which a latency profile prices its passes.
+        prefill_chunk: maximum number of prompt rows per pass.
+
+    Raises:
+        UserError: for a pair of real models, or one without that model.
+    """
 
     @validated
     def __init__(
@@ -108,16 +116,6 @@ class SyntheticSource(TokenSource):
         model: Literal["draft", "middle"] = "draft",
         prefill_chunk: Count = 512,
     ) -> None:
-        """Proposes tokens for the target of ``pair``.
-
-        Args:
-            pair: the hidden sequences and the draft's ranks, or a model pair that has them.
-            model: the name, by which a latency profile prices its passes. Default: "draft".
-            prefill_chunk: maximum number of prompt rows per pass. Default: 512.
-
-        Raises:
-            UserError: for a pair of real models, or one without that model.
-        """
         hidden: HiddenPair = pair.sequences(model) if isinstance(pair, ModelPair) else pair
         self.vocab_size: int | None = pair.vocab_size
         self.counters = SourceCounters(by_level={model: 0})
@@ -130,11 +128,10 @@ class SyntheticSource(TokenSource):
         self._offsets = np.arange(self._logprobs.shape[1])
 
     def open(self, request: RequestState) -> None:
-        """Tabulates the request's hidden sequence."""
         self._tables[request.id] = _RequestTables(self._pair, request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Up to min(k, K) candidates of each node (K is 64, or as recorded).
+        """Returns up to min(k, K) candidates of each node (K is 64, or as recorded).
 
         On the target's path the true token has its rank; elsewhere all candidates are wrong.
         """
@@ -177,7 +174,7 @@ class SyntheticSource(TokenSource):
         self._tables.pop(request_id, None)
 
     def _law(self, k: int) -> tuple[FloatArray, IntArray]:
-        """(log probabilities float64[C, k], counts int64[C]) of the first candidates, by class."""
+        """Returns log probabilities float64[C, k] and counts int64[C] of the first k candidates."""
         if k not in self._laws:
             logprobs = np.ascontiguousarray(self._logprobs[:, :k])
             self._laws[k] = logprobs, (logprobs > -np.inf).sum(axis=1)
@@ -186,7 +183,7 @@ class SyntheticSource(TokenSource):
     def _propose(
         self, tables: _RequestTables, slots: IntArray, k: int
     ) -> tuple[IntArray, IntArray]:
-        """(tokens int64[W, k], classes int64[W])."""
+        """Returns tokens int64[W, k] and classes int64[W]."""
         tree = tables.request.tree
         positions, node_tokens = tree.positions.take(slots), tree.tokens.take(slots)
         tables.reserve(int(positions.max()))

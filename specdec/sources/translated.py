@@ -3,13 +3,12 @@
 The draft reads the target's text in its own tokens and proposes the tokens that both vocabularies
 have (token-level intersection, Timor et al. 2025, arXiv 2502.05202, algorithm 4).
 
-``DraftText`` has a request in draft tokens: what is final, and a trie of what is not. Several
-target nodes may end in the same draft token (the same text by other target tokens), and one target
-node may need several draft tokens, so the draft's cache has entries per trie node. The id of a trie
-node is never reused, and greater than that of its parent.
+``DraftText`` has a request in draft tokens: the final ones, and a trie of those that may change.
+Several target nodes may end in the same draft token (the same text by other target tokens), and one
+target node may need several draft tokens, so the draft's cache has entries per trie node. The id of
+a trie node is never reused, and greater than that of its parent.
 
-Shape letters: W target nodes, R trie nodes that a pass computes, U draft vocabulary, V target
-vocabulary.
+Shape letters: W target nodes.
 """
 
 from __future__ import annotations
@@ -38,8 +37,19 @@ class TranslatedSource(CachedModelSource):
     """Proposes the tokens of a draft with another tokenizer that the target's vocabulary has too.
 
     The draft's distribution is renormalised over the intersection, so rejection sampling is exact
-    for it. A node has no candidates inside an unfinished character that the draft cannot write, and
-    beyond the draft's positions. Counted rows are draft tokens, catch-up rows final ones.
+    for it. A node has no candidates if its text ends inside a character that the draft cannot
+    write, or beyond the draft's positions. Counted rows are draft tokens; catch-up rows are final
+    ones.
+
+    Args:
+        pair: the model pair, with the draft of ``model.translated``.
+        meter: counts the passes as "translated".
+        sample: sample candidates and return their distribution, for rejection verifiers.
+        prefill_chunk: maximum number of prompt rows per request and pass.
+
+    Raises:
+        UserError: the pair has no such draft, a tokenizer is missing, or the vocabularies have no
+            token in common.
     """
 
     _shares_entries = True  # nodes with the same text in other tokens
@@ -53,18 +63,6 @@ class TranslatedSource(CachedModelSource):
         sample: bool = False,
         prefill_chunk: Count = 512,
     ) -> None:
-        """Loads the draft and intersects the vocabularies.
-
-        Args:
-            pair: the model pair, with the draft of ``model.translated``.
-            meter: counts the passes as "translated".
-            sample: sample candidates and return their distribution, for rejection verifiers.
-            prefill_chunk: maximum number of prompt rows per request and pass. Default: 512.
-
-        Raises:
-            UserError: the pair has no such draft, a tokenizer is missing, or the vocabularies have
-                no token in common.
-        """
         self._model = pair.artefact(TranslatedDraft, meter=meter)
         runner = self._model.runner
         super().__init__(
@@ -83,13 +81,11 @@ class TranslatedSource(CachedModelSource):
         return self._model.weight_bytes
 
     def open(self, request: RequestState) -> None:
-        """Tokenises the prompt; the first ``expand`` computes it."""
         super().open(request)
         text = DraftText(self._model.translation, request.tokens.tolist())
         self._texts[request.id] = text
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Advances the texts; moves final tokens into the prefix and drops pruned ones."""
         known = [commit for commit in commits if commit.request in self._texts]
         super().commit([self._texts[commit.request].commit(commit) for commit in known], output)
 
@@ -98,13 +94,13 @@ class TranslatedSource(CachedModelSource):
         self._texts.pop(request_id, None)
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """bool[W]: whether the draft can continue the nodes' texts."""
+        """Returns bool[W]: whether the draft can continue the nodes' texts."""
         text, most = self._texts[request.id], self._runner.max_positions
         places = text.places(request.tree, ids)
         return np.array([text.can_draft(place, most) for place in places], np.bool_)
 
     def _plan(self, request: RequestState, ids: IntArray) -> PassWork:
-        """The rows of a pass that expands the nodes; its entries are trie nodes."""
+        """Returns the rows of a pass that expands the nodes; its entries are trie nodes."""
         text, cache = self._texts[request.id], self._caches[request.id]
         stored = self._logits[request.id]
         leaves = [place.leaf for place in text.places(request.tree, ids)]
@@ -145,18 +141,14 @@ class _TrieNode:
 class DraftText:
     """Committed text and candidates of one request, in draft tokens.
 
+    The last token of the prompt is the root of the target's tree.
+
     Attributes:
         final: draft tokens of the committed text that no further text changes.
         root: the place of the target tree's root.
     """
 
     def __init__(self, translation: Translation, prompt: Iterable[int]) -> None:
-        """Tokenises a prompt.
-
-        Args:
-            translation: from target to draft.
-            prompt: target tokens; the last one is the root.
-        """
         self._translation = translation
         self._nodes: dict[int, _TrieNode] = {}
         self._children: dict[tuple[int, int], int] = {}
@@ -172,13 +164,12 @@ class DraftText:
     # ------------------------------------------------------------------ places
 
     def places(self, tree: TokenTree, ids: IntArray) -> list[Place]:
-        """The places of target nodes, int64[W]."""
         slots = tree.slots(ids)
         assert (slots >= 0).all(), f"nodes {ids} are not in the tree"
         return [self._place(tree, slot) for slot in slots.tolist()]
 
     def _place(self, tree: TokenTree, slot: int) -> Place:
-        """The place of a target node, from that of its nearest known ancestor."""
+        """Finds the place of a target node, from its nearest ancestor with a known place."""
         missing: list[int] = []
         found: Place | None = None
         ids, parents, tokens = tree.ids, tree.parents, tree.tokens
@@ -201,7 +192,7 @@ class DraftText:
         return self._placed(place.anchor, self._translation.extended(place.tail, token))
 
     def _placed(self, anchor: int, tail: Tail) -> Place:
-        """Enters the tail's tokens below ``anchor``, and moves the anchor over the final ones."""
+        """Adds the tail's tokens below ``anchor``, and moves the anchor past the final ones."""
         final = self._translation.num_final(tail.tokens)
         leaf = anchor
         for number, token in enumerate(tail.tokens):
@@ -223,12 +214,7 @@ class DraftText:
     # ------------------------------------------------------------------ rows
 
     def missing(self, leaves: Sequence[int], held: set[int]) -> list[int]:
-        """``leaves`` and their ancestors that are not in ``held``, parents first.
-
-        Args:
-            leaves: trie nodes to compute, in any order.
-            held: trie nodes that a cache has.
-        """
+        """Returns ``leaves`` and their ancestors that are not in ``held``, parents first."""
         needed: set[int] = set()
         for node in leaves:
             while node in self._nodes and node not in held and node not in needed:
@@ -237,7 +223,7 @@ class DraftText:
         return sorted(needed)
 
     def rows(self, nodes: Sequence[int]) -> TreeRows:
-        """Trie nodes as rows of a pass."""
+        """Returns trie nodes as rows of a pass."""
         known, paths = self._nodes, [list(nodes)]
 
         def above(node: int) -> int:
@@ -256,11 +242,7 @@ class DraftText:
     # ------------------------------------------------------------------ commits
 
     def commit(self, commit: Commit) -> Commit:
-        """Advances the root and drops what left the tree.
-
-        Returns:
-            The same state change in trie nodes, for the draft's cache.
-        """
+        """Advances the root, drops what left the tree, and returns the commit in trie nodes."""
         ids = [*commit.retired_ids[1:].tolist(), commit.root_id]
         place = self.root
         for node, token in zip(ids, commit.new_tokens, strict=True):
@@ -283,7 +265,7 @@ class DraftText:
         )
 
     def _path(self, node: int) -> list[int]:
-        """Trie nodes from the first one that was not final down to ``node``."""
+        """Returns the trie nodes from the first one that was not final down to ``node``."""
         path: list[int] = []
         while node != self._end:
             path.append(node)
