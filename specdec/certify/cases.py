@@ -23,7 +23,6 @@ TEMPERATURES_AND_FILTERS: dict[str, SamplingParams] = {
     "t=0.8 top_k=9 top_p=0.9": SamplingParams(temperature=0.8, top_k=9, top_p=0.9),
     "t=0.9 no_repeat_ngram=2": SamplingParams(temperature=0.9, no_repeat_ngram=2),
 }
-"""Sampling transforms of the sampled checks."""
 
 WITH_HISTORY: dict[str, SamplingParams] = {
     "no_repeat_ngram=2": SamplingParams(no_repeat_ngram=2),
@@ -37,24 +36,15 @@ _LETTERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request of a check.
+    """One request of a check."""
 
-    Attributes:
-        id: prompt id, which keys the draws.
-        label: name in messages.
-        prompt: token ids.
-        sampling: sampling transform.
-        stop: when the output ends.
-    """
-
-    id: int
-    label: str
-    prompt: tuple[int, ...]
+    id: int  # prompt id, which keys the draws
+    label: str  # name in messages
+    prompt: tuple[int, ...]  # token ids
     sampling: SamplingParams
     stop: StopRules
 
     def request(self) -> RequestState:
-        """A new request of the decode loop."""
         return RequestState(
             request_id=self.id,
             prompt=np.array(self.prompt, np.int64),
@@ -65,24 +55,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The output for a case.
+    """The output for a case."""
 
-    Attributes:
-        output: token ids.
-        reason: why it ended.
-        accepted: accepted draft tokens, plus the next tokens that were nodes of the tree (hits).
-        misses: answers after which the tree was discarded.
-        origins: index of the source that proposed each token, ``TARGET_ORIGIN`` for none.
-    """
-
-    output: tuple[int, ...]
-    reason: str | None
-    accepted: int = 0
-    misses: int = 0
-    origins: tuple[int, ...] = ()
+    output: tuple[int, ...]  # token ids
+    reason: str | None  # why it ended
+    accepted: int = 0  # draft tokens, including hits (next tokens that were in the tree)
+    misses: int = 0  # answers after which the tree was discarded
+    origins: tuple[int, ...] = ()  # index of each token's source, ``TARGET_ORIGIN`` for none
 
     def proposer(self, at: int) -> str:
-        """Who proposed output token ``at``."""
+        """Names the source that proposed output token ``at``."""
         origin = self.origins[at]
         return "the target" if origin == TARGET_ORIGIN else f"source {origin}"
 
@@ -106,7 +88,6 @@ def syllables(tokens: Sequence[int]) -> str:
 
 
 def random_prompt(index: int, length: int, vocab_size: int) -> tuple[int, ...]:
-    """A prompt drawn from a generator seeded with ``index`` and ``length``."""
     rng = np.random.default_rng([index, length])
     return tuple(rng.integers(1, vocab_size, length).tolist())
 
@@ -114,7 +95,7 @@ def random_prompt(index: int, length: int, vocab_size: int) -> tuple[int, ...]:
 def parity_cases(
     samplings: dict[str, SamplingParams], *, per_sampling: int, vocab_size: int, num_tokens: int
 ) -> list[Case]:
-    """``per_sampling`` requests under each sampling transform, with prompts of 1 to 13 tokens."""
+    """Creates ``per_sampling`` requests under each transform, with prompts of 1 to 13 tokens."""
     lengths = (1, 6, 13, 3)
     stop = StopRules(max_new_tokens=num_tokens)
     cases = []
@@ -129,11 +110,9 @@ def parity_cases(
 
 
 def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
-    """Copies of ``base`` that end early: by EOS, stop string or length, at each output token.
+    """Yields copies of ``base`` that end early at each token: by EOS, stop string or length.
 
-    Args:
-        base: a greedy case that ends by its length.
-        output: its tokens under plain decoding.
+    ``base`` is a greedy case that ends by its length, ``output`` its tokens under plain decoding.
     """
     ids = count(base.id + 1)
 

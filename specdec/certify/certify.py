@@ -1,5 +1,3 @@
-"""Runs the checks on one configuration."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +32,9 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
     "numerics": numerics,
     "exact_dtype": exact_dtype,
 }
-"""Check functions by name, in the order in which they run."""
+"""Check functions by name, in the order in which they run (docs/verify.md describes them)."""
 
 DEPTHS = ("standard", "full")
-"""How much the checks decode."""
 
 
 def certify(
@@ -49,24 +46,18 @@ def certify(
     on_check: Callable[[Check], None] | None = None,
     fail_fast: bool = False,
 ) -> Report:
-    """Certifies a configuration.
+    """Runs the checks on one configuration, the resolved plain one of ``specdec run``.
+
+    A check fails if the strategy raises in it; its detail names the error, or the check that met
+    the same error first. A configuration that cannot be composed is a UserError.
 
     Args:
-        cfg: resolved plain configuration of ``specdec run``.
-        build: builds the parts of a configuration on a pair (default: ``compose``).
+        build: builds the parts of a configuration on a pair.
         checks: names of the checks to run (default: all).
         depth: "standard", or "full" for more requests, longer outputs, a larger vocabulary and
             every family that can have a sliding window.
         on_check: called with each outcome.
-        fail_fast: end with the first check that fails.
-
-    Returns:
-        The report. A check in which the strategy raised is failed; its detail names the error, or
-        the check that met the same error first.
-
-    Raises:
-        UserError: the configuration cannot be composed, its strategy is transformers' own
-            decoding, or there is no such depth.
+        fail_fast: stop after the first check that fails.
     """
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")

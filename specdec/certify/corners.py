@@ -1,4 +1,4 @@
-"""Situations that short requests do not meet by themselves: full caches, tokens without text."""
+"""Cases that short requests do not reach by themselves: full caches, and tokens without text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from specdec.certify.cases import Case, Decoded
 from specdec.certify.subject import Subject, decode_cases
 from specdec.state import StopRules
 
-_WITH_TEXT = 3  # one token of so many has text
-_STRING = 3  # letters of a stop string: of two tokens
+_WITH_TEXT = 3  # one token id in three has text
+_STRING = 3  # letters of a stop string, which then spans two tokens
 
 
 def sparse_text(tokens: Sequence[int]) -> str:
-    """Two letters for every third token id, nothing for the others, as for special tokens."""
+    """Decodes every third token id to two letters, and the others to nothing, as special tokens."""
     return "".join(
         chr(97 + token // _WITH_TEXT % 6) + chr(103 + token // _WITH_TEXT // 6 % 6)
         for token in tokens
@@ -23,12 +23,9 @@ def sparse_text(tokens: Sequence[int]) -> str:
 
 
 def sparse_cases(base: Case, output: Sequence[int], first_id: int) -> list[Case]:
-    """Copies of ``base`` that end by stop strings whose tokens have others without text between.
+    """Creates copies of ``base`` that end by stop strings with textless tokens in between.
 
-    Args:
-        base: a case that ends by its length.
-        output: its tokens under plain decoding.
-        first_id: id of the first copy.
+    ``base`` ends by its length, ``output`` has its tokens under plain decoding.
     """
     text, length = sparse_text(output), len(output)
     strings = [text[at : at + _STRING] for at in range(len(text) - _STRING + 1)]
@@ -43,10 +40,10 @@ def sparse_cases(base: Case, output: Sequence[int], first_id: int) -> list[Case]
 def decode_in_full_cache(
     subject: Subject, cases: Sequence[Case], *, prefill_chunk: int
 ) -> Mapping[int, Decoded] | None:
-    """Outputs of one batch in a paged cache that has room for the largest of its requests.
+    """Decodes one batch in a paged cache that has room only for its largest request.
 
-    Requests wait for blocks, and blocks are used again by others. None if the configured caches are
-    not paged.
+    Requests wait for blocks and then reuse blocks of others. Returns None if the configured caches
+    are not paged.
     """
     serving = subject.small["serving"]
     if not serving.get("kv_tokens"):
@@ -54,6 +51,6 @@ def decode_in_full_cache(
     with subject.composed() as parts:
         held = parts.policy.held_nodes(parts.executor.in_flight) or 0
     most = max(len(case.prompt) + case.stop.max_new_tokens for case in cases) + held
-    full = {**serving, "kv_tokens": most, "block_tokens": 1}  # blocks without room to spare
+    full = {**serving, "kv_tokens": most, "block_tokens": 1}  # no block has unused room
     with subject.composed(serving=full) as parts:
         return decode_cases(parts, cases, batch_size=len(cases), prefill_chunk=prefill_chunk)

@@ -1,4 +1,4 @@
-"""Errors that a strategy raises during a check: where they came from, and each of them once."""
+"""Locates the errors that a strategy raises during checks, and reports each of them once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROLES = ("scheduler", "policy", "source", "verifier", "executor")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an error was raised: file and line of the innermost frame, and its type."""
+    """Where an error was raised: the file and line of the innermost frame, and the error's type."""
 
     kind: type[BaseException]
     file: str
@@ -25,20 +25,19 @@ class _Place:
 
 
 class Crashes:
-    """The different errors of one run of checks, in the order in which they occurred."""
+    """The distinct errors of one run of checks, in the order in which they occurred."""
 
     def __init__(self) -> None:
         self._by_place: dict[_Place, Crash] = {}
 
     @property
     def found(self) -> tuple[Crash, ...]:
-        """One entry per place that raised."""
         return tuple(self._by_place.values())
 
     def check(self, name: str, error: Exception) -> Check:
-        """The failed check that ``error`` ended.
+        """Returns the failed check that ``error`` ended.
 
-        An error from the place of an earlier one refers to the check that names it.
+        An error from the same place as an earlier one only refers to the check that describes it.
         """
         innermost = traceback.extract_tb(error.__traceback__)[-1]
         place = _Place(type(error), innermost.filename, innermost.lineno or 0)
@@ -73,7 +72,7 @@ def _crash(check: str, error: Exception) -> Crash:
 
 
 def _requests(frame: FrameType) -> Iterator[int]:
-    """Ids of the requests that a function of the strategy was working on."""
+    """Yields ids of the requests that a function of the strategy was working on."""
     for name, value in frame.f_locals.items():
         if isinstance(value, RequestState):
             yield value.id

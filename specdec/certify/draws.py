@@ -1,4 +1,4 @@
-"""The keyed draws of a run, compared with a second implementation of the generator."""
+"""Compares the keyed draws of a run with a second implementation of the generator."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 from specdec.certify.oracle import reference_draw
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 
-_SPAN = 7  # positions per call, which divides no block
+_SPAN = 7  # positions per call; not a divisor of the block size
 _FEW = (0, 1, 2)  # siblings
 _MANY = (0, 1, 16, 127, 128, 300)
-_BACKWARDS = (900, 380, 377, 255, 0, 900)  # first positions of calls that do not rise
+_BACKWARDS = (900, 380, 377, 255, 0, 900)  # first positions of calls, in no order
 _LARGE_IDS = (1 << 32, (1 << 40) + 1)
 
 
 def draw_problems(draws: KeyedDraws, prompt_id: int, num_positions: int) -> Iterator[str]:
-    """Draws that differ from the reference, the first per purpose.
+    """Yields draws that differ from the reference, the first one per purpose.
 
     Positions rise to ``num_positions``, through every block, then go back and forth; siblings are
-    few and many; prompt ids have more than 32 bits.
+    few and many; some prompt ids have more than 32 bits.
     """
     rising = [(prompt_id, start, _FEW) for start in range(0, num_positions, _SPAN)]
     jumping = [
@@ -39,7 +39,7 @@ def draw_problems(draws: KeyedDraws, prompt_id: int, num_positions: int) -> Iter
 def _first_wrong(
     draws: KeyedDraws, purpose: Purpose, prompt_id: int, start: int, siblings: Sequence[int]
 ) -> int | None:
-    """The first position from ``start`` on with a wrong draw."""
+    """Returns the first position from ``start`` on with a wrong draw."""
     positions = np.arange(start, start + _SPAN)
     drawn = draws.uniform(prompt_id, positions, purpose, np.array(siblings)[:, None])
     expected = [

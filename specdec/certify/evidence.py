@@ -1,12 +1,12 @@
-"""Evidence against a law: e-values, whose false-alarm rate holds for any number of counts.
+"""Measures evidence against a distribution by e-values, which stay valid for any number of counts.
 
-An *e-value* is a non-negative statistic with a mean of at most 1 if the law is true, so by Markov's
-inequality it reaches 1 / a with probability at most a. Here it is a likelihood ratio: of the counts
-under a mixture of laws around the tested one, to that under the law itself. Unlike a chi-square
-test it needs no least number of expected counts, so cells of small probability are not merged. It
-may be computed from tokens of sequences, whose number of visits is random (a test martingale, Ville
-1939; Ramdas et al. 2023, "Game-theoretic statistics"), and the mean of e-values is an e-value,
-however they depend on each other.
+An *e-value* is a non-negative statistic whose mean is at most 1 if the tested law is true, so by
+Markov's inequality it reaches 1 / a with probability at most a. Here it is a likelihood ratio: the
+likelihood of the counts under a mixture of laws around the tested one, divided by that under the
+law itself. Unlike a chi-square test it needs no least number of expected counts, so cells of small
+probability are not merged. It may be computed from tokens of sequences, whose number of visits is
+random (a test martingale, Ville 1939; Ramdas et al. 2023, "Game-theoretic statistics"). The mean of
+e-values is an e-value, even if they depend on each other.
 
 Shape letters: C cells of a law, M concentrations.
 """
@@ -25,11 +25,10 @@ _CONCENTRATIONS = torch.tensor([4.0, 32.0, 256.0, 2048.0], dtype=torch.float64) 
 
 
 def log_evidence(counts: IntArray, law: FloatArray) -> float:
-    """The natural logarithm of the e-value of counts[C] against ``law``[C].
+    """Returns the natural logarithm of the e-value of counts[C] against ``law``[C].
 
-    The mixture has Dirichlet laws whose mean is ``law``, with four concentrations: from laws that
-    are far from it to laws that differ by a few percent. Infinite if a cell of probability 0 has
-    counts.
+    The mixture has Dirichlet laws with mean ``law`` and four concentrations, for alternatives that
+    are far from it down to a few percent. Infinite if a cell of probability 0 has counts.
     """
     seen = np.flatnonzero(counts)
     if not law[seen].all():
@@ -42,7 +41,7 @@ def log_evidence(counts: IntArray, law: FloatArray) -> float:
 
 
 def log_sum(logs: Sequence[float]) -> float:
-    """The natural logarithm of the sum of numbers given by their logarithms."""
+    """Returns log(sum(exp(logs))) without overflow."""
     best = max(logs)
     if math.isinf(best):
         return best

@@ -1,8 +1,8 @@
-"""Check (i): with ``model.exact=true``, long outputs in the configured dtype, without differences.
+"""Compares long outputs in the configured dtype with plain decoding, if ``model.exact=true``.
 
 Plain decoding here is the preset ``ar`` on the same pair: on one device, or on the same
-tensor-parallel group, whose sums define the bits. The configured strategy has to give its tokens
-exactly; there are no ties.
+tensor-parallel group, whose sums define the bits. The configured strategy must produce its tokens
+exactly; there is no tolerance for ties.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PREFILL_CHUNK = 512
 
 
 def exact_dtype(subject: Subject) -> Check:
-    """(i) Outputs in the configured dtype equal plain decoding, token for token."""
+    """Checks that outputs in the configured dtype equal plain decoding token for token."""
     model = subject.cfg["model"]
     if not model.get("exact"):
         return Check("exact_dtype", None, "model.exact=false: rounding may decide between tokens")
@@ -74,9 +74,9 @@ def exact_dtype(subject: Subject) -> Check:
 
 
 def plain_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """``cfg`` with the parts of plain decoding, whose output is the reference.
+    """Replaces the parts of ``cfg`` by those of plain decoding, whose output is the reference.
 
-    Tensor-parallel executors are kept, because a sum over shares is part of the reference.
+    Tensor-parallel executors are kept, because the order of their sums is part of the reference.
     """
     executor = cfg["executor"]
     if not executor.get("target_degree"):
@@ -107,7 +107,7 @@ def _decode(
 
 
 def _problem(case: Case, decoded: Decoded, expected: Decoded) -> str:
-    """The first difference as text; empty if there is none."""
+    """Describes the first difference; empty if there is none."""
     at = first_difference(decoded.output, expected.output)
     if at is None:
         return ""

@@ -1,4 +1,4 @@
-"""The target's hidden states in a tree, against fresh forwards over the paths of their nodes."""
+"""Compares the target's hidden states in a tree with fresh forwards over the nodes' paths."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from specdec.state import RequestState
 from specdec.types import Commit, HiddenName, IntArray
 
 TOLERANCE = 1e-6
-"""Largest allowed difference of a float64 state; transformers' norms compute in float32."""
+"""Absolute error allowed in float64, because transformers' norms compute in float32."""
 
 
 class FreshStates:
-    """Hidden states from transformers' forward over whole sequences."""
+    """Computes hidden states with transformers' own forward over whole sequences."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._cached: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     def state(self, tokens: IntArray, name: HiddenName) -> torch.Tensor:
-        """[E]: the state ``name`` of the last of ``tokens``, int64[T]."""
+        """Returns [E], the state ``name`` of the last of ``tokens``, int64[T]."""
         path = tuple(tokens.tolist())
         if path not in self._cached:
             self._cached[path] = self._after_layers(path)
@@ -55,8 +55,7 @@ def hidden_problems(
 ) -> tuple[int, list[str]]:
     """Compares the hidden states of live nodes, and of the nodes that a commit has retired.
 
-    Returns:
-        The number of states, and those that are not the states of their nodes' paths.
+    Returns the number of states compared and a description of each wrong one.
     """
     tree = request.tree
     given_states = [

@@ -1,4 +1,7 @@
-"""Check (e): caches, trees and the rows of the draft, inspected after every step."""
+"""Inspects caches, trees and the rows that the draft computes, after every step.
+
+Shape letters: P paths, L layers, H heads, D head size, T tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from specdec.state import RequestState
 from specdec.types import NO_NODE, Commit, CommitKind
 
 TOLERANCE = 1e-6
-"""Largest allowed error of a float64 cache entry, relative to the largest entry if that is above 1;
-transformers' norms and Gemma's attention compute in float32."""
+"""Allowed error in float64, relative to the largest cache entry if that is above 1; transformers'
+norms and Gemma's attention compute in float32.
+"""
 
 MIXED = "mixed"
 _NUM_TOKENS = 12
@@ -30,31 +34,23 @@ _SMALL_CHUNK = 4
 
 @dataclass(slots=True)
 class Observation:
-    """The problems of one observed run.
+    """What was found in one observed run; ``error`` is the exception that ended it."""
 
-    Attributes:
-        caches, trees, rows: problems by check; empty if there are none.
-        num_entries, num_states, num_nodes: number of cache entries and of hidden states compared
-            and of tree nodes inspected.
-        watch: the recorded events.
-        error: the exception that ended the run; None if there was none.
-    """
-
-    caches: list[str] = field(default_factory=list)
-    trees: list[str] = field(default_factory=list)
-    rows: list[str] = field(default_factory=list)
-    num_entries: int = 0
-    num_states: int = 0
-    num_nodes: int = 0
+    caches: list[str] = field(default_factory=list)  # problems of caches and hidden states
+    trees: list[str] = field(default_factory=list)  # problems
+    rows: list[str] = field(default_factory=list)  # problems
+    num_entries: int = 0  # cache entries compared
+    num_states: int = 0  # hidden states compared
+    num_nodes: int = 0  # tree nodes inspected
     watch: Watch = field(default_factory=Watch)
     error: Exception | None = None
 
 
 def cache_invariant(subject: Subject) -> Check:
-    """(e) After every step each cache entry equals a fresh forward over its path.
+    """Checks after every step that each cache entry equals a fresh forward over its path.
 
-    So do the hidden states in the trees. Families that can have a sliding window are checked with
-    a short one too.
+    Hidden states in the trees must too. Families that can have a sliding window are also checked
+    with a short one.
     """
     runs = observations(subject)
     count = sum(len(seen.watch.shadows) for seen in runs.values())
@@ -75,7 +71,7 @@ def cache_invariant(subject: Subject) -> Check:
 
 
 def tree_invariant(subject: Subject) -> Check:
-    """(e) After a commit a tree is the new root's subtree, with the right parents."""
+    """Checks that a commit leaves the new root's subtree, with the right parents."""
     runs = observations(subject)
     num_nodes = sum(seen.num_nodes for seen in runs.values())
     problems = [problem for seen in runs.values() for problem in seen.trees]
@@ -84,9 +80,9 @@ def tree_invariant(subject: Subject) -> Check:
 
 
 def draft_rows(subject: Subject) -> Check:
-    """(e) Rows computed by the draft = distinct nodes + catch-up tokens.
+    """Checks that the draft computes each tree node and each catch-up token once.
 
-    Work that is done twice or counted wrongly does not change what is emitted: it is a note.
+    Rows computed twice or counted wrongly do not change the output, so they are only a note.
     """
     seen = observations(subject)[MIXED]
     drafts = seen.watch.drafts
@@ -116,7 +112,7 @@ def _check(name: str, problems: list[str], error: Exception | None, detail: str)
 
 
 def observations(subject: Subject) -> dict[str, Observation]:
-    """Kind of pair -> a few requests decoded under observation, once per subject."""
+    """Decodes a few requests under observation for each kind of pair, once per subject."""
     cached = subject.notes.get("observations")
     if isinstance(cached, dict):
         return cached
@@ -179,14 +175,14 @@ def _run(subject: Subject, kind: str, seen: Observation) -> None:
 
 
 class Fresh:
-    """Keys and values from transformers' forward over whole sequences."""
+    """Computes keys and values with transformers' own forward over whole sequences."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._cached: dict[tuple[int, ...], torch.Tensor] = {}
 
     def entries(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """[P, L, 2, H, D]: keys and values of the last token of each of P paths, in L layers."""
+        """Returns [P, L, 2, H, D]: keys and values of the last token of each path."""
         by_length: dict[int, set[tuple[int, ...]]] = {}
         for path in paths:
             if path not in self._cached:
@@ -212,7 +208,7 @@ class Fresh:
 
 
 def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator[str]:
-    """Differences of a cache from fresh forwards over the paths of its entries."""
+    """Yields differences of a cache from fresh forwards over the paths of its entries."""
     cache, request = shadow.cache, shadow.request
     assert request is not None
     where = f"{shadow.runner.name}'s cache of request {request.id}"
@@ -258,7 +254,7 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
 
 
 def _commit_problems(commit: Commit, before: dict[int, tuple[int, int]]) -> Iterator[str]:
-    """Faults of the submitted tree, and nodes that a hit kept or dropped wrongly."""
+    """Yields faults of the submitted tree (its snapshot ``before``) and of what a hit kept."""
     where = f"request {commit.request}, step {commit.step}"
     if len(set(before.values())) < len(before):  # no output shows it: rejection skips the second
         yield f"{where}: two children of a node of the submitted tree carry the same token"
@@ -279,7 +275,7 @@ def _commit_problems(commit: Commit, before: dict[int, tuple[int, int]]) -> Iter
 
 
 def _tree_problems(request: RequestState, before: dict[int, tuple[int, int]]) -> Iterator[str]:
-    """Inconsistencies of a tree, in itself and relative to its state ``before``."""
+    """Yields inconsistencies of a tree, in itself and with its earlier ``snapshot``."""
     tree, where = request.tree, f"tree of request {request.id}"
     parents, positions = tree.parents, tree.positions
     if int(tree.tokens[0]) != int(request.tokens[-1]) or int(positions[0]) != request.prefix_len:
@@ -303,7 +299,7 @@ def _tree_problems(request: RequestState, before: dict[int, tuple[int, int]]) ->
 
 
 def _candidate_problems(request: RequestState, watch: Watch) -> Iterator[str]:
-    """Nodes with other candidates than those that an asynchronous source proposed for them."""
+    """Yields nodes whose candidates are not those that an asynchronous source proposed for them."""
     if not watch.is_asynchronous:
         return
     tree = request.tree
@@ -320,9 +316,10 @@ def _candidate_problems(request: RequestState, watch: Watch) -> Iterator[str]:
 
 
 def _row_problems(watch: Watch, counted: int) -> Iterator[str]:
-    """Rows of the drafts that were computed in vain, and rows that are not accounted for.
+    """Yields draft rows that were computed in vain, or that the source's count does not match.
 
-    Counts what the models computed, whichever nodes the source left out or answered itself.
+    The rows are those that the models computed, whichever nodes the source left out or answered
+    itself.
     """
     drafts = watch.drafts
     if not drafts:

@@ -1,9 +1,9 @@
-"""Check (d): the distribution of sampled output against that of the target.
+"""Compares the distribution of sampled output with that of the target.
 
-Target and draft are tables (``TablePair``), so the exact laws of the output are known. Requests,
-each with its own keyed draws, are decoded through the whole composed strategy:
+Target and draft are tables (``TablePair``), so the exact distributions (*laws*) of the output are
+known. Requests, each with its own keyed draws, are decoded by the whole composed strategy:
 
-- small tables with a draft opposed to the target and with one that crowds a token: the joint law
+- small tables, with a draft opposed to the target and with one that crowds a token: the joint law
   of every pair of neighbouring tokens, by e-values (``evidence``) and by total variation, and the
   law of the token after each other one, by e-values;
 - a large vocabulary with drafts of six kinds (``wide_laws``): the law of the token after each row.
@@ -40,7 +40,7 @@ from specdec.state import StopRules
 from specdec.types import FloatArray, IntArray, Lossless
 
 Table = tuple[tuple[float, ...], ...]
-"""Logits of the next token (column) after each (row)."""
+"""Logits of the next token (column) after each token (row), [V, V]."""
 
 FALSE_ALARM = 1e-6
 """Chance that a lossless strategy fails a distribution check."""
@@ -50,7 +50,7 @@ _BATCH = 25  # where requests take turns, each step has a cost per open request
 _NUM_TOKENS = 4  # deep enough for the branches of SpecInfer's tree
 _NUM_TOKENS_SHAPES = 3
 _MIN_EXPECTED = 5.0
-_WIDE_VOCAB = 8168  # of no multiple of the blocks in which a row is summed
+_WIDE_VOCAB = 8168  # not a multiple of the block size in which a row is summed
 _FULL_VOCAB = 40_040  # with depth=full
 _WIDE_REQUESTS = 480
 _WIDE_BATCH = 60
@@ -65,7 +65,6 @@ TARGET_TABLE: Table = (
     (1.0, 0.9, 0.8, 0.7, 2.5),
     (0.1, 2.2, -0.4, 1.1, 0.6),
 )
-"""Target logits [V, V] of the next token (column) after each (row)."""
 
 OPPOSED_TABLE: Table = (
     (1.0, 4.0, 0.6, -2.0, 2.0),
@@ -74,7 +73,7 @@ OPPOSED_TABLE: Table = (
     (0.8, 4.0, 0.2, 3.0, 2.0),
     (2.0, 2.0, 1.8, -0.6, 2.4),
 )
-"""Logits of a draft that prefers other tokens than the target."""
+"""A draft that prefers other tokens than the target."""
 
 _SHARES = (
     ((30, 20, 15, 10, 25), (60, 10, 8, 3, 19)),
@@ -88,8 +87,9 @@ CROWDED_TABLES: tuple[Table, Table] = (
     tuple(tuple(math.log(share / 100) for share in target) for target, _ in _SHARES),
     tuple(tuple(math.log(share / 100) for share in draft) for _, draft in _SHARES),
 )
-"""Target and a draft that crowds one token, which is often rejected: then the tests of its siblings
-have probabilities between 0 and 1. Against the opposed draft they are nearly always 0 or 1."""
+"""A target, and a draft that crowds one token, which is often rejected. The acceptance tests of its
+siblings then have probabilities between 0 and 1; with the opposed draft nearly all are 0 or 1.
+"""
 
 SAMPLINGS = {
     "t=1": SamplingParams(temperature=1.0),
@@ -108,7 +108,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 def chi_square(counts: IntArray, law: FloatArray) -> float:
-    """The p-value of counts[C] under ``law``[C]; 0 if a cell of probability 0 has counts.
+    """Returns the p-value of counts[C] under ``law``[C]; 0 if a cell of probability 0 has counts.
 
     Cells with fewer than 5 expected counts are merged (Cochran's rule).
     """
@@ -128,10 +128,10 @@ def chi_square(counts: IntArray, law: FloatArray) -> float:
 def total_variation(
     counts: IntArray, law: FloatArray, *, false_alarm: float = FALSE_ALARM
 ) -> tuple[float, float]:
-    """Total variation of counts[C] from ``law``[C], and its bound at the false-alarm rate.
+    """Returns the total variation of counts[C] from ``law``[C], and its bound.
 
-    For counts drawn from ``law`` its mean is at most sqrt(cells / N) / 2, and by McDiarmid's
-    inequality it exceeds its mean by t with probability at most exp(-2 N t ** 2).
+    For N counts drawn from ``law`` the mean is at most sqrt(cells / N) / 2, and by McDiarmid's
+    inequality the mean is exceeded by t with probability at most exp(-2 N t ** 2).
     """
     num = int(counts.sum())
     mean = np.sqrt(np.count_nonzero(law) / num) / 2
@@ -140,12 +140,9 @@ def total_variation(
 
 
 def pair_laws(table: FloatArray, start: int, num_tokens: int) -> Iterator[FloatArray]:
-    """float64[V * V]: the exact joint law of tokens i and i + 1, for i = 0 .. num_tokens - 2.
+    """Yields float64[V * V] per i: the exact joint law of tokens i and i + 1 after token ``start``.
 
-    Args:
-        table: float64[V, V], probability of the next token (column) after each (row).
-        start: the prompt's last token.
-        num_tokens: number of output tokens.
+    ``table`` is float64[V, V], the probability of the next token (column) after each (row).
     """
     marginal = table[start]
     for _ in range(num_tokens - 1):
@@ -154,7 +151,7 @@ def pair_laws(table: FloatArray, start: int, num_tokens: int) -> Iterator[FloatA
 
 
 def pair_counts(tokens: IntArray, vocab_size: int) -> Iterator[IntArray]:
-    """int64[V * V] per i: the count of each pair of tokens i and i + 1 in ``tokens``[N, T]."""
+    """Yields int64[V * V] per i: counts of each pair of tokens i and i + 1 in ``tokens``[N, T]."""
     for i in range(tokens.shape[1] - 1):
         cells = tokens[:, i] * vocab_size + tokens[:, i + 1]
         yield np.bincount(cells, minlength=vocab_size**2)
@@ -162,20 +159,15 @@ def pair_counts(tokens: IntArray, vocab_size: int) -> Iterator[IntArray]:
 
 @dataclass(slots=True)
 class _Findings:
-    """Results of the tests of one strategy.
+    """Results of the tests of one strategy."""
 
-    Attributes:
-        num_tests: number of e-values that are planned; those to come count as 0.
-        logs: (description, logarithm of the e-value) of each test so far.
-        distances: (description, total variation, bound) of each small law.
-    """
-
-    num_tests: int
-    logs: list[tuple[str, float]] = field(default_factory=list)
+    num_tests: int  # planned e-values; those still to come count as 0
+    logs: list[tuple[str, float]] = field(default_factory=list)  # (test, log e-value)
+    # (test, total variation, bound)
     distances: list[tuple[str, float, float]] = field(default_factory=list)
 
     def biased(self) -> list[str]:
-        """The tests that show a bias, worst first; empty if the false-alarm rate is kept."""
+        """Lists the tests that show a bias, worst first, at the false-alarm rate."""
         found = [
             f"{name}: total variation {distance:.3f}, at most {bound:.3f} by chance"
             for name, distance, bound in self.distances
@@ -194,12 +186,11 @@ class _Findings:
 
     @property
     def farthest(self) -> float:
-        """The largest total variation."""
         return max((distance for _, distance, _ in self.distances), default=0.0)
 
 
 def distribution(subject: Subject) -> Check:
-    """(d) Sampled output has the distribution of the target."""
+    """Checks that sampled output has the distribution of the target."""
     if subject.claims is Lossless.TOKEN:
         return Check("distribution", None, "not needed: lossless token for token")
     exact = subject.claims is Lossless.DISTRIBUTION
@@ -250,7 +241,7 @@ def _test_pairs(
     level: float,
     found: _Findings,
 ) -> None:
-    """The laws of small tables: of each pair of neighbouring tokens, and of tokens after others."""
+    """Tests the joint law of neighbouring tokens, and the law of the token after each other one."""
     target, draft = tables
     section = {"kind": "table", "target": target, "draft": draft}
     pair = TablePair(target=target, draft=draft)
@@ -278,7 +269,7 @@ def _test_pairs(
 def _test_wide(
     subject: Subject, vocab_size: int, name: str, changes: dict[str, Any], found: _Findings
 ) -> None:
-    """The law of the token after each row of wide tables."""
+    """Tests the law of the token after each row of wide tables."""
     tables = wide_tables(vocab_size)
     pair = wide_pair(tables)
     section = {

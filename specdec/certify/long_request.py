@@ -1,4 +1,4 @@
-"""Check (h): one request that is longer than every internal block, and its draws."""
+"""Decodes one request that is longer than every internal block, and checks its draws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROMPT = random_prompt(7, 5, VOCAB_SIZE)
 
 
 def long_request(subject: Subject) -> Check:
-    """(h) Long outputs equal plain decoding, and no draw of their positions is used twice."""
+    """Checks that long outputs equal plain decoding, and that the draws are right throughout."""
     if subject.claims is Lossless.LOSSY:
         return Check("long_request", None, "a lossy output has no reference")
     num_positions = subject.long_positions
@@ -48,7 +48,6 @@ def long_request(subject: Subject) -> Check:
 
 
 def _difference(subject: Subject, case: Case, decoded: Decoded | None) -> str | None:
-    """Describes the first difference from plain decoding; None if there is none."""
     pair = subject.pair("long")
     assert isinstance(pair, RandomPair)
     single = SingleToken(pair.target)

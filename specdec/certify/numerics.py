@@ -1,9 +1,9 @@
-"""Check (c): the configured models in the configured precision, with a tolerance for ties.
+"""Checks the configured models in the configured precision, with a tolerance for ties.
 
 Batched and single-token passes round differently, so outputs may differ where two tokens are
-equally good up to rounding. At the first difference of each prompt, the distance of plain decoding
-from the other token is compared with the measured effect of batching on the logits: up to it the
-difference is a *tie*, beyond it a fault.
+equally good up to rounding. At the first difference of each prompt, the distance by which plain
+decoding missed the other token is compared with the measured effect of batching on the logits: up
+to it the difference is a *tie*, beyond it a fault.
 
 Shape letters: V vocabulary, T tokens.
 """
@@ -39,11 +39,9 @@ _MAX_PROMPT_TOKENS = 64
 class Distance:
     """How far plain decoding was from choosing another token.
 
-    Attributes:
-        kind: "top-two gap" (in logits) or "CDF edge" (in probability); for a token that a filter
-            removed "filter boundary and CDF edge".
-        value: the distance.
-        allowance: the largest distance that rounding explains, in the same unit.
+    The distance is a "top-two gap" in logits or a "CDF edge" in probability; for a token that a
+    filter removed it is a "filter boundary and CDF edge". ``allowance`` is the largest distance
+    that rounding explains, in the same unit.
     """
 
     kind: str
@@ -52,15 +50,13 @@ class Distance:
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding explains the difference."""
         return self.value <= self.allowance
 
 
 class SingleToken:
-    """Logits of plain decoding: one token per pass, with transformers' own cache.
+    """Computes logits of plain decoding: one token per pass, with transformers' own cache.
 
-    Attributes:
-        rows: float64[V] logits after each position so far.
+    ``rows`` has the float64[V] logits after each position so far.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -69,7 +65,7 @@ class SingleToken:
         self._cache: Any = None
 
     def __call__(self, tokens: tuple[int, ...]) -> FloatArray:
-        """float64[V]: logits after ``tokens``, which must extend those of the previous call."""
+        """Returns float64[V], the logits after ``tokens``, which must extend the last call's."""
         device, name = next(self._model.parameters()).device, cache_argument(self._model)
         with torch.inference_mode():
             for token in tokens[len(self.rows) :]:
@@ -86,7 +82,7 @@ class SingleToken:
 def batching_error(
     model: PreTrainedModel, tokens: tuple[int, ...], rows: list[FloatArray]
 ) -> float:
-    """Largest difference between the logits of one pass over all tokens and of single passes."""
+    """Returns the largest difference of the logits of one pass over all tokens from ``rows``."""
     device = next(model.parameters()).device
     with torch.inference_mode():
         out = model(torch.tensor([list(tokens)], device=device), use_cache=False)
@@ -97,13 +93,11 @@ def batching_error(
 def distance(
     logits: FloatArray, params: SamplingParams, draw: float, token: int, error: float
 ) -> Distance:
-    """How far plain decoding was from choosing ``token``.
+    """Measures how far plain decoding was from choosing ``token``, as the strategy did.
 
     Args:
         logits: float64[V] after the processors.
-        params: temperature and filters.
-        draw: the uniform draw.
-        token: the token that the strategy chose.
+        draw: the uniform draw of plain decoding.
         error: the largest change of a logit by batching.
     """
     if params.greedy:
@@ -121,9 +115,9 @@ def distance(
 def _possible_share(
     logits: FloatArray, params: SamplingParams, token: int, error: float
 ) -> tuple[float, float]:
-    """Lowest start and highest end of ``token``'s part of the CDF, for logits within ``error``.
+    """Bounds ``token``'s part of the CDF (lowest start, highest end) for logits within ``error``.
 
-    (inf, -inf) if no such logits let ``token`` pass the filters.
+    Returns (inf, -inf) if no such logits let ``token`` pass the filters.
     """
     certain, possible = _filtered(logits, params, error)
     if not possible[token]:
@@ -141,7 +135,7 @@ def _weights(
     certain: BoolArray,
     possible: BoolArray,
 ) -> tuple[FloatArray, FloatArray]:
-    """Least and largest unnormalised probabilities, float64[V]; 0 for a removed token."""
+    """Bounds the unnormalised probabilities, float64[V] each; 0 for a removed token."""
     weights = np.exp((logits - logits.max()) / params.temperature)
     swing = np.exp(min(error / params.temperature, 50.0))
     return np.where(certain, weights / swing, 0.0), np.where(possible, weights * swing, 0.0)
@@ -154,7 +148,7 @@ def _share(part: Any, rest: Any) -> Any:
 def _filtered(
     logits: FloatArray, params: SamplingParams, error: float
 ) -> tuple[BoolArray, BoolArray]:
-    """Tokens that the filters certainly and possibly keep, bool[V], for logits within ``error``."""
+    """Returns bool[V], tokens certainly kept and possibly kept, for logits within ``error``."""
     certain, possible = np.ones((2, len(logits)), np.bool_)
     if 0 < params.top_k < len(logits):
         kth = np.sort(logits)[-params.top_k]
@@ -174,15 +168,11 @@ def _filtered(
 
 
 class CannotCompose(UserError):
-    """The configured models cannot be decoded by the strategy, which is no fault of either."""
+    """The strategy cannot decode the configured models, which is no fault of either."""
 
 
 def numerics(subject: Subject) -> Check:
-    """(c) Differences from plain decoding on the configured models are ties.
-
-    Raises:
-        CannotCompose: the strategy does not fit the configured models.
-    """
+    """Checks that outputs of the configured models differ from plain decoding only at ties."""
     kind = subject.cfg["model"]["kind"]
     if kind not in ("pretrained", "random"):
         return Check("numerics", None, f"model={kind} has no logits")
@@ -234,21 +224,14 @@ def _lossy(comparisons: list[_OutputComparison]) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class _OutputComparison:
-    """One prompt's output against plain decoding.
+    """One prompt's output compared with plain decoding."""
 
-    Attributes:
-        text: describes the first difference; empty if the outputs are equal.
-        tied: whether that difference is a tie.
-        error: largest change of a logit by batching.
-    """
-
-    text: str
-    tied: bool
-    error: float
+    text: str  # describes the first difference; empty if the outputs are equal
+    tied: bool  # whether that difference is a tie
+    error: float  # largest change of a logit by batching
 
 
 def plain_output(subject: Subject, single: SingleToken, case: Case) -> Decoded:
-    """The output of plain decoding for a case, by the logits of ``single``."""
     return plain_decode(
         single,
         seed=subject.seed,
@@ -285,7 +268,6 @@ def _compare(
 
 
 def _limited(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with few prompts and tokens."""
     limited = dict(cfg)
     limit = cfg["data"]["limit"]
     limited["data"] = {**cfg["data"], "limit": min(limit or NUM_PROMPTS, NUM_PROMPTS)}

@@ -43,28 +43,22 @@ class Shadow:
     """The rows computed into one cache.
 
     Attributes:
-        cache: the observed cache.
-        runner: the model that fills it.
-        request: the request it belongs to; None if unknown.
         nodes: (token, parent id, position) of every tree row computed into the cache, by node id.
-        repeated: node ids that were computed more than once.
-        node_rows, catch_up_rows: number of tree rows and of committed tokens computed.
-        num_computed: committed tokens, from the first, that were computed into the cache so far.
-        repeated_catch_up: committed tokens that were computed although they had been.
-        real: whether all node ids were those of the request's tree (a staged source has a tree
-            and numbering of its own).
-        heads: key/value heads in the cache (a rank's share), -1 for padding; None: all.
+        num_computed: length of the committed prefix that has been computed into the cache.
+        real: whether all node ids were those of the request's tree; a staged source numbers the
+            nodes of its own tree.
+        heads: key/value heads in the cache (a rank's share), -1 for padding; None for all.
     """
 
     cache: TreeCache
-    runner: ModelRunner
-    request: RequestState | None
+    runner: ModelRunner  # the model that fills the cache
+    request: RequestState | None  # None if unknown
     nodes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    repeated: list[int] = field(default_factory=list)
-    node_rows: int = 0
-    catch_up_rows: int = 0
+    repeated: list[int] = field(default_factory=list)  # node ids computed more than once
+    node_rows: int = 0  # tree rows computed
+    catch_up_rows: int = 0  # committed tokens computed
     num_computed: int = 0
-    repeated_catch_up: int = 0
+    repeated_catch_up: int = 0  # of them, those computed before
     real: bool = True
     heads: tuple[int, ...] | None = None
 
@@ -106,7 +100,7 @@ class Shadow:
         return bool((slots >= 0).all() and (tree.tokens[slots] == tokens).all())
 
     def path(self, node_id: int, cached_len: int, committed: IntArray) -> tuple[int, ...]:
-        """Tokens up to a node: the committed ones in the cache, its ancestors and its own."""
+        """Returns the tokens up to a node: the cached prefix, the node's ancestors and the node."""
         chain = []
         while node_id in self.nodes and self.nodes[node_id][2] >= cached_len:
             token, node_id, _ = self.nodes[node_id]
@@ -119,17 +113,17 @@ class Watch:
 
     Attributes:
         shadows: one per cache, in order of creation.
-        passes: rows of each pass, by model name.
-        expanded: (request, node id) of the nodes that the source was asked for and of their
+        passes: number of rows of each pass, by model name.
+        expanded: (request, node id) of the nodes that the source had to expand, and of their
             ancestors.
-        records_expansions: whether ``expanded`` is recorded (a source with fixed slots cannot be
-            observed).
+        records_expansions: whether ``expanded`` is recorded; a source with ``__slots__`` cannot be
+            observed.
         snapshots: each request's tree when last submitted, see ``snapshot``.
-        beyond: (request, node id) -> position of the nodes that were beyond the request's last
-            position when a batch was submitted.
-        is_asynchronous: whether the source is.
-        in_thread: whether its passes run while its caches would be inspected.
-        proposed: (request, node id) -> candidates that such a source has returned for the node.
+        beyond: (request, node id) -> position of submitted nodes that the request cannot emit,
+            being beyond its last position.
+        in_thread: whether the source's passes run in a thread, so that its caches change while
+            they would be inspected.
+        proposed: (request, node id) -> candidates that an asynchronous source has returned.
     """
 
     def __init__(self) -> None:
@@ -144,12 +138,7 @@ class Watch:
         self._state: DecodeState | None = None
 
     def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
-        """Observes the passes of a model and the caches that it creates.
-
-        Args:
-            runner: the model.
-            heads: see ``Shadow``.
-        """
+        """Observes the passes and new caches of a model; ``heads`` is as in ``Shadow``."""
         new_cache, forward = runner.new_cache, runner.forward
         passes = self.passes.setdefault(runner.name, [])
 
@@ -198,11 +187,9 @@ class Watch:
         return [s for s in self.shadows if s.runner.name != "target" and not self.in_thread]
 
     def _observe_passes(self, source: Any, *, proposes: bool) -> None:
-        """Observes the passes of an asynchronous source.
+        """Observes an asynchronous source, or a model of one whose candidates stay inside it.
 
-        Args:
-            source: the source, or a model of it.
-            proposes: whether its candidates go into the trees.
+        ``proposes`` says whether the candidates go into the trees.
         """
         start, poll = source.start, source.poll
 
@@ -221,7 +208,7 @@ class Watch:
         _replace(source, "poll", observed_poll)
 
     def step(self, commits: Sequence[Commit]) -> None:
-        """Follows the commits of a step to track which committed tokens each cache has had."""
+        """Updates which committed tokens each cache has received, from the commits of a step."""
         by_request = {commit.request: commit for commit in commits}
         for shadow in self.shadows:
             if shadow.request is not None and shadow.request.id in by_request:
@@ -265,7 +252,7 @@ class Watch:
 
 
 def _replace(part: object, name: str, function: Callable[..., Any]) -> bool:
-    """Replaces a method of a part by ``function``; False if the part has fixed slots."""
+    """Replaces a method of a part by ``function``; returns False if the part has ``__slots__``."""
     try:
         setattr(part, name, function)
     except AttributeError:
@@ -280,7 +267,7 @@ class ObservedPair(RandomPair):
 
     @classmethod
     def of(cls, watch: Watch, **keys: Any) -> ObservedPair:
-        """The pair of a section ``model``, without its kind."""
+        """Builds a pair from a ``model`` section without its kind."""
         pair: ObservedPair = with_flat_options(cls)(**keys)
         pair._watch = watch
         return pair
@@ -293,13 +280,11 @@ class ObservedPair(RandomPair):
         group: Collective | None = None,
         capture: Sequence[HiddenName] = (),
     ) -> ModelStage:
-        """An observed slice of the target."""
         stage = super().stage(first, last, meter, group, capture)
         self._watch.model(stage.runner)
         return stage
 
     def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        """An observed draft or middle model."""
         runner = super().runner(name, meter, group)
         self._watch.model(runner, None if group is None else _heads(runner, self.draft, group))
         return runner
@@ -308,7 +293,7 @@ class ObservedPair(RandomPair):
 def _heads(
     runner: ModelRunner, model: PreTrainedModel, group: Collective
 ) -> tuple[int, ...] | None:
-    """Key/value heads of a rank's share, -1 for padding; None if the family's are not split."""
+    """Returns a rank's key/value heads, -1 for padding; None if the family's are not split."""
     config = model.config.get_text_config()
     num_heads = int(config.num_attention_heads)
     num_kv_heads = int(config_value(config, "num_key_value_heads", num_heads))
@@ -319,7 +304,7 @@ def _heads(
 
 
 def snapshot(request: RequestState) -> dict[int, tuple[int, int]]:
-    """(parent id, token) of each node of a request's tree, by node id."""
+    """Maps each node id of a request's tree to (parent id, token)."""
     tree = request.tree
     parents = np.where(tree.parents == NO_NODE, NO_NODE, tree.ids[tree.parents])
     nodes = zip(parents.tolist(), tree.tokens.tolist(), strict=True)

@@ -1,8 +1,8 @@
 """The reference of the checks: plain decoding, implemented independently of the decode loop.
 
 Logits come from transformers' forward over the whole sequence, draws from a second implementation
-of the keyed generator on Python integers, top-k and top-p from their definitions on a sorted row,
-and stop rules read the whole output.
+of the keyed generator on Python integers, and top-k and top-p from their definitions on a sorted
+row. Stop rules are evaluated on the whole output after each token.
 
 Shape letters: V vocabulary, T tokens.
 """
@@ -27,7 +27,7 @@ _WORD = 2**64 - 1
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x64-10 (Salmon et al. 2011, section 3.3) on Python integers."""
+    """Computes Philox4x64-10 (Salmon et al. 2011, section 3.3) on Python integers."""
     a, b, c, d = counter
     first, second = key
     for _ in range(10):
@@ -44,19 +44,19 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def target_draw(seed: int, prompt_id: int, position: int) -> float:
-    """The uniform draw of the target's token at an absolute position."""
+    """Returns the uniform draw of the target's token at an absolute position."""
     return reference_draw(seed, prompt_id, position, purpose=0, index=0)
 
 
 def reference_draw(seed: int, prompt_id: int, position: int, purpose: int, index: int) -> float:
-    """The uniform draw of a key of ``KeyedDraws``; a value of the counter gives four of them."""
+    """Returns the uniform draw of a key of ``KeyedDraws``; each counter value yields four draws."""
     counter = (position // 4 + 1, index, purpose, 0)  # numpy counts up before it draws
     word = philox(counter, (seed & _WORD, prompt_id & _WORD))[position % 4]
     return (word >> 11) / 2.0**53
 
 
 def processed(logits: FloatArray, params: SamplingParams, history: Sequence[int]) -> FloatArray:
-    """float64[V]: logits after no_repeat_ngram and the configured processors."""
+    """Returns float64[V], the logits after no_repeat_ngram and the configured processors."""
     processors = [*params.processors]
     if params.no_repeat_ngram:
         processors.insert(0, NoRepeatNGramLogitsProcessor(params.no_repeat_ngram))
@@ -68,14 +68,10 @@ def processed(logits: FloatArray, params: SamplingParams, history: Sequence[int]
 
 
 def reference_probs(logits: FloatArray, params: SamplingParams) -> FloatArray:
-    """float64[V]: probabilities after temperature, top-k and top-p; one-hot if greedy.
+    """Returns float64[V], probabilities after temperature, top-k and top-p; one-hot if greedy.
 
     Top-k keeps all tokens that tie with the k-th. Of equal logits at the top-p boundary, top-p
-    keeps those of lower token id.
-
-    Args:
-        logits: float64[V] after the processors.
-        params: temperature and filters.
+    keeps those of lower token id. ``logits`` are float64[V] after the processors.
     """
     if params.temperature == 0.0:
         return (np.arange(len(logits)) == logits.argmax()).astype(np.float64)
@@ -94,14 +90,14 @@ def reference_probs(logits: FloatArray, params: SamplingParams) -> FloatArray:
 
 
 def reference_token(logits: FloatArray, params: SamplingParams, draw: float) -> int:
-    """The token at ``draw`` of the CDF in token-id order; the lowest id of the best if greedy."""
+    """Returns the token at ``draw`` of the CDF in token-id order; if greedy, the first argmax."""
     probs = reference_probs(logits, params)
     last = int(np.flatnonzero(probs)[-1])  # where rounding leaves the CDF below the draw
     return min(int(probs.cumsum().searchsorted(draw, side="right")), last)
 
 
 def reference_reason(output: Sequence[int], stop: StopRules) -> str | None:
-    """Why ``output`` is complete; None if it is not."""
+    """Returns why ``output`` is complete; None if it is not."""
     if output[-1] in stop.eos_ids:
         return "eos"
     if stop.stop_strings and stop.decode is not None:
@@ -112,19 +108,15 @@ def reference_reason(output: Sequence[int], stop: StopRules) -> str | None:
 
 
 class Oracle:
-    """Plain decoding with transformers' own forward, no cache, one token at a time."""
+    """Decodes with transformers' own forward, without a cache; ``seed`` keys the draws."""
 
     def __init__(self, model: torch.nn.Module, *, seed: int) -> None:
-        """Args:
-        model: a causal language model of transformers.
-        seed: seed of the run, which keys the draws.
-        """
         self._model = model
         self._seed = seed
         self._cached: dict[tuple[int, ...], FloatArray] = {}
 
     def logits(self, tokens: tuple[int, ...]) -> FloatArray:
-        """float64[V]: logits after ``tokens``, from a forward over the whole sequence."""
+        """Returns float64[V], the logits after ``tokens``, from a forward over all of them."""
         if tokens not in self._cached:
             device = next(self._model.parameters()).device
             with torch.inference_mode():
@@ -135,7 +127,6 @@ class Oracle:
     def decode(
         self, *, prompt_id: int, prompt: Sequence[int], sampling: SamplingParams, stop: StopRules
     ) -> Decoded:
-        """Decodes one prompt, see ``plain_decode``."""
         return plain_decode(
             self.logits,
             seed=self._seed,

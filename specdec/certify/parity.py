@@ -1,4 +1,4 @@
-"""Checks (a), (b), (f) and (g): token-for-token equality with plain decoding, in float64."""
+"""Checks that outputs equal plain decoding token for token, in float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SMALL_CHUNK = 3
 
 
 def greedy_parity(subject: Subject) -> Check:
-    """(a) Greedy output equals plain decoding, with mixed and perfect drafts and with ties."""
+    """Checks greedy output, with drafts that are often wrong and always right, and with ties."""
     comparison = _Comparison()
     for kind in ("mixed", "perfect", "ties", *subject.windowed):
         cases = parity_cases(
@@ -51,9 +51,9 @@ def greedy_parity(subject: Subject) -> Check:
 
 
 def sampled_parity(subject: Subject) -> Check:
-    """(b) Sampled output equals plain decoding with the same seed under ``match``.
+    """Checks sampled output against plain decoding with the same seed.
 
-    Also over a vocabulary that is larger than the rows that are summed in one go.
+    Also covers a vocabulary that is larger than the block size in which a row is summed.
     """
     if subject.claims is Lossless.DISTRIBUTION:
         return Check("sampled_parity", None, "lossless in distribution only: see distribution")
@@ -74,7 +74,7 @@ def sampled_parity(subject: Subject) -> Check:
 
 
 def stop_rules(subject: Subject) -> Check:
-    """(f) EOS, stop strings and limits inside a path; history; shortest and longest prompts."""
+    """Checks EOS, stop strings and limits inside a path, history, and extreme prompt lengths."""
     if subject.claims is Lossless.LOSSY:
         return Check("stop_rules", None, "a lossy output has no reference")
     comparison = _Comparison()
@@ -84,7 +84,6 @@ def stop_rules(subject: Subject) -> Check:
 
 
 def _ending_cases(subject: Subject, kind: str) -> list[Case]:
-    """Every way to end one request, processors with history, extreme prompt lengths."""
     base = Case(1000, kind, random_prompt(3, 4, VOCAB_SIZE), GREEDY, StopRules(max_new_tokens=10))
     cases = list(ending_cases(base, subject.expected(kind, base).output))
     longer = replace(base, stop=StopRules(max_new_tokens=_SPARSE_TOKENS))
@@ -106,7 +105,7 @@ def _ending_cases(subject: Subject, kind: str) -> list[Case]:
 
 
 def batch_independence(subject: Subject) -> Check:
-    """(g) A request's output is the same alone and in any batch."""
+    """Checks that a request's output is the same alone and in any batch."""
     samplings: dict[str, SamplingParams] = {
         "greedy": GREEDY,
         "t=1": TEMPERATURES_AND_FILTERS["t=1"],
@@ -116,7 +115,7 @@ def batch_independence(subject: Subject) -> Check:
     cases = parity_cases(
         samplings, per_sampling=2, vocab_size=VOCAB_SIZE, num_tokens=NUM_TOKENS - 4
     )
-    # The same prompts under other ids, so that state shared between requests shows.
+    # The same prompts under other ids would show state shared between requests.
     cases += [replace(case, id=case.id + 500) for case in cases[:4]]
     alone: dict[int, Decoded] = {}
     batches: dict[str, Mapping[int, Decoded]] = {}
@@ -146,7 +145,7 @@ def batch_independence(subject: Subject) -> Check:
 
 
 class _Comparison:
-    """Outputs of one check compared with plain decoding, over several pairs."""
+    """Compares the outputs of one check with plain decoding, over several pairs."""
 
     def __init__(self) -> None:
         self.differing: list[str] = []
@@ -156,7 +155,7 @@ class _Comparison:
     def decode(
         self, subject: Subject, kind: str, cases: Sequence[Case], prefill_chunk: int = 512
     ) -> None:
-        """Decodes cases with a kind of pair and compares them with plain decoding."""
+        """Decodes cases with a kind of pair (``Subject.model``) and compares the outputs."""
         with subject.composed(kind) as parts:
             outputs = decode_cases(
                 parts, cases, batch_size=subject.batch_size, prefill_chunk=prefill_chunk
@@ -179,7 +178,6 @@ class _Comparison:
                 self.positions.append(first_difference(output, expected.output) or 0)
 
     def check(self, name: str, subject: Subject) -> Check:
-        """The outcome of the check."""
         if not self.differing:
             detail = (
                 f"{self.compared} requests, {self.tokens} tokens equal plain decoding"

@@ -1,4 +1,4 @@
-"""Outcomes of the checks, as a printed table and as ``verify.json``."""
+"""Reports the outcomes of the checks, as a printed table and as ``verify.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 RESULT_FILE = "verify.json"
-"""Name of the result file."""
 
 _LABELS = {
     "skipped": "[dim]-[/]",
@@ -34,17 +33,13 @@ _WIDTH = 110  # columns, if the output is not a terminal
 class Check:
     """The outcome of one check.
 
-    Attributes:
-        name: name of the check; see docs/verify.md.
-        passed: None if the check does not apply to this configuration, or is a note.
-        detail: what was compared, or the first differences.
-        note: whether the detail reports a problem that leaves the output right, such as work done
-            twice. It does not change the verdict.
+    ``passed`` is None if the check does not apply to this configuration, or is a note: a problem
+    that leaves the output right, such as work done twice. Notes do not change the verdict.
     """
 
-    name: str
+    name: str  # see docs/verify.md
     passed: bool | None
-    detail: str
+    detail: str  # what was compared, or the first differences
     note: bool = False
 
     @property
@@ -57,28 +52,18 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """An error that a strategy raised.
+    """An error that a strategy raised."""
 
-    Attributes:
-        checks: names of the checks that it ended.
-        error: its type and message, in one line.
-        part: the part that raised, with class and method; empty if it is not known.
-        request: id of the request it was working on; None if unknown.
-        step: the decode loop's step; after the commit of a step it is the next one. None if the
-            error is from outside the loop.
-        traceback: as Python prints it.
-    """
-
-    checks: tuple[str, ...]
-    error: str
-    part: str
-    request: int | None
-    step: int | None
-    traceback: str
+    checks: tuple[str, ...]  # names of the checks that it ended
+    error: str  # type and message in one line
+    part: str  # the part that raised, with class and method; empty if unknown
+    request: int | None  # the request being processed; None if unknown
+    step: int | None  # the decode loop's (a commit counts it up); None outside the loop
+    traceback: str  # as Python prints it
 
     @property
     def where(self) -> str:
-        """What is known of part, request and step, in parentheses; empty if nothing is."""
+        """Names part, request and step in parentheses, as far as they are known."""
         known = [
             self.part,
             "" if self.request is None else f"request {self.request}",
@@ -90,21 +75,13 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of all checks.
-
-    Attributes:
-        strategy: the preset's name.
-        claims: the losslessness that the verifier declares.
-        checks: outcomes in the order in which they ran.
-        seconds: duration of all checks.
-        errors: what the strategy raised, each error once.
-    """
+    """The outcome of all checks."""
 
     strategy: str
-    claims: Lossless
-    checks: tuple[Check, ...]
+    claims: Lossless  # what the verifier declares
+    checks: tuple[Check, ...]  # in the order in which they ran
     seconds: float = 0.0
-    errors: tuple[Crash, ...] = ()
+    errors: tuple[Crash, ...] = ()  # each error of the strategy once
 
     @property
     def lossless(self) -> bool:
@@ -127,14 +104,14 @@ class Report:
         return f"{self.strategy} is lossless {how}"
 
     def frame(self) -> DataFrame:
-        """A pandas frame with one row per check: ``check``, ``result``, ``detail``."""
+        """Returns a pandas frame with one row per check: ``check``, ``result``, ``detail``."""
         import pandas as pd
 
         rows = [{"check": c.name, "result": c.result, "detail": c.detail} for c in self.checks]
         return pd.DataFrame(rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of ``verify.json``."""
+        """Returns the content of ``verify.json``."""
         return {
             "lossless": self.lossless,
             "strategy": self.strategy,
@@ -152,7 +129,6 @@ class Report:
 def print_report(
     report: Report, conditions: Mapping[str, Any], console: Console | None = None
 ) -> None:
-    """Prints the checks as a table, and the verdict below it."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH)
@@ -177,12 +153,12 @@ def write_report(folder: Path, report: Report, extra: Mapping[str, Any] | None =
 
 
 def joined_details(details: Sequence[str], *, limit: int = 3) -> str:
-    """The first ``limit`` details, and the number of the others."""
+    """Joins the first ``limit`` details, and states the number of the others."""
     shown = "; ".join(details[:limit])
     more = len(details) - limit
     return f"{shown}; and {more} more" if more > 0 else shown
 
 
 def error_text(error: Exception) -> str:
-    """The type and the message of an exception in one line of at most about 300 characters."""
+    """Formats an exception in one line of at most about 300 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,9 +1,8 @@
-"""Check (i): the sampler of the target's answers, row by row.
+"""Checks the sampler of the target's answers row by row against the reference (``oracle``).
 
-The answerer of the composed pair gets rows of generated logits: vocabularies beyond one block of a
-cumulative sum and of no multiple of it, requests with different parameters in one batch, ids and
-seeds of more than 32 bits, positions in no order. Tokens and distributions are compared with the
-reference (``oracle``).
+The answerer of the composed pair gets rows of generated logits that are hard cases: vocabularies
+longer than one block of a cumulative sum and no multiple of it, requests with different parameters
+in one batch, ids and seeds of more than 32 bits, unordered positions.
 
 Shape letters: A rows, V vocabulary.
 """
@@ -30,7 +29,7 @@ from specdec.state import StopRules
 from specdec.types import Batch, FloatArray, IntArray, TreeRows
 
 TOLERANCE = 1e-9
-"""Largest allowed error of a probability."""
+"""Allowed absolute error of a probability."""
 
 VOCAB_SIZES = (61, 320, 1000, 33_001)
 """The last is searched by blocks and processed in parts; not all are multiples of a block."""
@@ -65,19 +64,11 @@ SAMPLINGS = {
         temperature=0.9, no_repeat_ngram=2, processors=(_InPlace(),)
     ),
 }
-"""Parameters of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of one request: a chain that follows its prompt.
-
-    Attributes:
-        label: name of the parameters.
-        case: the request.
-        rows: its nodes.
-        logits: float64[A, V].
-    """
+    """One request's rows: a chain of nodes after its prompt, with their logits, float64[A, V]."""
 
     label: str
     case: Case
@@ -86,7 +77,7 @@ class _Rows:
 
 
 def sampler(subject: Subject) -> Check:
-    """(i) Tokens and distributions of the target's rows are those of the reference."""
+    """Checks that tokens and distributions of the target's rows are those of the reference."""
     pair = subject.pair("mixed")
     if not isinstance(pair, HuggingFacePair):
         return Check("sampler", None, "the models' answers are not sampled from logits")
@@ -107,7 +98,6 @@ def sampler(subject: Subject) -> Check:
 
 
 def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
-    """Rows of every transform."""
     rng = np.random.default_rng([number, vocab_size])
     for index, (label, params) in enumerate(SAMPLINGS.items()):
         logits = 3.0 * rng.standard_normal((_ROWS, vocab_size))
@@ -130,7 +120,7 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
 def _differences(
     answerer: Answerer, parts: Sequence[_Rows], seed: int, device: str
 ) -> Iterator[str]:
-    """Answers that differ from the reference: all requests in one batch, then one by one."""
+    """Yields answers that differ from the reference: all requests in one batch, then one by one."""
     for part in parts:
         answerer.open(part.case.request())
     for batch in (list(parts), *([part] for part in parts)):
@@ -151,7 +141,7 @@ def _differences(
 
 
 def _histories(part: _Rows) -> Iterator[tuple[tuple[int, ...], FloatArray]]:
-    """(tokens up to a row's node, its processed logits) per row."""
+    """Yields (tokens up to a row's node, its processed logits) per row."""
     for row, logits in enumerate(part.logits):
         tokens = (*part.case.prompt, *part.rows.tokens[1 : row + 1].tolist())
         yield tokens, processed(logits, part.case.sampling, tokens)

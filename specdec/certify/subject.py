@@ -27,8 +27,8 @@ Build = Callable[[Mapping[str, Any], ModelPair], Parts]
 """Builds parts from a configuration and a pair (default: ``compose``)."""
 
 VOCAB_SIZE = 96
-WIDE_VOCAB_SIZE = 600  # of "wide": more than a row is summed in one go
-WINDOW = 2  # of "window": shorter than the sequences and the paths of trees that are checked
+WIDE_VOCAB_SIZE = 600  # of "wide": larger than the block size in which a row is summed
+WINDOW = 2  # of "window": shorter than the sequences and tree paths that are checked
 MAX_POSITIONS = 64
 LONG_POSITIONS = 640  # of ``long_request``: five blocks of draws
 MAX_STAGES = 4  # pipeline stages in one process
@@ -38,15 +38,11 @@ _LOGIT_STEP = 1.0
 _MIXED_SCALE, _PERFECT_SCALE = 4.0, 8.0  # logits with standard deviations of 3 and 6
 _NO_FLOAT64 = ("triton", "flash")  # attention backends that only ``numerics`` can check
 _EXITS = (".EarlyExitSource", ".MultiExitSource")
-_MIN_STEPS = 64  # of the limit on steps, whatever the number of tokens
+_MIN_STEPS = 64  # part of the limit on steps that does not depend on the number of tokens
 
 
 def refuse(cfg: Mapping[str, Any]) -> None:
-    """Refuses strategies that are transformers' own decoding.
-
-    Raises:
-        UserError: ``cfg`` has such a strategy.
-    """
+    """Raises UserError for strategies that are transformers' own decoding."""
     name = cfg["strategy"]["name"]
     if cfg["strategy"]["kind"] != "parts":
         raise UserError(
@@ -60,12 +56,9 @@ class Subject:
     """A configuration under test.
 
     Attributes:
-        name: the preset's name.
-        seed: seed of the run, which keys every draw.
-        batch_size: configured number of requests decoded at a time.
         cfg: the resolved configuration of the user.
         small: the same with a small random float64 pair and few stages.
-        claims: the losslessness that its verifier declares.
+        claims: the losslessness that the verifier declares.
         build: builds the parts of a configuration on a pair.
         full: whether the checks are the deeper ones of ``depth=full``.
         notes: results that checks share with each other.
@@ -74,16 +67,7 @@ class Subject:
     def __init__(
         self, cfg: Mapping[str, Any], *, build: Build = compose, full: bool = False
     ) -> None:
-        """Composes the configuration once, so that an invalid one is refused here.
-
-        Args:
-            cfg: resolved plain configuration of ``specdec run``.
-            build: builds the parts.
-            full: see the class. Default: no.
-
-        Raises:
-            UserError: the strategy is transformers' own decoding, or ``compose`` refuses ``cfg``.
-        """
+        """Composes the configuration once, so that an invalid one is refused here."""
         refuse(cfg)
         self.cfg = cfg = _with_middle(cfg)
         self.name = str(cfg["strategy"]["name"])
@@ -98,19 +82,18 @@ class Subject:
 
     @cached_property
     def sampling(self) -> SamplingParams:
-        """The configured sampling transform."""
         return sampling_params(self.cfg["sampling"])
 
     def model(self, kind: str) -> dict[str, Any]:
-        """The ``model`` section of a pair.
+        """Returns the ``model`` section of a kind of pair.
 
         Args:
             kind: "mixed": the draft agrees with the target about every second time; "perfect": it
                 always agrees, and the distributions are more peaked; "ties": as "mixed", with
                 logits rounded so that equal ones are common; "long": as "perfect", with more
                 positions; "wide": as "mixed", with a larger vocabulary; "window": as "perfect",
-                with a short sliding window, for families that have one; "window FAMILY": of
-                another family.
+                with a short sliding window, for families that have one; "window FAMILY": the same
+                with another family.
         """
         kind, _, family = kind.partition(" ")
         perfect = kind in ("perfect", "long", "window")
@@ -133,10 +116,7 @@ class Subject:
 
     @property
     def windowed(self) -> tuple[str, ...]:
-        """Kinds of pairs with a sliding window: of the configured family if it can have one.
-
-        With ``full``, of all such families.
-        """
+        """Kinds of pairs (see ``model``) with a sliding window, for families that can have one."""
         own = self.small["model"]["family"]
         kinds: tuple[str, ...] = ("window",) if own in WINDOWED else ()
         if self.full:
@@ -145,7 +125,7 @@ class Subject:
 
     @property
     def times(self) -> int:
-        """How many times as many requests as usual a check decodes."""
+        """A check decodes this many times as many requests as in the standard depth."""
         return 4 if self.full else 1
 
     @property
@@ -154,7 +134,7 @@ class Subject:
         return self.times * LONG_POSITIONS
 
     def pair(self, kind: str) -> ModelPair:
-        """The pair of a kind (see ``model``), built once."""
+        """Returns the pair of a kind (see ``model``), which is built once."""
         if kind not in self._pairs:
             self._pairs[kind] = build_pair(self.model(kind))
         return self._pairs[kind]
@@ -178,7 +158,7 @@ class Subject:
             parts.executor.shutdown()
 
     def oracle(self, kind: str) -> Oracle:
-        """The reference decoder on the target of a pair."""
+        """Returns the reference decoder on the target of a kind of pair."""
         if kind not in self._oracles:
             pair = self.pair(kind)
             assert isinstance(pair, RandomPair)
@@ -186,7 +166,7 @@ class Subject:
         return self._oracles[kind]
 
     def expected(self, kind: str, case: Case) -> Decoded:
-        """The output of plain decoding for a case."""
+        """Returns the output of plain decoding for a case."""
         return self.oracle(kind).decode(
             prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
         )
@@ -216,7 +196,7 @@ def decode_steps(
     prefill_chunk: int = 512,
     state: Any = None,
 ) -> Iterator[list[Commit]]:
-    """``decode_cases`` as an iterator over steps, for checks between them; fills ``outputs``."""
+    """Runs ``decode_cases`` step by step, for checks in between; fills ``outputs``."""
 
     def finished(request: Any) -> None:
         counters = request.counters
@@ -246,13 +226,13 @@ def decode_steps(
 
 
 def num_ranks(cfg: Mapping[str, Any]) -> int:
-    """Processes beside rank 0 that the checks need; 0 if one process suffices."""
+    """Returns how many processes beside rank 0 the checks need; 0 if one process suffices."""
     uses_ranks = _on_ranks(cfg["executor"]) and cfg["clock"]["kind"] != "simulated"
     return _shrink(_small(cfg)["executor"]) if uses_ranks else 0
 
 
 def _family(model: Mapping[str, Any]) -> str:
-    """Architecture of the configured target if its tree attention is certified, else "llama"."""
+    """Returns the target's architecture if its tree attention is certified, otherwise "llama"."""
     family = "llama"
     if model["kind"] == "random":
         family = str(model.get("family", family))
@@ -262,7 +242,6 @@ def _family(model: Mapping[str, Any]) -> str:
 
 
 def _on_ranks(executor: Mapping[str, Any]) -> bool:
-    """Whether each stage runs in a separate process."""
     return executor.get("transport") == "distributed"
 
 
@@ -291,10 +270,10 @@ def _shrink(executor: dict[str, Any]) -> int:
 
 
 def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with small float64 models."""
+    """Replaces the models of a configuration by small float64 ones."""
     small = deepcopy(dict(cfg))
     small["trace"] = False
-    if small["clock"]["kind"] == "paced":  # the same decisions, without the sleeping
+    if small["clock"]["kind"] == "paced":  # makes the same decisions, but does not sleep
         small["clock"] = {"kind": "measured"}
     model = cfg["model"]
     exits: dict[str, Any] = {}
@@ -334,7 +313,7 @@ def _has_exit(source: Any, kinds: tuple[str, ...] = _EXITS) -> bool:
 
 
 def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration, in which a random pair has the middle model that the source runs."""
+    """Gives a random pair a middle model if the source runs one."""
     model = cfg["model"]
     if (
         model.get("kind") != "random"
@@ -347,7 +326,7 @@ def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _names_middle(source: Any) -> bool:
-    """Whether a part of the ``source`` section, at any depth, runs the middle model."""
+    """Whether the ``source`` section runs the middle model, at any depth."""
     if isinstance(source, list):
         return any(map(_names_middle, source))
     if not isinstance(source, Mapping):
@@ -358,11 +337,11 @@ def _names_middle(source: Any) -> bool:
 def _shrink_exit(
     executor: dict[str, Any], source: dict[str, Any], model: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Sizes of a small model whose exits lie on the stages as those of the configured model do.
+    """Computes sizes of a small model whose exits lie on the stages as the configured model's do.
 
     The small model has two layers per stage, or four if there are several exits. Each exit keeps
     its stage and its place there (at the end, or before it). The last stage is shorter than the
-    others if it is in the configuration. Further exits that would coincide are merged.
+    others if the configured one is. Exits that would coincide are merged.
     """
     if "stages" not in executor or "exit_layer" not in model:
         return {}

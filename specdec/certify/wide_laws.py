@@ -1,14 +1,15 @@
-"""Sampled output over a large vocabulary, against the target's law for each preceding token.
+"""Compares sampled output over a large vocabulary with the target's law for each preceding token.
 
-The tables of ``laws`` are small, so that joint laws can be tested whole; what depends on a token's
-probability or on its place in a long row does not show there. Here a vocabulary has hundreds or
-thousands of tokens, half of the mass lies on a few of them and half on a long tail, and the draft
-is equal to the target, near it or far from it. A token's row is its id modulo the number of rows,
-so every row has its own pair of distributions.
+The tables of ``laws`` are small so that whole joint laws can be tested, but they do not show what
+depends on a token's probability or on its position in a long row. Here a vocabulary has hundreds
+or thousands of tokens, half of the mass lies on a few of them and half on a long tail, and the
+draft is equal to the target, near it or far from it. A token's row is its id modulo the number of
+rows, so every row has its own pair of distributions.
 
 Output tokens are counted by the row of the token before them. Given that row they are independent
 draws of the target, wherever in a step or a tree they were decided. Four partitions of the
-vocabulary are tested: by single token, by the draft's probability, by place, and by both ends.
+vocabulary are tested: single tokens, the draft's probability, blocks of neighbouring ids, and both
+ends of the vocabulary.
 
 Shape letters: V vocabulary, R rows of a table, C cells of a partition.
 """
@@ -33,7 +34,7 @@ _FLAT = 0.5  # standard deviation of the logits of a row without a head
 
 
 def wide_tables(vocab_size: int, seed: int = 0) -> dict[str, tuple[FloatArray, FloatArray]]:
-    """Kind of a row -> (target's logits[V], draft's logits[V])."""
+    """Maps each kind of row to (target's logits[V], draft's logits[V])."""
     rng = np.random.default_rng([seed, vocab_size])
 
     def noise(scale: float) -> FloatArray:
@@ -59,13 +60,12 @@ def wide_tables(vocab_size: int, seed: int = 0) -> dict[str, tuple[FloatArray, F
 
 
 def wide_pair(tables: dict[str, tuple[FloatArray, FloatArray]]) -> TablePair:
-    """The pair of the tables."""
     target, draft = (np.stack(rows) for rows in zip(*tables.values(), strict=True))
     return TablePair(target=target.tolist(), draft=draft.tolist())
 
 
 def partitions(target: FloatArray, draft: FloatArray) -> Iterator[tuple[str, IntArray]]:
-    """(name, int64[V], the cell of each token) for two distributions[V]."""
+    """Yields (name, int64[V], the cell of each token) for two distributions[V]."""
     num = len(target)
     yield "single tokens", np.arange(num)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -82,13 +82,9 @@ def wide_evidence(
     start: IntArray,
     tokens: IntArray,
 ) -> Iterator[tuple[str, float]]:
-    """(description, logarithm of the e-value) of each row and partition, and of all rows together.
+    """Yields (description, log e-value) for each row and partition, and for all rows together.
 
-    Args:
-        tables: see ``wide_tables``.
-        params: the sampling transform.
-        start: int64[N], last token of each prompt.
-        tokens: int64[N, T], output tokens of each request.
+    ``start`` is int64[N], the last token of each prompt; ``tokens`` int64[N, T], the outputs.
     """
     before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1) % len(tables)
     together: dict[str, float] = {}
