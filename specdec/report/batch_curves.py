@@ -86,7 +86,7 @@ def curves_markdown(
     cross: str | None,
     remarks: Sequence[str] = (),
 ) -> str:
-    """Writes the page: every row at every batch size, ratios and conditions.
+    """Formats the page: every row at every batch size, ratios and conditions.
 
     Args:
         crossovers: see ``specdec.runs.batch_sizes.crossovers``.

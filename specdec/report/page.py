@@ -51,11 +51,7 @@ class ResultsReport:
 
 
 def load_report(folder: str | Path) -> ResultsReport:
-    """Reads a folder; jobs of a sweep are compared with its ``ar`` job under the same conditions.
-
-    Raises:
-        UserError: see ``specdec.report.results.read``; or no prompt has finished yet.
-    """
+    """Reads a folder; compares jobs of a sweep with its ``ar`` job under the same conditions."""
     results = read(folder)
     if not any(result.records for result in results):
         raise UserError(f"{folder}: no prompt has finished yet; there is nothing to report")
@@ -104,11 +100,7 @@ def write_report(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
 def text_of(
     report: ResultsReport, prompt: int
 ) -> list[tuple[Result, RequestResult, Sequence[int] | None]]:
-    """Returns per strategy the output of one prompt and its ``token_ends``.
-
-    Raises:
-        UserError: no strategy has finished that prompt.
-    """
+    """Returns per strategy the output of one prompt and its ``token_ends``."""
     outputs = [(c.result, output) for c in report.curves for output in c.result.results]
     texts = [(r, o, r.ends.get(str(prompt))) for r, o in outputs if o.id == prompt]
     if not texts:

@@ -34,9 +34,7 @@ def comparison_png(
 ) -> bytes:
     """Plots speed-up over ``ar``, tokens per second and acceptance of each strategy.
 
-    Args:
-        rows: drawn from top to bottom.
-        runs: strategy -> repeats, for the spread over prompts (default: only medians are drawn).
+    Without ``runs``, the repeats of each strategy, the spread over prompts is not drawn.
     """
     figure = figure_of(11.0, 2.2 + 0.46 * len(rows))
     speedup, speed, third = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])

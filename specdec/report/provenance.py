@@ -35,9 +35,9 @@ def provenance(
 ) -> dict[str, Any]:
     """Returns the information needed to judge or repeat a run, and the entries of ``extra``.
 
-    Paths inside the working directory or the home folder are written relative to it. Values whose
-    key looks like a secret are redacted. The host name is not recorded, and of ``config`` only the
-    hash.
+    Of ``config`` only the hash is recorded, and the host name is not. Paths inside the working
+    directory or the home folder become relative to it; values of keys that look like secrets are
+    redacted.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

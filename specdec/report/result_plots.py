@@ -111,7 +111,6 @@ def acceptance_png(curves: Sequence[Curve]) -> bytes:
             depth.plot(list(few), list(few.values()), **hollow)
         drafted = drafted_by_position(pooled(curve.runs))
         if drafted:
-            # Drawn at the middle of each bucket.
             middles = [start + POSITION_BUCKET / 2 for start in drafted]
             position.plot(middles, list(drafted.values()), label=curve.result.name, **style)
     if not depth.lines:

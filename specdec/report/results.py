@@ -74,9 +74,6 @@ def read(folder: str | Path) -> list[Result]:
     """Reads all runs, comparisons and sweeps in a folder and its subfolders.
 
     Returns one entry per strategy and run folder, ordered by folder; includes interrupted runs.
-
-    Raises:
-        UserError: there is no run folder, or a file is damaged.
     """
     base = Path(folder).expanduser()
     if not base.is_dir():

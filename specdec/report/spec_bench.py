@@ -1,9 +1,9 @@
 """Writes answers in the format of Spec-Bench (Xia et al. 2024), and its figures by category.
 
-Its script ``evaluation/speed.py`` divides, per question, the new tokens of all turns by their wall
-time, and the mean over questions by that of the baseline; the mean accepted tokens are those of all
-steps of all questions. It counts the baseline's tokens by tokenising its text again; here both are
-counted as they were generated.
+As in its script ``evaluation/speed.py``, a question's speed is the new tokens of all turns over
+their wall time, the speed-up is the ratio of mean speeds over questions, and the mean accepted
+tokens are over all steps of all questions. The script counts the baseline's tokens by tokenising
+its text again; here both are counted as they were generated.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class ObservedExecutor(Executor):
         return self._inner.set_wakeup(event)
 
     def collect(self, *, wait: bool = True) -> Output:
-        """Collects the output; records the trees here because commits have not pruned them yet."""
+        """Collects the output, and records the trees before the step's commits prune them."""
         output, trace = self._inner.collect(wait=wait), self._trace
         if trace.timeline.step >= MAX_STEPS:
             trace.trees.truncated = True

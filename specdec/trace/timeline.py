@@ -137,7 +137,6 @@ def _panel(
     ends: defaultdict[int, float] = defaultdict(float)
     for bar in work:
         ends[bar.step] = max(ends[bar.step], bar.start_ms + bar.ms)
-        # The number of tokens, in each compute bar that is wide enough.
         if detailed and bar.phase in ("compute", "draft") and bar.ms > 0.04 * (end - start):
             at = bar.start_ms + bar.ms / 2
             ax.text(at, bar.rank, str(bar.tokens), ha="center", va="center", fontsize=6, color="w")
