@@ -54,41 +54,41 @@ __all__ = [
 
 
 class _Part:
-    """What source, policy and executor have in common.
+    """Common base of token source, tree policy and executor.
 
     The scheduler calls ``open`` on each part before any other call about a request, and ``close``
     after the last.
     """
 
     def open(self, request: RequestState) -> None:
-        """A request is admitted."""
+        """Prepares for a request that has been admitted."""
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Updates caches and what is in flight at the end of every step.
+        """Updates caches and what is in flight; called at the end of every step.
 
-        ``DecodeState.commit`` has rerooted the trees already. A source is also called without
+        ``DecodeState.commit`` has already moved the trees' roots. A source is also called without
         commits when exits or hidden states arrive within a step (``output``).
         """
 
     def close(self, request_id: int) -> None:
-        """A request has finished; its state is released."""
+        """Releases the state of a request that has finished."""
 
 
 class TokenSource(_Part, ABC):
     """Proposes tokens: a draft model, an n-gram model, prompt lookup, an exit head, a mixture.
 
-    An *asynchronous* source runs its passes in the background (``sources.Background`` makes one of
-    any source): it overrides ``start``, ``poll`` and ``set_wakeup``. A pass that runs is not
-    preempted: commits and closes that arrive meanwhile take effect when it has ended, and
-    candidates of nodes pruned meanwhile are dropped by the caller.
+    An *asynchronous* source runs its passes in the background (``sources.Background`` wraps any
+    source so): it overrides ``start``, ``poll`` and ``set_wakeup``. A running pass is never
+    interrupted: commits and closes that arrive meanwhile take effect when it has ended, and the
+    caller drops candidates of nodes that were pruned meanwhile.
     """
 
     needs: Needs = Needs()
-    """What it reads from the target's answers and from other parts."""
+    """What it reads from the target's answers and from other parts. Default: nothing."""
     vocab_size: int | None = None
-    """Size of the vocabulary it proposes from, which must be the target's; None: any."""
+    """Vocabulary size, which must equal the target's. Default: None, for any vocabulary."""
     gives_probs: bool = False
-    """Candidates are sampled and come with ``Candidates.probs``; needed by rejection verifiers."""
+    """Whether candidates are sampled and come with ``Candidates.probs`` (rejection verifiers)."""
     asynchronous: bool = False
     """Whether passes run in the background."""
     model: str = "draft"
@@ -100,47 +100,47 @@ class TokenSource(_Part, ABC):
 
     @cached_property
     def counters(self) -> SourceCounters:
-        """Model passes and rows; a source that runs no model counts none."""
+        """Counts of model passes and rows; they stay 0 if the source runs no model."""
         return SourceCounters()
 
     @property
     def levels(self) -> Sequence[TokenSource]:
-        """Sources whose passes ``Events.start`` begins by number; here the source alone."""
+        """The sources that ``Events.start(level=...)`` can start. Default: only this one."""
         return (self,)
 
     @property
     def pass_bytes(self) -> int | None:
-        """Bytes of weights that one pass reads; None: those of ``model``."""
+        """Bytes of weights that one pass reads. Default: None, for those of ``model``."""
         return None
 
     def speedup_law(self, policy: TreePolicy, latency: int) -> SpeedupLaw | None:
-        """The theoretical speed-up over plain decoding, reported as ``speedup_law``."""
+        """Returns the theoretical speed-up over plain decoding, reported as ``speedup_law``."""
         return None
 
     @abstractmethod
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """Proposes up to ``k`` children for each node.
 
-        Called once per live node: the caller keeps the answer in the tree
-        (``TokenTree.set_candidates``), so a known node costs no second forward. The nodes are any
-        nodes of live trees, their ancestors expanded or not. A source whose cache is behind the
-        committed tokens catches up here and counts those rows.
+        Called once per live node: the caller stores the result in the tree
+        (``TokenTree.set_candidates``), so no node costs a second pass. The nodes may be any of live
+        trees, whether or not their ancestors have been expanded. A source whose cache lacks
+        committed tokens computes them here and counts those rows.
 
         Returns:
-            Candidates, rows in the order of ``nodes``; count 0 where there is none (yet).
+            Candidates in the order of ``nodes``; count 0 for nodes without candidates (yet).
         """
 
     def start(self, state: DecodeState, nodes: Nodes, k: int) -> Ticket:
-        """Starts a pass over ``nodes``, as ``expand`` would make it; here it runs at once."""
+        """Starts the pass that ``expand`` would make. Default: runs it at once."""
         candidates = self.expand(state, nodes, k)
         return Ticket(nodes=nodes, due_s=state.clock.now(), candidates=candidates)
 
     def poll(self, ticket: Ticket) -> Candidates | None:
-        """The result of a started pass, once; None while it runs."""
+        """Returns the result of a started pass, once; None while the pass is running."""
         return ticket.candidates
 
     def set_wakeup(self, event: threading.Event) -> bool:
-        """Asks the source to set ``event`` when a pass has ended.
+        """Asks the source to set ``event`` whenever a pass has ended.
 
         Returns:
             Whether it will; otherwise a wait on a measured clock polls every millisecond.
@@ -149,7 +149,7 @@ class TokenSource(_Part, ABC):
 
 
 class Events(ABC):
-    """What happens while the target works; passed to ``TreePolicy.overlap``."""
+    """Draft passes and arrivals while the target works; passed to ``TreePolicy.overlap``."""
 
     running: list[Ticket]
     """Draft passes in flight, in the order in which they began."""
@@ -163,27 +163,27 @@ class Events(ABC):
 
         Args:
             nodes, k: see ``TokenSource.expand``.
-            level: the model of a source that has several (``sources.ModelChain``). Candidates of
-                level 0 are stored in the trees; those of others come with their event. Default: 0.
+            level: index of the model in a source that has several (``sources.ModelChain``).
+                Candidates of level 0 are stored in the trees; others come with their event.
         """
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether the target's work of the step has ended."""
+        """Returns whether the target's work of the step has ended."""
 
     @abstractmethod
     def next(self) -> Event:
         """Waits for the next event.
 
         On a simulated or paced clock the call waits for the earliest planned event, on a measured
-        clock for the first that happens. Of events that have happened already, draft passes come
+        clock for the first that happens. Among events that have already happened, draft passes come
         first, then early arrivals, then the target, whose event returns at every call until the
         step ends.
         """
 
     @abstractmethod
     def next_draft(self) -> Event:
-        """Waits for the first draft pass in flight to end, at least one, whatever else happens.
+        """Waits until a draft pass in flight ends, whatever else happens; one must be in flight.
 
         For policies whose target has nothing to do before the draft has a token.
         """
@@ -194,59 +194,58 @@ class TreePolicy(_Part, ABC):
 
     value_dependent: bool = True
     """Whether the choice of a node's children depends on the candidates' probabilities. This would
-    bias rejection sampling, so the two cannot be composed."""
+    bias rejection sampling, so the two cannot be combined."""
     serial: bool = True
-    """The policy feeds a request nothing while answers are awaited. A policy that feeds at every
-    step must set False: turns and ``hit_rate`` depend on it."""
+    """Whether the policy feeds no nodes of a request while its answers are awaited. A policy that
+    feeds nodes at every step must set False: turns and ``hit_rate`` depend on it."""
     asynchronous: bool = False
-    """The policy drafts in ``overlap``, while the target is busy."""
+    """Whether the policy drafts in ``overlap``, while the target is busy."""
     levels_per_step: int | None = None
-    """1 where each batch is one level, so that an answer emits one token."""
+    """1 if each batch is one level of the tree, so that an answer emits one token."""
     follows_exits: bool = False
-    """Waits for ``Output.exits`` before it continues below a node (PPSD)."""
+    """Whether the policy waits for ``Output.exits`` before it continues below a node (PPSD)."""
     time_dependent: bool = False
-    """What is in a tree when an answer arrives depends on the times of passes. Rejection verifiers,
-    whose output for a seed would depend on them too, are refused."""
+    """Whether a tree's contents when an answer arrives depend on the duration of passes. Rejection
+    verifiers, whose output for a seed would depend on it too, cannot be combined with this."""
     drafts_waiting: bool = False
-    """Drafts for requests that wait for their turn; ``prepared`` says for which it has done so."""
+    """Whether the policy drafts for requests that wait for their turn; see ``prepared``."""
     chain_length: int | None = None
-    """Draft tokens per verdict of a policy that drafts chains, for the law of early exits."""
+    """Draft tokens per verdict if the policy drafts chains, for the speed-up law of early exits."""
 
     def held_nodes(self, in_flight: int) -> int | None:
-        """Largest number of nodes of one request in the target's cache, the root included.
+        """Returns the largest number of one request's nodes in the target's cache, with the root.
 
         Counts nodes that were submitted and neither retired nor pruned, on an executor with that
-        many batches ``in_flight`` (``Executor.in_flight``). Admission to a paged cache depends on
-        it, and is refused where it is None.
+        many batches ``in_flight``. A paged cache admits requests by it, and refuses None.
         """
         return None
 
     @abstractmethod
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Chooses nodes to verify now, in topological order per request; may grow the forest.
+        """Chooses nodes to verify now, in topological order per request; may grow the trees.
 
         Returns no nodes of a request whose root waits for its prefill or whose answers are awaited.
         """
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Does draft work while the target is busy; here none.
+        """Does draft work while the target is busy. Default: none.
 
-        A policy drafts by calls of ``source.expand``, which take their time at once, or by passes
-        that run free: ``events.start`` begins one, and ``events.next`` returns what happens next.
-        A pass that still runs at the end of the step is reported by a later step's ``events``.
+        A policy either calls ``source.expand``, which takes its time at once, or starts passes with
+        ``events.start`` and receives what happens from ``events.next``. A pass that still runs at
+        the end of the step is reported by a later step's ``events``.
 
         Returns:
             Whether the next step begins without waiting for the target. An executor with a latency
-            ends each step with the target's work all the same.
+            still ends each step with the target's work.
         """
         return False
 
     def prepared(self, request: RequestState) -> bool:
-        """Whether the request's tree is drafted; see ``drafts_waiting`` and ``serving.Turns``."""
+        """Returns whether the request's tree has been drafted; see ``drafts_waiting``."""
         return True
 
     def notes(self) -> Sequence[str]:
-        """Lines that a run prints when it has ended."""
+        """Returns lines that are printed at the end of a run."""
         return ()
 
     def check_source(self, source: TokenSource) -> None:
@@ -259,96 +258,97 @@ class TreePolicy(_Part, ABC):
 class Executor(_Part, ABC):
     """Runs the target: an asynchronous verification service, with or without a fixed latency.
 
-    A class that ``executor._target_`` names is made in two phases: ``plan`` gives what follows from
-    the keys of its configuration node, before sources and policies are made, which need the
-    latency; ``build`` loads the models when the other parts are known.
+    A class that ``executor._target_`` names is created in two phases. ``plan`` derives from the
+    configuration what sources and policies need to know before they are built, such as the latency;
+    ``build`` loads the models when the other parts are known.
     """
 
     options: type[Any] | None = None
-    """Dataclass with the keys of the configuration node; None: the parameters of ``plan``."""
+    """Dataclass of the configuration node's keys. Default: None, for the parameters of ``plan``."""
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], clock: ClockKind, *, tracing: bool) -> None:
-        """Raises ``UserError`` for keys that do not fit together, the clock or a trace.
+        """Raises ``UserError`` for keys that do not fit each other, the clock or a trace.
 
         Called when a configuration is composed.
         """
 
     @classmethod
     def plan(cls, *models: Any, **keys: Any) -> ExecutorPlan:  # noqa: ARG003
-        """First phase.
+        """Plans the executor (first phase) without loading weights.
 
         Args:
-            models: one argument, the ``specdec.pairs.ModelPair``; weights must not be loaded here.
-            keys: values of the node.
+            models: one argument, the ``specdec.pairs.ModelPair``.
+            keys: values of the configuration node.
         """
         raise UserError(f"{cls.__name__} has no method plan, which executor._target_ needs")
 
     @classmethod
     def build(cls, *plan_and_needs: Any, **runtime: Any) -> Executor:  # noqa: ARG003
-        """Second phase.
+        """Builds the executor (second phase).
 
         Args:
-            plan_and_needs: the result of ``plan``, and the union of what source and verifier need
-                (``Needs``), of which what is not delivered is refused.
-            runtime: objects that its signature requests by name, see ``specdec.compose.RUNTIME``.
+            plan_and_needs: the result of ``plan``, and the ``Needs`` of source and verifier, of
+                which those that are not delivered are refused.
+            runtime: objects that the signature requests by name, see ``specdec.compose.RUNTIME``.
         """
         raise UserError(f"{cls.__name__} has no method build, which executor._target_ needs")
 
     latency: int | None = 1
     """A node submitted in step s is answered by the collect of step s + latency - 1. None: answers
-    come when they come, in any order."""
+    arrive at any time and in any order."""
     in_flight: int = 1
-    """Largest number of batches that are submitted and not answered; the latency if it has one."""
+    """Largest number of unanswered batches; equals the latency if there is one."""
     hidden: tuple[HiddenName, ...] = ()
-    """Hidden states that its answers carry; a part that needs others is refused."""
+    """Hidden states that answers contain. Parts that need others are refused."""
     early_hidden: tuple[HiddenName, ...] = ()
-    """Hidden states that its outputs carry before the answers."""
+    """Hidden states that outputs contain before the answers."""
     can_poll: bool = False
     """Whether ``poll`` may return something."""
     distributed: bool = False
-    """Whether it runs in other processes, which ``reports`` asks for their counts."""
+    """Whether it runs in other processes, whose counts ``reports`` returns."""
 
     @cached_property
     def counters(self) -> ExecutorCounters:
-        """Batches and rows submitted."""
+        """Counts of submitted batches and rows."""
         return ExecutorCounters()
 
     @abstractmethod
     def submit(self, batch: Batch) -> None:
-        """Hands the batch to the target without waiting. An empty batch is a step tick."""
+        """Hands the batch to the target without waiting; an empty batch only starts the step."""
 
     @abstractmethod
     def collect(self, *, wait: bool = True) -> Output:
         """Ends the step.
 
         With a latency: waits for the step's work, and returns the answers to the batch submitted
-        ``latency`` - 1 steps ago. Without: returns the answers that have arrived, perhaps none. If
-        ``wait``, and ``in_flight`` batches are being worked on or the step's batch was empty, it
-        waits for the first of them. A batch that is submitted beyond ``in_flight`` is queued.
+        ``latency`` - 1 steps ago. Without: returns the answers that have arrived, perhaps none; if
+        ``wait``, and either ``in_flight`` batches are unanswered or the step's batch was empty, it
+        waits for the first of them. A batch submitted beyond ``in_flight`` is queued.
 
         The ``commit`` that follows prunes caches and everything in flight (PipeDec 3.4.3).
         """
 
     def ready(self) -> bool:
-        """Whether ``collect`` has its results: the step's work is done or, without a latency,
-        answers have arrived. Here always: drafting and the target's pass do not overlap.
+        """Returns whether ``collect`` need not wait. Default: always.
+
+        With a latency, the step's work must be done; without, answers must have arrived.
         """
         return True
 
     def due_s(self) -> float | None:
-        """Time of the run's clock at which ``ready`` or ``poll`` has something new.
+        """Returns the clock time at which ``ready`` or ``poll`` will have something new.
 
-        None where it is not known in advance: on a measured clock, or with nothing in flight.
+        None if it is not known in advance: on a measured clock, or with nothing in flight.
         """
         return None
 
     def poll(self) -> Output | None:
-        """Exits and early hidden states that have arrived within the step, each once."""
+        """Returns exits and early hidden states that have arrived within the step, each once."""
         return None
 
     def set_wakeup(self, event: threading.Event) -> bool:
-        """Asks the executor to set ``event`` when something arrives.
+        """Asks the executor to set ``event`` whenever something arrives.
 
         Returns:
             Whether it will; otherwise a wait on a measured clock polls every millisecond.
@@ -359,11 +359,11 @@ class Executor(_Part, ABC):
         """Releases processes and memory; called once, also after an error."""
 
     def reports(self) -> Sequence[dict[str, Any]]:
-        """Per other process: its clock report, rows computed and bytes sent."""
+        """Returns clock report, rows computed and bytes sent of each other process."""
         return ()
 
     def draft_reports(self) -> Sequence[dict[str, Any]]:
-        """As ``reports``, of processes that share the draft model."""
+        """Returns the same as ``reports`` for processes that share the draft model."""
         return ()
 
     @property
@@ -373,7 +373,7 @@ class Executor(_Part, ABC):
 
     @property
     def pids(self) -> Sequence[int] | None:
-        """Its other processes; None if another launcher has started them."""
+        """Ids of its other processes; None if another launcher has started them."""
         return ()
 
     @property
@@ -386,24 +386,24 @@ class Verifier(ABC):
     """Turns the target's answers into accepted paths."""
 
     needs: Needs = Needs()
-    """What answers and candidates must carry."""
+    """What answers and candidates must contain."""
     lossless: Lossless = Lossless.LOSSY
-    """What it promises; printed in tables and by ``specdec verify``."""
+    """What it guarantees; printed in tables and by ``specdec verify``."""
 
     @abstractmethod
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        """One verdict per request; the roots of all of them are answered.
+        """Returns one verdict per request; the roots of all of them have been answered.
 
         Answers are stored in the trees (``TokenTree.answers``, ``target_probs``, ``hidden``). A
-        verifier follows them from the root as far as nodes are answered; where it stops earlier,
-        the next step continues.
+        verifier follows them from the root as far as nodes have been answered; where it stops
+        earlier, the next step continues.
         """
 
 
 class Scheduler(ABC):
     """Decides which requests are decoded, and adds prefill chunks to the batches.
 
-    Made for one call of the loop; ``serving.rules.MakeScheduler`` has its constructor's arguments.
+    Created for each call of the loop with the arguments of ``serving.rules.MakeScheduler``.
     """
 
     @abstractmethod
@@ -413,7 +413,7 @@ class Scheduler(ABC):
         Admission sets ``request.admitted_s``, enters the request into ``state.requests`` and calls
         ``open`` of each part; closing calls ``close`` of each part, removes the request and calls
         ``on_finish``. Sets ``state.turn``: ids of the requests that this step may feed, None for
-        all. Where no request has arrived yet, ``state.clock.wait_until`` the next arrival.
+        all. If no request has arrived yet, it calls ``state.clock.wait_until`` the next arrival.
 
         Returns:
             False when no request is left.
@@ -421,7 +421,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def merge(self, nodes: Nodes) -> Batch:
-        """The step's batch: ``nodes``, marked as submitted, and chunks of prompt tokens.
+        """Returns the step's batch: ``nodes``, marked as submitted, and chunks of prompt tokens.
 
         Prefill covers all prompt tokens but the last. Advances ``request.prefill_sent`` and counts
         ``state.load``.

@@ -38,7 +38,7 @@ _MAX_IDLE_STEPS = 10_000  # far beyond any pipeline's latency; stops an endless 
 _ROOT = np.zeros(1, np.int64)  # slots of the path to the root
 
 TARGET_ORIGIN = -1
-"""Origin of an emitted token that no source proposed (correction or bonus token, or a miss)."""
+"""Origin of an emitted token that no source proposed (correction token, bonus token or miss)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,6 @@ class StopRules:
         eos_ids: tokens that end the request; emitted as its last token. Default: none.
         stop_strings: the request ends with the token that completes one of them. Default: none.
         decode: token ids -> text; required with ``stop_strings``.
-
-    Raises:
-        ValueError: for a limit below 1, an empty stop string, or stop strings without ``decode``.
     """
 
     max_new_tokens: int
@@ -73,7 +70,7 @@ class StopRules:
             )
 
     def reason(self, output: Sequence[int]) -> str | None:
-        """Why ``output`` is complete ("eos", "stop_string" or "length"); None if it is not."""
+        """Returns "eos", "stop_string" or "length" if ``output`` is complete, otherwise None."""
         if output[-1] in self.eos_ids:
             return "eos"
         if self.stop_strings and self.decode is not None:
@@ -90,9 +87,9 @@ class RequestState:
     Attributes:
         tree: the token tree; its root is the last committed token.
         output: emitted tokens.
-        output_origins: index of the source that proposed each, ``TARGET_ORIGIN`` for none.
+        output_origins: for each, the index of the source that proposed it, or ``TARGET_ORIGIN``.
         emitted_s: time of each, in seconds of the run's clock.
-        finish_reason: why the request is complete; None while it is not.
+        finish_reason: see ``StopRules.reason``, or "cancelled"; None while it is not complete.
         prefill_sent: prompt tokens submitted to the target so far.
         max_cached: entries that the target's caches reserve: prompt, output and nodes of the tree.
         last_kind: kind of the last commit; None before the first.
@@ -114,10 +111,7 @@ class RequestState:
             prompt: int64[T], T >= 1.
             stop: conditions that complete it.
             sampling: the target's sampling transform.
-            arrival_s: arrival time in seconds of the run's clock. Default: 0.
-
-        Raises:
-            ValueError: for an empty prompt.
+            arrival_s: arrival time in seconds of the run's clock.
         """
         if not len(prompt):
             raise ValueError(
@@ -151,27 +145,26 @@ class RequestState:
 
     @property
     def num_prefill(self) -> int:
-        """Number of prompt tokens in the prefill: all but the first root."""
+        """Number of prompt tokens to prefill: all but the last, which is the first root."""
         return self.num_prompt - 1
 
     @property
     def finished(self) -> bool:
-        """Whether the request is complete or cancelled."""
         return self.finish_reason is not None
 
     @property
     def awaiting(self) -> bool:
-        """Whether submitted nodes of the tree have no answer of the target yet."""
+        """Whether the target has not yet answered all submitted nodes of the tree."""
         return bool(((self.tree.submitted_at >= 0) & ~self.tree.answered).any())
 
     @property
     def held_tokens(self) -> int:
-        """KV entries on the target's first stage: prefix tokens and submitted nodes."""
+        """Number of KV entries on the target's first stage: prefix tokens and submitted nodes."""
         prefix = self.prefill_sent if not self.output else self.prefix_len
         return prefix + int(np.count_nonzero(self.tree.submitted_at >= 0))
 
     def path_tokens(self, slot: int) -> IntArray:
-        """int64[T + depth]: committed tokens, then the path from below the root to ``slot``."""
+        """Returns int64[T + depth]: committed tokens, then the path below the root to ``slot``."""
         return np.concatenate([self.tokens, self.tree.tokens[self.tree.path(slot)[1:]]])
 
     def emit(self, token: int, origin: int, at_s: float) -> None:
@@ -204,7 +197,6 @@ class Load:
     kv_peak_tokens: int = 0
 
     def count(self, requests: Collection[RequestState]) -> None:
-        """Counts one step."""
         num_tokens = sum([request.held_tokens for request in requests])
         self.request_steps += len(requests)
         self.kv_token_steps += num_tokens
@@ -217,8 +209,6 @@ class DecodeState:
     Attributes:
         requests: request id -> live request, in order of admission.
         turn: ids of the requests that may be fed in this step; None: all. Set by the scheduler.
-        load: concurrency and KV occupancy so far.
-        step: index of the current step.
     """
 
     def __init__(self, *, draws: KeyedDraws, clock: Clock, meter: Meter) -> None:
@@ -237,7 +227,7 @@ class DecodeState:
         return Drafting(self.clock, self.meter)
 
     def mark_submitted(self, nodes: Nodes) -> None:
-        """Records the submission step of selected nodes (called by the scheduler)."""
+        """Records the step in which nodes are submitted; called by the scheduler."""
         for request_id, ids in nodes.items:
             request = self.requests[request_id]
             slots = request.tree.live_slots(ids)
@@ -245,7 +235,7 @@ class DecodeState:
             request.counters.proposed += len(slots) - (0 in slots.tolist())
 
     def copy(self, nodes: Nodes) -> DecodeState:
-        """A copy with the present trees of the requests of ``nodes``, for work beside the loop."""
+        """Copies the state with the current trees of ``nodes``' requests, for background work."""
         state = DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
         state.step, state.turn = self.step, self.turn
         for request_id, _ in nodes.items:
@@ -270,7 +260,7 @@ class DecodeState:
         Those of closed requests and of pruned nodes are dropped.
 
         Returns:
-            The requests whose root is answered, now or before.
+            The requests whose root has been answered, in this step or before.
         """
         for answers in output.answers:
             if (request := self.requests.get(answers.request)) is not None:
@@ -374,7 +364,7 @@ def batch_of(state: DecodeState, nodes: Nodes) -> Batch:
 
 
 def tree_rows(request: RequestState, slots: IntArray) -> TreeRows:
-    """Nodes of a request's tree, int64[W] slots, as rows of a target batch."""
+    """Packs nodes of a request's tree (``slots`` int64[W]) as rows of a target batch."""
     return TreeRows(
         request=request.id,
         prefix_len=request.prefix_len,
