@@ -17,12 +17,9 @@ class Arguments:
     """The parsed words after a command.
 
     Attributes:
-        overrides: ``key=value`` and ``group=option``, in order.
-        flags: long names of the flags that are set.
         config_dirs: further configuration trees (``--config-dir``). Their parent folders are put on
             ``sys.path``, so that their YAML files may name classes there.
-        cfg: value of ``--cfg`` (job, hydra or all); "" if it is not set.
-        info: value of ``--info``; "" if it is not set.
+        cfg, info: values of ``--cfg`` and ``--info``; "" if they are not set.
     """
 
     overrides: tuple[str, ...]
@@ -63,12 +60,7 @@ _NOT_HERE = {
 
 
 def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
-    """Parses the words after a command.
-
-    Args:
-        words: the words after the command.
-        flags: long names that this command has; ``--help`` and ``--config-dir DIR`` always work.
-    """
+    """Parses words; ``flags`` are the command's own besides ``--help`` and ``--config-dir DIR``."""
     known = ("--help", "--config-dir", *flags)
     overrides, flags_set, folders, chosen = [], set(), [], {}
     rest = list(words)
@@ -109,11 +101,8 @@ def read_folders(
 ) -> tuple[list[Path], dict[str, re.Match[str]]]:
     """Parses 1 to ``most`` folders and options of the form key=value.
 
-    Args:
-        options: key -> (regular expression of its value, advice for a value that does not match).
-
-    Returns:
-        The folders, and for each given key the match of its value.
+    ``options`` maps a key to the regular expression of its value and to advice for values that do
+    not match. Returns the folders, and for each given key the match of its value.
     """
     folders, values = [], {}
     for word in read_arguments(words, flags=()).overrides:

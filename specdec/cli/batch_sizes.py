@@ -56,7 +56,6 @@ class Curves:
 def curves(
     sizes: Sequence[int], overrides: Sequence[str], extra: Sequence[Path], *, only_show: bool
 ) -> int:
-    """Runs the command for a list of batch sizes; returns the exit status."""
     named = [str(o.value()) for o in parse(overrides) if o.key_or_group == "output_dir"]
     folder = output_folder(named[-1] if named else None, "compare")
     composed = compose_curves(sizes, overrides, folder, extra)
@@ -99,7 +98,6 @@ def compose_curves(
 
 
 def _without(words: Sequence[str], groups: Collection[str]) -> list[str]:
-    """Drops the overrides of these keys and sections."""
     return [w for w in words if w.partition("=")[0].partition(".")[0] not in groups]
 
 

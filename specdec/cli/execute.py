@@ -18,11 +18,7 @@ RESULT_FILE = "summary.json"
 
 
 def execute(job: Job, folder: Path) -> Mapping[str, Any] | None:
-    """Runs a job in its folder; returns its summary, or None if the job was complete already.
-
-    Raises:
-        UserError: the folder belongs to another configuration, or the engine refuses the job.
-    """
+    """Runs a job in its folder; returns its summary, or None if the job was complete already."""
     from specdec.runs.jobs import run_job  # torch and transformers take seconds to import
 
     summary = run_in(folder, job.config, RESULT_FILE, partial(run_job, job.config, folder))

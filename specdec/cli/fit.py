@@ -116,9 +116,7 @@ def main(words: Sequence[str]) -> int:
 def option_text(fitted: FittedLaw, values: dict[str, str], command: str) -> str:
     """Writes the YAML of a model option, with the law's provenance as comments.
 
-    Args:
-        values: draft, source and license of the command line, as far as given.
-        command: the command that fitted the law.
+    ``values`` may have draft, source and license of the command line.
     """
     origin = values.get("source", "acceptance logs")
     about = [

@@ -50,17 +50,10 @@ def safe_name(text: str) -> str:
 
 
 def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
-    """Assigns ``folder`` to a configuration by writing the folder's ``config.yaml``.
+    """Assigns a new or empty folder to a configuration by writing its ``config.yaml``.
 
-    Args:
-        folder: a new or empty folder, or one with the same ``config.yaml``.
-        result: name of the file that the work writes last.
-
-    Returns:
-        Whether ``result`` exists, so that the work is complete.
-
-    Raises:
-        UserError: the folder belongs to another configuration, or has other content.
+    Returns whether the file ``result``, which the work writes last, exists in it already. A folder
+    of another configuration or with other content is a ``UserError``.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir={folder} is a file: name a folder")
@@ -139,12 +132,9 @@ def working_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Locks a folder against other processes of this library.
+    """Locks a folder; raises ``UserError`` if another process of this library has locked it.
 
     Folders that the system cannot lock (Windows, some network file systems) are not locked.
-
-    Raises:
-        UserError: another process uses the folder.
     """
     if fcntl is None:
         yield

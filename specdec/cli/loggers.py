@@ -24,12 +24,7 @@ _HISTOGRAMS = {
 def log_results(
     configs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], folder: Path
 ) -> None:
-    """Sends finished results to the logger of the first configuration.
-
-    Args:
-        configs: one resolved configuration per row.
-        rows: metrics by name, one mapping per strategy.
-    """
+    """Sends one row of metrics per configuration to the logger of the first configuration."""
     node = configs[0]["logger"]
     if "_target_" in node:
         logger: Logger = build_part(node, {}, "logger", Logger)
@@ -52,7 +47,6 @@ class WandbLogger(Logger):
 
     @validated
     def __init__(self, *, project: Text, mode: Literal["offline", "online", "disabled"]) -> None:
-        """Sets the wandb project and its mode (see ``wandb.init``)."""
         self._project = project
         self._mode = mode
 

@@ -70,9 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The status is 0, 1 if disk or memory is full, 2 for bad input, 3 if a rank failed, 130 if
     interrupted, 143 if ended by SIGTERM. A defect of the library is raised with its traceback.
-
-    Args:
-        argv: arguments after the program's name; None for those in ``sys.argv``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     with _terminating_like_ctrl_c():
@@ -105,7 +102,6 @@ def _terminating_like_ctrl_c() -> Iterator[None]:
 
 
 def _reporting_errors(words: Sequence[str]) -> int:
-    """Runs the command; prints the message of an error and returns its status."""
     try:
         return _dispatch(words)
     except KeyboardInterrupt as error:
@@ -161,8 +157,7 @@ def _shortened(text: str) -> str:
 def _launched_beside_others(command: str) -> bool:
     """Whether a launcher started this command once per rank and this is not the first rank.
 
-    Raises:
-        UserError: on the first rank, so that the message is printed once.
+    On the first rank it raises ``UserError``, so that the message is printed once.
     """
     if command not in _ONE_PROCESS:
         return False

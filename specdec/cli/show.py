@@ -31,7 +31,6 @@ def show_config(
     Args:
         make: (overrides, trees) -> the checked configuration; may raise ``UserError``.
         jobs: overrides of each job of a sweep; None for a single job.
-        name: root of the configuration tree.
     """
     for overrides in [arguments.overrides] if jobs is None else jobs:
         if jobs is not None:

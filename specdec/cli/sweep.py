@@ -65,13 +65,9 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     """Runs one job per combination of the comma-separated values.
 
     Each job has a folder under the sweep's, named by the values that vary. Complete jobs are
-    skipped, so the same command with the same ``output_dir`` resumes a sweep.
-
-    Returns:
-        0 if every job is complete, 2 if only bad input failed, else 1.
-
-    Raises:
-        UserError: bad overrides; raised before the first job starts.
+    skipped, so the same command with the same ``output_dir`` resumes a sweep. Bad overrides are
+    reported before the first job starts. The exit status is 0 if every job is complete, 2 if only
+    bad input failed, else 1.
     """
     parsed = parse(overrides)
     _check_hydra(parsed)

@@ -57,11 +57,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
-    """Draws the pictures of a traced run; returns their paths.
-
-    Raises:
-        UserError: the folder has no trace, or the steps have no events.
-    """
+    """Draws the pictures of a traced run; returns their paths."""
     from specdec.files import write_bytes, write_text
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE
     from specdec.trace.page import commit_kinds, tree_page
@@ -90,11 +86,7 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
 
 
 def draw_beside(folder: Path, other: Path) -> Path:
-    """Writes one page with both runs, ``beside.html`` in the first folder; returns its path.
-
-    Raises:
-        UserError: a folder has no trace, or the runs have no prompt in common.
-    """
+    """Writes one page with both runs, ``beside.html`` in the first folder; returns its path."""
     from specdec.files import write_text
     from specdec.report.styles import row_styles
     from specdec.trace.files import TREES_FILE
@@ -169,7 +161,6 @@ def _strategy(folder: Path) -> str:
 
 
 def _title(folder: Path) -> str:
-    """Builds the title of the pictures from the run's configuration."""
     config = _config(folder)
     if not config:
         return folder.name

@@ -43,11 +43,7 @@ class Comparison:
 
 
 def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Comparison:
-    """Composes and checks every row.
-
-    Raises:
-        UserError: an error in a row, or an override that applies to no row.
-    """
+    """Composes and checks every row; an override that applies to no row is a ``UserError``."""
     parsed = parse(overrides)
     if any(o.key_or_group == "strategy" for o in parsed):
         raise UserError(

@@ -41,12 +41,9 @@ _MAX_DEPTH = 100  # of brackets in an argument
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A composed configuration.
+    """A composed configuration: resolved values, and the option chosen in each group.
 
-    Attributes:
-        values: plain Python values with interpolations resolved.
-        choices: group -> chosen option.
-        trees: configuration trees that were searched besides the library's own.
+    ``trees`` are the configuration trees that were searched besides the library's own.
     """
 
     values: dict[str, Any]
@@ -55,7 +52,6 @@ class Composed:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parses overrides with Hydra's grammar."""
     parsed: list[Override] = []
     parser = OverridesParser.create()
     for text in overrides:
@@ -97,12 +93,9 @@ def _depth(text: str) -> int:
 def compose_config(
     overrides: Sequence[str], *, name: str = "config", extra: Sequence[Path] = ()
 ) -> Composed:
-    """Composes the root ``name`` with overrides into resolved, plain values.
+    """Composes a root (config, compare or profiling) with overrides into resolved, plain values.
 
-    Args:
-        overrides: as on the command line, without sweeps.
-        name: root of the tree: config, compare or profiling.
-        extra: further trees to search.
+    ``extra`` are further trees to search.
     """
     return replace(plain(compose_raw(overrides, name=name, extra=extra)), trees=tuple(extra))
 

@@ -30,7 +30,6 @@ class Job:
     """One strategy on one workload.
 
     Attributes:
-        name: of the preset.
         config: plain and resolved; its key ``choices`` maps groups to options.
         output_dir: None for the default folder.
         notices: warnings to print before the job starts.
@@ -145,8 +144,7 @@ def _check_turns(config: Mapping[str, Any]) -> None:
 def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
     """Checks the models' files, which is faster than loading them.
 
-    Returns:
-        The number of the target's layers, and warnings.
+    Returns the number of the target's layers, and warnings.
     """
     from specdec.models.inspection import inspect_pair
 
@@ -194,11 +192,7 @@ def _notices_without_text(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None:
-    """Raises ``UserError`` if there are more pipeline stages than layers.
-
-    Args:
-        model: how the message names the model.
-    """
+    """Raises ``UserError`` if there are more pipeline stages than layers of the named model."""
     stages = config.get("executor", {}).get("stages")
     if stages is not None and stages > num_layers:
         raise UserError(

@@ -15,16 +15,11 @@ _KNOWN_TO_FIT = (
 
 
 def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: int) -> int | None:
-    """Tokenises the prompts and checks their lengths, so that errors come before models are loaded.
+    """Checks the prompts' lengths in tokens, so that errors come before models are loaded.
 
     Checks nothing for a model without ``tokenizer.json``, with a chat template that is used
     (applying it needs transformers), or for prompts from the hub: the run checks all lengths again.
-
-    Returns:
-        Tokens of the longest prompt; None if nothing was checked.
-
-    Raises:
-        UserError: an empty prompt, or one too long while ``data.truncation`` is error.
+    Returns the tokens of the longest prompt, or None if nothing was checked.
     """
     data, file = config["data"], model_folder / "tokenizer.json"
     if data["name"] in _KNOWN_TO_FIT or data["origin"] == "hub" or not file.is_file():

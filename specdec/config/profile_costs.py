@@ -15,12 +15,8 @@ _DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
 def fit(config: dict[str, Any]) -> dict[str, Any]:
     """Sets ``clock.costs`` for the executor's degrees and the draft, and ``policy.d`` to a number.
 
-    Args:
-        config: checked, with the profile's content under ``clock``.
-
-    Raises:
-        UserError: a degree outside the profile's, a ratio without a profile, or a draft whose
-            time the profile does not have.
+    ``config`` has the profile's content under ``clock``. A value that does not follow from the
+    profile, such as an unknown degree, is a ``UserError``.
     """
     clock = dict(config["clock"])
     if degrees := clock.pop("degrees", None):
@@ -38,10 +34,6 @@ def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     A profile has the time of one stage of its testbed. With another number of stages the simulated
     target is larger or smaller than the testbed's. On a measured clock, devices that share a
     process run one after the other.
-
-    Args:
-        config: checked, with the profile's content under ``clock``.
-        num_layers: of the target.
     """
     clock, executor = dict(config["clock"]), config.get("executor", {})
     if clock.get("kind") == "measured" and _take_turns(executor):
@@ -65,10 +57,8 @@ def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
     """Returns the clock's section with the time of the draft ``name``; unchanged for None.
 
-    A profile without draft times charges no draft, so it fits every one.
-
-    Raises:
-        UserError: the profile has the time of other drafts only.
+    A profile without draft times charges no draft, so it fits every one. A profile with the times
+    of other drafts only is a ``UserError``.
     """
     own, others = clock.pop("draft_name", None), clock.pop("drafts", {})
     if name is None or name == own or "draft" not in clock.get("costs", {}):

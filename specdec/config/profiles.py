@@ -19,12 +19,7 @@ _CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
 def load_profile(
     name: str, extra: Sequence[Path] = (), *, key: str = "clock.profile"
 ) -> dict[str, Any]:
-    """Loads and checks a latency profile.
-
-    Args:
-        name: a profile of the tree, or the path of a YAML of the same form.
-        extra: further configuration trees to look in.
-        key: configuration key that names it, for messages.
+    """Loads and checks a latency profile: an option's name, or the path of a YAML of that form.
 
     Returns:
         "note": a text; "costs": {kind: {"tokens": [...], "ms": [...], ...}}; if the file has them,

@@ -103,9 +103,7 @@ class _Answer:
 class Endpoint:
     """A server that decodes one prompt per call of ``generate``.
 
-    Attributes:
-        pids: empty, since the server's CPU time is not measured.
-        version: address and model.
+    ``pids`` is empty, since the server's CPU time is not measured.
     """
 
     pids = ()
@@ -117,14 +115,10 @@ class Endpoint:
         tokenizer: PreTrainedTokenizerBase,
         eos_ids: Collection[int],
     ) -> None:
-        """Connects to a server; reads its list of models if none is named.
+        """Connects to a server, which must have the target's tokenizer.
 
-        Args:
-            tokenizer: of the target; the server's must be the same.
-            eos_ids: end tokens, which the server's text leaves out.
-
-        Raises:
-            UserError: no server answers there, or it lists no model.
+        ``eos_ids`` are end tokens, which the server's text leaves out. If no model is named, the
+        first one of the server's list is used.
         """
         self._options, self._tokenizer = options, tokenizer
         self._eos_ids = sorted(eos_ids)
@@ -181,7 +175,6 @@ class Endpoint:
     # ------------------------------------------------------------------ requests
 
     def _token_fields(self) -> dict[str, Any]:
-        """Returns the fields that request token ids and usage."""
         if self._options.prompt == "text":
             return {}
         return {"return_token_ids": True, "stream_options": {"include_usage": True}}

@@ -30,13 +30,11 @@ class Runtime:
     """A runtime and how it is installed.
 
     Attributes:
-        title: for tables and messages.
         packages: pip requirements of the environment that decodes.
         converter: pip requirements of the environment that converts models; empty if the decoding
             environment converts them, too.
         unwanted: packages that pip installs with the converter's, which are uninstalled again.
-        worker: script in ``workers/`` that decodes, run by the environment's Python.
-        convert: script in ``workers/`` that converts one model folder.
+        worker, convert: scripts in ``workers/``: one decodes, one converts a model folder.
         sees_torch: whether the converter also imports torch and transformers of this environment.
         dtypes: supported ``model.dtype`` -> settings that the worker receives for it.
     """
@@ -90,12 +88,7 @@ def python_of(name: str, *, converter: bool = False) -> Path:
 
 
 def install(name: str, note: Callable[[str], None]) -> None:
-    """Makes the environments of a runtime; those that exist already are kept.
-
-    Args:
-        name: key of ``RUNTIMES``.
-        note: called with a line of progress.
-    """
+    """Makes the environments of a runtime; those that exist already are kept."""
     runtime = RUNTIMES[name]
     for kind in ("run", "converter") if runtime.converter else ("run",):
         folder, packages = rivals_dir() / f"{name}-{kind}", _packages(runtime, kind)
@@ -115,13 +108,7 @@ def install(name: str, note: Callable[[str], None]) -> None:
 
 
 def converted(name: str, model: Path, note: Callable[[str], None]) -> Path:
-    """Returns the folder of a model in a runtime's format; converts it on first use.
-
-    Args:
-        name: key of ``RUNTIMES``.
-        model: a Hugging Face folder with a config and safetensors.
-        note: called with a line of progress.
-    """
+    """Returns a Hugging Face model's folder in a runtime's format; converts it on first use."""
     runtime = RUNTIMES[name]
     folder = rivals_dir() / "models" / f"{name}-{_fingerprint(model, runtime)}"
     if (folder / _DONE).is_file():

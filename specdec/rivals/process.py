@@ -31,7 +31,6 @@ class RivalOutput:
         prefill_s: part of ``wall_s`` before the first decoding pass; 0 if unknown.
         rounds: target passes that produced tokens.
         proposed, accepted: draft tokens; 0 without drafts.
-        draft_passes: passes of the draft model.
     """
 
     tokens: tuple[int, ...]
@@ -49,15 +48,10 @@ class RivalProcess:
     """One runtime with its models loaded in a worker process."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Starts the worker and loads the models.
+        """Starts the worker of a runtime in ``RUNTIMES`` and loads the models.
 
-        Args:
-            name: key of ``RUNTIMES``.
-            settings: of the worker's ``open`` message: target and draft (converted folders),
-                method, threads, eos (token ids), options.
-
-        Raises:
-            UserError: the runtime is not installed, or cannot load the models.
+        ``settings`` are those of the worker's ``open`` message: target and draft (converted
+        folders), method, threads, eos (token ids), options.
         """
         self._title = RUNTIMES[name].title
         threads = str(settings["threads"])
@@ -78,14 +72,7 @@ class RivalProcess:
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
     ) -> RivalOutput:
-        """Decodes one prompt of token ids.
-
-        Args:
-            sampling: temperature (0 for greedy), top_p, top_k and seed.
-
-        Raises:
-            UserError: the worker failed.
-        """
+        """Decodes token ids; ``sampling`` has temperature (0 for greedy), top_p, top_k and seed."""
         reply = self._ask(
             {
                 "op": "generate",

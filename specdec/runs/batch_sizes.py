@@ -34,8 +34,7 @@ def curve_jobs(
         remarks: makes further lines of comparison.md from the rows.
 
     Returns:
-        The content of ``comparison.json``: rows with their ``batch_size`` and ratios,
-        ``conditions`` and ``crossovers``.
+        The content of ``comparison.json``.
     """
     rows: list[Row] = []
     conditions: dict[str, Any] = {}

@@ -14,11 +14,7 @@ from specdec.runs.runners import Runner
 def conditions_of(
     cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
 ) -> dict[str, Any]:
-    """Collects the conditions that are written beside a run's metrics.
-
-    Args:
-        cut: number of prompts that were shortened.
-    """
+    """Collects the conditions of a run, in which ``cut`` prompts were shortened."""
     clock, model = cfg.get("clock", {}), cfg["model"]
     conditions: dict[str, Any] = {
         "clock": clock.get("kind", "measured"),

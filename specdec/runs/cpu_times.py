@@ -27,8 +27,7 @@ class CpuReading:
         cpu_s: CPU time of this process.
         threads: (process id, thread id) -> (CPU seconds, seconds waiting for a CPU), of this
             process and of the ranks on this machine; empty if the system does not say.
-        busy_s: CPU time of all processes on all CPUs.
-        stolen_s: time that a hypervisor gave to other machines, on all CPUs.
+        busy_s, stolen_s: of all CPUs and processes; time that the hypervisor gave to others.
         preemptions: involuntary context switches of this process.
     """
 
@@ -41,10 +40,9 @@ class CpuReading:
 
 
 def read_cpu(ranks: Sequence[int] = (), proc: Path = Path("/proc")) -> CpuReading:
-    """Reads the current times, which takes about 20 microseconds per thread on Linux.
+    """Reads the current times of this process and of the process ids ``ranks``.
 
-    Args:
-        ranks: process ids of the run's other processes on this machine.
+    This takes about 20 microseconds per thread on Linux.
     """
     own, threads = os.getpid(), dict[tuple[int, int], tuple[float, float]]()
     for pid in (own, *ranks):
@@ -85,12 +83,9 @@ class CpuMeter:
         read: Callable[[Sequence[int]], CpuReading] = read_cpu,
         cpus: int | None = None,
     ) -> None:
-        """Creates a meter.
+        """Takes the process ids of the run's other processes on this machine.
 
-        Args:
-            ranks: process ids of the run's other processes on this machine.
-            waits: see ``CpuTimes``.
-            cpus: number of CPUs that the processes may use; None asks the system.
+        ``waits`` is explained at ``CpuTimes``; ``cpus`` of None asks the system.
         """
         self._ranks, self._waits, self._read = tuple(ranks), waits, read
         self._cpus = cpus or _usable_cpus()
@@ -100,7 +95,6 @@ class CpuMeter:
         self._began = self._read(self._ranks)
 
     def stop(self) -> CpuTimes:
-        """Returns the times since ``start``."""
         assert self._began is not None, "stop() before start()"
         before, now = self._began, self._read(self._ranks)
         wall_s = now.wall_s - before.wall_s

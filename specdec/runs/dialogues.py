@@ -15,12 +15,10 @@ from specdec.runs.runners import TokenPrompt
 class Dialogues:
     """Makes the prompt of a turn from the turns before it.
 
-    Attributes:
-        prompts: (strategy, id) -> prompt, for every later turn made so far.
+    ``prompts`` has every later turn made so far, by (strategy, id).
     """
 
     def __init__(self, cfg: Mapping[str, Any], pair: ModelPair) -> None:
-        """Takes a resolved configuration and the pair whose tokenizer encodes the prompts."""
         self.prompts: dict[tuple[str, int], TokenPrompt] = {}
         self._data, self._tokenizer = cfg["data"], pair.tokenizer
         self._all = self._data.get("turns", "first") == "all"
@@ -29,18 +27,14 @@ class Dialogues:
         self._longest = min(bounds, default=None)
 
     def num_turns(self, prompt: TokenPrompt) -> int:
-        """Returns how many turns of a prompt are decoded."""
         return 1 + (len(prompt.source.later) if self._all and prompt.source is not None else 0)
 
     def after(
         self, strategy: str, prompt: TokenPrompt, done: Mapping[int, RequestRecord]
     ) -> TokenPrompt | None:
-        """Returns the next turn, or None after the last.
+        """Returns the turn after ``prompt``, or None after the last.
 
-        Args:
-            strategy: the strategy that has decoded ``prompt``.
-            prompt: the turn before it.
-            done: id -> finished request of this strategy and repeat.
+        ``done`` has the finished requests of this strategy and repeat by id.
         """
         turn, first = divmod(prompt.id, TURN_IDS)
         if turn + 1 >= self.num_turns(prompt):

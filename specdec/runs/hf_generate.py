@@ -52,8 +52,6 @@ class HFOptions:
         num_assistant_tokens: maximum draft tokens per pass.
         schedule: how transformers adapts ``num_assistant_tokens`` after each pass.
         confidence_threshold: the draft stops below this probability; 0 for never.
-        prompt_lookup_num_tokens: maximum tokens that prompt lookup proposes.
-        max_matching_ngram: longest n-gram that prompt lookup matches.
     """
 
     num_assistant_tokens: Count = 20
@@ -65,12 +63,7 @@ class HFOptions:
 
 @dataclass(slots=True)
 class PassLog:
-    """Counts the forward passes of one model.
-
-    Attributes:
-        rows: number of tokens fed, per pass.
-        seconds: wall time in the passes, embedding to logits.
-    """
+    """Counts the forward passes of one model: tokens fed per pass, and wall time, head included."""
 
     rows: list[int] = field(default_factory=list)
     seconds: float = 0.0
@@ -99,8 +92,7 @@ class PassLog:
 class Emissions(StoppingCriteria):
     """Adds the tokens of each target pass to a request, as a stopping criterion of ``generate``.
 
-    Attributes:
-        sizes: number of tokens per pass, including those after the end of the request.
+    ``sizes`` counts the tokens of each pass, including those after the end of the request.
     """
 
     def __init__(self, request: RequestState, origin_s: float) -> None:
@@ -135,11 +127,7 @@ class HFBaseline:
         stop: applied token by token to the output of ``generate``.
         seed: seeds torch's global generator together with the prompt's id. The draws differ from
             this library's, so tokens are comparable under greedy decoding only.
-        name: of the strategy; default: ``kind``.
         weight_bytes: of target and draft; default: those in memory.
-
-    Raises:
-        ValueError: an unknown kind, or a missing or unused draft.
     """
 
     kind: str
@@ -175,11 +163,7 @@ class HFBaseline:
 
     @classmethod
     def of(cls, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> HFBaseline:
-        """Builds the baseline of a configuration whose strategy has kind ``hf``.
-
-        Raises:
-            UserError: a pair without real models.
-        """
+        """Builds the baseline of a configuration whose strategy has kind ``hf``."""
         name, kind = str(cfg["strategy"]["name"]), cfg["strategy"]["method"]
         if not isinstance(pair, HuggingFacePair):
             raise UserError(f"strategy={name} needs real models; use model=tiny or model=hf")

@@ -234,7 +234,6 @@ class _Decoding:
             measured.measure_again(runners, self._prompts, self._dialogues.prompts)
 
     def _further_turns(self, runner: Runner, repeat: int, prompt: TokenPrompt) -> None:
-        """Decodes the turns after a prompt's first one."""
         done = self.measured.records[runner.name][repeat]
         turn = self._dialogues.after(runner.name, prompt, done)
         while turn is not None:
@@ -258,7 +257,7 @@ class _Decoding:
         return found
 
     def _write_record(self, results: Sequence[RequestResult]) -> None:
-        """Records a draft pass per prompt of the first row, which is excluded from all metrics."""
+        """Records the draft's ranks by one more pass per prompt, which is outside all metrics."""
         cfg, pair = self._base, self.pair
         self._progress.phase("recording the draft", len(results))
         model, conditions = cfg["model"], self.conditions(1)

@@ -43,8 +43,7 @@ def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPromp
 class Measurements:
     """Measures prompts, writes them to ``requests.jsonl``, and keeps the best attempt at each.
 
-    Attributes:
-        records: strategy -> repeat -> prompt id -> its finished request.
+    ``records`` has the finished requests by strategy, repeat and prompt id.
     """
 
     def __init__(
@@ -99,14 +98,10 @@ class Measurements:
         prompts: Sequence[TokenPrompt],
         later: Mapping[tuple[str, int], TokenPrompt] | None = None,
     ) -> None:
-        """Measures disturbed prompts again, within bounds.
+        """Measures disturbed prompts again, within the bounds at the top of this file.
 
-        The bounds are ``MAX_ATTEMPTS`` per prompt and, per call, a quarter of a repeat's
-        measurements. It also stops when several in succession were disturbed again. Traced runs
-        are not repeated.
-
-        Args:
-            later: (strategy, id) -> prompt, for prompts that differ between strategies.
+        Traced runs are not repeated. ``later`` has the prompts that differ between strategies, by
+        strategy and id.
         """
         named = {runner.name: runner for runner in runners if runner.trace is None}
         by_key = {(name, prompt.id): prompt for name in named for prompt in prompts}
@@ -125,7 +120,7 @@ class Measurements:
             left -= len(tries)
 
     def mark(self) -> None:
-        """Rewrites lines that are slow against other repeats, and so ``disturbed``."""
+        """Rewrites lines whose reason changed: a prompt may be slow only against other repeats."""
         reasons = self.disturbed()
         for record in self._all():
             reason = reasons.get(record.key, "")
@@ -204,12 +199,9 @@ class Measurements:
 
 
 def meter_of(runner: Runner, *, waits: bool) -> CpuMeter | None:
-    """Builds a meter of the processes that a runner uses; None if its clock does not measure.
+    """Builds a meter of the processes that a runner uses; None on a clock that is not measured.
 
     Ranks that another launcher started cannot be read, so the meter counts waiting for them.
-
-    Args:
-        waits: see ``CpuTimes``.
     """
     if runner.parts is None:
         return CpuMeter(ranks=getattr(runner, "pids", ()), waits=waits)

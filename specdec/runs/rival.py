@@ -45,12 +45,7 @@ METHODS = {
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalOptions:
-    """Settings of another runtime's speculation.
-
-    Attributes:
-        num_draft_tokens: maximum draft tokens per pass.
-        ngram: longest n-gram that prompt lookup matches.
-    """
+    """Settings of another runtime's speculation; ``ngram`` is the longest that lookup matches."""
 
     num_draft_tokens: Count = 4
     ngram: Count = 3
@@ -59,9 +54,7 @@ class RivalOptions:
 class Server(Protocol):
     """A process or server that decodes the prompts of a baseline.
 
-    Attributes:
-        version: of the runtime, for tables.
-        pids: processes whose CPU time is the server's; empty if it is not measured.
+    ``pids`` are the processes whose CPU time is the server's; empty if it is not measured.
     """
 
     version: str
@@ -174,13 +167,8 @@ def runtime_baseline(
 ) -> RivalBaseline:
     """Starts a runtime of ``METHODS`` with the models, which are converted on first use.
 
-    Args:
-        method: key of ``METHODS``.
-        pair: models from folders, on the CPU, in a dtype of the runtime.
-        note: called with a line of progress.
-
-    Raises:
-        UserError: the runtime is not installed, or does not support an option.
+    The pair must be loaded from folders, on the CPU, in a dtype of the runtime; else, or if the
+    runtime is not installed, ``UserError`` is raised.
     """
     runtime, kind = METHODS[method]
     _check(name, RUNTIMES[runtime].dtypes, pair)
@@ -248,12 +236,7 @@ def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRule
 
 
 def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
-    """Estimates tokens per pass: the ``passes`` - 1 longest gaps between tokens separate passes.
-
-    Args:
-        times_s: of the tokens, in order.
-        passes: number of passes, at least 1; at most one per token is used.
-    """
+    """Estimates tokens per pass: the ``passes`` - 1 longest gaps between tokens separate passes."""
     cuts = np.sort(np.argsort(-np.diff(times_s), kind="stable")[: max(0, passes - 1)]) + 1
     edges = [0, *cuts.tolist(), len(times_s)]
     return np.diff(edges).tolist() if len(times_s) else []

@@ -49,7 +49,6 @@ class Runner(Protocol):
     """Decodes with one strategy of a comparison.
 
     Attributes:
-        name: of the strategy.
         claims: what its verifier guarantees.
         parts: None for the decoding of other programs.
         trace: records the run for ``trace=true``; else None.
@@ -94,11 +93,9 @@ class PartsRunner:
         on_step: Callable[[DecodeState], None] | None = None,
         new_request: Callable[[TokenPrompt, float], RequestState] | None = None,
     ) -> None:
-        """Composes the strategy.
+        """Composes the strategy; see ``compose`` for errors.
 
         Args:
-            cfg, pair: see ``compose``, also for errors.
-            stop: when requests are complete.
             on_step: called with the state after each step of ``run``; may cancel requests.
             new_request: makes a request from a prompt and its arrival time; by default one with
                 ``stop`` and the sampling of ``cfg``.

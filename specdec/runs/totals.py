@@ -74,18 +74,11 @@ class RunBook:
     """Counts the work between two calls of ``take``; the sum over all calls is the run's.
 
     Counts of other processes are read at the end of the run only, since reading them stalls the
-    pipeline; until then they are zero.
-
-    Attributes:
-        ranks: counts of all ranks when they were last read.
+    pipeline; until then they are zero. ``ranks`` has the counts of all ranks as last read.
     """
 
     def __init__(self, parts: Parts, state: DecodeState, new_totals: Callable[[], RunTotals]):
-        """Starts counting.
-
-        Args:
-            new_totals: creates totals with the run's flags and no counts.
-        """
+        """Starts counting; ``new_totals`` creates totals with the run's flags and no counts."""
         self._parts = parts
         self._state = state
         self._new_totals = new_totals
