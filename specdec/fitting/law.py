@@ -141,7 +141,6 @@ class HitLaw:
 
 
 def _stationary(matrix: FloatArray) -> FloatArray:
-    """Returns float64[C], the stationary distribution of a transition matrix."""
     size = len(matrix)
     system = np.vstack([matrix.T - np.eye(size), np.ones(size)])
     right = np.zeros(size + 1)

@@ -67,7 +67,6 @@ class DraftedRequest:
 
     @property
     def tokens(self) -> float:
-        """The number of emitted tokens."""
         return float((self.request.counts * (self.request.accepted + 1)).sum())
 
 

@@ -30,7 +30,6 @@ class MeasuredPasses:
 
     @property
     def mean(self) -> float:
-        """Tokens per pass over all requests."""
         return float(self.tokens.sum() / self.passes.sum())
 
     @property

@@ -20,14 +20,12 @@ class Recommendation:
     Attributes:
         strategy: name of the preset.
         sizes: keys of its policy that differ from the preset.
-        devices: number of devices, the draft's included.
         tokens_per_s: expected speed over all requests of a batch, with its 95 % interval.
         ms_per_token: expected time per token of one request, with its 95 % interval.
         gain: speed-up over plain decoding by the plan's objective, with its paired 95 % interval.
         first: share of the resamples in which this candidate is the best.
         tokens_per_answer, hit_rate: emitted tokens and hits per answer of the target.
         memory_gb: gigabytes on the fullest device; None if unknown.
-        is_plain: whether it is plain decoding.
     """
 
     strategy: str
@@ -101,11 +99,9 @@ class Plan:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A table with one row per choice."""
         return pd.DataFrame([asdict(choice) for choice in self.choices])
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the content of plan.json."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {
             **values,
@@ -118,8 +114,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A candidate with the results of all its prompts."""
-
     candidate: Candidate
     units: Sequence[Unit]
     memory_gb: float | None

@@ -60,7 +60,6 @@ class Family:
     Attributes:
         config: resolved configuration; candidates replace its executor and clock.
         staged: whether its executor has stages, or is replaced by one that has.
-        copies: whether its executor has copies of the target.
         free: number of models that run on a device of their own by construction.
         decoded: see ``Candidate``.
     """
@@ -154,12 +153,11 @@ def _family(name: str, config: Mapping[str, Any], sources: Sequence[tuple[type, 
 
 
 def _fitted(pair: ModelPair, config: Mapping[str, Any]) -> Any:
-    """Returns the source node with the pair's own draft."""
     return pair.fitted_source(config["source"], config["policy"])
 
 
 def _sources(node: Any) -> Iterator[tuple[type, bool]]:
-    """Yields the classes of a source node, each with whether it contains other sources."""
+    """Yields each class of a source node with whether it contains other sources."""
     if isinstance(node, Mapping):
         inner = [found for value in node.values() for found in _sources(value)]
         if "_target_" in node:
@@ -210,7 +208,6 @@ def executor_node(node: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def clock_node(machine: Machine, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-    """Returns the section ``clock`` for a machine in a layout."""
     return {
         "kind": "simulated",
         "profile": machine.name,

@@ -22,10 +22,8 @@ _MOST_REQUESTS = 4096
 class ChainCell:
     """The best chain for a batch and a context.
 
-    Attributes:
-        draft_tokens: K; 0 if plain decoding is best.
-        tokens_per_s, plain_tokens_per_s: speed of all requests, with the chain and without.
-        layout: layout of the best chain.
+    ``draft_tokens`` is 0 if plain decoding is best. The speeds are those of all requests together,
+    and ``layout`` is that of the best chain.
     """
 
     batch: int
@@ -37,7 +35,6 @@ class ChainCell:
 
     @property
     def gain(self) -> float:
-        """The speed-up over plain decoding."""
         return self.tokens_per_s / self.plain_tokens_per_s
 
     def to_json(self) -> dict[str, Any]:

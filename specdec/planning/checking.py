@@ -39,12 +39,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanVerdict:
-    """The result of a check.
-
-    Attributes:
-        figures: time per token, acceptance, and time per answer.
-        warnings: which input is wrong; empty if the run agrees with the plan.
-    """
+    """The result of a check; ``warnings`` say which input is wrong."""
 
     figures: tuple[Figure, ...]
     warnings: tuple[str, ...]

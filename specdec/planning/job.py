@@ -199,8 +199,6 @@ def check_job(asked: Planning, folder: Path, progress: Progress) -> PlanVerdict:
 
 
 class _Silent:
-    """A progress display that shows nothing."""
-
     def phase(self, label: str, total: int | None) -> None: ...
 
     def advance(self, count: int = 1, detail: str = "") -> None: ...

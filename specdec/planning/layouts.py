@@ -11,7 +11,6 @@ class Layout:
     """Which devices run target and draft.
 
     Attributes:
-        stages: pipeline stages of the target.
         degree: devices that share every layer of a stage (tensor parallelism).
         draft_degree: devices that share every layer of the draft.
         replicas: copies of the target.
@@ -48,12 +47,8 @@ def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> Ite
     """Yields layouts of target and draft on ``devices`` devices in total.
 
     Tensor-parallel degrees divide all devices of the target into stages. Further layouts run the
-    target on one stage, or on pipelines of half, a quarter, ... of the devices.
-
-    Args:
-        own_draft: whether the draft has devices of its own.
-        staged: whether the executor has stages.
-        copies: whether it has copies of the target, one device each.
+    target on one stage, or on pipelines of half, a quarter, ... of the devices. ``staged`` and
+    ``copies`` say whether the executor has stages, or copies of the target on one device each.
     """
     seen = set()
     for draft_degree in _DEGREES if own_draft and staged else (1,):

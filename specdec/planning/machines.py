@@ -33,9 +33,7 @@ class Machine(Protocol):
     """A cluster that prices the work of a layout.
 
     Attributes:
-        name: name of the profile or file.
         note: origin of the times.
-        devices: number of devices in total.
         error: relative error of the times.
         prices_context: whether times depend on the context.
         limit_gb: gigabytes of a device; None if unknown.

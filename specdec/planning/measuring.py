@@ -84,12 +84,9 @@ class ModelsHere:
     ) -> list[list[Unit]]:
         """Runs configurations in turns of a fraction of a second; returns counts of every unit.
 
-        Args:
-            configs: resolved configurations; their clock is replaced.
-            batch: number of prompts in a unit.
-            count: number of units, the same ones as those of ``Simulator.units``.
-            rounds: runs of every unit, which ``typical`` combines.
-            on_turn: called after every unit of every configuration.
+        A unit is ``batch`` prompts, as in ``Simulator.units``. Each runs ``rounds`` times, and
+        ``typical`` combines the runs. ``on_turn`` is called after every unit of every
+        configuration. The clock of the configurations is replaced.
         """
         groups = [self.prompts[at * batch : (at + 1) * batch] for at in range(count)]
         groups = [group for group in groups if len(group) == batch] or groups[:1]

@@ -84,10 +84,8 @@ def drawn_units(num: int, count: float) -> np.ndarray:
 def effective(simulated: float, requests: float, drawn: bool) -> float:
     """Returns how many units the uncertainty corresponds to, by the module's formula.
 
-    Args:
-        simulated: number of simulated units.
-        requests: number of units that the law was fitted to; 0 if it has no known uncertainty.
-        drawn: whether prompts are drawn from a law; a record's prompts are its requests.
+    ``requests`` is the number of units that a law was fitted to; 0 ignores its uncertainty.
+    ``drawn`` is False for a record, whose prompts are its requests.
     """
     if not drawn or not requests:
         return float(simulated)
@@ -110,8 +108,6 @@ class Search:
         chain_length: draft tokens of the best chain by formula, which are tried too.
         report: called with the label and number of steps of a phase, or with a finished step.
         left_out: preset -> why it is not simulated.
-        complete: whether the budget sufficed.
-        notes: further notes for the plan.
         unknown: presets whose acceptance no law, record or model here has.
     """
 
@@ -172,7 +168,6 @@ class Search:
         return [*self._halved(entered), plain]
 
     def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
-        """Returns the times of a candidate on the first ``count`` units."""
         units = self._units(candidate, count, length or self.length)
         return Times.of(units, self.chosen.objective, candidate.layout.devices)
 
@@ -192,7 +187,6 @@ class Search:
             self.extend(took)
 
     def ranked(self, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-        """Returns the candidates by their time, fastest first."""
         return sorted(candidates, key=lambda c: self.times(c, count).mean)
 
     def extend(self, seconds: float) -> None:
@@ -288,7 +282,6 @@ class Search:
         tried[made.key] = (self.times(made, count, min(length, self.length)).mean, made)
 
     def _halved(self, entered: Sequence[Candidate]) -> list[Candidate]:
-        """Runs successive halving: more prompts for fewer candidates."""
         left = list(entered)
         for prompts, kept in _ROUNDS:
             count = self.simulator.num_prompts if prompts is None else prompts

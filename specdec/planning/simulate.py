@@ -28,9 +28,8 @@ class Candidate:
     """A strategy with its sizes in a layout.
 
     Attributes:
-        name: name of the preset.
         config: resolved configuration, with the costs of the layout.
-        sizes: keys of the policy that differ from the preset.
+        sizes: keys of the policy that differ from the preset ``name``.
         decoded: whether real models decode it on the simulated clock, since its source reads what
             no law or record has.
     """
@@ -78,7 +77,6 @@ class Unit:
 
 
 def unit_of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
-    """Counts finished requests that were served together."""
     phases = [decode_phase(result) for result in results]
     return Unit(
         requests=len(results),
@@ -95,7 +93,6 @@ def unit_of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
 
 _FIELDS = tuple(item.name for item in fields(Unit))
 TIMES = ("seconds", "clock_s", "draft_s", "hidden_s")
-"""The fields of ``Unit`` that are times."""
 
 
 class Models(Protocol):

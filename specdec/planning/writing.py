@@ -12,7 +12,6 @@ from specdec.planning.chains import ChainCell
 from specdec.planning.simulate import Candidate
 
 PRESET = "planned"
-"""The name of the written preset and profile."""
 
 RESULT_FILE = "plan.json"
 """This file is written last, so a folder that has it has a whole plan."""
@@ -70,7 +69,6 @@ def preset(winner: Candidate, tokens_per_s: float) -> str:
 
 
 def profile(winner: Candidate) -> str:
-    """Returns the latency profile that ``clock.profile=planned`` reads."""
     clock = winner.config["clock"]
     lines = [
         f"# Times of the first choice of a plan, on {winner.layout.told()}.",
@@ -188,7 +186,6 @@ def _named(choice: Recommendation) -> str:
 
 
 def _chains(plan: Plan) -> list[str]:
-    """Returns lines with the draft tokens of the best chain by batch and context."""
     if not plan.chains:
         return []
     contexts = list(dict.fromkeys(cell.context for cell in plan.chains))

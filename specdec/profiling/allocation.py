@@ -156,7 +156,6 @@ executor:
 
 
 def _profile(use: Mapping[str, Any], target: int, draft: int) -> tuple[LatencyProfile, bool]:
-    """Returns the profile of a split, and whether one of its times is interpolated."""
     degrees = use.get("degrees") or {}
     costs, interpolated = dict(use["costs"]), False
     for kind, degree in (("stage", target), ("draft", draft)):

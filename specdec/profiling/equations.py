@@ -18,10 +18,8 @@ class StepTimes:
 
     Attributes:
         stages: compute, pruning and transfer of each stage; the last includes the output head.
-        compute: computation of the longest stage.
-        compute_one: the same for one token.
-        transfer: transfer of one tree level.
-        draft: one draft pass over one tree level.
+        compute, compute_one: computation of the longest stage, for a tree level and for one token.
+        transfer, draft: transfer of one tree level, and a draft pass over one.
     """
 
     stages: tuple[float, ...]

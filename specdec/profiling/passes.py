@@ -41,11 +41,9 @@ def measure_model(
     Args:
         stages: number of pipeline stages; the longest slice of the target is measured.
         tokens: numbers of rows per pass, increasing.
-        repeats: number of measurements of each, after one that is not counted.
         context: committed tokens before the tree.
         requests: number of requests that share a pass, each with its own cache. A pass of fewer
             rows has one row per request.
-        on_repeat: called after each repeat with the kind of work.
 
     Returns:
         Samples of stage, head, draft and prune. The time of the head is that of the last slice

@@ -156,7 +156,6 @@ def _cell(work: Workload, profile: LatencyProfile, width: int, children: int, gr
 
 
 def clock_node(profile: LatencyProfile) -> dict[str, Any]:
-    """Returns the ``clock`` section of a configuration that simulates a profile."""
     return {
         "kind": "simulated",
         "profile": profile.name,
