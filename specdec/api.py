@@ -486,8 +486,6 @@ def compare(
 
 
 class _Notes:
-    """Collects notes and shows no progress."""
-
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -501,7 +499,6 @@ class _Notes:
 
 @contextmanager
 def _folder(chosen: str | Path | None) -> Iterator[Path]:
-    """Returns the folder of the result files; a temporary one for None."""
     if chosen is None:
         with TemporaryDirectory(prefix="specdec-") as name:
             yield Path(name)

@@ -21,13 +21,7 @@ class Planned:
     plan: ExecutorPlan
 
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
-        """Builds the executor.
-
-        ``runtime`` has a factory for each object that the class's ``build`` may request by name.
-
-        Raises:
-            UserError: ``build`` requests an object that does not exist.
-        """
+        """Builds the executor; ``runtime`` has a factory for each object that it may request."""
         requested = [
             parameter
             for parameter in inspect.signature(self.cls.build).parameters.values()

@@ -182,7 +182,6 @@ class Workbench:
         return self._front
 
     def release(self) -> None:
-        """Shuts down ranks that share a draft and belong to no executor."""
         if self.ranks is not None:
             self.ranks.release()
 
@@ -243,7 +242,6 @@ class Workbench:
         return parts
 
     def _runtime(self, serving: ServingRules) -> dict[str, Callable[[], Any]]:
-        """Returns factories of what an executor's ``build`` may request; see ``RUNTIME``."""
         blocks = serving.num_blocks, serving.block_tokens
         ranks, seed = self.ranks, self.draws.seed
         return {

@@ -37,10 +37,8 @@ class Turn:
     """One request of an agent.
 
     Attributes:
-        index: position in the whole set, from 0.
         place: piece of a module and number of the turn ("json/tool.py:main turn 1").
         kind: one of ``KINDS``.
-        prompt: what the agent sends.
         completion: the new version of the file, as written by a model that follows the prompt.
     """
 
@@ -55,11 +53,9 @@ class EditPrompts:
     """The prompts of ``edit_turns``, for real models (``data=edits``)."""
 
     def __init__(self, *, subset: str | None = None) -> None:
-        """Selects one kind of turn, or all (None)."""
         self._turns = chosen_turns(subset, "data.subset")
 
     def prompts(self) -> Iterator[Prompt]:
-        """Yields one prompt per turn, the turns of a session in order."""
         for turn in self._turns:
             yield Prompt(turn.index, turn.prompt, f"edits/{turn.index}", turn.place)
 
@@ -125,9 +121,6 @@ def _pieces(text: str) -> Iterator[tuple[str, str]]:
             name, parts = "", [""]
 
 
-# ---------------------------------------------------------------------- one session
-
-
 def _session(place: str, text: str) -> Iterator[tuple[str, str, str]]:
     """Yields (kind, prompt, completion) of each turn; ends early if no edit applies."""
     for number in range(TURNS):
@@ -177,7 +170,6 @@ def _rename(text: str, key: int) -> tuple[str, str] | None:
 
 
 def _comment(text: str, key: int) -> tuple[str, str] | None:
-    """Adds a comment before a statement."""
     lines = text.split("\n")
     starts = sorted({n.lineno for n in ast.walk(ast.parse(text)) if isinstance(n, _SIMPLE)})
     if not starts:
@@ -210,7 +202,6 @@ def _guard(text: str, key: int) -> tuple[str, str] | None:
 
 
 def _without_docstring(text: str, key: int) -> tuple[str, str] | None:
-    """Removes a docstring from a body that has other statements."""
     found = [
         node
         for node in ast.walk(ast.parse(text))

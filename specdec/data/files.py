@@ -1,5 +1,3 @@
-"""Finding and reading data files: JSON, JSON lines or text, plain or gzip."""
-
 from __future__ import annotations
 
 import gzip
@@ -105,15 +103,12 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> str:
-    """Returns the text of a record's field.
+    """Returns the text of a record's field; missing, blank or other values are refused.
 
     Args:
         field: key; dots descend into mappings and lists ("turns.0").
         where: place of the record, for messages ("p.jsonl line 3").
         hint: remedy for a missing field ("choose one with data.field").
-
-    Raises:
-        UserError: the field is missing, not text, or blank.
     """
     value: Any = record
     for key in field.split("."):
@@ -139,10 +134,7 @@ def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> 
 
 
 def fill(template: str, record: dict[str, Any], *, where: str, hint: str) -> str:
-    """Replaces every ``{field}`` of a template by that field of the record.
-
-    Braces in the inserted text remain as they are. Errors are those of ``text_field``.
-    """
+    """Replaces every ``{field}`` of a template by that field of the record (see ``text_field``)."""
     return _FIELD.sub(lambda m: text_field(record, m[1], where=where, hint=hint), template)
 
 

@@ -122,19 +122,13 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> npt.N
 def fit_prompt(
     tokens: npt.ArrayLike, *, max_len: int, truncation: str = "left", label: str = "prompt"
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Truncates a tokenized prompt.
+    """Truncates a tokenized prompt; returns int64[T] and the number of tokens dropped.
 
     Args:
         tokens: int[T].
         max_len: largest number of tokens: the model's positions minus ``max_new_tokens``.
         truncation: "left" drops the first tokens, "error" refuses.
         label: name of the prompt, for messages.
-
-    Returns:
-        int64[min(T, max_len)] and the number of tokens dropped.
-
-    Raises:
-        UserError: the prompt is too long under "error" or has no tokens, or ``max_len`` is below 1.
     """
     if truncation not in ("left", "error"):
         raise ValueError(f"truncation={truncation!r} is unknown: use 'left' or 'error'")

@@ -1,5 +1,3 @@
-"""Loading prompts, and a fast check that they can be loaded."""
-
 from __future__ import annotations
 
 import random
@@ -32,9 +30,8 @@ def load_prompts(
     a line break with the indentation after it, so a final line break would exclude indentation.
 
     Args:
-        request: the data set; None for ``Request(**keys)``.
+        request: the data set; None for ``Request(**keys)``, as in ``name="humaneval", limit=8``.
         tokenizer: if given, a prompt without tokens is refused.
-        keys: attributes of ``Request``, such as ``name="humaneval", limit=8``.
 
     Raises:
         UserError: unknown set, missing file or folder, unreadable record, empty prompt.
@@ -68,7 +65,6 @@ def check_data(request: Request) -> None:
 
 
 def _prompts(request: Request) -> Iterator[Prompt]:
-    """Returns the prompts in the requested order, without the limit."""
     if request.name == "mixed" and request.reader is None:
         return _mixed(request)
     if request.sample_seed is None:

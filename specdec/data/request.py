@@ -85,7 +85,6 @@ class Request(DataOptions):
 
     @staticmethod
     def of(**section: Any) -> Request:
-        """Builds the request of a configuration's section ``data``."""
         if "_target_" not in section:
             return Request(**section)
         kept = {key: section[key] for key in _OF_RUN if key in section}
@@ -93,11 +92,7 @@ class Request(DataOptions):
 
 
 def _build_reader(data: Mapping[str, Any]) -> DataReader:
-    """Builds the reader of a section with ``_target_`` from the keys that its constructor names.
-
-    Raises:
-        UserError: a key is set that the constructor does not name.
-    """
+    """Builds a reader outside this library, and refuses keys that its constructor does not name."""
     names = inspect.signature(locate(data["_target_"], "data")).parameters
     for key in signature_of(DataOptions).plain:
         if key not in (*_OF_RUN, *names) and data.get(key) not in (None, "local"):
@@ -149,7 +144,6 @@ def data_provenance(
 
 
 def _templates_of(name: str) -> dict[str, dict[str, str]]:
-    """Returns place -> template for base models and message for chat models."""
     if name in OWN:
         return {"": {"template": "{text}", "message": "{text}"}}
     entry = STDLIB if name == "stdlib" else SETS[name]

@@ -110,7 +110,6 @@ def _choices(a: str, b: str, c: str, d: str) -> Texts:
 
 
 def _reasoning(file: str) -> DataSet:
-    """Describes a set of DeepSpec's ``eval_datasets``, whose prompts say how to answer."""
     files = f"deepspec_eval/{file}.jsonl", f"{file}.jsonl"
     return DataSet(places=_places(*files, **_open_question("turns.0")))
 
@@ -299,14 +298,10 @@ def require_known(name: str) -> None:
 def place_of(
     name: str, *, subset: str | None = None, data_dir: str | Path | None = None
 ) -> tuple[SetFile, Path]:
-    """Finds the first existing file of a set, as its description and its path.
+    """Finds the first existing file of a set; returns its description and its path.
 
-    Args:
-        subset: None where no subset is requested; then the first, if each subset is a file.
-        data_dir: folder of data sets; None for SPECDEC_DATA.
-
-    Raises:
-        UserError: there is no data folder, or it lacks the set's files.
+    Without ``subset`` a set with one file per subset has its first one. The error for missing files
+    names the possible ones.
     """
     entry = SETS[name]
     files = [p.file.replace("{subset}", subset or entry.first_subset) for p in entry.places]

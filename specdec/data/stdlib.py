@@ -120,8 +120,8 @@ SKIPPED_FOLDERS = frozenset(
 def is_held_out(relative_path: str) -> bool:
     """Whether a standard-library file is excluded from training and used for evaluation.
 
-    True if CRC-32 of the path, relative to the standard library's folder and with forward slashes,
-    is a multiple of HELD_OUT_MODULUS.
+    The choice is by CRC-32 of the path relative to the standard library's folder,
+    "json/decoder.py".
     """
     name = relative_path.replace("\\", "/").lstrip("/")
     return zlib.crc32(name.encode("utf-8")) % HELD_OUT_MODULUS == 0

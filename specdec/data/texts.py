@@ -36,12 +36,8 @@ def read_turns(path: Path) -> Iterator[tuple[str, dict[str, Any], Turn]]:
 def tokenized(turn: Turn, tokenizer: Callable[[], Any], where: str) -> tuple[IntArray, IntArray]:
     """Returns prompt and completion of a turn as int64[T] each.
 
-    Args:
-        tokenizer: loads the tokenizer of transformers; called only for text.
-        where: name of the turn for messages.
-
-    Raises:
-        UserError: prompt or completion has no tokens.
+    ``tokenizer`` loads the tokenizer of transformers and is called only for text; ``where`` is the
+    turn's name for messages.
     """
     prompt, output = turn
     if isinstance(prompt, str):

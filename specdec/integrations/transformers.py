@@ -143,7 +143,7 @@ def generate(
     runner = PartsRunner(
         cfg=config | {"seed": seed, "batch_size": len(batch.padding)},
         pair=pair,
-        stop=StopRules(max_new_tokens=1),  # of no request: each has its own
+        stop=StopRules(max_new_tokens=1),  # unused: each request has its own
         on_step=None if token_streamer is None else _streaming(token_streamer),
         new_request=batch.request,
     )
@@ -172,7 +172,6 @@ def generate(
 def _config(
     strategy: str, overrides: tuple[str, ...], config_dirs: tuple[str, ...], num_layers: int
 ) -> dict[str, Any]:
-    """Composes and checks a strategy's configuration for a target of that many layers."""
     for word in overrides:
         if word.lstrip("+~").partition("=")[0].partition(".")[0] not in _SECTIONS:
             raise UserError(
@@ -225,11 +224,7 @@ class _Batch:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
     ) -> None:
-        """Takes a call as prepared by ``generate``, warpers of sampling and pad token included.
-
-        Raises:
-            UserError: a processor that remembers the tokens of earlier calls.
-        """
+        """Takes a call as prepared by ``generate``, warpers of sampling and pad token included."""
         for processor in processors:
             if isinstance(processor, _WITH_MEMORY):
                 raise UserError(
@@ -245,7 +240,6 @@ class _Batch:
         self._pad = next(iter(_ids(config._pad_token_tensor)), 0)
 
     def check(self, max_positions: int | None, streamer: BaseStreamer | None) -> None:
-        """Checks what depends on the number and the lengths of rows."""
         if streamer is not None and len(self.padding) > 1:
             raise UserError(
                 f"token_streamer takes one row, not {len(self.padding)}: stream one prompt"
@@ -395,11 +389,7 @@ def _check_call(
 
 
 def _padding_of(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
-    """Returns the number of padding tokens on the left of each row.
-
-    Raises:
-        UserError: a row without tokens, padding elsewhere, or positions that do not follow it.
-    """
+    """Returns the number of padding tokens on the left of each row."""
     num_rows, length = input_ids.shape
     mask = model_kwargs.get("attention_mask")
     seen = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids.dtype)

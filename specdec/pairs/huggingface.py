@@ -100,7 +100,6 @@ class HuggingFacePair(ModelPair):
 
     @cached_property
     def backend(self) -> str:
-        """What runs the passes of all models: "eager" (PyTorch) or "onnx"."""
         return self.backend_of()
 
     def backend_of(self, *heads: PreTrainedConfig) -> str:
@@ -271,7 +270,6 @@ class HuggingFacePair(ModelPair):
         return ExitStage(body=body, heads=heads)
 
     def _exit_head(self, meter: Meter, template: PreTrainedModel, layer: int) -> ExitHead:
-        """Builds the head of the exit after ``layer`` layers from ``template``'s modules."""
         weights = HeadWeights.from_pair(self, layer=layer)
         if "output.weight" not in weights.tensors:  # the target's, which a rank may not have
             output = self._last_layer().get_output_embeddings().weight

@@ -82,11 +82,7 @@ class ModelOptions:
     def onnx_or_eager(self, reasons: Sequence[str | None]) -> str:
         """Chooses what runs the passes: "onnx" or "eager".
 
-        Args:
-            reasons: why ONNX Runtime cannot run a model; None for one that it can run.
-
-        Raises:
-            UserError: ``backend`` is onnx, and ONNX Runtime cannot be used.
+        ``reasons`` state why ONNX Runtime cannot run a model; None stands for one that it can run.
         """
         options = [f"{name}={value}" for name, value, _ in self.special()]
         options += ["exact=true"] if self.exact else []

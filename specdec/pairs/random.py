@@ -58,15 +58,10 @@ class RandomPair(HuggingFacePair):
                 layers.
             sliding_window: in positions; None: the family's default, which no short sequence
                 reaches.
-            seed: seed of the weights.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
             logit_step: logits are rounded to its multiples, which makes ties frequent; 0: no
                 rounding.
             options: options of all models; exit heads are untrained, and dtype=auto is float32.
-
-        Raises:
-            UserError: a draft deeper than the target, a hidden size that is no multiple of
-                ``num_heads``, or a window for a family without.
         """
         super().__init__(options)
         if hidden_size % num_heads:
@@ -120,7 +115,6 @@ class RandomPair(HuggingFacePair):
         return with_vocabulary(self.draft, self._other[1])
 
     def vocabulary(self, name: str) -> Vocabulary:
-        """Returns a vocabulary of letters and pairs of letters."""
         described, size = simple_tokenizer(self.vocab_size), self.vocab_size
         if name != "target":
             described, size = self._other[0], len(self._other[1])
@@ -145,7 +139,6 @@ class RandomPair(HuggingFacePair):
         return self._new_model(name)
 
     def _new_model(self, name: str) -> PreTrainedModel:
-        """Creates a model before quantisation; draft and middle model get the target's weights."""
         model = self._make(self._layers[name])
         if name != "target":
             model.load_state_dict(self.plain_model("target").state_dict(), strict=False)
@@ -157,7 +150,7 @@ class RandomPair(HuggingFacePair):
         An untrained head would almost never propose the right token.
         """
         if version not in self._eagles:
-            with torch.inference_mode(False):  # also where decoding asks for it first
+            with torch.inference_mode(False):  # decoding runs in it, but a head is fitted
                 head = super().eagle_head(version)
             self._eagles[version] = fit_head(head, self.target)
         return self._eagles[version]
@@ -168,7 +161,7 @@ class RandomPair(HuggingFacePair):
         return window_options(self._family, self._window, num_layers)
 
     def _make(self, num_layers: int) -> PreTrainedModel:
-        with torch.inference_mode(False):  # whoever asks first: heads are trained on the weights
+        with torch.inference_mode(False):  # decoding runs in it, but heads are fitted to this
             model = self._make_model(num_layers=num_layers, options=self._options(num_layers))
         scale, step = self._logits
         if self._logits != (1.0, 0.0):

@@ -37,11 +37,11 @@ NUM_LOGPROBS = 32
 MAX_RANK = 256
 """Ranks are exact below it; it represents itself and all larger ranks."""
 
-_CHUNK = 512  # rows per pass: their logits are V numbers each
+_CHUNK = 512  # rows per pass; it bounds the memory of their logits
 _LENGTHS = "acc_len"  # key of a trace
 _WHOLE = ("ids", "num_prompt", "num_output", "ranks")  # arrays of whole numbers
 _ARRAYS = (*_WHOLE, "logprobs")
-_MOST = 1 << 31  # tokens of a request
+_MOST = 1 << 31  # largest number of tokens of a request
 _MAX_DIGITS = 18  # of an id, so that it fits 64 bits
 
 
@@ -73,10 +73,9 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The requests of a run and its origin.
+    """The requests of a run, in its order, and their origin.
 
     Attributes:
-        requests: in the order of the run.
         vocab_size: vocabulary of the models; 0 for a trace.
         weight_bytes: of the target and of the draft.
         about: origin: models, sampling, data, dtype, seed, versions, command.
@@ -88,7 +87,6 @@ class Record:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def top_share(self, k: int) -> float:
-        """Returns the share of positions whose target token is among the draft's ``k`` best."""
         ranks = np.concatenate([request.ranks for request in self.requests])
         return float((ranks < k).mean())
 
@@ -153,7 +151,6 @@ def record_run(
         prompts: prompt id -> int64[T].
         results: the run's results; requests without a token are skipped.
         about: origin of the run; ``loop_share`` is added, because tokens of a replay are made up.
-        on_request: called with the id of every recorded request.
     """
     runner = pair.runner("draft", Meter())
     recorded, outputs = [], []
@@ -294,12 +291,6 @@ def read_traces(path: str | Path, method: str | None = None) -> Record:
     the target. If the line also has ``generated_token_ids``, the shorter of the two lists counts.
     An id that is not a number is replaced by the line's number; lines without a generated token are
     skipped.
-
-    Args:
-        method: one of the file's methods; None for a file of one method.
-
-    Raises:
-        UserError: no such file, a malformed line, or a method that a line does not have.
     """
     if not Path(path).is_file():
         raise UserError(f"model.record={path}: no such file")

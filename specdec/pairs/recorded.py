@@ -35,12 +35,9 @@ _TABLE = 512  # positions tabulated at a time
 class RecordedPair(ModelPair):
     """A pair whose target is a token sequence per request that is given instead of computed.
 
-    The draft is represented by its ranks of the target's tokens, drawn from an acceptance model or
-    recorded. ``SyntheticSource`` proposes from these; other sources with a draft are refused.
-
-    Attributes:
-        hidden: the sequences and the draft's ranks.
-        hidden_middle: the same sequences with the ranks of a middle model; None without one.
+    The draft is represented by its ranks of the target's tokens (``hidden``), drawn from an
+    acceptance model or recorded. ``SyntheticSource`` proposes from these; other sources with a
+    draft are refused. ``hidden_middle`` has a middle model's ranks of the same tokens.
     """
 
     is_synthetic = True
@@ -56,13 +53,7 @@ class RecordedPair(ModelPair):
         weight_bytes: tuple[int, int] = (0, 0),
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Stores the sequences.
-
-        Args:
-            num_layers: layers of the target, the largest possible number of stages.
-            weight_bytes: weights of target and draft.
-            about: origin of the values.
-        """
+        """Stores the sequences; ``weight_bytes`` are those of target and draft."""
         self.hidden, self.vocab_size = hidden, hidden.vocab_size
         self.num_layers = num_layers
         self.weight_bytes = dict(zip(("target", "draft"), weight_bytes, strict=True))

@@ -144,12 +144,6 @@ class ReplayModels(RecordedPair):
         return {**known, "replay": note, "record": record}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> dict[str, Any]:
-        """Replaces a draft model in the source's configuration by the recorded draft.
-
-        Raises:
-            UserError: a source that cannot be replayed, or a policy that needs more of the draft
-                than the record has.
-        """
         target, reason = source.get("_target_"), ""
         if target == _NO_SOURCE:
             return dict(source)
@@ -182,9 +176,6 @@ def build_replay(
         method: name of a method in the trace; None for a trace of one method, and for records.
         num_layers: layers of the target, the largest possible number of stages.
         seed: seed of tokens, and of positions for nodes off the target's path.
-
-    Raises:
-        UserError: a file that cannot be used.
     """
     if record.endswith((".jsonl", ".jsonl.gz")):
         recorded = read_traces(record, method)

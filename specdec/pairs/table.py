@@ -108,7 +108,6 @@ class TablePair(ModelPair):
         return cast("ModelRunner", TableRunner(self.draft_table, "draft"))
 
     def token_samples(self) -> IntArray:
-        """Returns samples of the draft, documents separated by token 0."""
         rng = np.random.default_rng(0)
         noise = rng.gumbel(size=(_SAMPLE_LENGTH, _NUM_SAMPLES, self.vocab_size))
         tokens = [np.arange(_NUM_SAMPLES) % self.vocab_size]
@@ -163,7 +162,6 @@ class TableEagle:
     target_ids: torch.Tensor | None = None
 
     def __init__(self, *, table: torch.Tensor, layer: int) -> None:
-        """Takes a table [V, V]; the features are the hidden states of ``layer``."""
         self.vocab_size, self.names = len(table), (HiddenName(layer),)
         self._table = table
         self._cache = TableRunner(table, "eagle")
@@ -210,11 +208,7 @@ class TableRunner:
         is_last: bool = True,
         captured: Sequence[HiddenName] = (),
     ) -> None:
-        """Stores a table [S, V].
-
-        The input is token ids if ``first`` is 0, else hidden states. Only with ``is_last`` a pass
-        returns logits. Every pass returns the hidden states ``captured``.
-        """
+        """Stores a table [S, V]; the input is token ids if ``first`` is 0, else hidden states."""
         self._captured = tuple(captured)
         self.name = name
         self.is_first, self.is_last = first == 0, is_last

@@ -93,12 +93,7 @@ class TranscriptModels(RecordedPair):
                 draft ``bundled:target``.
             draft: folder of a draft model that shares the tokenizer, or ``bundled:NAME``.
             draft_name: the draft's name in latency profiles.
-            dtype, device: of the draft.
             num_layers: layers of the target, the largest possible number of stages.
-
-        Raises:
-            UserError: texts, tokenizer or draft that cannot be read, an empty prompt or
-                completion, or tokens that the draft does not have.
         """
         name = tokenizer or draft or "bundled:target"
         tools = load_tokenizer(family_path(name))
@@ -151,7 +146,6 @@ class TranscriptModels(RecordedPair):
 
 
 def _read(texts: str, subset: str | None) -> tuple[list[Turn], dict[str, Any]]:
-    """Returns the turns, and facts about them for result files."""
     if texts == EDITS:
         edits = chosen_turns(subset, "model.subset")
         name = EDITS if subset is None else f"{EDITS}/{subset}"

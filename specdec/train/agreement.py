@@ -115,7 +115,6 @@ def check_data_name(name: str) -> None:
 
 
 def check_evaluation(target: Target, evaluation: Mapping[str, Any]) -> None:
-    """Refuses an ``evaluation`` section that would otherwise fail only after training."""
     for name in evaluation["prompts"]:
         check_data_name(name)
     if evaluation["new_tokens"] >= target.shape.max_positions:

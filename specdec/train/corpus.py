@@ -57,11 +57,9 @@ class Document:
 class Corpus:
     """Training and held-out documents.
 
-    Attributes:
-        held_out: standard-library files that are never trained on (``is_held_out``).
-        licences: licence statement of each source.
-        dropped: number of dropped files by reason.
-        kept_out: available evaluation sets; training files that quote them were dropped.
+    ``held_out`` has standard-library files that are never trained on (``is_held_out``),
+    ``licences`` the statement of each source, ``dropped`` the number of files by reason,
+    ``kept_out`` the available evaluation sets, whose text was excluded.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -71,7 +69,6 @@ class Corpus:
     kept_out: list[str] = field(default_factory=list)
 
     def streams(self) -> dict[str, list[Document]]:
-        """Groups documents by token stream: one of STREAMS, or "held_out"."""
         groups: dict[str, list[Document]] = {name: [] for name in STREAMS}
         for document in self.train:
             named = document.source if document.source in ("stdlib", "gsm8k") else "package"
@@ -240,9 +237,6 @@ def build_corpus(
         gsm8k_mb: megabytes of GSM8K training text; needs the SPECDEC_DATA folder.
         copy_threshold: a file is a copy from this share, in (0, 1], of 3-line shingles that other
             files have, held-out ones included.
-
-    Raises:
-        UserError: a package's metadata states no permissive licence.
     """
     by_set, seen = _evaluation_grams(), set[int]()
     grams, corpus = set[int]().union(*by_set.values()), Corpus(kept_out=list(by_set))

@@ -46,15 +46,10 @@ NAME = "eagle3"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec:
-    """Configuration of a head that is trained on the target's hidden states.
+    """Configuration of a head; conf/train/eagle3_head.yaml describes the keys.
 
-    Attributes:
-        layers: numbers of the target's layers before each stream that the head reads; None: 2,
-            L // 2 and L - 3 for a target of L layers.
-        feed_forward: inner width of the MLP; None: the target's.
-        num_heads, num_kv_heads: heads of the attention; None: the target's.
-        draft_vocabulary: number of its tokens, the most frequent of the training text; None: all.
-        norm_before_residual, fc_norm, norm_output: see ``EagleConfig``.
+    ``layers`` has the number of the target's layers before each stream that the head reads; None:
+    2, L // 2 and L - 3 for a target of L layers. Other None values are the target's.
     """
 
     layers: tuple[Count, ...] | None = None

@@ -69,13 +69,12 @@ class TrainingTimeTest(Loss):
     """Loss of an EAGLE head whose own outputs are fed back; the target is frozen.
 
     Attributes:
-        steps: steps of the training-time test; 7 in the paper's code.
         decay: step i weighs decay ** i; 0.8 in the paper's code. Weights are normalised.
         temperature: temperature of both distributions; 1 in the paper.
         every: steps after the first use one row in this many, at an offset that changes each call.
             1 in the paper.
         remember: largest number of sequences whose hidden states are cached, in the compute dtype,
-            so that the target does not run again when they return. 0 caches none.
+            so that the target does not run again when they return.
     """
 
     target: Target

@@ -48,12 +48,10 @@ class HeadKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """Configuration of one head.
+    """Configuration of one head, after ``layer`` layers of the target.
 
-    Attributes:
-        layer: number of the target's layers before the head.
-        offset: positions beyond the next token; 0 for an early exit.
-        own_output: whether the head trains an output matrix or uses the target's.
+    ``offset`` counts positions beyond the next token; 0 for an early exit. Without ``own_output``
+    the head uses the target's output matrix.
     """
 
     kind: HeadKind
@@ -71,7 +69,6 @@ class TrainedExitHead(nn.Module):
     """One head; parameter names are those of its file."""
 
     def __init__(self, spec: HeadSpec, target: Target) -> None:
-        """Copies the target's last layer, final norm and output matrix as initial weights."""
         super().__init__()
         depth, hidden = target.shape.num_layers, target.shape.hidden
         if spec.layer > depth:
@@ -209,7 +206,6 @@ def warm_start(
 
     Ridge regression maps the input of a head's output matrix to the input of the target's at the
     position that the head predicts from; the head's matrix becomes the target's after that map.
-
     ``batches`` are int64 token ids (B, S). ``ridge`` is relative to the diagonal's mean.
     """
     depth, width = target.shape.num_layers, target.shape.hidden
@@ -231,7 +227,6 @@ def warm_start(
 
 
 def save_heads(heads: ExitHeads, folder: Path) -> None:
-    """Writes one safetensors file (bfloat16) per head, with its spec as metadata."""
     for head in heads:
         spec = {key: str(value) for key, value in asdict(head.spec).items()}
         save_weights(head, folder / f"{head.spec.name}.safetensors", spec)

@@ -33,7 +33,7 @@ _TABLES = (
     "embed_tokens.weight",
     "lm_head.weight",
     "output.weight",
-)  # one row per token: not trained by Muon
+)  # One row per token, not a linear map: not trained by Muon.
 
 
 def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.Optimizer]:

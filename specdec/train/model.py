@@ -171,7 +171,6 @@ class LanguageModel(LlamaForCausalLM):
             return self._layer(layer, x_BSE, self.model.rotary_emb(x_BSE, positions))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Returns float32 logits (B, S, V)."""
         return self.logits(self.residuals(tokens_BS)[self.shape.num_layers])
 
     def logits(self, x_BSE: Tensor) -> Tensor:
@@ -232,7 +231,6 @@ _REQUIRED = {"model_type": "llama", **_FORMAT, "rope_type": "default"}
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a folder's config.json, and its entries on rotary frequencies."""
     path = folder / "config.json"
     config: dict[str, Any] = read_json_object(path)
     rope: dict[str, Any] = {}
@@ -245,7 +243,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _differences(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
-    defaults = {"tie_word_embeddings": False, "eos_token_id": 2}  # of transformers
+    defaults = {"tie_word_embeddings": False, "eos_token_id": 2}  # transformers' defaults
     rope_type = rope.get("rope_type", "default")
     actual = _REQUIRED | defaults | dict(config) | {"rope_type": rope_type}
     return [f"{k}={actual[k]!r}" for k, value in _REQUIRED.items() if actual[k] != value]
@@ -257,12 +255,7 @@ def is_own_format(folder: Path) -> bool:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Reads the sizes of a model from a folder's config.json.
-
-    Raises:
-        UserError: the file is damaged, or the model is of another family, or has untied embeddings,
-            biases, another norm, scaled rotary frequencies or an end token other than 0.
-    """
+    """Reads the sizes of a model from config.json; refuses other formats than ``save_hf``'s."""
     path = folder / "config.json"
     config, rope = _read_config(folder)
     different = _differences(config, rope)
@@ -302,7 +295,6 @@ def grow(model: LanguageModel, num_layers: int) -> LanguageModel:
 
 
 def with_layers(model: LanguageModel, layers: Sequence[int]) -> LanguageModel:
-    """Builds a model with copies of the embedding, the final norm and these layers of another."""
     depth = model.shape.num_layers
     if not layers or not all(0 <= layer < depth for layer in layers):
         raise UserError(f"layers {list(layers)} are not layers of a model of {depth}")

@@ -27,20 +27,11 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Schedule of a run; conf/train/target.yaml describes the other keys.
+    """Schedule of a run; conf/train/target.yaml describes the keys.
 
-    Attributes:
-        phases: in order; the last one's `until` is 1.
-        budget_minutes: wall-clock time of the whole run, the sum over sessions; None counts steps.
-        max_steps: optimizer steps of the run if budget_minutes is None.
-        muon_lr, adam_lr: peak step sizes of the matrices (Muon, scaled to AdamW's update size) and
-            of embeddings and norms (AdamW).
-        warmup_steps: steps of linear increase after the start, each growth and each restart.
-        decay_from: share of a cycle after which the step size decreases linearly to zero.
-        restarts: shares of the run at which a new cycle begins; empty for one cycle.
-        cycle_rates: share of the peak step size that each cycle reaches; empty for 1.
-        clip: largest gradient norm.
-        log_every, eval_every: steps per row of the loss curve, rows per held-out measurement.
+    Peak step sizes are ``muon_lr`` for matrices (Muon, scaled to AdamW's update size) and
+    ``adam_lr`` for embeddings and norms (AdamW). Empty ``restarts`` mean one cycle, empty
+    ``cycle_rates`` the full rate in each cycle.
     """
 
     phases: tuple[Phase, ...]
@@ -83,7 +74,6 @@ class RunPlan:
         return build(RunPlan, rest, where, phases=phases)
 
     def check(self, shape: ModelShape) -> None:
-        """Refuses a model that cannot grow to a phase's depth or take its length."""
         for phase in self.phases:
             if (phase.layers or shape.num_layers) % shape.num_layers:
                 raise UserError(
@@ -99,7 +89,6 @@ class RunPlan:
         return next((p for p in self.phases if progress < p.until), self.phases[-1])
 
     def cycle_at(self, progress: float) -> int:
-        """Returns the number of restarts before a progress in [0, 1]."""
         return sum(progress >= start for start in self.restarts)
 
     def rate_at(self, progress: float, steps_since_growth: int) -> float:

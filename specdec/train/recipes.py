@@ -67,7 +67,6 @@ class Teacher:
 
 
 def read_teacher(session: Session, part: str = "target") -> Teacher:
-    """Reads the model output_dir/part, written by the recipe ``part``, and its token streams."""
     folder = session.out / part
     for name in ("model.safetensors", "tokenizer.json"):
         need(folder / name, part)
@@ -124,8 +123,7 @@ def make_tokenizer(
     """Builds the corpus, trains a tokenizer unless one is given, encodes the token streams.
 
     Writes tokens.npz and the tokenizer into work_dir; a new tokenizer also into output_dir/target
-    and output_dir/draft, with output_dir/corpus.json. ``tokenizer`` is the folder of an existing
-    one. Arguments: conf/train/tokenizer.yaml.
+    and output_dir/draft, with output_dir/corpus.json. Arguments: conf/train/tokenizer.yaml.
     """
     work, out, report = session.work, session.out, session.report
     existing = None if tokenizer is None else _read_tokenizer(Path(tokenizer))
@@ -184,10 +182,7 @@ def train_and_save(
     save: Callable[[LanguageModel], None],
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Trains to the end of a run; process 0 writes its record and then calls ``save``.
-
-    The record has counts, time, machine, loss curve and the entries of ``extra``.
-    """
+    """Trains to the end of a run; process 0 writes its record and then calls ``save``."""
     model = run.run()
     if rank_and_size()[0] != 0:
         return

@@ -30,11 +30,8 @@ from specdec.train.target import Target
 class Sampling:
     """A rule for choosing the next token.
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_p: smallest set of tokens whose probability reaches it; 1 allows all.
-        top_k: largest number of tokens, applied before top_p; 0 allows all.
-        share: share of the sequences sampled by this rule, if there are several.
+    ``temperature`` 0 is greedy. ``top_k`` applies before ``top_p``; 0 and 1 allow all tokens.
+    ``share`` is the share of the sequences that are sampled by this rule, if there are several.
     """
 
     temperature: NotNegative = 0.0
@@ -88,13 +85,10 @@ def generate(
     *,
     stop_at_end: bool = False,
 ) -> Tensor:
-    """Continues prompts of equal length; rows are assigned to rules by their shares, in order.
+    """Continues prompts of equal length by int64[B, T] on the CPU; T is ``max_new_tokens``.
 
-    The generator must be on the CPU. With ``stop_at_end`` a row that emits one of ``model.ends``
-    continues with the first of them.
-
-    Returns:
-        New tokens, int64 of shape (B, T), on the CPU; T is ``max_new_tokens``.
+    Rows are assigned to rules by their shares, in order. The generator must be on the CPU. With
+    ``stop_at_end`` a row that emits one of ``model.ends`` continues with the first of them.
     """
     batch, length = prompts_BP.shape[0], prompts_BP.shape[1] + max_new_tokens
     if length > model.shape.max_positions:
@@ -136,15 +130,10 @@ def sample_documents(
 
     Args:
         prompts: int64[T] each, token ids of any lengths.
-        sampling: ``new_tokens``: limit per prompt (a continuation also ends at its end token);
-            ``batch``: sequences per batch; ``rules``: list of values of ``Sampling``, whose shares
-            divide each batch among them; ``minutes``: no batch begins after this time (None: all
-            prompts are used).
+        sampling: see conf/train/draft.yaml; the shares of ``rules`` divide each batch among them,
+            and no batch begins after ``minutes`` (None: all prompts are used).
         keep_prompt: whether a document begins with its prompt.
         mark: applied to the ids of each continuation.
-
-    Returns:
-        Token ids, one-dimensional, of the dtype that ``streams.compact`` chooses.
     """
     if not prompts:
         raise UserError("nothing to sample from: no training function or question gives a prompt")

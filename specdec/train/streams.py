@@ -30,7 +30,6 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str], end: int = 0) -> np.ndarr
 
 
 def compact(ids: np.ndarray) -> np.ndarray:
-    """Returns the ids as uint16 if they fit, else as uint32."""
     return ids.astype(np.uint16 if ids.max(initial=0) < 2**16 else np.uint32)
 
 
@@ -110,6 +109,7 @@ class Mixture:
 
     def batch(self, size: int, length: int) -> tuple[Tensor, Tensor]:
         """Returns inputs and next-token targets, two int64 tensors of (size, length)."""
+        # The constant separates these draws from those of ``_order``.
         rng = np.random.default_rng((self.seed, 7919, self.draws))
         self.draws += 1
         rows = []
