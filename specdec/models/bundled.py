@@ -12,20 +12,12 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def family_path(name: str) -> str:
-    """Returns the path of ``bundled:NAME`` in the bundled model family; other names unchanged.
-
-    Raises:
-        UserError: if it does not exist.
-    """
+    """Returns the path of ``bundled:NAME`` in the bundled model family; other names unchanged."""
     return _resolve(name, _ASSETS / "tiny", "")
 
 
 def record_path(name: str) -> str:
-    """Returns the path of the recorded run ``bundled:NAME``; other names unchanged.
-
-    Raises:
-        UserError: if it does not exist.
-    """
+    """Returns the path of the recorded run ``bundled:NAME``; other names unchanged."""
     return _resolve(name, _ASSETS / "records", ".npz")
 
 

@@ -1,4 +1,4 @@
-"""Name of the argument by which transformers' models receive their cache."""
+"""The name of the argument by which transformers' models receive their cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Its names since transformers 5.24, and before; outputs have an attribute of the same name."""
+"""Names since and before transformers 5.24; outputs have an attribute of the same name."""
 
 
 def cache_argument(model: nn.Module) -> str:
-    """The name for this model, whose ``forward`` must be a method of transformers."""
+    """Returns the name for this model, whose ``forward`` must be a method of transformers."""
     return _of_forward(type(model).forward)
 
 

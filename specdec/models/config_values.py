@@ -1,4 +1,4 @@
-"""Values of a transformers configuration, whose keys depend on the family of the model."""
+"""Reads a transformers configuration, whose keys depend on the family of the model."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from transformers import PreTrainedConfig
 
 
 def config_value(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
-    """The value of a key; ``default`` where the family lacks it, or it is empty."""
+    """Returns a key's value, or ``default`` if the family lacks the key or the value is empty."""
     return getattr(config, name, None) or default

@@ -5,8 +5,8 @@ embedding and a *state* of position p - 1, and predicts the token at p + 1. Belo
 state is the head's own output of the row before.
 
 EAGLE (arXiv 2401.15077, section 3.2; EAGLE-2 uses the same weights): the state is the target's last
-hidden state after its final norm; ``fc`` reads [embedding; state], and one Llama layer without
-its first norm follows; logits by the target's output matrix.
+hidden state after its final norm; ``fc`` reads [embedding; state], and one Llama layer without its
+first norm follows; logits by the target's output matrix.
 
 EAGLE-3 (arXiv 2503.01840, section 3.1): the state is ``fc`` of three residual streams of the
 target; the first layer's queries, keys and values read [norm(embedding); norm(state)]; logits over
@@ -49,22 +49,16 @@ class EagleConfig:
         version: 1 (also EAGLE-2 and HASS) or 3.
         layers: target layers, from 0, whose outputs the head reads, in the order of its ``fc``; for
             version 1 the target's last layer, read after the final norm.
-        hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim: of the head's layers.
-        target_hidden_size: of the target.
-        vocab_size: V, of the target.
         draft_vocab_size: U; below V, the head has a map of its tokens.
-        num_layers: of the head; further ones are plain Llama layers. Default: 1.
-        eps: of the norms. Default: 1e-6.
-        rope: transformers' ``rope_parameters``. Default: theta 10000.
-        max_positions: longest sequence. Default: 2048.
-        activation: of the MLP, by transformers' name. Default: "silu".
-        fc_bias, attention_bias, mlp_bias: whether the linear layers have biases. Default: False.
-        norm_before_residual: the first layer's residual is the normed state. Default: False.
-        norm_before_fc: one norm over the concatenated streams. Default: False.
-        fc_norm: a norm per stream before they are concatenated (EAGLE-3.1). Default: False.
-        norm_output: the output after the head's norm is fed back (EAGLE-3.1). Default: False.
-        own_embedding: the head has an embedding matrix; False: the target's. Default: False.
-        own_output: the head has an output matrix; False: the target's. Default: version 3 has.
+        num_layers: number of the head's layers; further ones are plain Llama layers.
+        rope: transformers' ``rope_parameters``.
+        max_positions: longest sequence.
+        activation: activation of the MLP, by transformers' name.
+        norm_before_residual: the first layer's residual is the normed state.
+        norm_before_fc: one norm over the concatenated streams.
+        fc_norm: a norm per stream before they are concatenated (EAGLE-3.1).
+        norm_output: the output after the head's norm is fed back (EAGLE-3.1).
+        own_embedding, own_output: the head has this matrix; False: it uses the target's.
     """
 
     version: Literal[1, 3]
@@ -96,16 +90,16 @@ class EagleConfig:
 
     @property
     def names(self) -> tuple[HiddenName, ...]:
-        """The target's hidden states that the head reads, in the order of its ``fc``."""
+        """Returns the target's hidden states that the head reads, in the order of its ``fc``."""
         return tuple(HiddenName(layer, normed=self.version == 1) for layer in self.layers)
 
     @property
     def feature_size(self) -> int:
-        """S, size of the concatenated hidden states."""
+        """Returns S, the size of the concatenated hidden states."""
         return len(self.layers) * self.target_hidden_size
 
     def llama(self) -> LlamaConfig:
-        """The head's layers as transformers describes them."""
+        """Describes the head's layers as transformers' config."""
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -124,13 +118,10 @@ class EagleConfig:
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """Target layers whose outputs EAGLE-3 reads if its config names none.
+    """Returns the target layers whose outputs EAGLE-3 reads if its config names none.
 
-    They are the streams that enter layers 2, L // 2 and L - 3, as in the authors' code; in targets
-    of few layers the nearest ones, which may repeat.
-
-    Args:
-        num_layers: L, of the target.
+    They are the streams that enter layers 2, L // 2 and L - 3 of L layers, as in the authors' code;
+    in targets of few layers the nearest ones, which may repeat.
     """
     low, middle, high = (
         min(max(entering - 1, 0), num_layers - 1)
@@ -140,7 +131,7 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
-    """Attention over the sequence itself; see ``Attend``."""
+    """Attends causally over the sequence itself; see ``Attend``."""
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
 
@@ -148,9 +139,8 @@ def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # 
 class EagleHead(nn.Module):
     """The modules of a head; parameters are named as in ``layers.0.*`` checkpoints.
 
-    Attributes:
-        config: sizes and variants.
-        target_ids: int64[U], the target's id of each draft token; None: they are equal. A buffer.
+    ``target_ids``, int64[U], is a buffer with the target's id of each draft token, or None if they
+    are equal.
     """
 
     target_ids: Tensor | None
@@ -165,12 +155,8 @@ class EagleHead(nn.Module):
         """Creates the head, with weights as torch initialises them.
 
         Args:
-            config: sizes and variants.
-            embedding: [V, E], the target's embedding matrix; used unless ``own_embedding``.
-            output: [.., E] -> [.., V], the target's output head; used unless ``own_output``.
-
-        Raises:
-            ValueError: a matrix of the target is needed and missing.
+            embedding: [V, E], the target's embedding matrix; needed unless ``own_embedding``.
+            output: [.., E] -> [.., V], the target's output head; needed unless ``own_output``.
         """
         super().__init__()
         self.config = config
@@ -200,20 +186,20 @@ class EagleHead(nn.Module):
         self.register_buffer("target_ids", None)
 
     def shared_copy(self) -> EagleHead:
-        """A copy of the modules that shares all weights with this head and its target."""
+        """Copies the modules; all weights are shared with this head and its target."""
         shared = [*self.parameters(), *self.buffers(), *self._target_embedding]
         return copy.deepcopy(self, {id(x): x for x in (*shared, *self._target_output)})
 
     @property
     def shared_output_bytes(self) -> int:
-        """Bytes of the target's output head, if the head uses it."""
+        """Returns the bytes of the target's output head if the head uses it, else 0."""
         (output,) = self._target_output
         if self.config.own_output or output is None:
             return 0
         return sum(p.nbytes for p in output.parameters())
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[.., E]: embeddings of int64[..] tokens of the target."""
+        """Returns the embeddings [.., E] of int64[..] tokens of the target."""
         if self.config.own_embedding:
             embedded: Tensor = self.embed_tokens(tokens)
             return embedded
@@ -222,11 +208,7 @@ class EagleHead(nn.Module):
         return F.embedding(tokens, matrix)
 
     def states(self, features: Tensor) -> Tensor:
-        """[.., E]: the states that the target's features [.., S] give.
-
-        Args:
-            features: hidden states ``config.names``, concatenated in their order.
-        """
+        """Maps the target's features [.., S] (``config.names``, concatenated) to states [.., E]."""
         config = self.config
         if config.version == 1:
             return features
@@ -242,7 +224,7 @@ class EagleHead(nn.Module):
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend = causal
     ) -> Tensor:
-        """[B, T, E]: outputs of the last layer.
+        """Returns the outputs of the last layer, [B, T, E].
 
         Args:
             tokens: int64[B, T].
@@ -261,7 +243,7 @@ class EagleHead(nn.Module):
         return hidden
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """[.., U]: logits over the draft vocabulary of outputs [.., E]."""
+        """Maps outputs [.., E] to logits over the draft vocabulary, [.., U]."""
         if self.config.version == 3:
             outputs = self.norm(outputs)
         if self.config.own_output:
@@ -273,11 +255,11 @@ class EagleHead(nn.Module):
         return logits
 
     def fed_back(self, outputs: Tensor) -> Tensor:
-        """[.., E]: outputs [.., E] as the states of the next tokens."""
+        """Maps outputs [.., E] to the states of the next tokens, [.., E]."""
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """[.., V]: draft logits [.., U] by the target's ids; -inf for tokens without one."""
+        """Maps draft logits [.., U] to the target's ids, [.., V]; -inf for tokens without one."""
         if self.target_ids is None:
             return logits
         full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
@@ -286,7 +268,7 @@ class EagleHead(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A Llama layer; the first one has other inputs, see the module.
+    """A Llama layer; see the module for the inputs of the first one.
 
     The first layer of version 1 has no ``input_layernorm``; that of version 3 also has
     ``hidden_norm``, for the state.
@@ -310,7 +292,7 @@ class _Layer(nn.Module):
     def forward(
         self, hidden: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """[B, T, E]; ``hidden`` [B, T, E] is the state where this is the first layer."""
+        """Returns [B, T, E]; ``hidden``, [B, T, E], is the state in the first layer."""
         residual = hidden
         if self.first:
             normed = self.hidden_norm(hidden)
@@ -325,7 +307,7 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Llama's projections and rotation around ``attend``."""
+    """Llama's projections and rotary embeddings around ``attend``."""
 
     def __init__(self, config: EagleConfig, index: int, *, width: int) -> None:
         super().__init__()
@@ -337,7 +319,7 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
 
     def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[B, T, E] of inputs [B, T, width]."""
+        """Maps inputs [B, T, width] to [B, T, E]."""
         query, key, value = (
             projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)

@@ -1,4 +1,4 @@
-"""Fits an EAGLE head to a small model in seconds, so that tests have proposals that are accepted.
+"""Fits an EAGLE head to a small model in seconds, so that tests have accepted proposals.
 
 Heads that are meant to be fast are trained by ``specdec train eagle3_head``.
 
@@ -30,16 +30,10 @@ def fit_head(
     steps: int = 40,
     seed: int = 0,
 ) -> EagleHead:
-    """Trains a head in place on text that the target samples at temperature 1.
+    """Trains a head in place on text that the target samples at temperature 1, and freezes it.
 
-    Teacher forced, with the cross-entropy to the target's distribution. Returns the head, frozen.
-
-    Args:
-        head: with the target's whole vocabulary, in the target's dtype.
-        target: a whole model.
-        sequences, length: size of the text.
-        steps: of Adam over all of it.
-        seed: of the text.
+    It is teacher forced, with the cross-entropy to the target's distribution, for ``steps`` of Adam
+    over all of the text. The head must have the target's whole vocabulary and dtype.
     """
     with torch.inference_mode(False):
         text = sampled_text(target, sequences, length, seed=seed)
@@ -59,13 +53,7 @@ def fit_head(
 
 
 def sampled_text(target: PreTrainedModel, sequences: int, length: int, *, seed: int) -> Tensor:
-    """int64[B, T]: continuations of random first tokens at temperature 1.
-
-    Args:
-        target: a whole model.
-        sequences, length: B, T.
-        seed: of the tokens.
-    """
+    """Samples continuations of random first tokens at temperature 1, int64[B, T]."""
     generator = torch.Generator().manual_seed(seed)
     vocab_size = int(target.config.get_text_config().vocab_size)
     tokens = torch.randint(vocab_size, (sequences, 1), generator=generator)
@@ -80,14 +68,9 @@ def sampled_text(target: PreTrainedModel, sequences: int, length: int, *, seed: 
 def hidden_states(
     target: PreTrainedModel, tokens: Tensor, names: Sequence[HiddenName]
 ) -> tuple[Tensor, Tensor]:
-    """[B, T, S] hidden states ``names``, concatenated, and [B, T, V] logits.
+    """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V].
 
-    By transformers' own forward, with the layers that ``HiddenName`` counts.
-
-    Args:
-        target: a whole model.
-        tokens: int64[B, T].
-        names: of the hidden states.
+    They come from transformers' own forward on ``tokens``, int64[B, T].
     """
     found: dict[HiddenName, Tensor] = {}
 

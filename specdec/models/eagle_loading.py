@@ -35,7 +35,7 @@ _LEGACY = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-_UNUSED = ("verifier_", "rotary_emb.", "t2d")  # of training, or derived from other tensors
+_UNUSED = ("verifier_", "rotary_emb.", "t2d")  # used in training only, or derived from others
 _CONVERT = (
     'python -c "import torch; from safetensors.torch import save_file; w ='
     " torch.load('{bin}', map_location='cpu', weights_only=True); save_file({{k: v.contiguous()"
@@ -47,21 +47,13 @@ class HeadFiles:
     """A folder with a head, as it is on disk.
 
     Attributes:
-        folder: where it is.
-        config: config.json.
+        config: content of config.json.
         version: 1 or 3, see ``EagleConfig``.
         shapes: name -> shape of each tensor; names as in ``EagleHead``, and ``d2t``.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Reads config.json and the names and shapes of the tensors.
-
-        Args:
-            folder: local folder with config.json and ``*.safetensors``.
-
-        Raises:
-            UserError: no such folder, no safetensors, a damaged file, or no EAGLE head.
-        """
+        """Reads config.json and the names and shapes of the tensors of ``*.safetensors``."""
         self.folder = Path(folder).expanduser()
         if not self.folder.is_dir():
             raise UserError(
@@ -69,7 +61,7 @@ class HeadFiles:
                 " model.safetensors"
             )
         self.config = read_config(self.folder / "config.json", "give the folder of an EAGLE head")
-        self._places: dict[str, tuple[Path, str]] = {}  # our name -> file, its name there
+        self._places: dict[str, tuple[Path, str]] = {}  # ``EagleHead``'s name -> file, name there
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in _weight_files(self.folder):
             with _opened(path) as file:
@@ -82,7 +74,7 @@ class HeadFiles:
         self.version: Literal[1, 3] = _version(self.folder, self.config, self.shapes)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by our name."""
+        """Reads a tensor by its name in ``shapes``."""
         path, stored = self._places[name]
         with _opened(path) as file:
             tensor: Tensor = file.get_tensor(stored)
@@ -90,27 +82,21 @@ class HeadFiles:
 
     @property
     def num_weights(self) -> int:
-        """Number of stored weights; the map of the draft vocabulary is not one."""
+        """Returns the number of stored weights, without the map of the draft vocabulary."""
         return sum(prod(shape) for name, shape in self.shapes.items() if name != "d2t")
 
     def num_shared(self, vocab_size: int) -> int:
-        """Number of the target's weights that the head uses: embedding and output matrices.
-
-        Args:
-            vocab_size: V, of the target.
-        """
+        """Returns how many of the target's embedding and output weights the head uses."""
         names = ("embed_tokens.weight", "lm_head.weight")
         missing = sum(name not in self.shapes for name in names)
         return missing * vocab_size * self.shapes["fc.weight"][0]
 
     def head_config(self, target: Any) -> EagleConfig:
-        """Sizes and variants of the head for a target.
-
-        Args:
-            target: transformers' config of the target.
+        """Returns sizes and variants of the head for a target, given transformers' config of the
+        target.
 
         Raises:
-            UserError: if the head cannot belong to the target.
+            UserError: the head cannot belong to the target.
         """
         text, raw, shapes = target.get_text_config(), self.config, self.shapes
         layer = raw.get("transformer_layer_config") or raw
@@ -158,7 +144,7 @@ class HeadFiles:
         )
 
     def _layers(self, num_layers: int, width: int, target_size: int) -> tuple[int, ...]:
-        """Target layers whose outputs ``fc`` reads; its input is ``width`` wide."""
+        """Returns the target layers whose outputs ``fc`` reads; its input is ``width`` wide."""
         nested = self.config.get("eagle_config") or {}
         key = "eagle_aux_hidden_state_layer_ids"
         ids = self.config.get(key) or nested.get(key)
@@ -194,13 +180,9 @@ def load_head(
     A stored embedding matrix that equals the target's is not kept twice.
 
     Args:
-        files: the folder.
         config: ``files.head_config(target)``, perhaps with another reading of its variants.
         embedding: [V, E] of the target, which defines dtype and device.
         output: the target's output head; None if the head has one.
-
-    Raises:
-        UserError: tensors that are missing, unknown or of another shape, or a bad ``d2t``.
     """
     tensors = {name: files.tensor(name) for name in files.shapes if name != "d2t"}
     tensors = {n: t.to(embedding.device, embedding.dtype) for n, t in tensors.items()}
@@ -217,11 +199,9 @@ def load_head(
 
 
 def save_head(head: EagleHead, folder: str | Path) -> Path:
-    """Writes a head in the authors' layout, which ``HeadFiles`` reads. Returns the folder.
+    """Writes a head in the authors' layout, which ``HeadFiles`` reads, and returns the folder.
 
-    Args:
-        head: any head; weights that it shares with the target are not written.
-        folder: created where it does not exist.
+    Weights that the head shares with the target are not written.
     """
     folder, config = Path(folder), head.config
     tensors = {name: p.detach().cpu() for name, p in head.named_parameters()}
@@ -268,7 +248,7 @@ def save_head(head: EagleHead, folder: str | Path) -> Path:
 
 
 def _own_name(name: str) -> str:
-    """Our name of a stored tensor."""
+    """Translates the name of a stored tensor to ``EagleHead``'s."""
     name = name.removeprefix("model.")
     for legacy, own in _LEGACY.items():
         if name.startswith(legacy):
@@ -277,7 +257,7 @@ def _own_name(name: str) -> str:
 
 
 def _authors_name(name: str) -> str:
-    """The authors' name of one of our tensors of EAGLE-3."""
+    """Translates a name of an EAGLE-3 tensor to the authors'."""
     return name.replace("layers.0.", "midlayer.", 1)
 
 
@@ -305,7 +285,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _version(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> Literal[1, 3]:
-    """Which EAGLE a folder has: by its config, else by names and shapes of its tensors."""
+    """Determines the version by the config, else by names and shapes of the tensors."""
     stated = config.get("speculators_model_type")
     if stated is not None and stated not in {"eagle", "eagle3"}:
         raise UserError(
@@ -333,7 +313,7 @@ def _version(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any])
 
 
 def _llama(folder: Path, layer: Mapping[str, Any]) -> LlamaConfig:
-    """The head's layers as transformers reads their config."""
+    """Reads the config of the head's layers."""
     kind = layer.get("model_type", "llama")
     if kind != "llama":
         raise UserError(
@@ -352,7 +332,6 @@ def _llama(folder: Path, layer: Mapping[str, Any]) -> LlamaConfig:
 def _check_tensors(
     folder: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
 ) -> None:
-    """Compares names and shapes of tensors."""
     missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected)
     if missing or unknown:
         raise UserError(
@@ -368,7 +347,7 @@ def _check_tensors(
 
 
 def _target_ids(files: HeadFiles, config: EagleConfig) -> Tensor | None:
-    """int64[U], the target's ids of the draft tokens; None: they are equal."""
+    """Returns the target's ids of the draft tokens, int64[U]; None if they are equal."""
     if "d2t" not in files.shapes:
         if config.draft_vocab_size != config.vocab_size:
             raise UserError(

@@ -1,9 +1,9 @@
 """Readings of one EAGLE head that loaders disagree on, and the acceptance that each gives.
 
-A head read otherwise than it was trained stays lossless and only accepts less, so nothing else
-shows the fault.
+A head that is read otherwise than it was trained stays lossless and only accepts less, so nothing
+else reveals the error.
 
-Shape letters: B = 1 sequence, S tokens, A drafts (one per position), K drafted tokens, F size of a
+Shape letters: B = 1 sequence, S tokens, A drafts (one per position), K draft tokens, F size of a
 feature.
 """
 
@@ -32,10 +32,9 @@ class Reading:
 
     Attributes:
         name: what is read otherwise than the folder says; "as on disk" for the folder's own.
-        read_by: what reads heads so, where this is known; else "".
-        config: the head under this reading.
+        read_by: software that reads heads in this way; "" if unknown.
         normed: whether version 1 reads the target's last state after its final norm.
-        remedy: entries of config.json that state this reading; "" where none can.
+        remedy: entries of config.json that state this reading; "" if there are none.
     """
 
     name: str
@@ -49,11 +48,7 @@ AS_ON_DISK = "as on disk"
 
 
 def readings(files: HeadFiles, frozen: FrozenModel) -> list[Reading]:
-    """The folder's own reading, then each that differs from it in one thing.
-
-    Raises:
-        UserError: the head cannot belong to the target.
-    """
+    """Returns the folder's own reading, then each that differs from it in one aspect."""
     config = files.head_config(frozen.config)
     own = Reading(name=AS_ON_DISK, config=config)
     features = _of_features(config, frozen.num_layers)
@@ -128,7 +123,7 @@ def _of_rope(config: EagleConfig, frozen: FrozenModel) -> Iterator[Reading]:
 
 
 def load_reading(files: HeadFiles, reading: Reading, frozen: FrozenModel) -> EagleHead:
-    """The head under a reading; weights that it does not use are left out."""
+    """Loads the head under a reading; weights that it does not use are left out."""
     config, model, kept = reading.config, frozen.model, copy.copy(files)
     left_out = [] if config.fc_norm else ["fc_norm."]
     left_out += [] if config.norm_before_fc else ["input_norm."]
@@ -142,12 +137,10 @@ def load_reading(files: HeadFiles, reading: Reading, frozen: FrozenModel) -> Eag
 
 @dataclass(slots=True)
 class Accepted:
-    """Counts of drafts of K tokens, one after every position of a text outside loops.
+    """Counts of drafts of K tokens, one after every position of a text outside repetition loops.
 
-    Attributes:
-        drafts: their number.
-        lengths: int, how many of them had 0, 1, .. K first tokens right.
-        by_text: accepted tokens of each text.
+    ``lengths[i]`` is the number of drafts whose first i tokens were right, but no more; ``by_text``
+    has the accepted tokens of each text.
     """
 
     drafts: int
@@ -156,12 +149,12 @@ class Accepted:
 
     @property
     def mean(self) -> float:
-        """Accepted tokens per draft."""
+        """Returns accepted tokens per draft."""
         return sum(k * n for k, n in enumerate(self.lengths)) / max(1, self.drafts)
 
     @property
     def by_position(self) -> list[float]:
-        """Share of right tokens at each place of a draft where those before it were right."""
+        """Returns how often each draft token is right, given that those before it are."""
         reached = [sum(self.lengths[k:]) for k in range(len(self.lengths))]
         return [right / max(1, before) for before, right in pairwise(reached)]
 
@@ -175,14 +168,9 @@ def accepted(
     *,
     normed: bool = True,
 ) -> Accepted:
-    """Drafts of ``num_tokens`` likeliest tokens against the target's own texts.
+    """Compares drafts of the ``num_tokens`` likeliest tokens with the target's own texts.
 
-    Args:
-        frozen: the target.
-        head: drafts.
-        texts: int64[S] tokens, and the number of those that are the prompt.
-        num_tokens: K.
-        normed: see ``Reading``.
+    ``texts`` are tokens, int64[S], with the number of those that are the prompt.
     """
     lengths, by_text = torch.zeros(num_tokens + 1, dtype=torch.long), []
     for tokens, prompt in texts:
@@ -208,7 +196,7 @@ def accepted(
 
 
 def _features(frozen: FrozenModel, config: EagleConfig, tokens: Tensor, normed: bool) -> Tensor:
-    """[1, S, F], what the head reads of the target."""
+    """Returns the target's hidden states that the head reads, [1, S, F]."""
     tokens = tokens.to(frozen.device)
     streams = frozen.residuals(tokens, {layer + 1 for layer in config.layers})
     parts: list[Any] = [streams[layer + 1] for layer in config.layers]

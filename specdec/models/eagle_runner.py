@@ -29,22 +29,16 @@ from specdec.models.eagle import EagleHead
 from specdec.types import HiddenName, IntArray, TreeRows
 
 METER_NAME = "eagle"
-"""Label of the head's passes in the meter."""
 
 Run: TypeAlias = Callable[
     [Sequence[Rows], Tensor, IntArray, Tensor, IntArray], tuple[Tensor, Tensor]
 ]
-"""A way to run a pass: arguments of ``EagleRunner.forward`` -> states [R, E] and logits [A, U]."""
+"""Maps the arguments of ``EagleRunner.forward`` to states [R, E] and logits [A, U]."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """Results of one pass.
-
-    Attributes:
-        states: [R, E], the states that children of the rows read.
-        logits: [A, U].
-    """
+    """Logits [A, U] of one pass, and the states [R, E] that children of the rows read."""
 
     states: Tensor
     logits: Tensor
@@ -55,10 +49,9 @@ class EagleRunner:
 
     Attributes:
         head: a copy of the modules that shares their weights.
-        spec: shape and type of its caches.
-        max_positions: number of rows of a cache at most.
-        weight_bytes: bytes of weights that a pass reads, those shared with the target included,
-            except rows of the embedding matrix.
+        max_positions: largest number of rows of a cache.
+        weight_bytes: bytes of weights that a pass reads, including those shared with the target,
+            but not rows of the embedding matrix.
         own_bytes: bytes of the head's own weights.
     """
 
@@ -70,17 +63,13 @@ class EagleRunner:
         attention: str = Attention.DENSE,
         backend: str = "eager",
     ) -> None:
-        """Wraps a head, whose weights must not change afterwards.
+        """Wraps a head in evaluation mode, whose weights must not change afterwards.
 
         Args:
-            head: the modules, in evaluation mode; they are not changed.
             meter: records the time of every pass as "eagle".
             attention: a value of ``Attention``.
             backend: "eager" for PyTorch, "onnx" for ONNX Runtime, whose passes are compared with
                 eager ones on a few tokens.
-
-        Raises:
-            UserError: for a kernel or a backend that cannot be used here.
         """
         weight, config = head.fc.weight, head.config
         self.head = head.shared_copy()
@@ -107,14 +96,14 @@ class EagleRunner:
 
     @classmethod
     def from_pair(cls, pair: Any, *, version: Literal[1, 3], meter: Meter) -> EagleRunner:
-        """The pair's head, see ``HuggingFacePair.eagle_head``."""
+        """Wraps the pair's head, see ``HuggingFacePair.eagle_head``."""
         head = pair.eagle_head(version)
         backend = pair.backend_of(head.config.llama())
         return cls(head, meter=meter, attention=pair.attention, backend=backend)
 
     @property
     def names(self) -> tuple[HiddenName, ...]:
-        """The target's hidden states that the head reads, in the order of its features."""
+        """Returns the target's hidden states that the head reads, in the order of its features."""
         return self.head.config.names
 
     @property
@@ -123,15 +112,14 @@ class EagleRunner:
 
     @property
     def target_ids(self) -> Tensor | None:
-        """int64[U]: the target's id of each draft token; None: they are equal."""
+        """Returns the target's id of each draft token, int64[U]; None if they are equal."""
         return self.head.target_ids
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """[.., V] of draft logits [.., U], see ``EagleHead.target_logits``."""
+        """Maps draft logits [.., U] to [.., V], see ``EagleHead.target_logits``."""
         return self.head.target_logits(logits)
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """An empty cache for one request with ``capacity`` slots at first."""
         return TreeCache(spec=self.spec, capacity=capacity)
 
     def forward(
@@ -166,7 +154,7 @@ class EagleRunner:
         states: Tensor,
         logits_rows: IntArray,
     ) -> tuple[Tensor, Tensor]:
-        """States [R, E] and logits [A, U] of one packed pass in PyTorch."""
+        """Returns states [R, E] and logits [A, U] of one packed pass in PyTorch."""
         tokens = np.concatenate([part.tokens for part in rows])
         positions = np.concatenate([part.positions for part in rows])
         step = AttentionStep(
@@ -186,7 +174,7 @@ class EagleRunner:
     def _inputs(
         self, num_rows: int, features: Tensor, feature_rows: IntArray, states: Tensor
     ) -> Tensor:
-        """[R, E]: the state that each row reads."""
+        """Returns the state that each row reads, [R, E]."""
         if not len(feature_rows):
             return states
         fused = self.head.states(features.to(self.device, self.spec.dtype))
@@ -200,11 +188,7 @@ class EagleRunner:
         return inputs
 
     def _compare(self, run: Run) -> None:
-        """Compares the results of ``run`` on a small tree with eager ones.
-
-        Raises:
-            UserError: they differ by more than rounding.
-        """
+        """Compares the results of ``run`` on a small tree with eager ones."""
         generator = torch.Generator().manual_seed(0)
         features = torch.randn(7, self.head.config.feature_size, generator=generator)
         states = torch.randn(3, self.head.config.hidden_size, generator=generator)
@@ -229,12 +213,10 @@ class EagleRunner:
 
 
 def rewritten(cache: TreeCache, tokens: IntArray, start: int) -> Rows:
-    """Rows that compute entries of a cache's prefix again, in place.
+    """Returns rows that compute entries of a cache's prefix again, in place.
 
-    Args:
-        cache: a cache whose prefix has these entries.
-        tokens: int64[R], their tokens.
-        start: slot of the first one, which is its position.
+    ``tokens``, int64[R], are those of the entries; ``start`` is the slot, and so the position, of
+    the first.
     """
     num = len(tokens)
     assert start + num <= cache.cached_len, "only entries of the prefix can be computed again"

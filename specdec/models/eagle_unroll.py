@@ -1,8 +1,8 @@
 """Outputs of an EAGLE head over a whole text, with its own outputs fed back.
 
 This is the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2). At step 0 the head reads
-the target's features at every position. At step s it reads, at chosen positions, its own outputs
-of step s - 1 and the text's next token, as in decoding; it attends to the rows of step 0 up to its
+the target's features at every position. At step s it reads, at chosen positions, its own outputs of
+step s - 1 and the text's next token, as in decoding; it attends to the rows of step 0 up to its
 position and to its own rows of the steps between.
 
 Shape letters: B sequences, S positions, T = S - 1 rows, A chosen rows, E hidden size, F size of a
@@ -24,22 +24,22 @@ class _Unrolled:
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values of step 0
-        self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of later steps, by layer
+        self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # layer -> those of later steps
         self._visible_AT: Tensor | None = None
 
     def first(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Step 0: causal over the rows, which later steps read."""
+        """Attends causally in step 0 and stores keys and values for later steps."""
         self._first[layer], self._own[layer] = (key, value), []
         return causal(layer, query, key, value)
 
     def choose(self, rows_A: Tensor) -> None:
-        """Later steps have these rows, each of which sees those of step 0 up to itself."""
+        """Sets the rows of later steps; each sees the rows of step 0 up to itself."""
         length = next(iter(self._first.values()))[0].shape[2]
         columns_T = torch.arange(length, device=rows_A.device)
         self._visible_AT = columns_T <= rows_A[:, None]
 
     def later(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """A step s > 0: rows of step 0, and each row's own of steps 1 to s."""
+        """Attends to rows of step 0 and to each row's own keys of steps 1 to s."""
         keys, values = self._first[layer]
         own = self._own[layer]
         own.append((key, value))
@@ -59,20 +59,16 @@ class _Unrolled:
 def unroll(
     head: EagleHead, tokens_BS: Tensor, features: Tensor, steps: int, rows_A: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Yields the head's outputs of each step, the text's tokens being fed throughout.
+    """Yields the head's outputs of each step, [B, T, E] for step 0, then [B, A, E].
 
-    Row i of step s embeds token i + 1 + s and predicts the one after it, with the target's features
-    up to position i. At step 0 there are rows for all positions but the last.
+    Row i of step s embeds token i + 1 + s of the text and predicts the one after it, with the
+    target's features up to position i. At step 0 there are rows for all positions but the last.
 
     Args:
-        head: any head.
         tokens_BS: int64[B, S].
         features: [B, S, F], hidden states ``head.config.names`` of the target, concatenated.
         steps: number of steps, at least 1.
         rows_A: int64[A], rows of the later steps; each at most S - 1 - steps. Default: all such.
-
-    Returns:
-        [B, T, E] for step 0, then [B, A, E] per step.
     """
     attention = _Unrolled()
     length = tokens_BS.shape[1] - 1

@@ -1,4 +1,4 @@
-"""Untrained EAGLE heads, from which training starts and with which tests of equality run."""
+"""Untrained EAGLE heads, which training starts from and which tests of equality run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ _SEED = 0
 
 
 def untrained_config(version: Literal[1, 3], target: Any, **variants: Any) -> EagleConfig:
-    """A head of one layer in the shapes of a target's layers, with its vocabulary.
+    """Describes a one-layer head in the shapes of a target's layers, with its vocabulary.
 
-    Args:
-        version: see ``EagleConfig``.
-        target: transformers' config of the target.
-        variants: further fields of ``EagleConfig``, or other values of those set here.
-
-    Raises:
-        UserError: a target whose config does not name these sizes.
+    ``target`` is transformers' config; ``variants`` are other values of fields of ``EagleConfig``.
     """
     text = target.get_text_config()
     try:
@@ -56,16 +50,10 @@ def untrained_config(version: Literal[1, 3], target: Any, **variants: Any) -> Ea
 def untrained_head(
     version: Literal[1, 3], target: Any, *, embedding: Tensor, output: nn.Module
 ) -> EagleHead:
-    """A head with random weights, the same at every call; its proposals are as good as random.
+    """Returns a head with random weights, the same at every call.
 
-    Args:
-        version: see ``EagleConfig``.
-        target: transformers' config of the target.
-        embedding: [V, E] of the target, which defines dtype and device.
-        output: the target's output head.
-
-    Raises:
-        UserError: a target for which no head can be made, see ``untrained_config``.
+    ``target`` is transformers' config; ``embedding``, [V, E] of the target, defines dtype and
+    device.
     """
     size = int(target.get_text_config().hidden_size)
     own_embedding = embedding.shape[1] != size

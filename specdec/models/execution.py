@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Options that change the speed of a pass, and its results by rounding at most.
+    """Options that change the speed of a pass, and its results at most by rounding.
 
     Attributes:
-        graphs: see ``specdec.models.backends.factory.GRAPHS``.
-        kernels: "torch"; "triton" for a fused SwiGLU; "packed" for weights in oneDNN's layout, on
-            a CPU.
-        compile: whether to compile the forward by ``torch.compile``.
+        graphs: one of ``specdec.models.backends.factory.GRAPHS``.
+        kernels: "torch"; "triton" for a fused SwiGLU; "packed" for weights in oneDNN's layout, on a
+            CPU.
         backend: "eager" for PyTorch, "onnx" for ONNX Runtime.
         exact: whether a row's bits must not depend on the other rows.
     """

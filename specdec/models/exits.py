@@ -39,7 +39,7 @@ class HeadWeights:
 
     @classmethod
     def from_pair(cls, pair: Any, *, layer: int) -> HeadWeights:
-        """The head after ``layer`` layers: trained if the pair has a folder, else untrained."""
+        """Returns the head after ``layer`` layers; untrained if the pair has no folder of heads."""
         if pair.heads_folder is None:
             return untrained_head(pair.part(layer, pair.num_layers), pair.options.exit_head, layer)
         return read_head(pair.heads_folder, pair.options.exit_head, layer)
@@ -50,11 +50,7 @@ class HeadWeights:
 
 
 def read_head(folder: Path, kind: str, layer: int) -> HeadWeights:
-    """Reads ``folder``/KIND-LAYER.safetensors.
-
-    Raises:
-        UserError: if it is missing or damaged, or its metadata contradict its name.
-    """
+    """Reads ``folder``/KIND-LAYER.safetensors."""
     path = folder / f"{kind}-{layer}.safetensors"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob("*.safetensors"))) or "no heads"
@@ -68,15 +64,7 @@ def read_head(folder: Path, kind: str, layer: int) -> HeadWeights:
 
 
 def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, Tensor]:
-    """Reads the weights of a head's file by name.
-
-    Args:
-        path: of the safetensors file.
-        expected: metadata that the file must have, such as its kind and layer.
-
-    Raises:
-        UserError: if it is damaged, or its metadata differ from ``expected``.
-    """
+    """Reads a head's weights by name; its metadata, such as its kind, must equal ``expected``."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -91,7 +79,7 @@ def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, Tensor
 
 
 def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:
-    """Returns an untrained head: the target's final norm, output matrix and next layer."""
+    """Combines the target's final norm, output matrix and next layer into an untrained head."""
     tensors = {f"norm.{n}": p for n, p in final_norm(target).named_parameters()}
     tensors["output.weight"] = target.get_output_embeddings().weight
     if kind == "transformer":
@@ -104,13 +92,7 @@ def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
     """Returns a model of ``head.layer`` + 1 layers with the head's last layer, norm and output.
 
     The other layers, and a norm head's last layer, are the target's; they are shared and never run.
-
-    Args:
-        target: whole, or some layers of ``load_model``; it is not changed.
-        head: of a layer below the target's last.
-
-    Raises:
-        UserError: if the head's weights do not fit the target.
+    ``target`` is not changed; it may be some layers of ``load_model`` only.
     """
     own = shared_copy(target)
     layers = keep_layers(own, 0, head.layer + 1)

@@ -21,24 +21,15 @@ from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_
 
 
 class FrozenModel(nn.Module):
-    """A model whose weights do not change.
+    """A model whose weights do not change, and its parts.
 
-    Attributes:
-        model: transformers' model.
-        config: its text config.
-        num_layers, hidden_size, vocab_size: of the model.
-        layers, norm: its decoder layers, and the norm after them.
-        compute_dtype: of products, under torch.autocast; weights and residuals keep theirs.
+    Products run in ``compute_dtype`` by torch.autocast; weights and residuals keep their dtype.
     """
 
     def __init__(
         self, model: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32
     ) -> None:
-        """Wraps a model, of which no parameter requires gradients afterwards.
-
-        Raises:
-            UserError: for a family without a list of layers or a norm after them.
-        """
+        """Wraps a model, of which no parameter requires gradients afterwards."""
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.config = model.config.get_text_config()
@@ -49,14 +40,13 @@ class FrozenModel(nn.Module):
         self.norm = final_norm(model)
         self.compute_dtype = compute_dtype
         self._output = _OneLayer(model, 0)
-        self._single: dict[int, _OneLayer] = {}  # by number of the layer
+        self._single: dict[int, _OneLayer] = {}  # layer number -> its model
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     def autocast(self) -> torch.autocast:
-        """Context in which products run in ``compute_dtype``."""
         lower = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=lower)
 
@@ -67,9 +57,10 @@ class FrozenModel(nn.Module):
         return self.model.get_output_embeddings()
 
     def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
-        """Residual streams, float32[B, S, E], after these numbers of layers and after the last.
+        """Returns the residual streams, float32[B, S, E], after these numbers of layers and the
+        last.
 
-        The last one is that before the final norm. Token ids are int64.
+        The last one is taken before the final norm.
         """
         streams: dict[int, Tensor] = {}
         numbers = {*after, self.num_layers}
@@ -86,12 +77,12 @@ class FrozenModel(nn.Module):
         return {number: streams[number].float() for number in sorted(numbers)}
 
     def logits(self, x_BSE: Tensor) -> Tensor:
-        """Logits, float32[B, S, V], of the residual stream after the last layer."""
+        """Returns logits, float32[B, S, V], of the residual stream after the last layer."""
         with self.autocast():
             return self._output.logits(x_BSE).float()
 
     def run_layer(self, layer: nn.Module, x_BSE: Tensor, number: int) -> Tensor:
-        """Residual stream after ``layer`` in the place of layer ``number``, from position 0."""
+        """Returns the residual stream after ``layer``, which runs in place of layer ``number``."""
         if number not in self._single:
             self._single[number] = _OneLayer(self.model, number)
         with self.autocast():
@@ -99,7 +90,7 @@ class FrozenModel(nn.Module):
 
 
 class _OneLayer:
-    """A copy of the module tree, sharing its weights, with one layer that is given its input."""
+    """A copy of the module tree, sharing its weights, that runs one layer on a given input."""
 
     def __init__(self, model: PreTrainedModel, number: int) -> None:
         self._model = shared_copy(model)
@@ -107,7 +98,7 @@ class _OneLayer:
         self._x: Tensor | None = None
 
     def logits(self, x_BSE: Tensor) -> Tensor:
-        """Logits of ``x_BSE`` as the output of the layers."""
+        """Returns the logits for ``x_BSE`` as the output of the layers."""
         hook = self._layers[0].register_forward_hook(partial(_replace, x_BSE))
         try:
             logits: Tensor = self._model(input_ids=_blank(x_BSE), use_cache=False).logits
@@ -131,22 +122,19 @@ class _OneLayer:
 
 
 def _blank(x_BSE: Tensor) -> Tensor:
-    """Token ids for embeddings that nothing reads."""
+    """Returns token ids whose embeddings are never read."""
     return torch.zeros(x_BSE.shape[:2], dtype=torch.long, device=x_BSE.device)
 
 
 def _keep(found: dict[int, Tensor], number: int, _: nn.Module, __: Any, output: Any) -> None:
-    """Forward hook that stores a layer's output."""
     found[number] = output[0] if isinstance(output, tuple) else output
 
 
 def _replace(x_BSE: Tensor, _: nn.Module, __: Any, output: Any) -> Any:
-    """Forward hook that replaces a layer's output."""
     return (x_BSE, *output[1:]) if isinstance(output, tuple) else x_BSE
 
 
 def _feed(x_BSE: Tensor, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook that replaces a layer's input."""
     if args:
         return (x_BSE, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": x_BSE}

@@ -34,20 +34,16 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")  # suffixes of causal language models' 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _REMEDY = "give a folder in transformers' format (model.save_pretrained writes one)"
-_TOO_LARGE = 1 << 40  # beyond it a size is damage
+_TOO_LARGE = 1 << 40  # a larger size means that the file is damaged
 _LFS = b"version "  # first bytes of a git-lfs pointer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Properties of a model folder.
+    """Properties of a model folder; sizes are 0 if the config omits them.
 
-    Attributes:
-        path: the local folder.
-        model_type: transformers' name of the family, such as "llama".
-        num_layers, hidden_size, vocab_size, max_positions: sizes; 0 if the config omits them.
-        tied: whether the output head shares the embeddings' weights.
-        tensors: tensor name -> file name of its shard.
+    ``tied`` says whether the output head shares the embeddings' weights; ``tensors`` maps tensor
+    names to the file names of their shards.
     """
 
     path: Path
@@ -61,16 +57,12 @@ class ModelInfo:
 
 
 def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
-    """Checks that a model can be loaded, without loading it.
+    """Checks that a model can be loaded, without loading it; returns a ``ModelInfo`` unchanged.
 
-    Args:
-        path_or_id: a folder in transformers' format, or, if there is no such folder, the id of a
-            Hugging Face repository (looked up in the local hub cache, then on the network); a
-            result of this function is returned as it is.
-
-    Raises:
-        UserError: for a path that does not exist, a damaged or missing file, weights that are not
-            safetensors, a model that needs its own code, or one that is not decoder-only.
+    If there is no such folder, the name is the id of a Hugging Face repository (looked up in the
+    local hub cache, then on the network). Anything that could not be loaded raises a UserError:
+    damaged or missing files, other formats than safetensors, custom code, other models than
+    decoder-only ones.
     """
     if isinstance(path_or_id, ModelInfo):
         return path_or_id
@@ -94,15 +86,10 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
 
 
 def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
-    """Checks the models of a pair, without loading them.
+    """Checks the models of a pair, by role (``target`` and others, or None), without loading them.
 
-    Args:
-        names: ``target``, and others or None: a folder, a hub id or ``bundled:NAME``. All but
-            ``translated``, which has a tokenizer of its own, must number their tokens as the target
-            does.
-
-    Raises:
-        UserError: as ``inspect_model``, or for vocabularies that differ.
+    All but ``translated``, which has its own tokenizer, must number their tokens as the target
+    does.
     """
     infos = {name: inspect_model(family_path(path)) for name, path in names.items() if path}
     target = infos["target"]
@@ -128,7 +115,6 @@ def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
 
 
 def _folder(path_or_id: str | Path) -> Path:
-    """The local folder of a path or hub id."""
     text = str(path_or_id)
     path = Path(path_or_id).expanduser()
     if path.is_dir():
@@ -144,7 +130,7 @@ def _folder(path_or_id: str | Path) -> Path:
 
 
 def _hub_folder(hub_id: str) -> Path:
-    """Local folder of a hub repository: from the hub cache, else downloaded."""
+    """Finds a hub repository in the local hub cache, or else downloads it."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -164,11 +150,7 @@ def _hub_folder(hub_id: str) -> Path:
 
 
 def read_config(path: Path, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object of a model folder.
-
-    Raises:
-        UserError: ``remedy`` where there is no such file; a damaged file.
-    """
+    """Reads a JSON object of a model folder; ``remedy`` is the advice if there is no such file."""
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}; {remedy}")
     try:
@@ -181,7 +163,7 @@ def read_config(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
-    """Checks that the model is a decoder-only language model of transformers."""
+    """Refuses models that are not decoder-only language models of transformers."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError(
@@ -225,7 +207,7 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name of its shard; every header is checked."""
+    """Maps tensor names to the file names of their shards, and checks every header."""
     if (folder / _SINGLE).is_file():
         return dict.fromkeys(_tensor_names(folder / _SINGLE), _SINGLE)
     if not (folder / _INDEX).is_file():
@@ -251,7 +233,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _tensor_names(path: Path) -> list[str]:
-    """Names of the tensors in a safetensors file, whose header and size are checked."""
+    """Lists the tensors of a safetensors file, after checking its header and size."""
     if not path.is_file():
         raise UserError(f"weights file {path} is missing; copy the folder again")
     with path.open("rb") as file:
@@ -267,7 +249,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 
 def _size(where: Path, config: dict[str, Any], *names: str) -> int:
-    """The first of these sizes that a config has; 0 for none."""
+    """Returns the first of these sizes that a config has; 0 if it has none."""
     for name in names:
         value = config.get(name)
         if value is not None and not (type(value) is int and 0 <= value < _TOO_LARGE):

@@ -47,11 +47,12 @@ DTYPES = {
 """Supported values of ``model.dtype``."""
 
 Weights: TypeAlias = WeakValueDictionary[tuple[Any, ...], nn.Parameter]
-"""Parameters in use, by file, tensor, share, format, dtype and device. Stages that have layers in
-common share their memory, which is freed with the last of them."""
+"""Loaded parameters by file, tensor, share, format, dtype and device. Stages with layers in common
+share them; the memory is freed with the last such stage.
+"""
 
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, ArithmeticError)
-"""What transformers raises for configurations and weights that it cannot use."""
+"""Exceptions of transformers for configurations and weights that it cannot use."""
 
 
 def load_model(
@@ -73,19 +74,13 @@ def load_model(
     Args:
         model: a result of ``inspect_model``, or a path or id.
         dtype: a key of ``DTYPES``.
-        device: "cpu", "cuda", "cuda:1", ...
         layers: (first, last); None: the whole model, by transformers' own loader.
         group: tensor-parallel group, with ``layers`` only: this rank's shares of linear layers are
             read. None: whole layers.
-        quantization: a value of ``Quantization``. With ``layers`` each matrix is quantised, after
-            it has been cut, before the next one is read.
-        loaded_before: with ``layers`` only: parameters in use, which are shared instead of read
-            again; those that are read are added. None: all are read.
-
-    Raises:
-        UserError: as ``inspect_model``; also for an unknown type or device, missing weights, layers
-            of a checkpoint with quantised weights, or a family that cannot be sharded or quantised.
-        ValueError: for layers outside the model.
+        quantization: a value of ``Quantization``. With ``layers``, each matrix is cut, then
+            quantised, before the next one is read.
+        loaded_before: with ``layers`` only: parameters that are shared instead of read again; those
+            that are read are added. None: all are read.
     """
     info = inspect_model(model)
     kind, place = torch_dtype(dtype), usable_device(device)
@@ -136,22 +131,14 @@ def _whole(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTraine
 
 
 def weight_bytes(model: ModelInfo | str | Path, dtype: str) -> int:
-    """Returns the bytes of a model's weights in memory (tied ones once), without loading them.
-
-    Raises:
-        UserError: as ``load_model``.
-    """
+    """Returns the bytes of a model's weights in memory (tied ones once), without loading them."""
     info = inspect_model(model)
     shape = _empty(info, _config(info), torch_dtype(dtype))
     return sum(p.numel() * p.element_size() for p in shape.parameters())
 
 
 def end_tokens(model: ModelInfo | str | Path) -> frozenset[int]:
-    """Returns the end-of-text tokens of the generation config, or else of the model config.
-
-    Raises:
-        UserError: for a config that transformers does not accept.
-    """
+    """Returns the end-of-text tokens of the generation config, or else of the model config."""
     info = inspect_model(model)
     config = _config(info).get_text_config()
     eos = config.eos_token_id
@@ -163,11 +150,6 @@ def end_tokens(model: ModelInfo | str | Path) -> frozenset[int]:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a local model folder.
-
-    Raises:
-        UserError: if there is none, or it cannot be loaded.
-    """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the type depends on the tokenizer
@@ -196,7 +178,7 @@ def _empty(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTraine
 
 
 def _tied_groups(model: PreTrainedModel) -> list[list[str]]:
-    """Parameter names, grouped by shared parameter."""
+    """Groups the names of parameters that are the same tensor."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups[id(parameter)].append(name)
@@ -206,7 +188,7 @@ def _tied_groups(model: PreTrainedModel) -> list[list[str]]:
 def _sources(
     model: PreTrainedModel, info: ModelInfo, needed: set[str], tied: list[list[str]]
 ) -> list[tuple[str, str, list[str]]]:
-    """The tensors that a stage needs: file, tensor, names of the parameters that share it."""
+    """Lists the tensors that a stage needs: file, tensor, names of the parameters that share it."""
     prefix = f"{model.base_model_prefix}."  # checkpoints of a base model omit it
     stored_as = _stored_names(model, info)
     sources, missing = [], []
@@ -232,7 +214,7 @@ def _fill(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Assigns the tensors, or this rank's shares of them; reads those that are not in use."""
+    """Assigns the tensors, or this rank's shares of them; reads only those not loaded yet."""
     for file, tensors in groupby(sources, key=itemgetter(0)):
         with safe_open(info.path / file, framework="pt", device=str(device)) as stored:
             for _, source, used in tensors:
@@ -249,7 +231,7 @@ def _fill(
 
 
 def _stored_names(model: PreTrainedModel, info: ModelInfo) -> dict[str, str]:
-    """Name in the modules -> name in the checkpoint, where a family's names differ."""
+    """Maps names in the modules to names in the checkpoint, which differ in some families."""
     renamings = [m for m in get_model_conversion_mapping(model) if isinstance(m, WeightRenaming)]
     names = {}
     for stored in info.tensors:
@@ -261,7 +243,7 @@ def _stored_names(model: PreTrainedModel, info: ModelInfo) -> dict[str, str]:
 
 
 def _needed_names(model: PreTrainedModel, first_layer: int, last_layer: int) -> set[str]:
-    """Names of the parameters that a pass through layers first .. last - 1 uses."""
+    """Returns the names of the parameters that a pass through layers first .. last - 1 uses."""
     layers = layers_name(model)
     total = len(model.get_submodule(layers))
     base = model.base_model
@@ -282,7 +264,6 @@ def _needed_names(model: PreTrainedModel, first_layer: int, last_layer: int) -> 
 
 
 def _put(model: PreTrainedModel, name: str, parameter: nn.Parameter, info: ModelInfo) -> None:
-    """Assigns a parameter after checking its shape."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     expected = module.get_parameter(leaf).shape
@@ -312,16 +293,12 @@ def _config(info: ModelInfo) -> AutoConfig:
 
 
 def _reference_attention(config: AutoConfig) -> str:
-    """Attention for calls of the model without a runner; soft caps need "eager"."""
+    """Chooses attention for calls of the model without a runner; soft caps need "eager"."""
     return "eager" if config_value(config, "attn_logit_softcapping") else "sdpa"
 
 
 def own_dtype(info: ModelInfo) -> str:
-    """The type of a checkpoint's weights according to its config.json; float32 if it has none.
-
-    Raises:
-        UserError: a type that is not in ``DTYPES``.
-    """
+    """Returns the dtype in a checkpoint's config.json; float32 if it names none."""
     own = config_value(_config(info), "dtype")
     names = [name for name, kind in DTYPES.items() if kind == (own or torch.float32)]
     if not names:
@@ -332,22 +309,13 @@ def own_dtype(info: ModelInfo) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Returns the type of that name.
-
-    Raises:
-        UserError: for a name that is not in ``DTYPES``.
-    """
     if name not in DTYPES:
         raise UserError(f"dtype {name!r} is unknown; choose one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def usable_device(name: str) -> torch.device:
-    """Returns the device of that name.
-
-    Raises:
-        UserError: if torch cannot allocate tensors on it.
-    """
+    """Returns the device of that name; a UserError if torch cannot allocate tensors on it."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -361,7 +329,6 @@ def usable_device(name: str) -> torch.device:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Disables transformers' progress bars inside the block."""
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -31,20 +31,15 @@ from specdec.models.exits import read_tensors
 from specdec.models.slicing import final_norm
 
 Weights = Mapping[str, Tensor]
-"""A head's weights by name; all optional: norm.weight and output.weight (default: the target's) and
-block.weight (default: zero)."""
+"""Optional tensors of a head: norm.weight, output.weight (default: the target's), block.weight."""
 
 _SAMPLE = 3  # states of the comparison with eager passes
 
 
 class MedusaHeads:
-    """K heads on the hidden states after the target's last layer.
+    """K heads on the hidden states after the target's last layer, whose index is ``layer``.
 
-    Attributes:
-        num_heads: K.
-        layer: index of the target's last layer, whose output they read.
-        vocab_size: V.
-        head_bytes: bytes of weights that one head reads per pass, on average.
+    ``head_bytes`` is the average number of bytes of weights that one head reads per pass.
     """
 
     def __init__(
@@ -63,10 +58,6 @@ class MedusaHeads:
             meter: records the time of every pass as "medusa".
             backend: "eager" for PyTorch, "onnx" for ONNX Runtime, whose passes are compared with
                 eager ones on a few states.
-
-        Raises:
-            UserError: if there are no heads, shapes do not fit the target, or the backend cannot be
-                used here.
         """
         if not heads:
             raise UserError("source.heads=0: Medusa needs at least one head")
@@ -85,7 +76,7 @@ class MedusaHeads:
 
     @classmethod
     def from_pair(cls, pair: Any, *, num_heads: int, meter: Meter) -> MedusaHeads:
-        """The pair's first ``num_heads`` heads: trained if it has a folder, else untrained."""
+        """Builds ``num_heads`` heads, which are untrained if the pair has no folder of heads."""
         folder, last = pair.heads_folder, pair.num_layers - 1
         # Untrained heads are the target's own norm and output matrix, from which Medusa's training
         # starts; they predict the next token again.
@@ -96,23 +87,14 @@ class MedusaHeads:
         return cls(target=part, heads=heads, meter=meter, backend=pair.backend)
 
     def logits(self, number: int, hidden: Tensor) -> Tensor:
-        """Returns the logits [R, V] of head ``number`` (from 1).
-
-        Args:
-            number: 1 .. K.
-            hidden: [R, E] after the last layer, on any device.
-        """
+        """Returns logits [R, V] of head ``number``, 1 .. K, for ``hidden`` [R, E] on any device."""
         with torch.inference_mode(), self._meter.model("medusa"):
             if self._onnx is not None:
                 return self._onnx.logits(number, hidden)
             return self._heads[number - 1](hidden.to(self._device))
 
     def _compare(self, onnx: Any, hidden_size: int) -> None:
-        """Compares the logits of a few random states with eager ones.
-
-        Raises:
-            UserError: they differ by more than rounding.
-        """
+        """Compares the logits of a few random states with eager ones."""
         hidden = torch.randn(_SAMPLE, hidden_size, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
             found = [onnx.logits(i + 1, hidden) for i in range(self.num_heads)]
@@ -120,14 +102,7 @@ class MedusaHeads:
 
 
 class MedusaHead:
-    """One Medusa head.
-
-    Attributes:
-        norm: root-mean-square norm of the hidden state.
-        block: [E, E]; None: no block.
-        output: [V, E]; None: the target's output head.
-        num_bytes: bytes of weights that it reads.
-    """
+    """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for the target's output head."""
 
     def __init__(self, target: PreTrainedModel, weights: Weights) -> None:
         self._output = target.get_output_embeddings()
@@ -166,13 +141,7 @@ class MedusaHead:
 def read_medusa(folder: Path, layer: int, num_heads: int) -> list[Weights]:
     """Reads ``folder``/medusa-LAYER-K.safetensors for K = 1 .. ``num_heads``.
 
-    Args:
-        folder: output of ``specdec train``.
-        layer: number of the target's layers.
-        num_heads: K.
-
-    Raises:
-        UserError: if one is missing or damaged, or its metadata contradict its name.
+    ``layer`` is the number of the target's layers.
     """
     heads: list[Weights] = []
     for number in range(1, num_heads + 1):

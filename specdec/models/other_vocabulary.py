@@ -1,6 +1,6 @@
-"""Gives a model another tokenizer: renumbered, with fewer merges and with tokens of its own.
+"""Gives a model another tokenizer: renumbered, with fewer merges and with new tokens.
 
-A recipe for pairs with two tokenizers, without training: ``model=random`` uses it, and tests and
+This makes pairs with two tokenizers without training, for ``model=random`` and for tests and
 measurements of ``source=translated``.
 
 Shape letters: U tokens of the new vocabulary.
@@ -26,11 +26,10 @@ _LETTERS = [_SPACE, *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345
 
 
 def simple_tokenizer(vocab_size: int) -> dict[str, Any]:
-    """A byte-level BPE tokenizer: letters, then pairs of letters; as tokenizer.json describes one.
+    """Returns tokenizer.json of a byte-level BPE tokenizer: letters, then pairs of letters.
 
-    Args:
-        vocab_size: of the model. Letters are few, at most 64, so that a text can be cut into tokens
-            in many ways; beyond all pairs of them, tokens have no text.
+    There are at most 64 letters, so that a text can be cut into tokens in many ways. Tokens beyond
+    all pairs have no text.
     """
     letters = _LETTERS[: isqrt(vocab_size - 1) + 1]
     pairs = [(a, letters[(n + d) % len(letters)]) for d, n, a in _offsets(letters)]
@@ -48,7 +47,7 @@ def simple_tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def _offsets(letters: Sequence[str]) -> list[tuple[int, int, str]]:
-    """(distance, number, letter) of all pairs, near ones first."""
+    """Returns (distance, number, letter) of all pairs of letters, near ones first."""
     numbers = range(1, len(letters) + 1), range(len(letters))
     return [(d, n, letters[n]) for d, n in product(*numbers)]
 
@@ -56,16 +55,15 @@ def _offsets(letters: Sequence[str]) -> list[tuple[int, int, str]]:
 def other_tokenizer(
     described: dict[str, Any], *, merges: int, joined: int = 0, seed: int = 0
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Another byte-level BPE tokenizer, made of one.
+    """Derives another byte-level BPE tokenizer from the tokenizer.json ``described``.
 
     Args:
-        described: content of tokenizer.json.
-        merges: merges that are kept, the first ones; tokens that only the others make are dropped.
-        joined: number of new tokens, each made of two kept ones; there must be enough pairs.
-        seed: of the new numbers, and of the joined pairs.
+        merges: number of first merges to keep; tokens that only the others make are dropped.
+        joined: number of new tokens, each joined from two kept ones; there must be enough pairs.
+        seed: determines the new numbers of tokens and the joined pairs.
 
     Returns:
-        The description, and per new token the old ones that its text is made of.
+        The new tokenizer.json, and the old tokens that each new token's text consists of.
     """
     model = described["model"]
     old, kept = model["vocab"], [list(pair) for pair in model["merges"]]
@@ -92,22 +90,15 @@ def other_tokenizer(
 
 
 def fast_tokenizer(described: dict[str, Any], **special: str) -> PreTrainedTokenizerFast:
-    """transformers' tokenizer of a description.
-
-    Args:
-        described: content of tokenizer.json.
-        special: such as ``eos_token``.
-    """
+    """Creates transformers' tokenizer from tokenizer.json; ``special`` may be ``eos_token`` etc."""
     backend = Tokenizer.from_str(json.dumps(described))
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def with_vocabulary(model: PreTrainedModel, parts: Sequence[Sequence[int]]) -> PreTrainedModel:
-    """A copy of a model with other tokens.
+    """Returns a copy of a model with other tokens; ``parts`` lists the old tokens of each new one.
 
-    Args:
-        model: is not changed.
-        parts: U lists of the model's tokens; the rows of a new token are their means.
+    The rows of a new token are the means of those of its old tokens.
     """
     changed = copy.deepcopy(model)
     inputs, outputs = changed.get_input_embeddings(), changed.get_output_embeddings()

@@ -23,9 +23,8 @@ class Probe(Step):
     """A plan that records the shapes of keys and rejects unsupported attention arguments.
 
     Attributes:
-        shapes: layer of the slice -> (key/value heads G, head size D).
-        options: layer of the slice -> how it computes its scores.
-        num_heads: query heads.
+        shapes: index within the slice -> (key/value heads G, head size D).
+        options: index within the slice -> how the layer computes its scores.
         windowed: layers of the slice with a sliding window.
     """
 
@@ -38,7 +37,6 @@ class Probe(Step):
         self._model_type = model_type
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
-        """Returns zeros of the right shape."""
         unknown = [k for k, v in options.others.items() if k not in _IGNORED and v is not None]
         if unknown or key.shape != value.shape:
             raise UserError(
@@ -55,14 +53,10 @@ class Probe(Step):
 
 
 def probed(model: PreTrainedModel, first_layer: int) -> tuple[CacheSpec, Probe]:
-    """The shape and type of a slice's keys and values, and what else its attention receives.
+    """Returns the shape and dtype of a slice's keys and values, and the recorded options.
 
-    Args:
-        model: result of ``slice_model``.
-        first_layer: global index of the slice's first layer.
-
-    Raises:
-        UserError: for a family whose attention tree attention cannot replace.
+    ``model`` is a result of ``slice_model``. Families whose attention cannot be replaced are
+    refused.
     """
     config = model.config.get_text_config()
     kind = config.model_type

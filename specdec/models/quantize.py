@@ -1,8 +1,8 @@
 """Weight-only quantisation of a model's linear layers by torchao (SwiftSpec 5).
 
 Only the decoder layers' matrices are quantised, not the embeddings and the output head; arithmetic
-uses the activations' type. Losslessness of a quantised target is measured against plain decoding of
-the same quantised model.
+uses the activations' dtype. Losslessness of a quantised target is measured against plain decoding
+of the same quantised model.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ class Quantization(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How one matrix is quantised.
-
-    Attributes:
-        kind: int8 or int4.
-        group_size: inputs per scale; 0: one scale per row.
-    """
+    """How one matrix is quantised; ``group_size`` inputs share a scale (0: all of a row)."""
 
     kind: Quantization
     group_size: int
@@ -47,15 +42,7 @@ class WeightFormat:
 def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     """Quantises the decoder layers' linear layers in place, except those on the meta device.
 
-    Args:
-        model: float32, bfloat16 or float16.
-        kind: a value of ``Quantization``.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        UserError: as ``weight_formats`` and ``quantized``.
+    ``model`` must be float32, bfloat16 or float16; ``kind`` is a value of ``Quantization``.
     """
     for name, form in weight_formats(model, kind).items():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -65,16 +52,9 @@ def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
 
 
 def weight_formats(model: PreTrainedModel, kind: str) -> dict[str, WeightFormat]:
-    """The matrices to quantise: name of each weight -> its format.
+    """Maps the name of each weight to quantise to its format; the model may be on the meta device.
 
-    A format depends on the whole weight's shape, so a share of the weight has the same one.
-
-    Args:
-        model: whole matrices in float32, bfloat16 or float16, possibly on the meta device.
-        kind: a value of ``Quantization``.
-
-    Raises:
-        UserError: for an unknown kind, a missing library, or a model that cannot be quantised.
+    A format depends on the whole weight's shape, so all shares of the weight have the same one.
     """
     if kind not in list(Quantization):
         raise UserError(f"model.quantization={kind} is unknown; choose {', '.join(Quantization)}")
@@ -100,15 +80,7 @@ def weight_formats(model: PreTrainedModel, kind: str) -> dict[str, WeightFormat]
 
 
 def scale_inputs(inputs: int, kind: str) -> int:
-    """Consecutive inputs of a matrix that share a scale; 0: all of a row, or no scales.
-
-    Args:
-        inputs: of the whole matrix.
-        kind: a value of ``Quantization``.
-
-    Raises:
-        UserError: no group size of int4 divides ``inputs``.
-    """
+    """Returns how many of a whole matrix's inputs share a scale; 0: all of a row, or no scales."""
     if kind != Quantization.INT4:
         return 0
     fitting = [size for size in GROUP_SIZES if inputs % size == 0]
@@ -126,14 +98,11 @@ def quantized(weight: Tensor, form: WeightFormat, bounds: Tensor | None = None) 
     Args:
         weight: [O, I] in float32, bfloat16 or float16. With groups, I consists of whole ones.
         form: format of the whole matrix.
-        bounds: [O, 2], least and largest value of each row of the whole matrix, if ``weight`` has
-            a share of the inputs and one scale per row; None: those of ``weight``.
+        bounds: [O, 2], least and largest value of each row of the whole matrix, if ``weight`` has a
+            share of the inputs and one scale per row; None: those of ``weight``.
 
     Returns:
         A parameter of shape [O, I] without gradients, which owns its memory.
-
-    Raises:
-        UserError: torchao does not support the format on this device or in this type.
     """
     from torchao.quantization import quantize_
 
@@ -156,7 +125,7 @@ def quantized(weight: Tensor, form: WeightFormat, bounds: Tensor | None = None) 
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Returns the bytes of a model's parameters as stored in memory, also of quantised ones."""
+    """Returns the bytes of a model's parameters as stored, also of quantised ones."""
     return sum(_stored_bytes(parameter.data) for parameter in model.parameters())
 
 
@@ -168,7 +137,7 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 
 def _config(form: WeightFormat, device: torch.device) -> Any:
-    """torchao's configuration; on the CPU, without an int4 kernel, a weight takes a byte."""
+    """Returns torchao's configuration; the CPU has no int4 kernel, so weights take a byte there."""
     from torchao.quantization import (
         Int4WeightOnlyConfig,
         Int8WeightOnlyConfig,

@@ -45,15 +45,9 @@ def random_model(
 
     Args:
         family: a model type of transformers; those of ``CERTIFIED`` are tested.
-        seed: of the weights.
         dtype: a key of ``loading.DTYPES``.
-        device: torch's name of the device.
         scale: standard deviation of every weight; larger values give more peaked predictions.
-        num_layers, hidden_size, num_heads, num_kv_heads, vocab_size, max_positions: sizes.
         options: additional entries of the family's config, such as {"sliding_window": 8}.
-
-    Raises:
-        UserError: for an unknown family or type, or an unavailable device.
     """
     kind = torch_dtype(dtype)
     sizes = {
@@ -86,7 +80,7 @@ def random_model(
 
 
 def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """The family's config entries for Llama's, with special tokens and inner sizes."""
+    """Translates Llama's config entries to the family's; adds special tokens and inner sizes."""
     width = sizes["hidden_size"]
     entries: dict[str, Any] = sizes | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     if family in {"gpt2", "gpt_bigcode", "opt", "gpt_neox"}:
@@ -102,18 +96,11 @@ def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def window_options(family: str, window: int, num_layers: int) -> dict[str, Any]:
-    """Config entries that give a family's layers a sliding window; for ``random_model``.
+    """Returns config entries for ``random_model`` that give layers a sliding window.
 
-    Gemma's layers alternate between the window and full attention, Qwen's first layer has full
-    attention, all layers of the other families have the window.
-
-    Args:
-        family: see ``WINDOWED``.
-        window: keys at least this many positions back are masked.
-        num_layers: of the model.
-
-    Raises:
-        UserError: for a family without sliding windows.
+    A key at least ``window`` positions back is masked. Gemma's layers alternate between the window
+    and full attention, Qwen's first layer has full attention, all layers of other families have the
+    window.
     """
     if family not in WINDOWED:
         raise UserError(

@@ -38,12 +38,8 @@ class ModelRunner:
 
     Attributes:
         name: label of its passes in the meter.
-        first_layer, last_layer, num_layers: the slice.
         is_first, is_last: whether the slice starts with the embeddings, ends with the output head.
-        backend: computes the passes.
-        spec: shape and type of its caches.
-        vocab_size, hidden_size, max_positions: of the model.
-        dtype, device: of its weights.
+        spec: shape and dtype of its caches.
     """
 
     def __init__(
@@ -66,16 +62,10 @@ class ModelRunner:
         Args:
             model: the whole model, or layers of it as loaded; it is not changed.
             name: "target", "draft", ...
-            meter: records the time of every pass.
             first_layer, last_layer: the slice; None: to the last layer.
             capture: hidden states, of layers of the slice, that every pass returns.
             attention: a value of ``Attention``.
-            execution: graphs, fused modules, compilation, backend, exactness.
-            group: tensor-parallel ranks that share the layers; exact passes only.
-
-        Raises:
-            UserError: for a family, kernel or backend that cannot be used here.
-            ValueError: for layers outside the model or the slice.
+            group: tensor-parallel ranks that share the layers; only exact passes use it.
         """
         total = len(model.get_submodule(layers_name(model)))
         last_layer = total if last_layer is None else last_layer
@@ -108,11 +98,9 @@ class ModelRunner:
         self.backend = make_backend(layers, attention, execution)
 
     def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
-        """Returns an empty cache for one request.
+        """Returns an empty cache for one request, with ``capacity`` slots at first.
 
-        Args:
-            capacity: slots to allocate at first.
-            pool: allocates the slots in blocks; None: contiguous memory.
+        ``pool`` allocates the slots in blocks; None means contiguous memory.
         """
         if pool is not None:
             return TreeCache(spec=self.spec, capacity=capacity, storage=Paged(pool=pool))
@@ -133,17 +121,17 @@ class ModelRunner:
             logits_rows: int64[A], packed row indices; None: every row; empty: no logits.
         """
         assert (hidden is None) == self.is_first, "hidden states enter every slice but the first"
-        # Steps of the loop are in inference mode already; to enter it again costs microseconds.
+        # Steps of the loop are in inference mode already; entering it again costs microseconds.
         mode: AbstractContextManager[Any] = (
             nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
         )
-        # Times include making masks and cache views: so do the times of the baselines, which
-        # run transformers' own forward.
+        # Times include making masks and cache views, as do those of the baselines, which run
+        # transformers' own forward.
         with mode, model_call(self._meter, self.name, self.device):
             return self.backend.run(rows, hidden, logits_rows)
 
 
 def _device(model: PreTrainedModel) -> torch.device:
-    """Device of a slice's layers; its other parameters may be on meta."""
+    """Returns the device of a slice's layers; its other parameters may be on meta."""
     layers = model.get_submodule(layers_name(model))
     return next(layers.parameters()).device

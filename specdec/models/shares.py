@@ -33,15 +33,9 @@ _BLOCK = 1024
 def sharded(
     model: PreTrainedModel, group: Collective, kind: str = Quantization.NONE
 ) -> PreTrainedModel:
-    """Returns this rank's share of a model in memory; ``model`` is not changed.
+    """Returns this rank's share of a whole model with plain weights; ``model`` is not changed.
 
-    Args:
-        model: whole, with plain weights.
-        group: the rank's group.
-        kind: how to quantise the share, a value of ``Quantization``.
-
-    Raises:
-        UserError: for a family without a plan, or as ``weight_formats`` and ``quantized``.
+    ``kind``, a value of ``Quantization``, says how to quantise the share.
     """
     shard = shared_copy(model)
     full = dict(shard.named_parameters(remove_duplicate=False))
@@ -57,19 +51,10 @@ def sharded(
 def share_plan(
     model: PreTrainedModel, group: Collective | None, kind: str
 ) -> tuple[dict[str, Cut], dict[str, WeightFormat]]:
-    """Replaces a model's linear layers by shares; see ``shard_modules``.
+    """Replaces a model's linear layers in place by shares, see ``shard_modules``.
 
-    Args:
-        model: changed in place.
-        group: the rank's group; None: nothing is cut.
-        kind: how to quantise the shares, a value of ``Quantization``.
-
-    Returns:
-        By parameter name: its cut, for those that are cut, and its format, for those that are
-        quantised.
-
-    Raises:
-        UserError: for a family without a plan, or as ``weight_formats``.
+    Returns the cuts of those parameters that are cut, and the formats of those that are quantised,
+    by name. Nothing is cut if ``group`` is None.
     """
     formats = weight_formats(model, kind)
     if group is None:
@@ -89,15 +74,10 @@ def share_of(
     """Returns a share of a parameter, without gradients.
 
     Args:
-        full: the whole tensor, or a slice of a safetensors file, of which the share is read (and
-            for int8 with cut inputs also every row's bounds, in blocks of rows).
+        full: the whole tensor, or a slice of a safetensors file, of which only the share is read
+            (and for int8 with cut inputs also every row's bounds, in blocks of rows).
         cut: the share; None: all of it, which must be a tensor.
-        form: format of the whole matrix; None: not quantised. Shares that are not may be views of
-            ``full``.
-        dtype, device: of the result.
-
-    Raises:
-        UserError: as ``quantized``.
+        form: format of the whole matrix; None: not quantised. Such shares may be views of ``full``.
     """
     tensor = (full if cut is None else cut.of(full, dtype)).to(device, dtype)
     if form is None:
@@ -108,7 +88,7 @@ def share_of(
 
 
 def _row_bounds(full: Any) -> Tensor:
-    """[O, 2]: least and largest value of every row of [O, I]; rounding keeps their order."""
+    """Returns the least and largest value of every row, [O, 2]; rounding keeps their order."""
     shape = full.get_shape() if hasattr(full, "get_shape") else full.shape
     blocks = (full[start : start + _BLOCK] for start in range(0, shape[0], _BLOCK))
     return torch.cat([torch.stack([rows.amin(1), rows.amax(1)], 1) for rows in blocks])

@@ -36,7 +36,7 @@ class _NoEmbedding(nn.Module):
     """Replaces an embedding whose result would be overwritten."""
 
     def __init__(self, layers: nn.Module, embedding: nn.Embedding) -> None:
-        """Uses type and device of ``layers``, because a stage's own embedding may be on meta."""
+        """Uses dtype and device of ``layers``, because a stage's own embedding may be on meta."""
         super().__init__()
         self.embedding_dim = embedding.embedding_dim
         like = next(layers.parameters())
@@ -63,11 +63,7 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def layers_name(model: PreTrainedModel) -> str:
-    """Returns the name of the list of decoder layers in ``model``, such as "model.layers".
-
-    Raises:
-        UserError: if there is no such list.
-    """
+    """Returns the name of the list of decoder layers in ``model``, such as "model.layers"."""
     num_layers = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
@@ -90,11 +86,7 @@ def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Returns the norm between the last layer and the output head.
-
-    Raises:
-        UserError: for a family without one.
-    """
+    """Returns the norm between the last layer and the output head."""
     parent = model.get_submodule(layers_name(model).rpartition(".")[0])
     norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
     if not norms:
@@ -110,13 +102,8 @@ def slice_model(
 ) -> PreTrainedModel:
     """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.
 
-    Its hooks store the outputs of the captured layers in the pass's plan and, in a slice that is
-    not the first, replace the input of the first layer by the plan's hidden states.
-
-    Args:
-        model: whole, or some layers of ``load_model``.
-        first_layer, last_layer: the slice.
-        capture: hidden states to store, of layers in the slice, before any norm.
+    Its hooks store the outputs of the captured layers, before any norm, in the pass's plan and, in
+    a slice that is not the first, replace the input of the first layer by the plan's hidden states.
     """
     own = shared_copy(model).eval()
     own.set_attn_implementation(IMPLEMENTATION)
@@ -134,12 +121,11 @@ def slice_model(
 
 
 def _capture(name: HiddenName, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook that stores a layer's output in the plan."""
     kwargs[PLAN].captured[name] = output[0] if isinstance(output, tuple) else output
 
 
 def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook that replaces the embeddings' output by the plan's hidden states."""
+    """Replaces the embeddings' output by the plan's hidden states, as a forward pre-hook."""
     hidden = kwargs[PLAN].hidden
     if args:
         return (hidden, *args[1:]), kwargs
@@ -147,11 +133,7 @@ def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]) -> None:
-    """Checks a slice of ``total`` layers and the hidden states that it is to return.
-
-    Raises:
-        ValueError: for layers outside the model or the slice.
-    """
+    """Checks a slice of ``total`` layers and the hidden states that it is to return."""
     if not 0 <= first < last <= total:
         raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
     for layer, normed in capture:

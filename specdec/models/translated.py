@@ -22,11 +22,7 @@ MODEL = "translated"
 class TranslatedDraft:
     """The draft's runner, and the translation between its vocabulary and the target's.
 
-    Attributes:
-        runner: the draft, all layers.
-        translation: of texts and tokens.
-        vocab_size: V, of the target.
-        weight_bytes: bytes of weights that a pass reads.
+    ``vocab_size`` is V; ``weight_bytes`` are the bytes of weights that a pass reads.
     """
 
     def __init__(
@@ -37,11 +33,7 @@ class TranslatedDraft:
 
     @classmethod
     def from_pair(cls, pair: Any, *, meter: Meter) -> TranslatedDraft:
-        """The pair's ``translated`` model, with ``pair.vocabulary(name)`` of both models.
-
-        Raises:
-            UserError: the pair has none, or the vocabularies have nothing in common.
-        """
+        """Builds the pair's ``translated`` model, which must share tokens with the target."""
         translation = Translation(pair.vocabulary("target"), pair.vocabulary(MODEL))
         runner = pair.runner(MODEL, meter)
         size = sum(p.nbytes for p in pair.model(MODEL).parameters())
@@ -49,7 +41,7 @@ class TranslatedDraft:
 
     @cached_property
     def target_ids(self) -> Tensor:
-        """int64[I]: see ``Translation.target_ids``."""
+        """Returns ``Translation.target_ids``, int64[I]."""
         return torch.from_numpy(self.translation.target_ids).to(self.runner.device)
 
     @cached_property
@@ -57,11 +49,11 @@ class TranslatedDraft:
         return torch.from_numpy(self.translation.draft_ids).to(self.runner.device)
 
     def shared_logits(self, logits: Tensor) -> Tensor:
-        """[W, I] of draft logits [W, U]; a softmax renormalises over the intersection."""
+        """Selects [W, I] from draft logits [W, U]; a softmax renormalises over the intersection."""
         return logits[:, self._draft_ids.to(logits.device)]
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """[W, V] of draft logits [W, U]: -inf for target tokens outside the intersection."""
+        """Maps draft logits [W, U] to [W, V]: -inf for target tokens outside the intersection."""
         full = logits.new_full((len(logits), self.vocab_size), -torch.inf)
         full[:, self.target_ids.to(logits.device)] = self.shared_logits(logits)
         return full

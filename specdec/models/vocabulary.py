@@ -1,4 +1,4 @@
-"""Vocabularies as bytes: what two tokenizers have in common, and text from one to the other.
+"""Vocabularies as bytes: the tokens that two tokenizers share, and text from one to the other.
 
 Shape letters: V target vocabulary, U draft vocabulary, I tokens that both have.
 """
@@ -21,14 +21,14 @@ from specdec.errors import UserError
 from specdec.types import IntArray
 
 _WINDOW = 16  # draft tokens that are tokenised again with each new one, at most
-_CACHED = 1 << 16  # results that are kept
+_CACHED = 1 << 16  # number of cached results
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"  # SentencePiece's mark of a space
 _GAPS = b" \t\n\r"
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (GPT-2): printable bytes stand for themselves."""
+    """Maps characters to bytes as in byte-level BPE (GPT-2), printable bytes to themselves."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -41,27 +41,19 @@ class Vocabulary:
     """A tokenizer's tokens as bytes, and its encoding of a text that continues another.
 
     Attributes:
-        name: how messages call it.
+        name: used in messages.
         tokens: bytes of each token; None for special and unused ones.
         special: content of each special token -> its id.
         opening: tokens that the tokenizer puts before a text.
-        begin: the token that begins a text; None if there is none.
-        end: the token that ends a text; None if there is none.
+        begin, end: the tokens that begin and end a text; None if there are none.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, size: int, end: int | None, name: str
     ) -> None:
-        """Reads a tokenizer.
+        """Reads a fast tokenizer (tokenizer.json) that does not join words itself (WordPiece).
 
-        Args:
-            tokenizer: a fast one (tokenizer.json).
-            size: of the model's vocabulary, which may be padded.
-            end: the token that ends a text.
-            name: how messages call it.
-
-        Raises:
-            UserError: the tokenizer is not a fast one, or joins words itself (WordPiece).
+        ``size`` is that of the model's vocabulary, which may be padded.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -90,18 +82,18 @@ class Vocabulary:
         self._encoder = _continuing(described)
 
     def _drop_unknown(self, model: dict[str, Any]) -> None:
-        """The unknown token stands for no text."""
+        """Removes the unknown token, which has no text."""
         unknown = model.get("unk_token")
         token = model.get("unk_id") if unknown is None else model["vocab"].get(unknown)
         if token is not None and token < len(self.tokens):
             self.tokens[token] = None
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text that continues another: nothing is put before it."""
+        """Tokenises a text that continues another, so that nothing is put before it."""
         return list(self._encoder.encode(text, add_special_tokens=False).ids)
 
     def by_bytes(self) -> dict[bytes, int]:
-        """Bytes of each token -> its id; of equal ones the lowest id."""
+        """Maps the bytes of each token to its id; of equal ones to the lowest id."""
         found: dict[bytes, int] = {}
         for token, data in enumerate(self.tokens):
             if data:
@@ -110,7 +102,7 @@ class Vocabulary:
 
 
 def _reader(decoder: dict[str, Any] | None, name: str) -> Any:
-    """From a token's text to its bytes, by the tokenizer's kind."""
+    """Chooses a function from a token's text to its bytes, by the tokenizer's decoder."""
     kinds = {step["type"] for step in _steps(decoder, "decoders")}
     if "WordPiece" in kinds:
         raise UserError(
@@ -142,7 +134,7 @@ def _steps(node: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
 
 
 def _continuing(described: dict[str, Any]) -> Tokenizer:
-    """The tokenizer without what it puts before a text (spaces, special tokens)."""
+    """Returns the tokenizer without what it puts before a text (spaces, special tokens)."""
     kept = [s for s in _steps(described.get("normalizer"), "normalizers") if s["type"] != "Prepend"]
     before = _steps(described.get("pre_tokenizer"), "pretokenizers")
     for step in before:
@@ -162,11 +154,9 @@ def _continuing(described: dict[str, Any]) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a text in draft tokens.
+    """The end of a text in draft tokens; further text may change the last ``tokens``.
 
-    Attributes:
-        tokens: draft tokens; further text may change the last ones.
-        rest: bytes after them that are not a whole character yet, and no draft tokens.
+    ``rest`` are the bytes after them that are not a whole character yet, and no draft tokens.
     """
 
     tokens: tuple[int, ...]
@@ -174,7 +164,7 @@ class Tail:
 
 
 class Translation:
-    """From a target's tokens to a draft's: the tokens that both have, and text.
+    """Translates a target's tokens to a draft's, by common tokens or by text.
 
     The *token-level intersection* (Timor et al. 2025, arXiv 2502.05202, algorithm 4) has the tokens
     of equal bytes, special tokens of equal content, and the two that end a text.
@@ -190,11 +180,7 @@ class Translation:
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
-        """Intersects two vocabularies.
-
-        Raises:
-            UserError: they have no token in common.
-        """
+        """Intersects two vocabularies; a UserError if they have no token in common."""
         self._target, self._draft = target, draft
         own = draft.by_bytes()
         pairs = {own[data]: token for data, token in target.by_bytes().items() if data in own}
@@ -212,11 +198,10 @@ class Translation:
         self._cached = lru_cache(_CACHED)(self._extended)
 
     def translated(self, tokens: Iterable[int]) -> Tail:
-        """A whole text, such as a prompt.
+        """Translates a whole text, such as a prompt.
 
-        Args:
-            tokens: target tokens. The token that begins the target's texts is replaced by what the
-                draft's tokenizer puts before one.
+        The token that begins the target's texts is replaced by what the draft's tokenizer puts
+        before one.
         """
         ids = list(tokens)
         if ids and ids[0] == self._target.begin:
@@ -232,13 +217,13 @@ class Translation:
         return Tail((*found, *last.tokens), last.rest)
 
     def extended(self, tail: Tail, token: int) -> Tail:
-        """The tail of a text after one more target token; it replaces ``tail``."""
+        """Returns the tail of the text after one more target token; it replaces ``tail``."""
         return self._cached(tail, token)
 
     def num_final(self, tokens: Sequence[int]) -> int:
-        """Number of first draft tokens that further text does not change.
+        """Returns the number of first draft tokens that further text does not change.
 
-        Fewer than all of them, unless there are none: the last word, or the last special token.
+        They end before the last word or the last special token, so at least one token is not final.
         """
         texts = self._draft.tokens
         first = max(0, len(tokens) - _WINDOW)
@@ -266,7 +251,7 @@ class Translation:
         return Tail((*tail.tokens[:start], *new.tokens), new.rest)
 
     def _encoded(self, data: bytes) -> Tail:
-        """Whole characters by the draft's tokenizer, further bytes one by one if it has them."""
+        """Encodes whole characters, then further bytes one by one if the draft has such tokens."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(data)
         rest = decoder.getstate()[0]
@@ -285,12 +270,12 @@ _GAPS_SET = frozenset(_GAPS[at : at + 1] for at in range(len(_GAPS)))
 
 
 def _continues(data: bytes | None) -> bool:
-    """Whether a token begins within a character of UTF-8."""
+    """Returns whether a token begins within a character of UTF-8."""
     return bool(data) and data is not None and 0x80 <= data[0] < 0xC0
 
 
 def _specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """Special target token -> draft token: equal content, and the two ends of text."""
+    """Maps special target tokens to draft tokens of equal content, and the ends of text."""
     there = draft.special
     found = {token: there[text] for text, token in target.special.items() if text in there}
     if (
