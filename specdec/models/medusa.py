@@ -102,7 +102,7 @@ class MedusaHeads:
 
 
 class MedusaHead:
-    """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for the target's output head."""
+    """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for that of the target."""
 
     def __init__(self, target: PreTrainedModel, weights: Weights) -> None:
         self._output = target.get_output_embeddings()
