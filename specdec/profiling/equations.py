@@ -63,7 +63,7 @@ def eq2_tbt(step: float, num_stages: int, hit: float) -> float:
 
 
 def plain_latency(times: StepTimes) -> float:
-    """PipeDec 2.4, plain decoding: a token takes N computations and N - 1 transfers."""
+    """PipeDec 2.4, plain decoding: N computations, N - 1 transfers; ``times`` are of width 1."""
     num = len(times.stages)
     return num * times.compute + (num - 1) * times.transfer
 
