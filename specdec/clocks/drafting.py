@@ -1,5 +1,3 @@
-"""A context manager that marks the controller's work as drafting."""
-
 from __future__ import annotations
 
 from specdec.clocks.interface import Clock

@@ -103,13 +103,10 @@ class Prices:
         return self._of[kind][num_tokens]
 
     def of(self, kind: Work) -> Mapping[int, float]:
-        """Returns a mapping from any number of tokens to seconds."""
         return self._of[kind]
 
 
 class _KnownPrices(dict[int, float]):
-    """Maps numbers of tokens to seconds; reads the profile on the first use of a number."""
-
     def __init__(self, profile: LatencyProfile, kind: Work, scale: float) -> None:
         super().__init__()
         self._profile, self._kind, self._scale = profile, kind, scale

@@ -59,7 +59,6 @@ class Timeline:
             self.spans.append(Span(rank, kind, start_s, seconds, tokens, self.step, work_s))
 
     def take(self) -> tuple[Span, ...]:
-        """Returns the spans and removes them from the timeline."""
         spans = tuple(self.spans)
         self.spans.clear()
         return spans
@@ -90,7 +89,6 @@ class ClockReport:
 
     @staticmethod
     def from_json(report: Mapping[str, Any]) -> ClockReport:
-        """Inverts ``dataclasses.asdict``, also after a round trip through JSON."""
         return ClockReport(**{**report, "spans": tuple(Span(**s) for s in report["spans"])})
 
 

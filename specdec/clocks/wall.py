@@ -70,12 +70,8 @@ class MeasuredClock(WallClock):
         rank: int = CONTROLLER,
         timeline: Timeline | None = None,
     ) -> None:
-        """Starts at time 0.
-
-        Args:
-            meter: gives the start of work and receives waits; None creates one.
-            rank: rank of this process; charges of other ranks are ignored.
-            timeline: receives this rank's spans.
+        """``meter`` gives the start of work and receives waits. Charges of ranks other than
+        ``rank`` are ignored.
         """
         self.rank = rank
         self.timeline = timeline
@@ -175,13 +171,7 @@ class PacedClock(MeasuredClock):
         rank: int = CONTROLLER,
         timeline: Timeline | None = None,
     ) -> None:
-        """Starts at time 0.
-
-        Args:
-            profile: costs of work; kinds without a price take their real time.
-            scale: factor of every cost.
-            meter, rank, timeline: see ``MeasuredClock``.
-        """
+        """``scale`` multiplies every cost; kinds of work without a price take their real time."""
         super().__init__(meter=meter, rank=rank, timeline=timeline)
         self.profile = profile
         self.scale = scale

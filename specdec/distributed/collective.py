@@ -41,7 +41,6 @@ class RankCollective(Collective):
 
         Args:
             group: a ProcessGroupGloo or ProcessGroupNCCL with as many processes as ``peers``.
-            rank: index of this process in ``group``.
             peers: global ranks of the group's processes.
             timeout: per operation; gloo only.
             wire: device to which tensors are copied for the operation (default: none, in place).

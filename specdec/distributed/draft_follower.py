@@ -45,11 +45,7 @@ class Call(IntEnum):
 
 
 class CallList:
-    """Records calls since the last forward pass, packed for sending.
-
-    Attributes:
-        parts: arrays to be concatenated.
-    """
+    """Records calls since the last forward pass, packed for sending."""
 
     def __init__(self) -> None:
         self.parts: list[IntArray] = []
@@ -112,14 +108,7 @@ class DraftSession:
         pair: ModelPair,
         join: Callable[[Sequence[int]], Collective],
     ) -> None:
-        """Loads this rank's share of the draft.
-
-        Args:
-            rank: a rank of the plan other than 0.
-            plan: the participating ranks.
-            pair: the plan's model, on this rank.
-            join: joins the tensor-parallel group of the given ranks.
-        """
+        """Loads this rank's share of the draft; ``join`` connects the given ranks."""
         from specdec.pairs import HuggingFacePair
 
         assert isinstance(pair, HuggingFacePair), "only pairs with a draft model share it"
@@ -147,7 +136,6 @@ class DraftSession:
                 self._cache_call(call, reader, rows)
 
     def report(self) -> dict[str, object]:
-        """Returns the clock's report and the number of rows computed, as plain values."""
         return {"clock": asdict(self._clock.report()), "rows": self.rows}
 
     def _cache_call(self, call: int, reader: Reader, rows: list[Rows]) -> None:

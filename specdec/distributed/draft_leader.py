@@ -42,9 +42,6 @@ class DraftGroup:
         """Starts or joins the ranks and loads a share of the draft on each.
 
         Args:
-            plan: the participating ranks.
-            pair: the plan's model, on rank 0.
-            meter: counts every forward pass.
             num_ranks: number of ranks besides rank 0 in the whole run.
             timeout_s: the run fails when a forward pass takes longer.
 

@@ -73,12 +73,9 @@ class DistributedExecutor(Executor):
         """Starts or joins the ranks and makes them load their layers.
 
         Args:
-            plan: each rank's part.
             clock: rank 0's clock. A paced clock ends each step at the time given by its profile.
-            meter: measures the time that rank 0 waits for answers.
             timeout_s: the run fails when no rank has made progress for this long.
             draft: ranks that share the draft; shut down with this executor.
-            group_number: see ``GroupHandle``.
 
         Raises:
             RankFailure: a rank ends while it loads.
@@ -97,7 +94,7 @@ class DistributedExecutor(Executor):
         self._in_flight = InFlightRows()
         self._tick = self._step = -1
         self._opens, self._closes = list[OpenedRequest](), list[int]()
-        self._packed_entry = _NO_TOKENS  # the step's packed entry
+        self._packed_entry = _NO_TOKENS
         self._due: Batch | None = None  # batch that the last rank answers in this step
         self._last_rank = len(plan.ranks)
         self._side_parts = {
@@ -295,7 +292,6 @@ class DistributedExecutor(Executor):
         return self._tick + 1 - stage
 
     def _record_batch(self, stage: int, tick: int) -> None:
-        """Records the batch that a stage computes in step ``tick``."""
         batch = self._in_flight.alive(tick + 1 - stage)
         if batch is not None:
             self._stage_batches[stage, tick + 1 - stage] = batch
@@ -351,11 +347,10 @@ class DistributedExecutor(Executor):
         return output if batch is None else with_hidden(output, batch, captured)
 
     def _is_open(self, entered: int, request_id: int) -> bool:
-        # A busy copy of the target is closed before it commits.
+        # With executor=replicated, a busy copy is closed before it commits.
         return request_id not in self._closes and self._in_flight.is_open(request_id, entered)
 
 
 def _states(reply: Reply, rows: Batch, names: Sequence[HiddenName]) -> InFlight:
-    """Combines the hidden states of a reply with their rows."""
     states = read_hidden(reply, rows, names)
     return InFlight(rows, states[names[0]], states)

@@ -29,13 +29,7 @@ class FailureDetector:
     """
 
     def __init__(self, *, store: dist.Store, size: int, processes: Processes | None) -> None:
-        """Watches heartbeats only after ``start``.
-
-        Args:
-            store: shared by all ranks.
-            size: number of ranks, rank 0 included.
-            processes: the ranks' processes; None if a launcher has started them.
-        """
+        """``size`` includes rank 0; ``processes`` is None if a launcher has started the ranks."""
         self._store = store
         self._ranks = range(1, size)
         self._processes = processes

@@ -101,7 +101,6 @@ def _sockets(ends: dict[int, int]) -> dict[int, Sockets]:
 
 
 def _close(sockets: Iterable[Sockets]) -> None:
-    """Closes this process's copies of the sockets."""
     for owned in sockets:
         for end in (owned.control, owned.before, owned.after):
             if end is not None:

@@ -51,11 +51,8 @@ class RankGroup:
     ) -> None:
         """Waits for the ranks and connects to them.
 
-        Args:
-            store: shared by all ranks.
-            size: number of ranks, rank 0 included.
-            loopback: whether all ranks are on this machine.
-            processes: the ranks' processes; None if a launcher has started them.
+        ``processes`` is None if a launcher has started the ranks; ``loopback`` says whether all of
+        them are on this machine.
         """
         self.size = size
         self.alive = True
@@ -73,7 +70,6 @@ class RankGroup:
         timed_runs.observe(self)
 
     def _connect(self, loopback: bool) -> dict[int, ControlLink]:
-        """Returns rank -> its control link."""
         if self._processes is not None:
             ends = self._processes.sockets.items()
             return {rank: SocketLink(end, rank, timeout_s=_SEND_S) for rank, end in ends}

@@ -42,15 +42,6 @@ class Keepers:
     def __init__(
         self, *, group: RankGroup, session: int, rank: int, meter: Meter, timeout_s: float
     ) -> None:
-        """Connects to the last rank of a session.
-
-        Args:
-            group: the ranks.
-            session: the session's number.
-            rank: the last rank.
-            meter: measures the time that rank 0 waits.
-            timeout_s: the run fails when no rank has made progress for this long.
-        """
         self._group = group
         self._session = session
         self._rank = rank
@@ -83,8 +74,6 @@ class KeeperOfRequest:
     """Access to the kept rows of one request; implements ``specdec.device.RowKeeper``.
 
     Attributes:
-        request: request id.
-        transform: the request's sampling transform.
         ask: sends the body of a ``QUERY`` and returns the reply.
     """
 
@@ -147,7 +136,6 @@ class KeptRows:
         return tuple(left), None if none else KeptValues(values, logits.shape[1])
 
     def answer(self, packed: IntArray) -> Reply:
-        """Returns the reply to a ``QUERY``."""
         reader = Reader(packed)
         request = reader.ints(1)[0]
         node_ids, tokens = reader.array(), reader.array()
@@ -158,7 +146,6 @@ class KeptRows:
         return Reply(Kind.ROWS, values.view(np.int64))
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Drops the rows of pruned and retired nodes."""
         self._rows.commit(commits)
 
     def close(self, request_id: int) -> None:

@@ -39,8 +39,6 @@ class Processes:
         """Starts the processes; they connect to the store at ``address``:``port`` themselves.
 
         Args:
-            address, port: of the rendezvous store.
-            size: number of ranks, rank 0 included.
             threads: torch threads per rank; None divides the machine's cores among the ranks.
             logs: folder for the ranks' logs (default: temporary, removed with the ranks).
         """

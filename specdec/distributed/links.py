@@ -66,13 +66,7 @@ class GlooLink:
     """A link over a process group; its connections end with the process."""
 
     def __init__(self, group: Group, peer: int, *, max_pending: int) -> None:
-        """Connects this rank with rank 0, or rank 0 with ``peer``.
-
-        Args:
-            group: process group of all ranks.
-            peer: the other rank.
-            max_pending: see ``Sender``.
-        """
+        """Connects this rank with rank 0, or rank 0 with ``peer``."""
         self._group, self._peer = group, peer
         self._sender = Sender(group, max_pending=max_pending)
         self._tags = (Tag.REPLY, Tag.CONTROL) if peer == 0 else (Tag.CONTROL, Tag.REPLY)
@@ -107,12 +101,9 @@ class SocketLink:
     """A link over one end of a socket pair."""
 
     def __init__(self, end: socket.socket, peer: int, *, timeout_s: float | None = None) -> None:
-        """Takes ownership of a blocking stream socket.
+        """Takes ownership of a blocking stream socket that is connected to ``peer``.
 
-        Args:
-            end: connected to ``peer``.
-            peer: the other rank.
-            timeout_s: how long ``send`` waits for a peer that does not read. Default: no limit.
+        ``timeout_s`` limits how long ``send`` waits for a peer that does not read.
         """
         self._socket, self._peer = end, peer
         self._wait_ms = None if timeout_s is None else timeout_s * 1e3
@@ -169,7 +160,6 @@ class SocketLink:
             self._send_rest(data.cast("B")[sent:])
 
     def _send_rest(self, data: memoryview) -> None:
-        """Waits until the socket has taken the rest of a message."""
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
         try:
@@ -184,7 +174,7 @@ class SocketLink:
     def _fill(self, data: memoryview) -> None:
         while len(data):
             if not self._unread:
-                if len(data) >= _BUFFER_BYTES:  # straight to its place
+                if len(data) >= _BUFFER_BYTES:  # read into place, without a copy
                     data = data[self._receive(data) :]
                     continue
                 self._unread = self._buffer[: self._receive(self._buffer)]
@@ -193,7 +183,6 @@ class SocketLink:
             data, self._unread = data[num:], self._unread[num:]
 
     def _receive(self, into: memoryview) -> int:
-        """Waits for bytes; returns how many were stored."""
         try:
             num = self._socket.recv_into(into)
         except OSError as error:  # closed by this process, among others

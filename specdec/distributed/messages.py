@@ -112,7 +112,6 @@ def pack_json(kind: Kind, session: int, content: Any) -> IntArray:
 
 
 def unpack_json(packed: IntArray) -> Any:
-    """Reads the body of a message made by ``pack_json``."""
     return json.loads(Reader(packed).bytes())
 
 
@@ -137,7 +136,6 @@ def pack_tree(rows: TreeRows) -> list[IntArray]:
 
 
 def unpack_entry(packed: IntArray) -> Entry:
-    """Reads the content of a BEGIN message."""
     return Reader(packed).entry()
 
 
@@ -150,7 +148,6 @@ def pack_ending(commits: Sequence[Commit], num_pruned: int) -> list[IntArray]:
 
 
 def pack_commit(commit: Commit) -> list[IntArray]:
-    """Packs a commit as arrays to be concatenated."""
     numbers = _ints(
         commit.request,
         commit.step,
@@ -166,7 +163,6 @@ def pack_commit(commit: Commit) -> list[IntArray]:
 
 
 def unpack_ending(packed: IntArray) -> Ending:
-    """Reads the content of an END message."""
     reader = Reader(packed)
     num_pruned, num_commits = reader.ints(2)
     commits = tuple(reader.commit() for _ in range(num_commits))
@@ -216,7 +212,6 @@ class Reader:
         return self.raw(count).tolist()
 
     def raw(self, count: int) -> IntArray:
-        """Reads ``count`` values as an array."""
         start = self._at
         self._at = start + count
         return self._words[start : self._at]

@@ -24,9 +24,7 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
     exchange tensors through the host, because NCCL refuses them.
 
     Args:
-        layout: placement of the target and of the draft.
         num_processes: all ranks, rank 0 (controller and draft) included.
-        num_gpus: GPUs of the machine.
     """
     if num_processes - layout.shared <= num_gpus or _LOCAL_RANK in os.environ:
         return  # with a launcher there may be other machines: each process checks its own

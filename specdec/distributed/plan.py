@@ -35,12 +35,10 @@ class RankPlan:
 
     @property
     def has_side_outputs(self) -> bool:
-        """Whether it sends exits or hidden states to rank 0."""
         return bool(self.exits or self.hidden or self.early)
 
     @property
     def captured(self) -> tuple[HiddenName, ...]:
-        """Hidden states that its layers return."""
         return self.hidden + self.early
 
 
@@ -86,11 +84,9 @@ class SessionPlan(_Plan):
         ranks: parts of ranks 1 .. N.
         degree: number of ranks that share each layer; rank r receives rows from rank r - degree.
         num_ranks: number of ranks besides rank 0 in the run: N, plus ranks used by the draft only.
-        seed: key of the target's draws.
         needs_probs: whether answers include distributions.
         num_blocks, block_tokens: size of each rank's paged cache; ``num_blocks`` None: not paged.
         exits: None without early exits.
-        trace: whether ranks record timelines.
         shared_with_draft: whether the draft uses the same devices in turns.
     """
 
@@ -107,7 +103,6 @@ class SessionPlan(_Plan):
 
     @property
     def members(self) -> range:
-        """Ranks of the pipeline."""
         return range(1, len(self.ranks) + 1)
 
     @property

@@ -36,7 +36,6 @@ class Ranks:
             model, clock: nodes of a resolved configuration, from which ranks build their own parts.
             timeout_s: the run fails when no rank has made progress for this long.
             threads: torch threads per rank; None divides the machine's cores among the ranks.
-            trace: whether ranks record timelines.
         """
         self._timeout_s = timeout_s
         self._model = model

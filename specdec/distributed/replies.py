@@ -55,7 +55,6 @@ class Reply:
     rows: torch.Tensor | None = None
 
     def pack(self, session: int, tick: int) -> IntArray:
-        """Returns the control message."""
         second = [0, 0, 0]
         if self.rows is not None:
             second = [_DTYPES.index(self.rows.dtype), *self.rows.shape]

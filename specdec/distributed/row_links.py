@@ -64,11 +64,7 @@ def fit_socket(width: int, dtype: torch.dtype) -> bool:
 
 
 class SocketRowSender:
-    """Sends rows over a blocking stream socket.
-
-    Attributes:
-        num_bytes: bytes sent so far.
-    """
+    """Sends rows over a blocking stream socket."""
 
     def __init__(self, end: socket.socket, peer: int) -> None:
         self._socket, self._peer = end, peer
@@ -128,14 +124,7 @@ class GroupRowSender:
     """Sends rows over a process group, in the chunks that ``GroupRowReceiver`` expects."""
 
     def __init__(self, sender: Sender, peer: GroupPeer, tag: int, device: torch.device) -> None:
-        """Connects to the receiving rank.
-
-        Args:
-            sender: the group's sender.
-            peer: the receiving rank.
-            tag: of the session.
-            device: device to which rows are copied first.
-        """
+        """Rows are copied to ``device`` before they are sent; ``tag`` is that of the session."""
         self._sender, self._peer, self._tag, self._device = sender, peer, tag, device
 
     def send(self, rows: torch.Tensor) -> None:
@@ -145,7 +134,7 @@ class GroupRowSender:
             for start in range(0, len(rows), _CHUNK_ROWS):
                 part = rows[start : start + _CHUNK_ROWS]
                 self._sender.send(part, self._peer.index, self._tag)
-        except PeerLost as error:  # by the rank's place in the group
+        except PeerLost as error:  # names the index within the group
             raise PeerLost(self._peer.rank) from error
 
 
@@ -166,15 +155,7 @@ class GroupRowReceiver:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocates the buffers and posts the first receive.
-
-        Args:
-            group: gloo for a CPU, NCCL for a GPU.
-            peer: the sender.
-            tag: of the session.
-            width: E.
-            dtype, device: of the rows.
-        """
+        """``group`` is gloo for a CPU and NCCL for a GPU; ``width`` is E."""
         self._group = group
         self._peer = peer
         self._tag = tag

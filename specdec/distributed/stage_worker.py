@@ -75,14 +75,9 @@ class StageSession:
         """Combines the parts of this rank.
 
         Args:
-            rank: this rank, from 1.
-            plan: the session's plan.
-            stage: this rank's layers.
             answerer: samples the target's tokens; on the last rank only.
             exits: reads early exits; on ranks that have some.
             kept: keeps distributions; on the last rank, if a part needs them.
-            clock: this rank's clock.
-            links: connections to other ranks.
         """
         part, previous = plan.ranks[rank - 1], rank - plan.degree
         self._rank = rank
@@ -142,7 +137,6 @@ class StageSession:
         self._links.send_reply(number, self._kept.answer(packed))
 
     def report(self) -> dict[str, object]:
-        """Returns the clock's report and the number of rows computed, as plain values."""
         return {"clock": asdict(self._clock.report()), "rows": self.rows}
 
     def _set_step(self, step: int) -> None:
@@ -217,7 +211,6 @@ class StageSession:
             self._links.release_rows()
 
     def _transmit(self) -> None:
-        """Sends the surviving rows to the next rank."""
         computed, self._computed = self._computed, None
         num_rows = 0 if computed is None else computed[1].batch.num_tokens
         if computed is not None and num_rows:
@@ -240,9 +233,6 @@ def build_session(
     """Builds one rank's part of a session.
 
     Args:
-        rank: this rank, from 1.
-        plan: the session's plan.
-        pair: the plan's models, on this rank's device.
         make_links: connects the stage with other ranks.
         join: joins the ranks that share layers; needed for tensor parallelism.
     """
@@ -277,7 +267,6 @@ def _load_stage(
     meter: Meter,
     join: Callable[[Sequence[int]], Collective] | None,
 ) -> Stage:
-    """Loads a rank's layers, or its share of them, with its exit heads."""
     from specdec.pairs import HuggingFacePair
 
     if part.peers and isinstance(pair, HuggingFacePair):

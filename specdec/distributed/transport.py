@@ -30,7 +30,6 @@ NO_TIMEOUT = timedelta(days=300)
 """Timeout of ranks other than 0: only rank 0 gives up waiting and ends the group."""
 
 CONNECT_TIMEOUT = timedelta(seconds=120)
-"""Timeout for ranks to join a group."""
 
 CPU = torch.device("cpu")
 FRAME_WORDS = 2048
@@ -81,8 +80,6 @@ def collective_group(
     Args:
         store: shared by these ranks only.
         index, size: position of this rank in the subset, and size of the subset.
-        device: device of the tensors.
-        loopback: see ``control_group``.
     """
     if device.type == "cpu":
         return _gloo(store, index, size, loopback=loopback)
@@ -104,7 +101,6 @@ def wire_device(
         store: shared by all participants, each of which calls this once.
         me: this rank's name in the store.
         others: the names of all participants; may include ``me``.
-        device: device of this rank's model.
     """
     is_cpu = device.type == "cpu"
     store.set(f"gpu/{me}", _NO_GPU if is_cpu else gpu_id(device))
@@ -159,11 +155,7 @@ def wait_for(work: dist.Work, on: torch.Tensor, timeout: timedelta = NO_TIMEOUT)
 
 
 class Sender:
-    """Sends asynchronously and keeps tensors alive until they have been sent.
-
-    Attributes:
-        num_bytes: bytes sent so far.
-    """
+    """Sends asynchronously and keeps tensors alive until they have been sent."""
 
     def __init__(self, group: Group, *, max_pending: int) -> None:
         """``max_pending``: number of incomplete sends beyond which a send waits for the oldest."""

@@ -130,14 +130,7 @@ class Worker:
         loopback: bool,
         sockets: Sockets | None = None,
     ) -> None:
-        """Joins the group.
-
-        Args:
-            store: shared by all ranks.
-            rank, size: this rank and the number of ranks, 1 <= rank < size.
-            loopback: see ``control_group``.
-            sockets: to other ranks; None: all messages go over process groups.
-        """
+        """Joins the group; without ``sockets``, all messages go over process groups."""
         self.rank = rank
         self.size = size
         self._store = store
@@ -299,7 +292,6 @@ class Worker:
         )
 
     def _join(self, peers: Sequence[int]) -> Collective:
-        """Joins the ranks that share layers, on this rank's device."""
         index = torch.cuda.current_device() if self._on_gpu else None
         device = torch.device("cpu") if index is None else torch.device("cuda", index)
         return self._connections.join(peers, device)
@@ -343,7 +335,6 @@ class Worker:
 
 
 def _log(text: str) -> None:
-    """Prints a line with the time to the rank's log."""
     now = datetime.now().isoformat(sep=" ", timespec="milliseconds")
     print(f"{NOTE}{now} {text}", flush=True)  # noqa: T201 - standard output is the log
 

@@ -265,7 +265,6 @@ class EarlyExitExecutor(LocalExecutor):
         """Places all layers on the controller's device; a latency profile prices them as stages.
 
         Args:
-            models: sizes of the target.
             stages: number of stages that are priced. Default: ceil(layers / exit layer).
         """
         stages = stages or -(-models.num_layers // models.exit_layer)
@@ -311,8 +310,6 @@ class EarlyExitExecutor(LocalExecutor):
         Args:
             front: shared with the source; it charges the clock for its own passes.
             rest: the layers after the front's last exit.
-            answerer: turns the logits of ``rest`` into answers.
-            clock: charged for each pass of ``rest``.
             stages: number of stages of the latency profile that ``rest`` is charged as.
         """
         stage = _WholeTarget(front, rest)

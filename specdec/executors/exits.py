@@ -147,7 +147,6 @@ class ExitReader:
 
         Args:
             num_candidates: maximum number of candidates per node, K.
-            draws: keyed draws of the run.
             sample: sample candidates and return their distributions (for rejection verifiers)
                 instead of taking the most probable ones.
         """
@@ -166,9 +165,7 @@ class ExitReader:
         """Returns the candidates of every tree row at the exit after ``layer`` layers.
 
         Args:
-            batch: the rows.
             logits: [W, V] in the order of ``batch.trees``.
-            layer: number of target layers before the exit.
         """
         exits, start = [], 0
         for rows in batch.trees:

@@ -149,7 +149,6 @@ class PipelinePlan(ExecutorPlan):
         )
 
     def bounds(self, models: ModelPair, exit_layer: int | None) -> list[tuple[int, int]]:
-        """See ``layer_bounds``."""
         return layer_bounds(models, self.layout, exit_layer)
 
 
@@ -177,8 +176,6 @@ def layer_bounds(
     (PPSD 4.1).
 
     Args:
-        models: the target's sizes.
-        layout: the devices.
         exit_layer: number of layers before the first exit; None without exits.
     """
     num_layers, num_devices = models.num_layers, sum(layout.devices)

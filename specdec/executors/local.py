@@ -37,8 +37,6 @@ class LocalExecutor(Executor):
         """Combines the parts of the target.
 
         Args:
-            stage: the whole target.
-            answerer: turns its logits into answers.
             clock: charged per pass, for the stages and one output head.
             stages: number of stages of the latency profile that the layers are charged as.
             hidden, early_hidden: hidden states that ``stage`` captures.

@@ -61,7 +61,6 @@ class ModelPair:
             whole target has already (the matrices of the target that an EAGLE head uses).
         head_cost: cost of the output head in layers: its number of weights over that of a layer.
         max_positions: number of positions of the target; None for no limit.
-        eos_ids: end-of-sequence tokens.
         tokenizer: of all models; None: prompts are random tokens, and ``data=`` is not read.
         dtype: of the weights: float64, float32, bfloat16 or float16; None without weights.
         device: torch's name of the models' device.
@@ -91,19 +90,14 @@ class ModelPair:
     ) -> Stage:
         """Loads the target's layers ``first`` .. ``last`` (exclusive).
 
-        Args:
-            first, last: half-open range of layers.
-            meter: counts the passes.
-            capture: hidden states of these layers that every pass returns.
+        ``capture`` names hidden states of these layers that every pass returns.
         """
         raise NotImplementedError
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
         """Returns the object that turns the target's logits into answers.
 
-        Args:
-            draws: keyed draws of the run.
-            needs_probs: whether answers include the whole target distribution.
+        ``needs_probs`` says whether answers include the whole target distribution.
         """
         return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
@@ -144,10 +138,6 @@ class ModelPair:
         which ``part`` gives layers, norm and output matrix of the target, ``heads_folder`` the
         folder of trained heads and ``token_samples()`` text for n-gram counts.
 
-        Args:
-            kind: the class.
-            options: keyword arguments of ``kind.from_pair``, such as a number of heads.
-
         Raises:
             UserError: the pair cannot provide it.
         """
@@ -159,8 +149,7 @@ class ModelPair:
     def sequences(self, model: str) -> Any:
         """Returns the target's given tokens and a model's ranks of them, for ``SyntheticSource``.
 
-        Args:
-            model: "draft" or "middle".
+        ``model`` is "draft" or "middle".
 
         Returns:
             A ``specdec.sources.hit_law.HiddenPair``.
@@ -181,10 +170,9 @@ class ModelPair:
         return {}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
-        """Replaces draft models in the source's configuration node by the pair's own draft.
+        """Replaces draft models in the node of the source by the pair's own draft.
 
-        Args:
-            source, policy: configuration nodes.
+        ``source`` and ``policy`` are configuration nodes.
 
         Raises:
             UserError: the pair's draft cannot serve them.

@@ -58,11 +58,8 @@ class PipelineExecutor(Executor):
         """Combines the stages.
 
         Args:
-            stages: first to last.
-            answerer: turns the last stage's logits into answers.
             clock: charged per stage and step for compute, pruning and transfer.
             exits: turns the logits of exit heads into proposals (PPSD Alg. 1).
-            hidden, early_hidden: hidden states that the stages capture.
             devices: number of devices of each stage, for the clock. Default: one each.
         """
         self.hidden = hidden
@@ -242,7 +239,6 @@ class PipelineExecutor(Executor):
         return {rank: rank for rank in range(1, len(self._stages) + 1)}
 
     def _rows(self) -> list[int]:
-        """Returns the number of rows in each stage's batch."""
         return [0 if slot is None else slot.batch.num_tokens for slot in self._slots]
 
 
@@ -286,7 +282,6 @@ class StepCharges:
         return any(self._clock.busy(rank) for rank in self._ranks)
 
     def due_s(self) -> float | None:
-        """Returns when the slowest stage ends; None on a measured clock."""
         ends = [self._clock.ends_s(rank) for rank in self._ranks]
         return max((at for at in ends if at is not None), default=None)
 

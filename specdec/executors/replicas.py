@@ -52,12 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasPlan(ExecutorPlan):
-    """Copies of the target before they are built.
-
-    Attributes:
-        copies: one plan per copy.
-        distributed: whether every copy is a separate process.
-    """
+    """The plans of the copies, before they are built."""
 
     copies: tuple[PipelinePlan, ...]
     distributed: bool
@@ -86,7 +81,6 @@ class ReplicasExecutor(Executor):
         """Plans the copies; nothing is loaded.
 
         Args:
-            models: the model pair.
             replicas: number of copies, one device each.
             transport: "distributed" runs every copy in a separate process.
             timeout_s: a distributed run fails when no rank has made progress for this long.
@@ -273,7 +267,6 @@ class ReplicasExecutor(Executor):
         return tree_rows(request, slots) if len(slots) else None
 
     def _wait(self, busy: Sequence[TargetCopy]) -> None:
-        """Waits for the first of the busy copies to finish."""
         due = [copy.due_s for copy in busy if copy.due_s is not None]
         if due:
             self._clock.wait_until(min(due))
@@ -411,7 +404,6 @@ class TargetCopy:
 
 
 def _only(answers: Answers, ids: IntArray) -> Answers:
-    """Selects the answers to the nodes ``ids``."""
     rows = np.flatnonzero(np.isin(answers.node_ids, ids))
     return Answers(
         request=answers.request,

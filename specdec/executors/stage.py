@@ -295,8 +295,6 @@ def split_layers(
     The last stage also computes the output head, so it gets fewer layers (two fewer in the papers).
 
     Args:
-        num_layers: number of layers of the target.
-        num_stages: number of stages, at most ``num_layers``.
         head_layers: cost of the output head in layers; the split minimizes the cost of the slowest
             stage.
     """

@@ -52,7 +52,6 @@ class ServingRules:
         """Builds the rules from the configuration node ``serving``.
 
         Args:
-            feeding, kv_tokens, block_tokens: see the class.
             prefill: "first" sets ``prefill_first``.
             arrivals, rate_per_s: only checked here; ``arrival_times`` reads them for the requests.
             _scheduler: keys of a scheduler outside this library; ignored.
