@@ -204,9 +204,9 @@ def two_level_attention(
 ) -> Tensor:
     """Attends to the prefix, the first ``split`` slots, and to the tree, and merges both results.
 
-    PipeDec Alg. 1 concatenates the scores of both parts and takes one softmax. Merging the
-    normalised parts by their log-sum-exp is the same function and needs no mask for the long
-    prefix. ``mask`` [R, C] must be 0 in the columns before ``split``.
+    PipeDec Alg. 1 takes one softmax of both parts' scores. Merging the normalised parts by their
+    log-sum-exp is the same function and needs no mask for the long prefix. ``mask`` [R, C] must be
+    0 in the columns before ``split``.
     """
     prefix = query, key[:, :, :split], value[:, :, :split]
     tree = query, key[:, :, split:], value[:, :, split:]

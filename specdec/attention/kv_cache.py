@@ -26,10 +26,9 @@ EMPTY: IntArray = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The rows of one request in one forward pass, and their slots in its cache.
+    """The rows of one request in one forward pass; ``start`` is the slot of the first in ``cache``.
 
     Attributes:
-        cache: the rows occupy its slots ``start .. start + len(self) - 1``.
         tokens: int64[R], prefix rows first, then tree nodes.
         positions: int64[R], absolute positions.
         node_ids: int64[W].

@@ -67,9 +67,8 @@ class ScoreOptions:
 class Step:
     """The plan of one pass, as the attention function and the runner's hooks use it.
 
-    Attributes:
-        captured: name -> hidden states [1, sum R, E], filled by the runner's hooks.
-        hidden: [1, sum R, E], input of the first layer of a slice that is not the first; else None.
+    ``captured`` maps names to hidden states [1, sum R, E], filled by hooks. ``hidden``, [1, sum R,
+    E], is the input of the first layer of a slice that is not the first, else None.
     """
 
     def __init__(self, *, first_layer: int, hidden: Tensor | None) -> None:
@@ -202,7 +201,7 @@ def host_mask(rows: Rows, window: int | None) -> npt.NDArray[Any] | None:
 
 
 class AttentionStep(Step):
-    """The plan of one uncaptured pass: each request's rows, cache and masks."""
+    """The plan of one pass that is neither captured nor exact."""
 
     def __init__(
         self,

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from specdec.errors import UserError
 
 MAX_ROWS = 64
-"""The kernel runs passes of at most this many rows; cuBLAS is faster for more, with larger tiles.
-"""
+"""Larger passes run through cuBLAS, which multiplies many rows in larger tiles."""
 
 _MIN_DOT = 16  # smallest dimension of a product on tensor cores
 _BLOCK_OUT = 32

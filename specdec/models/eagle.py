@@ -139,8 +139,7 @@ def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # 
 class EagleHead(nn.Module):
     """The modules of a head; parameters are named as in ``layers.0.*`` checkpoints.
 
-    ``target_ids``, int64[U], is a buffer with the target's id of each draft token, or None if they
-    are equal.
+    ``target_ids``, int64[U], maps draft tokens to the target's ids; None if they are equal.
     """
 
     target_ids: Tensor | None
@@ -154,9 +153,8 @@ class EagleHead(nn.Module):
     ) -> None:
         """Creates the head, with weights as torch initialises them.
 
-        Args:
-            embedding: [V, E], the target's embedding matrix; needed unless ``own_embedding``.
-            output: [.., E] -> [.., V], the target's output head; needed unless ``own_output``.
+        ``embedding`` [V, E] and ``output`` ([.., E] -> [.., V]) are the target's; each is needed
+        unless the head has its own.
         """
         super().__init__()
         self.config = config
@@ -228,10 +226,9 @@ class EagleHead(nn.Module):
 
         Args:
             tokens: int64[B, T].
-            states: [B, T, E], of the position before each token: results of ``states`` or of
-                ``fed_back``.
+            states: [B, T, E], results of ``states`` or ``fed_back`` for the position before each
+                token.
             positions: int64[B or 1, T].
-            attend: attention of a layer. Default: causal over the sequence.
         """
         embedded = self.embed(tokens)
         rotation = self.rotary(embedded, positions)
@@ -319,7 +316,6 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
 
     def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Maps inputs [B, T, width] to [B, T, E]."""
         query, key, value = (
             projection(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)

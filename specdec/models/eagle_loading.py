@@ -74,7 +74,6 @@ class HeadFiles:
         self.version: Literal[1, 3] = _version(self.folder, self.config, self.shapes)
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor by its name in ``shapes``."""
         path, stored = self._places[name]
         with _opened(path) as file:
             tensor: Tensor = file.get_tensor(stored)
@@ -92,11 +91,10 @@ class HeadFiles:
         return missing * vocab_size * self.shapes["fc.weight"][0]
 
     def head_config(self, target: Any) -> EagleConfig:
-        """Returns sizes and variants of the head for a target, given transformers' config of the
+        """Returns the head's sizes and variants, or refuses a head that cannot belong to the
         target.
 
-        Raises:
-            UserError: the head cannot belong to the target.
+        ``target`` is transformers' config.
         """
         text, raw, shapes = target.get_text_config(), self.config, self.shapes
         layer = raw.get("transformer_layer_config") or raw
@@ -175,9 +173,8 @@ def load_head(
     embedding: Tensor,
     output: nn.Module | None,
 ) -> EagleHead:
-    """Loads a head in evaluation mode and without gradients.
-
-    A stored embedding matrix that equals the target's is not kept twice.
+    """Loads a head in evaluation mode and without gradients; an embedding equal to the target's is
+    shared.
 
     Args:
         config: ``files.head_config(target)``, perhaps with another reading of its variants.
@@ -313,7 +310,6 @@ def _version(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any])
 
 
 def _llama(folder: Path, layer: Mapping[str, Any]) -> LlamaConfig:
-    """Reads the config of the head's layers."""
     kind = layer.get("model_type", "llama")
     if kind != "llama":
         raise UserError(

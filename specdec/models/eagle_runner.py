@@ -65,11 +65,8 @@ class EagleRunner:
     ) -> None:
         """Wraps a head in evaluation mode, whose weights must not change afterwards.
 
-        Args:
-            meter: records the time of every pass as "eagle".
-            attention: a value of ``Attention``.
-            backend: "eager" for PyTorch, "onnx" for ONNX Runtime, whose passes are compared with
-                eager ones on a few tokens.
+        ``backend`` is "eager" for PyTorch or "onnx" for ONNX Runtime, whose passes are first
+        compared with eager ones on a few tokens.
         """
         weight, config = head.fc.weight, head.config
         self.head = head.shared_copy()
@@ -103,7 +100,6 @@ class EagleRunner:
 
     @property
     def names(self) -> tuple[HiddenName, ...]:
-        """Returns the target's hidden states that the head reads, in the order of its features."""
         return self.head.config.names
 
     @property
@@ -116,7 +112,6 @@ class EagleRunner:
         return self.head.target_ids
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """Maps draft logits [.., U] to [.., V], see ``EagleHead.target_logits``."""
         return self.head.target_logits(logits)
 
     def new_cache(self, capacity: int) -> TreeCache:
@@ -215,8 +210,7 @@ class EagleRunner:
 def rewritten(cache: TreeCache, tokens: IntArray, start: int) -> Rows:
     """Returns rows that compute entries of a cache's prefix again, in place.
 
-    ``tokens``, int64[R], are those of the entries; ``start`` is the slot, and so the position, of
-    the first.
+    ``tokens`` are int64[R]; ``start`` is the slot, and so the position, of the first entry.
     """
     num = len(tokens)
     assert start + num <= cache.cached_len, "only entries of the prefix can be computed again"

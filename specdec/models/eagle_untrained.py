@@ -52,8 +52,7 @@ def untrained_head(
 ) -> EagleHead:
     """Returns a head with random weights, the same at every call.
 
-    ``target`` is transformers' config; ``embedding``, [V, E] of the target, defines dtype and
-    device.
+    ``embedding``, [V, E] of the target, defines dtype and device.
     """
     size = int(target.get_text_config().hidden_size)
     own_embedding = embedding.shape[1] != size

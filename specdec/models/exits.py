@@ -24,11 +24,10 @@ from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of an exit head.
+    """The weights of an exit head after ``layer`` layers of the target.
 
     Attributes:
         kind: "norm" or "transformer" (``model.exit_head``).
-        layer: number of the target's layers before it.
         tensors: ``norm.weight``, ``output.weight`` (default: the target's matrix) and, for a
             transformer head, ``layer.*`` with the target's parameter names.
     """

@@ -17,8 +17,7 @@ _NUM_TOKENS = 8
 
 
 def check_family(model: PreTrainedModel) -> None:
-    """Raises a UserError if logits of a few tokens, half of them tree nodes, differ from
-    transformers'.
+    """Refuses a model whose logits under tree attention differ from those of transformers' forward.
 
     Certified families are not compared, nor models of which only some layers are loaded.
     """

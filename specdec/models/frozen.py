@@ -57,8 +57,7 @@ class FrozenModel(nn.Module):
         return self.model.get_output_embeddings()
 
     def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
-        """Returns the residual streams, float32[B, S, E], after these numbers of layers and the
-        last.
+        """Returns residual streams, float32[B, S, E], after these numbers of layers and after all.
 
         The last one is taken before the final norm.
         """

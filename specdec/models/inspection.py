@@ -86,10 +86,9 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
 
 
 def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
-    """Checks the models of a pair, by role (``target`` and others, or None), without loading them.
+    """Checks the models of a pair by name (``target``, others or None), without loading them.
 
-    All but ``translated``, which has its own tokenizer, must number their tokens as the target
-    does.
+    All but ``translated``, which has its own tokenizer, must have the target's token ids.
     """
     infos = {name: inspect_model(family_path(path)) for name, path in names.items() if path}
     target = infos["target"]

@@ -52,12 +52,8 @@ class MedusaHeads:
     ) -> None:
         """Builds the heads; they share the target's weights where they have none.
 
-        Args:
-            target: defines device and dtype.
-            heads: weights of each head; the first predicts the token after the next one.
-            meter: records the time of every pass as "medusa".
-            backend: "eager" for PyTorch, "onnx" for ONNX Runtime, whose passes are compared with
-                eager ones on a few states.
+        The first one predicts the token after the next. ``backend`` is "eager" for PyTorch or
+        "onnx" for ONNX Runtime, whose passes are first compared with eager ones on a few states.
         """
         if not heads:
             raise UserError("source.heads=0: Medusa needs at least one head")

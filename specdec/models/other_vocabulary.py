@@ -57,13 +57,10 @@ def other_tokenizer(
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Derives another byte-level BPE tokenizer from the tokenizer.json ``described``.
 
-    Args:
-        merges: number of first merges to keep; tokens that only the others make are dropped.
-        joined: number of new tokens, each joined from two kept ones; there must be enough pairs.
-        seed: determines the new numbers of tokens and the joined pairs.
-
-    Returns:
-        The new tokenizer.json, and the old tokens that each new token's text consists of.
+    It keeps the first ``merges`` merges, so that tokens of the others are dropped, and adds
+    ``joined`` tokens, each joined from two kept ones. Returns its tokenizer.json, and the old
+    tokens that each new token's text consists of. ``seed`` determines the numbers of tokens and the
+    pairs.
     """
     model = described["model"]
     old, kept = model["vocab"], [list(pair) for pair in model["merges"]]

@@ -53,11 +53,7 @@ class Probe(Step):
 
 
 def probed(model: PreTrainedModel, first_layer: int) -> tuple[CacheSpec, Probe]:
-    """Returns the shape and dtype of a slice's keys and values, and the recorded options.
-
-    ``model`` is a result of ``slice_model``. Families whose attention cannot be replaced are
-    refused.
-    """
+    """Returns the shape and dtype of a slice's keys and values, and the recorded options."""
     config = model.config.get_text_config()
     kind = config.model_type
     layers = model.get_submodule(layers_name(model))

@@ -98,9 +98,8 @@ def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
 def window_options(family: str, window: int, num_layers: int) -> dict[str, Any]:
     """Returns config entries for ``random_model`` that give layers a sliding window.
 
-    A key at least ``window`` positions back is masked. Gemma's layers alternate between the window
-    and full attention, Qwen's first layer has full attention, all layers of other families have the
-    window.
+    Keys at least ``window`` positions back are masked. Gemma's layers alternate between window and
+    full attention, Qwen's first layer has full attention; other families have windows only.
     """
     if family not in WINDOWED:
         raise UserError(

@@ -34,12 +34,10 @@ NO_ROWS: IntArray = np.zeros(0, np.int64)
 
 
 class ModelRunner:
-    """Runs layers ``first_layer .. last_layer - 1`` of a model.
+    """Runs layers ``first_layer .. last_layer - 1`` of a model; ``name`` labels its passes in the
+    meter.
 
-    Attributes:
-        name: label of its passes in the meter.
-        is_first, is_last: whether the slice starts with the embeddings, ends with the output head.
-        spec: shape and dtype of its caches.
+    ``is_first`` and ``is_last`` say whether they follow the embeddings and precede the output head.
     """
 
     def __init__(

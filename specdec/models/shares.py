@@ -53,8 +53,7 @@ def share_plan(
 ) -> tuple[dict[str, Cut], dict[str, WeightFormat]]:
     """Replaces a model's linear layers in place by shares, see ``shard_modules``.
 
-    Returns the cuts of those parameters that are cut, and the formats of those that are quantised,
-    by name. Nothing is cut if ``group`` is None.
+    Returns the cuts of parameters, none if ``group`` is None, and the formats of quantised ones.
     """
     formats = weight_formats(model, kind)
     if group is None:

@@ -133,7 +133,6 @@ def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]) -> None:
-    """Checks a slice of ``total`` layers and the hidden states that it is to return."""
     if not 0 <= first < last <= total:
         raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
     for layer, normed in capture:

@@ -41,7 +41,6 @@ class Vocabulary:
     """A tokenizer's tokens as bytes, and its encoding of a text that continues another.
 
     Attributes:
-        name: used in messages.
         tokens: bytes of each token; None for special and unused ones.
         special: content of each special token -> its id.
         opening: tokens that the tokenizer puts before a text.
@@ -200,8 +199,8 @@ class Translation:
     def translated(self, tokens: Iterable[int]) -> Tail:
         """Translates a whole text, such as a prompt.
 
-        The token that begins the target's texts is replaced by what the draft's tokenizer puts
-        before one.
+        The target's token for the beginning of a text becomes what the draft's tokenizer puts
+        there.
         """
         ids = list(tokens)
         if ids and ids[0] == self._target.begin:
@@ -223,7 +222,7 @@ class Translation:
     def num_final(self, tokens: Sequence[int]) -> int:
         """Returns the number of first draft tokens that further text does not change.
 
-        They end before the last word or the last special token, so at least one token is not final.
+        They end before the last word or the last special token; without tokens, the number is 0.
         """
         texts = self._draft.tokens
         first = max(0, len(tokens) - _WINDOW)

@@ -38,7 +38,6 @@ class Cut:
         return sum(p.stop - p.start + p.pad for p in self.pieces)
 
     def shape(self, full: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the share of a weight with shape ``full``."""
         return (*full[: self.dim], self.size, *full[self.dim + 1 :])
 
     def of(self, full: Any, dtype: torch.dtype) -> Tensor:

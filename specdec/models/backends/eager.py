@@ -87,10 +87,7 @@ class Eager(Backend):
 
 
 class _OpaqueCache(StepCache):
-    """A ``StepCache`` for compiled models, which do not trace into ``update``.
-
-    If traced, it would be specialised on every layer's index.
-    """
+    """A ``StepCache`` that is not traced, because tracing would specialise on each layer's index."""
 
     def __init__(self, cache: StepCache) -> None:
         self._cache = cache

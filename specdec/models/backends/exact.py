@@ -83,11 +83,7 @@ class Exact(Backend):
     """Runs passes whose numbers of rows are proved; ``counts`` lists these numbers, ascending."""
 
     def __init__(self, eager: Eager) -> None:
-        """Proves the operators, then whole passes.
-
-        In the model of ``eager``, ``use_exact_modules`` must have replaced modules. An operator
-        that cannot be proved raises a UserError.
-        """
+        """Proves the operators, then whole passes; ``use_exact_modules`` must have run before."""
         self.layers = layers = eager.layers
         self._eager = eager
         self._group = None  # ranks must not wait for each other during proofs
@@ -260,8 +256,7 @@ class Operator:
         key: everything that may decide which kernel runs, besides dtype, device and threads.
         num_rows: size of the sample, at most ``MOST_ROWS``.
         layouts: ways to run rows of the sample; the first one defines the reference.
-        on_disk: whether the proof is valid in other processes, because name and key identify the
-            operator completely.
+        on_disk: whether name and key are enough to identify the operator in another process.
     """
 
     name: str
@@ -291,8 +286,7 @@ def proved_counts(operators: Iterable[Operator], setting: Setting) -> tuple[int,
     """Returns the numbers of rows that all operators are proved for, ascending; never empty.
 
     Raises:
-        UserError: in a pass of ``MOST_ROWS`` rows, an operator's result for a row depends on its
-            index or layout.
+        UserError: even in passes of ``MOST_ROWS`` rows, a row's result depends on index or layout.
     """
     counts = set(ROW_COUNTS)
     for operator in operators:
@@ -498,10 +492,7 @@ def attention_operator(
 
 
 def _stored_counts(key: Hashable, device: torch.device) -> tuple[int, ...] | None:
-    """Returns the counts of a proof on disk; None if there is none.
-
-    Keys are compared by ``repr``, which must be the same in every process.
-    """
+    """Returns a proof's counts; keys are compared by ``repr``, the same in every process."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = parse_json(_path(key, device).read_bytes())
         if found["key"] == repr(key):

@@ -59,8 +59,7 @@ class Arena:
 
     Attributes:
         slots: [L, 2, G, C, D], for the cache.
-        layers: [2 L, 1, G, C + 1, D], the same memory with the spare slot.
-        spare: C, index of the spare slot.
+        layers: [2 L, 1, G, C + 1, D], the same memory with the spare slot, whose index is C.
     """
 
     def __init__(self, spec: CacheSpec, capacity: int) -> None:
@@ -213,10 +212,7 @@ class _StaticStep(Step):
 
 
 class Graphs(Backend):
-    """Runs passes of few rows over static buffers, one graph per shape; others run by ``eager``.
-
-    ``replays`` counts the passes over static buffers.
-    """
+    """Runs passes of few rows over static buffers, one graph per shape; others run by ``eager``."""
 
     def __init__(self, eager: Eager, *, captures: bool) -> None:
         """``captures`` says whether passes become CUDA graphs; else they run without graphs."""

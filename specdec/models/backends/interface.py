@@ -42,7 +42,6 @@ class ModelSlice:
         is_first, is_last: whether the slice starts with the embeddings, ends with the output head.
         capture: hidden states that every pass returns.
         options: index within the slice -> how the layer computes its scores.
-        num_heads: query heads.
         group: tensor-parallel ranks that share the layers; None without tensor parallelism.
     """
 
@@ -79,10 +78,9 @@ class RunnerOutput:
     """Outputs of one pass.
 
     Attributes:
-        hidden: [sum R, E], after the last layer of the slice and before the final norm: the next
-            stage's input.
-        logits: [A, V], one row per requested row; None if none were requested, or if the slice is
-            not the last.
+        hidden: [sum R, E], after the slice's last layer, before any final norm: the next stage's
+            input.
+        logits: [A, V]; None if no row was requested, or if the slice is not the last.
         captured: name -> [sum R, E], the states that the runner captures.
     """
 
@@ -92,7 +90,6 @@ class RunnerOutput:
 
 
 def concatenate(parts: Sequence[RunnerOutput]) -> RunnerOutput:
-    """Joins the outputs of consecutive rows."""
     if len(parts) == 1:
         return parts[0]
     logits = [part.logits for part in parts if part.logits is not None]
@@ -121,10 +118,7 @@ def selected_logits(
 
 
 def refuse_wrong(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
-    """Raises a UserError if results of ONNX Runtime differ from eager ones by more than rounding.
-
-    ``what`` names the compared part in the message.
-    """
+    """Raises a UserError if ONNX Runtime's results differ from eager ones by more than rounding."""
     both = [torch.cat([part.flatten() for part in parts]) for parts in (found, expected)]
     error = (both[0] - both[1]).abs().max().item()
     bound = torch.finfo(torch.float32).eps ** 0.5 * both[1].abs().max().item()
@@ -143,12 +137,8 @@ class Backend:
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        """Runs one packed pass over the rows of one or more requests and fills their caches.
-
-        Args:
-            rows: results of ``TreeCache.rows`` in packing order, with at least one row in total.
-            hidden: [sum R, E], the previous stage's output; None for the first slice.
-            logits_rows: int64[A], packed row indices; None: every row; empty: no logits.
+        """Runs one packed pass and fills the caches; arguments are those of
+        ``ModelRunner.forward``.
         """
         raise NotImplementedError
 
