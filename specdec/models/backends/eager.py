@@ -87,7 +87,7 @@ class Eager(Backend):
 
 
 class _OpaqueCache(StepCache):
-    """A ``StepCache`` that is not traced, because tracing would specialise on each layer's index."""
+    """A ``StepCache`` that is not traced: a trace would be specialised on each layer's index."""
 
     def __init__(self, cache: StepCache) -> None:
         self._cache = cache

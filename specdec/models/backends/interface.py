@@ -137,9 +137,7 @@ class Backend:
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        """Runs one packed pass and fills the caches; arguments are those of
-        ``ModelRunner.forward``.
-        """
+        """Runs one packed pass and fills the caches; for arguments see ``ModelRunner.forward``."""
         raise NotImplementedError
 
     def new_cache(self, capacity: int) -> TreeCache:
