@@ -140,10 +140,9 @@ class TokenSource(_Part, ABC):
         return ticket.candidates
 
     def set_wakeup(self, event: threading.Event) -> bool:
-        """Asks the source to set ``event`` whenever a pass has ended.
+        """Asks the source to set ``event`` whenever a pass has ended; returns whether it will.
 
-        Returns:
-            Whether it will; otherwise a wait on a measured clock polls every millisecond.
+        If not, a wait on a measured clock polls every millisecond.
         """
         return not self.asynchronous
 
@@ -277,9 +276,7 @@ class Executor(_Part, ABC):
     def plan(cls, *models: Any, **keys: Any) -> ExecutorPlan:  # noqa: ARG003
         """Plans the executor (first phase) without loading weights.
 
-        Args:
-            models: one argument, the ``specdec.pairs.ModelPair``.
-            keys: values of the configuration node.
+        Takes the ``specdec.pairs.ModelPair`` and the values of the configuration node.
         """
         raise UserError(f"{cls.__name__} has no method plan, which executor._target_ needs")
 
@@ -287,10 +284,9 @@ class Executor(_Part, ABC):
     def build(cls, *plan_and_needs: Any, **runtime: Any) -> Executor:  # noqa: ARG003
         """Builds the executor (second phase).
 
-        Args:
-            plan_and_needs: the result of ``plan``, and the ``Needs`` of source and verifier, of
-                which those that are not delivered are refused.
-            runtime: objects that the signature requests by name, see ``specdec.compose.RUNTIME``.
+        Takes the result of ``plan``; the ``Needs`` of source and verifier, of which those that are
+        not delivered are refused; and the objects that the signature requests by name, see
+        ``specdec.compose.RUNTIME``.
         """
         raise UserError(f"{cls.__name__} has no method build, which executor._target_ needs")
 
@@ -348,10 +344,9 @@ class Executor(_Part, ABC):
         return None
 
     def set_wakeup(self, event: threading.Event) -> bool:
-        """Asks the executor to set ``event`` whenever something arrives.
+        """Asks the executor to set ``event`` whenever something arrives; returns whether it will.
 
-        Returns:
-            Whether it will; otherwise a wait on a measured clock polls every millisecond.
+        If not, a wait on a measured clock polls every millisecond.
         """
         return False
 
@@ -408,15 +403,13 @@ class Scheduler(ABC):
 
     @abstractmethod
     def admit(self, state: DecodeState) -> bool:
-        """Begins a step: closes finished requests and admits waiting ones.
+        """Begins a step; returns False when no request is left.
 
-        Admission sets ``request.admitted_s``, enters the request into ``state.requests`` and calls
-        ``open`` of each part; closing calls ``close`` of each part, removes the request and calls
-        ``on_finish``. Sets ``state.turn``: ids of the requests that this step may feed, None for
-        all. If no request has arrived yet, it calls ``state.clock.wait_until`` the next arrival.
-
-        Returns:
-            False when no request is left.
+        Closes finished requests: calls ``close`` of each part, removes the request from
+        ``state.requests`` and calls ``on_finish``. Admits waiting requests: sets
+        ``request.admitted_s``, adds the request to ``state.requests`` and calls ``open`` of each
+        part. Sets ``state.turn``: ids of the requests that this step may feed, None for all. If no
+        request has arrived yet, it calls ``state.clock.wait_until`` the next arrival.
         """
 
     @abstractmethod

@@ -109,9 +109,6 @@ class RequestState:
         Args:
             request_id: the prompt's id, which keys its random draws (not its arrival order).
             prompt: int64[T], T >= 1.
-            stop: conditions that complete it.
-            sampling: the target's sampling transform.
-            arrival_s: arrival time in seconds of the run's clock.
         """
         if not len(prompt):
             raise ValueError(
@@ -207,7 +204,6 @@ class DecodeState:
     """The live requests of a run with its step counter, keyed draws, clock and meter.
 
     Attributes:
-        requests: request id -> live request, in order of admission.
         turn: ids of the requests that may be fed in this step; None: all. Set by the scheduler.
     """
 
@@ -255,12 +251,9 @@ class DecodeState:
                 tree.drop_known_children(slots[live])
 
     def receive(self, output: Output) -> list[RequestState]:
-        """Stores answers and early hidden states in the trees.
+        """Stores answers and early hidden states; returns the requests whose root is answered.
 
-        Those of closed requests and of pruned nodes are dropped.
-
-        Returns:
-            The requests whose root has been answered, in this step or before.
+        Results of closed requests and of pruned nodes are dropped.
         """
         for answers in output.answers:
             if (request := self.requests.get(answers.request)) is not None:
@@ -272,9 +265,6 @@ class DecodeState:
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
         """Emits tokens, moves the roots, updates counters and ends the step.
-
-        Returns:
-            One commit per verdict.
 
         Raises:
             RuntimeError: after 10,000 consecutive steps without any verdict or prefill.

@@ -30,7 +30,6 @@ def build_clock(
     Args:
         node: the resolved configuration node ``clock`` with the profile's costs. ``_target_`` names
             an outside class, whose constructor may also take ``meter``, ``rank`` and ``timeline``.
-        meter: the process's meter, to which a wall clock declares its waits.
     """
     if "_target_" in node:
         runtime = {"meter": lambda: meter, "rank": lambda: rank, "timeline": lambda: timeline}

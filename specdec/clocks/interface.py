@@ -53,10 +53,7 @@ class Clock(ABC):
 
     @abstractmethod
     def start(self, rank: int) -> None:
-        """Marks the beginning of a piece of work on the rank; a virtual clock ignores it.
-
-        Without this call, work begins with its first metered model call.
-        """
+        """Begins work on the rank, which otherwise begins at its first metered model call."""
 
     @abstractmethod
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:

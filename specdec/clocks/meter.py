@@ -16,7 +16,6 @@ class Meter:
     are read when a sum is read, so that no call waits for the device.
 
     Attributes:
-        calls: number of calls by model name.
         wait_s: seconds of declared waits (paced clocks, transport).
         drafting: whether a token source is running; set by ``Drafting``.
     """

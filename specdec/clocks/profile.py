@@ -38,7 +38,6 @@ class CostCurve:
 
     Attributes:
         tokens: increasing numbers of tokens, at least 1.
-        ms: cost at each of them.
         block_tokens, block_ms: beyond the last point, each further block of ``block_tokens``,
             partial or full, costs ``block_ms``. 0 extends the slope of the last segment.
     """
@@ -78,11 +77,7 @@ class CostCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyProfile:
-    """Costs of work on a testbed; absent kinds of work cost nothing.
-
-    Attributes:
-        note: origin of the numbers, and which of them are assumptions.
-    """
+    """Costs of work on a testbed; kinds of work without a curve cost nothing."""
 
     name: str
     costs: Mapping[str, CostCurve] = field(default_factory=dict)
@@ -118,11 +113,9 @@ class _KnownPrices(dict[int, float]):
 
 
 def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:
-    """Interpolates a cost curve linearly between the two nearest parallel degrees.
+    """Interpolates the cost curve of a parallel degree between the two nearest in ``curves``.
 
-    Args:
-        curves: degree -> curve, all over the same numbers of tokens.
-        degree: between the smallest and the largest degree of ``curves``.
+    All ``curves`` (degree -> curve) have the same ``tokens``.
     """
     by_degree = {int(number): curve for number, curve in curves.items()}
     if degree in by_degree:

@@ -15,8 +15,6 @@ class Span:
     """One piece of work of one rank; times are on the clock that recorded it.
 
     Attributes:
-        kind: a value of ``Work``.
-        tokens: number of rows.
         step: iteration of the decode loop.
         work_s: seconds of real work; 0 on a virtual clock.
     """
@@ -36,7 +34,6 @@ class Timeline:
 
     Attributes:
         step: iteration of the decode loop for new spans; set by the code that drives the rank.
-        spans: in the order in which they were charged.
         dropped: number of spans beyond ``MAX_SPANS``.
     """
 
@@ -74,8 +71,6 @@ class ClockReport:
         overruns: pieces whose real work took longer than their price.
         busy_s: seconds of work, paced or real.
         wait_s: the part of ``busy_s`` spent waiting for the price to elapse.
-        spans: spans since the last report of a traced run.
-        dropped: spans that were only counted.
     """
 
     rank: int
@@ -97,8 +92,7 @@ class DraftTime:
     """Draft work of the controller, compared with the target's times on the same clock.
 
     Attributes:
-        total_s: seconds of draft work.
-        hidden_s: the part of it during which a rank of the target was busy.
+        hidden_s: the part of ``total_s`` during which a rank of the target was busy.
     """
 
     total_s: float = 0.0

@@ -108,8 +108,6 @@ class Connections:
 
         Args:
             peers: global ranks, this one included.
-            device: device of the tensors that will be passed in.
-            timeout: see ``RankCollective``.
         """
         key = (device.type, tuple(peers))
         index = peers.index(self._rank)

@@ -42,7 +42,6 @@ class DraftGroup:
         """Starts or joins the ranks and loads a share of the draft on each.
 
         Args:
-            num_ranks: number of ranks besides rank 0 in the whole run.
             timeout_s: the run fails when a forward pass takes longer.
 
         Raises:

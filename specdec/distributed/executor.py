@@ -73,7 +73,6 @@ class DistributedExecutor(Executor):
         """Starts or joins the ranks and makes them load their layers.
 
         Args:
-            clock: rank 0's clock. A paced clock ends each step at the time given by its profile.
             timeout_s: the run fails when no rank has made progress for this long.
             draft: ranks that share the draft; shut down with this executor.
 

@@ -71,9 +71,6 @@ class FailureDetector:
 
         Waits up to a second for further evidence: a rank's own error takes precedence over a
         process exit, and both over lost connections, which are consequences.
-
-        Args:
-            lost: a broken connection that this process has noticed itself.
         """
         deadline = time.monotonic() + _SETTLE_S
         while True:

@@ -71,8 +71,7 @@ def main(argv: list[str]) -> int:
 def _watch(ranks: dict[int, int]) -> bool:
     """Reports each rank's end and removes it from ``ranks`` (pid -> rank).
 
-    Returns:
-        True if standard input closed, False if all ranks ended first.
+    Returns True if standard input closed, False if all ranks ended first.
     """
     _print_event({"pids": sorted(ranks)})
     with selectors.DefaultSelector() as selector:

@@ -41,7 +41,6 @@ class RankGroup:
     ``UserError`` that it has raised; ``close`` and ``kill`` do not.
 
     Attributes:
-        size: number of ranks, rank 0 included.
         alive: False once the group has been closed or killed.
         connections: tensor-parallel groups that rank 0 belongs to.
     """

@@ -71,11 +71,7 @@ class Keepers:
 
 @dataclass(frozen=True, slots=True)
 class KeeperOfRequest:
-    """Access to the kept rows of one request; implements ``specdec.device.RowKeeper``.
-
-    Attributes:
-        ask: sends the body of a ``QUERY`` and returns the reply.
-    """
+    """Access to the kept rows of one request; implements ``specdec.device.RowKeeper``."""
 
     request: int
     transform: SamplingTransform
@@ -114,8 +110,6 @@ class KeptRows:
         """Stores the logits of those answers whose whole distributions would have to be sent.
 
         Args:
-            batch: the rows that were computed.
-            answers: one per request, in the order of ``batch.trees``.
             logits: [W, V].
 
         Returns:

@@ -38,9 +38,8 @@ class Processes:
     ) -> None:
         """Starts the processes; they connect to the store at ``address``:``port`` themselves.
 
-        Args:
-            threads: torch threads per rank; None divides the machine's cores among the ranks.
-            logs: folder for the ranks' logs (default: temporary, removed with the ranks).
+        Without ``threads`` the ranks share the machine's cores. Without ``logs`` their logs go to a
+        temporary folder, which is removed with the ranks.
         """
         self.ended: dict[int, int] = {}
         self.pids: list[int] = []

@@ -69,7 +69,6 @@ class OpenedRequest:
 
     Attributes:
         max_len: maximum number of tokens in its caches.
-        sampling: the target's sampling transform.
         tokens: int64[T], the prompt, if the transform reads it; otherwise empty.
     """
 

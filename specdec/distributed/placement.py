@@ -21,10 +21,7 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
     """Raises ``UserError``, with layouts that fit, if there are more processes than GPUs.
 
     Two processes on one GPU would wait for each other's kernels, hold two sets of weights, and
-    exchange tensors through the host, because NCCL refuses them.
-
-    Args:
-        num_processes: all ranks, rank 0 (controller and draft) included.
+    exchange tensors through the host, because NCCL refuses them. ``num_processes`` includes rank 0.
     """
     if num_processes - layout.shared <= num_gpus or _LOCAL_RANK in os.environ:
         return  # with a launcher there may be other machines: each process checks its own

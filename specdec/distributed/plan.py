@@ -44,11 +44,9 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitPlan:
-    """Output of early exits (``Output.exits``).
+    """Output of early exits (``Output.exits``): at most ``candidates`` tokens per node and exit.
 
-    Attributes:
-        candidates: maximum number of tokens per node and exit.
-        sample: whether they are sampled; full distributions are then sent with them.
+    If ``sample``, they are sampled, and full distributions are sent with them.
     """
 
     candidates: int
@@ -131,12 +129,7 @@ class SessionPlan(_Plan):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan(_Plan):
-    """A draft model shared by rank 0 and others.
-
-    Attributes:
-        peers: rank 0, then the others.
-        trace: whether the others record timelines.
-    """
+    """A draft model shared by rank 0 and others; ``peers`` lists rank 0 first."""
 
     peers: tuple[int, ...]
     trace: bool = False

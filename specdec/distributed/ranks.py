@@ -30,10 +30,10 @@ class Ranks:
         threads: int | None = None,
         trace: bool = False,
     ) -> None:
-        """Starts nothing yet.
+        """Starts nothing yet. Ranks build their own parts from the configuration nodes.
 
         Args:
-            model, clock: nodes of a resolved configuration, from which ranks build their own parts.
+            model, clock: nodes of a resolved configuration.
             timeout_s: the run fails when no rank has made progress for this long.
             threads: torch threads per rank; None divides the machine's cores among the ranks.
         """
@@ -70,11 +70,7 @@ class Ranks:
     ) -> DistributedExecutor:
         """Starts the pipeline's ranks; see ``specdec.executors.models.OverRanks``.
 
-        Args:
-            plan, needs, bounds, exits: see ``OverRanks``.
-            seed: key of all draws.
-            blocks: blocks in each stage's paged cache (None: not paged), and tokens per block.
-            clock, meter: of rank 0.
+        ``blocks``: blocks in each stage's paged cache (None: not paged), and tokens per block.
         """
         layout = plan.layout
         if self._model.get("device") in ("auto", "cuda") and torch.cuda.is_available():

@@ -137,7 +137,6 @@ def read_answers(
     """Unpacks the answers to ``batch``, by request.
 
     Args:
-        reply: from ``answers_reply``.
         batch: the rows that were computed, according to rank 0.
         is_open: whether a request is still open; answers of other requests are dropped.
         keeper: request id -> access to the rows that the last rank keeps.
@@ -209,10 +208,7 @@ def read_exits(
 ) -> tuple[Exits, ...]:
     """Unpacks the candidates of ``batch``, by exit and request.
 
-    Args:
-        reply: from ``exits_reply``.
-        batch, is_open: see ``read_answers``.
-        layers: number of target layers before each of the rank's exits.
+    ``layers`` has the number of target layers before each of the rank's exits.
     """
     num_rows, k = len(layers) * batch.num_nodes, int(reply.body[0])
     body = reply.body[1:]

@@ -29,7 +29,6 @@ class Sockets:
     """A rank's ends of the sockets that it was started with.
 
     Attributes:
-        control: to rank 0.
         before, after: to the previous and next rank; None if there is none or if it is rank 0.
     """
 
@@ -109,12 +108,7 @@ class SocketRowReceiver:
 
 @dataclass(frozen=True, slots=True)
 class GroupPeer:
-    """Another rank of a process group.
-
-    Attributes:
-        rank: its global rank.
-        index: its rank within the group.
-    """
+    """Another rank of a process group: its global ``rank``, and its ``index`` within the group."""
 
     rank: int
     index: int

@@ -72,13 +72,7 @@ class StageSession:
         clock: WallClock,
         links: StageLinks,
     ) -> None:
-        """Combines the parts of this rank.
-
-        Args:
-            answerer: samples the target's tokens; on the last rank only.
-            exits: reads early exits; on ranks that have some.
-            kept: keeps distributions; on the last rank, if a part needs them.
-        """
+        """Only the last rank has an ``answerer`` and, if a part needs distributions, ``kept``."""
         part, previous = plan.ranks[rank - 1], rank - plan.degree
         self._rank = rank
         self._plan = part
@@ -232,9 +226,7 @@ def build_session(
 ) -> StageSession:
     """Builds one rank's part of a session.
 
-    Args:
-        make_links: connects the stage with other ranks.
-        join: joins the ranks that share layers; needed for tensor parallelism.
+    ``make_links`` connects the stage with other ranks; ``join`` connects ranks that share layers.
     """
     meter, part = Meter(), plan.ranks[rank - 1]
     stage = _load_stage(pair, part, meter, join).paged(plan.num_blocks, plan.block_tokens)

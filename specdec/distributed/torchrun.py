@@ -25,12 +25,8 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def run_under_launcher(job: Callable[[], object], *, threads: int | None) -> int:
     """Joins the group that the environment describes; rank 0 runs the job, the others serve it.
 
-    Args:
-        job: the work of rank 0; its executors use the launcher's ranks.
-        threads: torch threads per rank (default 1).
-
-    Returns:
-        Exit status of rank 0. On other ranks the process exits here.
+    Returns rank 0's exit status; other ranks' processes exit here. The executors of the job use
+    the launcher's ranks, with ``threads`` torch threads each (default 1).
 
     Raises:
         UserError: the environment describes no ranks, or the job raised it.

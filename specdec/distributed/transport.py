@@ -77,9 +77,7 @@ def collective_group(
 ) -> Group:
     """Connects a subset of the ranks for collectives, over gloo on CPUs and NCCL on GPUs.
 
-    Args:
-        store: shared by these ranks only.
-        index, size: position of this rank in the subset, and size of the subset.
+    Only these ranks may share ``store``; ``index`` and ``size`` are within the subset.
     """
     if device.type == "cpu":
         return _gloo(store, index, size, loopback=loopback)
@@ -95,12 +93,8 @@ def wire_device(
     """Returns the device on which tensors are exchanged with other ranks: ``device``, or the CPU.
 
     NCCL refuses ranks that share a GPU. If any two of the participants do, or one has none, all of
-    them exchange tensors over gloo, on the host: each decides from the GPUs of all.
-
-    Args:
-        store: shared by all participants, each of which calls this once.
-        me: this rank's name in the store.
-        others: the names of all participants; may include ``me``.
+    them exchange tensors over gloo, on the host: each decides from the GPUs of all. Every
+    participant calls this once; ``me`` and ``others`` are their names in the store.
     """
     is_cpu = device.type == "cpu"
     store.set(f"gpu/{me}", _NO_GPU if is_cpu else gpu_id(device))

@@ -91,10 +91,7 @@ class ExitFront:
     ) -> ExitFront:
         """Loads the layers before the last exit, with the exit heads.
 
-        Args:
-            plan: its stages determine the price of the layers.
-            layers: number of layers before each exit, increasing.
-            pair, clock, meter: of the run.
+        ``layers`` has the number of layers before each exit, increasing; the plan prices them.
         """
         bounds = plan.bounds(pair, pair.exit_layer)
         segments = [
@@ -189,10 +186,8 @@ class ExitFront:
         """Runs one segment, and stores the results of tree nodes.
 
         Args:
-            number: index of the segment.
             batch: rows that have passed the segments before it.
             prompts: request -> hidden states of its prompt rows after the previous segment.
-            wants_exits: whether to compute and store exit logits.
 
         Returns:
             Request -> hidden states of its prompt rows after this segment.
@@ -262,10 +257,10 @@ class EarlyExitExecutor(LocalExecutor):
 
     @classmethod
     def plan(cls, models: ModelPair, *, stages: Count | None = None) -> FrontPlan:
-        """Places all layers on the controller's device; a latency profile prices them as stages.
+        """Places all layers on the controller's device.
 
-        Args:
-            stages: number of stages that are priced. Default: ceil(layers / exit layer).
+        ``stages`` is the number of stages that a latency profile prices. Default: ceil(layers /
+        exit layer).
         """
         stages = stages or -(-models.num_layers // models.exit_layer)
         return FrontPlan.of_stages(models, stages)
@@ -305,12 +300,6 @@ class EarlyExitExecutor(LocalExecutor):
     def __init__(
         self, *, front: ExitFront, rest: Stage, answerer: Answerer, clock: Clock, stages: int
     ) -> None:
-        """Combines the front with the remaining layers.
-
-        Args:
-            front: shared with the source; it charges the clock for its own passes.
-            rest: the layers after the front's last exit.
-            stages: number of stages of the latency profile that ``rest`` is charged as.
-        """
+        """``rest`` has the layers after ``front``; the clock is charged for it ``stages`` times."""
         stage = _WholeTarget(front, rest)
         super().__init__(stage=stage, answerer=answerer, clock=clock, stages=stages)

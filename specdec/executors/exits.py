@@ -91,11 +91,9 @@ class TransformerHead(ExitHead):
 
 class ExitStage(Stage):
     def __init__(self, *, body: ModelStage, heads: Mapping[int, ExitHead]) -> None:
-        """Combines layers and exit heads.
+        """``heads`` maps the number of target layers before an exit (PPSD's E) to its head.
 
-        Args:
-            body: the layers; it captures the output of the layer before each exit.
-            heads: number of target layers before the exit (PPSD's E) -> exit head.
+        ``body`` must capture the output of the layer before each exit.
         """
         self.body = self.layers = body
         self._heads = dict(sorted(heads.items()))
@@ -143,12 +141,8 @@ class ExitReader:
     """Turns exit logits into candidates, on the rank that has the exit layers."""
 
     def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
-        """Sets which candidates are returned.
-
-        Args:
-            num_candidates: maximum number of candidates per node, K.
-            sample: sample candidates and return their distributions (for rejection verifiers)
-                instead of taking the most probable ones.
+        """If ``sample``, candidates are sampled and come with their distributions (for rejection
+        verifiers); otherwise they are the ``num_candidates`` most probable tokens.
         """
         self._k = num_candidates
         self._draws = draws
@@ -162,10 +156,9 @@ class ExitReader:
             self._paths.open(request.id, request.tokens)
 
     def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
-        """Returns the candidates of every tree row at the exit after ``layer`` layers.
+        """Returns candidates of every tree row at the exit after ``layer`` layers.
 
-        Args:
-            logits: [W, V] in the order of ``batch.trees``.
+        ``logits``: [W, V] in the order of ``batch.trees``.
         """
         exits, start = [], 0
         for rows in batch.trees:

@@ -105,9 +105,7 @@ class PipelineOptions:
 class PipelinePlan(ExecutorPlan):
     """A pipeline before it is built.
 
-    Attributes:
-        group_number: number of its group of processes. Targets that work at the same time need
-            different groups.
+    Targets that work at the same time need different values of ``group_number``.
     """
 
     layout: StageLayout
@@ -172,11 +170,8 @@ def layer_bounds(
 ) -> list[tuple[int, int]]:
     """Returns half-open layer ranges, one per device.
 
-    With an exit and ceil(N / E) stages, each stage has E layers and the last one the rest
-    (PPSD 4.1).
-
-    Args:
-        exit_layer: number of layers before the first exit; None without exits.
+    With an exit after ``exit_layer`` layers (E) and ceil(N / E) stages, each stage has E layers and
+    the last one the rest (PPSD 4.1).
     """
     num_layers, num_devices = models.num_layers, sum(layout.devices)
     if exit_layer and num_devices == ceil(num_layers / exit_layer):

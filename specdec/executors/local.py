@@ -20,7 +20,6 @@ class LocalExecutor(Executor):
     """Runs the whole target on one device, which the draft shares; each step answers its own batch.
 
     Attributes:
-        counters: passes and rows so far; an empty batch is not counted.
         hidden, early_hidden: hidden states that the outputs contain; both come with the answers.
     """
 
@@ -34,13 +33,7 @@ class LocalExecutor(Executor):
         hidden: tuple[HiddenName, ...] = (),
         early_hidden: tuple[HiddenName, ...] = (),
     ) -> None:
-        """Combines the parts of the target.
-
-        Args:
-            clock: charged per pass, for the stages and one output head.
-            stages: number of stages of the latency profile that the layers are charged as.
-            hidden, early_hidden: hidden states that ``stage`` captures.
-        """
+        """``stage`` is the whole target; the clock is charged for it ``stages`` times."""
         self.hidden = hidden
         self.early_hidden = early_hidden
         self._stage = stage

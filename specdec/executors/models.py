@@ -40,7 +40,6 @@ class OverRanks(Protocol):
 
         Args:
             plan: a ``PipelinePlan``.
-            needs: what the source and the verifier need.
             bounds: half-open layer ranges of the devices.
             exits: number of layers before each early exit.
         """
@@ -124,11 +123,7 @@ class ModelPair:
         raise AssertionError(self.exit_layer)
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:
-        """Returns the runner of the model ``name``: "draft" or "middle".
-
-        Raises:
-            UserError: the pair has no such model.
-        """
+        """Returns the runner of the "draft" or "middle" model; ``UserError`` if there is none."""
         raise UserError(f"{self._label} has no {name} model; choose a source without one")
 
     def artefact(self, kind: type[A], **options: Any) -> A:
@@ -147,15 +142,10 @@ class ModelPair:
         )
 
     def sequences(self, model: str) -> Any:
-        """Returns the target's given tokens and a model's ranks of them, for ``SyntheticSource``.
+        """Returns the target's given tokens and the ranks of them by "draft" or "middle".
 
-        ``model`` is "draft" or "middle".
-
-        Returns:
-            A ``specdec.sources.hit_law.HiddenPair``.
-
-        Raises:
-            UserError: the pair has real models, or no ranks of that model.
+        The result is a ``specdec.sources.hit_law.HiddenPair``, for ``SyntheticSource``.
+        ``UserError`` if the pair has real models, or no ranks of that model.
         """
         raise UserError(
             "source=synthetic proposes for model=synthetic only; choose source=draft_model"
@@ -170,12 +160,9 @@ class ModelPair:
         return {}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
-        """Replaces draft models in the node of the source by the pair's own draft.
+        """Replaces draft models in the source's configuration node by the pair's own draft.
 
-        ``source`` and ``policy`` are configuration nodes.
-
-        Raises:
-            UserError: the pair's draft cannot serve them.
+        ``UserError`` if that draft cannot serve them.
         """
         return source
 

@@ -55,13 +55,7 @@ class PipelineExecutor(Executor):
         early_hidden: tuple[HiddenName, ...] = (),
         devices: Sequence[int] | None = None,
     ) -> None:
-        """Combines the stages.
-
-        Args:
-            clock: charged per stage and step for compute, pruning and transfer.
-            exits: turns the logits of exit heads into proposals (PPSD Alg. 1).
-            devices: number of devices of each stage, for the clock. Default: one each.
-        """
+        """``devices``: number of devices of each stage, for the clock. Default: one each."""
         self.hidden = hidden
         self.early_hidden = early_hidden
         self._exits = exits
@@ -259,12 +253,7 @@ class StepCharges:
         self._larger = [(rank, num) for rank, num in enumerate(devices, 1) if num > 1]
 
     def compute(self, rows: Sequence[int], num_nodes: int) -> None:
-        """Charges the compute phase of all stages.
-
-        Args:
-            rows: number of rows of each stage.
-            num_nodes: tree nodes on the last stage, for the output head.
-        """
+        """Charges all stages for ``rows``, and the last for an output head on ``num_nodes``."""
         clock = self._clock
         self._clock.fan_out(self._ranks)
         self._clock.charge_each(self._ranks, Work.STAGE, rows)

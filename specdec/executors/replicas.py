@@ -62,8 +62,6 @@ class ReplicasExecutor(Executor):
     """Runs N copies of the target on ranks 1 .. N, which answer up to N batches at the same time.
 
     Attributes:
-        latency: None, because answers come in any order.
-        in_flight: N.
         counters: batches and nodes submitted; rows that a copy computes again are not counted.
     """
 

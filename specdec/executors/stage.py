@@ -93,7 +93,6 @@ def with_hidden(
 
     Args:
         output: one ``Answers`` per request with tree rows, in the order of ``batch.trees``.
-        batch: the answered batch.
         captured: name -> [R, E], in packing order.
     """
     answers = {answer.request: answer for answer in output.answers}
@@ -292,11 +291,8 @@ def split_layers(
 ) -> list[tuple[int, int]]:
     """Returns half-open layer ranges, as even as possible, with the shorter stages last.
 
-    The last stage also computes the output head, so it gets fewer layers (two fewer in the papers).
-
-    Args:
-        head_layers: cost of the output head in layers; the split minimizes the cost of the slowest
-            stage.
+    The last stage also computes the output head, which costs as much as ``head_layers`` layers, so
+    it gets fewer (two fewer in the papers). The split minimizes the cost of the slowest stage.
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(

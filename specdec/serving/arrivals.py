@@ -22,9 +22,7 @@ def arrival_times(
 
     Args:
         arrivals: at_once, poisson, or the path of a text file with one time in seconds per line.
-        num: number of requests.
         rate_per_s: mean requests per second of a Poisson process; None otherwise.
-        seed: seed of the Poisson process.
     """
     if (arrivals == POISSON) != (rate_per_s is not None):
         rate = "null" if rate_per_s is None else rate_per_s

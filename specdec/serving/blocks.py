@@ -15,7 +15,6 @@ class BlockBudget:
     """Counts the blocks that admitted requests have claimed.
 
     Attributes:
-        num_blocks, block_tokens: size of each stage's pool.
         peak_blocks: largest number of blocks claimed at a time so far.
     """
 
@@ -24,7 +23,6 @@ class BlockBudget:
 
         Args:
             kv_tokens: tokens and tree nodes per stage, rounded down to whole blocks.
-            block_tokens: tokens per block.
             tree_nodes: largest number of cached nodes of one request's tree.
         """
         self.num_blocks = kv_tokens // block_tokens

@@ -30,13 +30,10 @@ class Turns:
     """Selects the requests of a step, the longest waiting first, so that none starves."""
 
     def __init__(self, *, feeding: Feeding, in_flight: int, policy: TreePolicy) -> None:
-        """Starts without any request having been fed.
+        """Starts a run; ``in_flight`` is ``Executor.in_flight``.
 
-        Args:
-            feeding: which requests share a step.
-            in_flight: batches that the executor works on at the same time.
-            policy: if it ``drafts_waiting``, then while other requests are in flight a request is
-                skipped until the policy has ``prepared`` it, so that its drafting delays no other.
+        If the policy ``drafts_waiting``, then while other requests are in flight a request is
+        skipped until the policy has ``prepared`` it, so that its drafting delays no other.
         """
         self._in_flight = in_flight
         self._policy = policy

@@ -30,7 +30,6 @@ class ServingRules:
         prefill_first: a step with prompt tokens feeds no tree nodes; False: both share steps.
         kv_tokens: tokens and tree nodes in the paged cache of a stage; None: each request has an
             unbounded cache of its own.
-        block_tokens: tokens per block of the paged cache.
     """
 
     feeding: Feeding = Feeding.DYNAMIC
@@ -51,10 +50,8 @@ class ServingRules:
     ) -> ServingRules:
         """Builds the rules from the configuration node ``serving``.
 
-        Args:
-            prefill: "first" sets ``prefill_first``.
-            arrivals, rate_per_s: only checked here; ``arrival_times`` reads them for the requests.
-            _scheduler: keys of a scheduler outside this library; ignored.
+        ``arrivals`` and ``rate_per_s`` are only checked here; ``arrival_times`` reads them. Keys of
+        a scheduler outside this library are ignored.
         """
         arrival_times(arrivals, 0, rate_per_s=rate_per_s)
         return ServingRules(
@@ -70,12 +67,7 @@ class ServingRules:
         return None if self.kv_tokens is None else self.kv_tokens // self.block_tokens
 
     def budget(self, policy: TreePolicy, in_flight: int) -> BlockBudget | None:
-        """Returns a new block budget for one run, or None if caches are not paged.
-
-        Args:
-            policy: states the largest number of cached nodes of its trees (``held_nodes``).
-            in_flight: batches that the executor works on at the same time.
-        """
+        """Returns a new block budget for one run, or None if caches are not paged."""
         if self.kv_tokens is None:
             return None
         tree_nodes = policy.held_nodes(in_flight)

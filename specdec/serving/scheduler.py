@@ -24,7 +24,6 @@ class FifoScheduler(Scheduler):
 
     Attributes:
         num_steps, num_batch_tokens: steps so far, and tree rows sent to the target in them.
-        budget: block budget; None if caches are not paged.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class FifoScheduler(Scheduler):
         Args:
             requests: admitted by arrival time; those of the same time keep this order.
             parts: policy, source and executor, on which requests are opened and closed.
-            batch_size: requests decoded at a time.
             prefill_chunk: prompt tokens per step, over all requests.
             rules: feeding and paging; None means dynamic feeding without paging.
             on_finish: called with each finished request, after every part has closed it.
