@@ -41,7 +41,7 @@ class RowSender(Protocol):
     """Sends rows to the next stage."""
 
     def send(self, rows: torch.Tensor) -> None:
-        """Sends [R, E], which must not change afterwards; raises ``PeerLost``."""
+        """Sends [R, E], which must not change afterwards; may raise ``PeerLost``."""
         ...
 
 
@@ -53,7 +53,7 @@ class RowReceiver(Protocol):
         ...
 
     def release(self) -> None:
-        """Allows the memory of the last received rows to be reused; raises ``PeerLost``."""
+        """Allows the memory of the last received rows to be reused; may raise ``PeerLost``."""
         ...
 
 

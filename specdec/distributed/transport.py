@@ -159,7 +159,7 @@ class Sender:
         self.num_bytes = 0
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        """Sends a contiguous tensor, which must not change afterwards; raises ``PeerLost``."""
+        """Sends a contiguous tensor, which must not change afterwards; may raise ``PeerLost``."""
         try:
             work = self._group.send([tensor], to, tag)
             self._pending.append((work, tensor, to))
@@ -195,7 +195,7 @@ class MessageReceiver:
         self._post()
 
     def receive(self) -> IntArray:
-        """Waits for the next message and returns a copy, int64[n]; raises ``PeerLost``."""
+        """Waits for the next message and returns a copy, int64[n]; may raise ``PeerLost``."""
         try:
             self._post()
             work, frame = self._works[self._next], self._frames[self._next].numpy()
