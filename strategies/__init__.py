@@ -1,4 +1,4 @@
 """Parts of single papers: token sources, tree policies and verifiers that only their preset needs.
 
-A preset is a YAML of ``conf/strategy``; ``specdec.build`` makes its parts in Python.
+A preset is a YAML file of ``conf/strategy``; ``specdec.build`` creates its parts in Python.
 """

@@ -1,6 +1,6 @@
 """AMUSD (arXiv 2410.17375): draft and target run at the same time, without waiting for each other.
 
-The draft drafts without stopping, one token per pass. The target verifies all tokens drafted so
+The draft model runs without stopping, one token per pass. The target verifies all tokens drafted so
 far, and waits only if there are none. A rejection prunes the draft's chain; the draft pass that
 runs at that moment is not interrupted, and its candidates are dropped.
 """
@@ -20,29 +20,26 @@ if TYPE_CHECKING:
 
 
 class FreeRunning(FreeDraft):
-    """Submits every drafted token as soon as the target is ready; the draft never stops."""
+    """Submits every drafted token as soon as the target is ready; the draft never stops.
+
+    Args:
+        ahead: maximum number of tokens below the root, submitted or not.
+        wait: submit no root without a draft token below it, as in the paper. False: the target
+            never waits.
+    """
 
     @validated
     def __init__(self, *, ahead: DraftCount, wait: bool = True) -> None:
-        """Sets the limits.
-
-        Args:
-            ahead: maximum number of tokens below the root, in the target or not.
-            wait: submit no root without a draft token below it, as in the paper. False: the target
-                never waits. Default: true.
-        """
         super().__init__(ahead)
         self.wait = wait
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The unsubmitted nodes of each chain."""
         requests = ready_requests(state, serial=False)
         return unsubmitted(r for r in requests if not (self.wait and self._comes_later(r)))
 
     def can_submit(self, state: DecodeState) -> bool:
-        """True: every drafted token is submitted."""
         return True
 
     def _comes_later(self, request: RequestState) -> bool:
-        """Whether the tree has the root alone, and a token below it will be drafted."""
+        """Whether the tree has only the root, and a token below it will be drafted."""
         return len(request.tree) == 1 and self.can_draft(request)

@@ -1,8 +1,8 @@
 """DSI (arXiv 2405.14105): copies of the target verify blocks of one chain at the same time.
 
-The draft drafts without stopping. A copy of the target verifies each block of tokens as soon as it
-is drafted, whether the blocks before it are verified or not; a new root is given to a copy at
-once. A rejection prunes all later blocks; copies that verify them finish, and their answers are
+The draft model runs without stopping. A copy of the target verifies each block of tokens as soon as
+it is drafted, whether the blocks before it are verified or not. A new root is submitted to a copy
+at once. A rejection prunes all later blocks; copies that verify them finish, and their answers are
 dropped.
 """
 
@@ -26,33 +26,29 @@ if TYPE_CHECKING:
 class Blocks(FreeDraft):
     """Submits every block of ``lookahead`` draft tokens when it is drafted, and every new root.
 
-    The chain of a request has at most one block for each copy, and the next one.
+    The chain of a request has at most one block for each copy of the target, and the next one.
+
+    Args:
+        lookahead: draft tokens per block.
+        in_flight: number of batches that the target processes at the same time.
     """
 
     feeds_busy_target = True
 
     @validated
     def __init__(self, *, lookahead: DraftCount, in_flight: Count = 1) -> None:
-        """Sets the blocks.
-
-        Args:
-            lookahead: draft tokens per block.
-            in_flight: number of batches that the target works on at the same time.
-        """
         super().__init__(lookahead * (in_flight + 1))
         self.lookahead = lookahead
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The root if it was not submitted yet, and complete blocks."""
         requests = ready_requests(state, serial=False)
         return as_nodes((request, self._complete(request)) for request in requests)
 
     def can_submit(self, state: DecodeState) -> bool:
-        """Whether a block is complete."""
         return any(len(self._complete(r)) for r in ready_requests(state, serial=False))
 
     def _complete(self, request: RequestState) -> IntArray:
-        """int64[W]: slots of the root and of blocks that the target does not have yet."""
+        """Returns int64[W]: slots of the unsubmitted root and complete blocks."""
         waiting = np.flatnonzero(request.tree.submitted_at < 0)
         if len(waiting) and waiting[0] == 0:  # a new root does not wait for a block below it
             rest = len(waiting) - 1
@@ -60,5 +56,5 @@ class Blocks(FreeDraft):
         return waiting[: self._whole(request, len(waiting))]
 
     def _whole(self, request: RequestState, num: int) -> int:
-        """How many of ``num`` tokens belong to complete blocks; the chain's last may be shorter."""
+        """Returns how many of ``num`` tokens are in complete blocks; the last may be shorter."""
         return num - num % self.lookahead if self.can_draft(request) else num

@@ -1,11 +1,12 @@
-"""FlowSpec (arXiv 2507.02620): a drafted tree goes down a pipeline in segments, best first.
+"""FlowSpec (arXiv 2507.02620): a drafted tree enters a pipeline in segments, best first.
 
 A round begins with a tree that is drafted whole (EAGLE-2's beam) and cut into segments in order of
-score. A segment enters the pipeline per step, and each one that leaves it is judged at once: the
-nodes that contradict the verdict are dropped from the caches, from the segments in flight and from
-those that wait. While the stages compute, the draft draws a tree at the new root; it is merged with
-what is left of the old one, and its new nodes go down as further segments. A step without a verdict
-deepens the tree instead. A token that is not in the tree ends the round.
+score. One segment enters the pipeline per step, and each segment that leaves it is verified at
+once: the nodes that contradict the result are dropped from the caches, from the segments in flight
+and from those that wait. While the stages compute, the draft grows a tree at the new root. It is
+merged with the rest of the old one, and its new nodes are submitted as further segments. A step
+without a result deepens the tree instead. The round ends when the committed token is not in the
+tree.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ NodeCount = Annotated[int, Field(ge=2), expects("it must be at least 2: root and
 
 @dataclass(slots=True)
 class _DraftRound:
-    """One request's tree.
+    """The state of one request's tree in a round.
 
     Attributes:
-        chosen: int64[C], ids of the nodes that go to the target, in increasing order.
-        levels: levels below the root that are drafted; 0 where the root is new.
-        judged: whether a verdict has arrived since the round began.
+        chosen: int64[C], ids of the nodes to submit, in increasing order.
+        levels: number of levels below the root that are drafted; 0 if the root is new.
+        judged: whether the target has decided about a segment since the round began.
     """
 
     chosen: IntArray = field(default_factory=lambda: NO_SLOTS)
@@ -55,12 +56,22 @@ class _DraftRound:
 
 
 class FlowSpec(TreePolicy):
-    """Feeds a pipeline the best nodes of a tree in segments, and regrows it at every verdict.
+    """Submits the best nodes of a tree to a pipeline in segments, and grows it after every commit.
 
     A draft of L levels expands the ``width`` best nodes of each level from the root down, taking
     ``children`` candidates of each; expanded nodes cost no draft pass. Of all nodes and candidates
     the best by cumulative probability are then *chosen*; earlier choices stay. ``select`` submits
-    the best chosen nodes that the target does not have: a parent never later than its child.
+    the best chosen nodes that were not submitted, so a parent is never later than its child.
+
+    Args:
+        nodes: number of nodes of a round's first tree, including the root.
+        segment: nodes per step until the round's first commit.
+        width: nodes expanded per level.
+        children: candidates per expanded node.
+        depth: levels expanded below the root.
+        grown_nodes: number of nodes of the tree that is grown at each new root.
+        grown_segment: nodes per step after the round's first commit. Default: all that wait.
+        idle_depth: further levels in a step without a commit.
     """
 
     value_dependent = True
@@ -79,18 +90,6 @@ class FlowSpec(TreePolicy):
         grown_segment: DraftCount | None = None,
         idle_depth: Index = 1,
     ) -> None:
-        """Sets the sizes.
-
-        Args:
-            nodes: nodes of a round's first tree, root included.
-            segment: nodes per step until the round's first verdict.
-            width: nodes expanded per level.
-            children: candidates per expanded node.
-            depth: levels expanded below the root.
-            grown_nodes: nodes of the tree that is drawn at each new root.
-            grown_segment: nodes per step after the round's first verdict. Default: all that wait.
-            idle_depth: further levels in a step without a verdict. Default: 1.
-        """
         self.nodes = nodes
         self.segment = segment
         self.width = width
@@ -102,21 +101,20 @@ class FlowSpec(TreePolicy):
         self._rounds: defaultdict[int, _DraftRound] = defaultdict(_DraftRound)
 
     def open(self, request: RequestState) -> None:
-        """A round begins."""
         self._rounds[request.id] = _DraftRound()
 
     def held_nodes(self, in_flight: int) -> int:
         return 1 + max(self.segment, self.grown_segment) * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The next segment of every ready request; a new round's tree is drafted before."""
+        """Returns the next segment of every ready request; drafts the tree of a new round first."""
         requests = ready_requests(state, serial=False)
         new = [r for r in requests if r.tree.submitted_at[0] < 0 and not r.tree.expanded[0]]
         self._draft(state, source, [(r, 0, self.depth + 1) for r in new])
         return as_nodes((r, self._segment(r)) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Draws a tree at each new root, and deepens the others; one source call per level."""
+        """Grows a tree at each new root and deepens the others, with one source call per level."""
         spans = []
         for request in live_requests(state):
             if request.tree.submitted_at[0] >= 0:
@@ -127,7 +125,7 @@ class FlowSpec(TreePolicy):
         return False
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """The tree is redrawn at the new root; after a miss a new round begins."""
+        """Keeps the chosen nodes that survive; after a miss a new round begins."""
         for commit in commits:
             ended = commit.kind is CommitKind.MISS
             past = self._rounds[commit.request]
@@ -143,7 +141,7 @@ class FlowSpec(TreePolicy):
         source: TokenSource,
         spans: Sequence[tuple[RequestState, int, int]],
     ) -> None:
-        """Expands the beams of the levels first .. last - 1 of each request, then chooses."""
+        """Expands levels first .. last - 1 for each (request, first, last), then chooses nodes."""
         for step in range(max((last - first for _, first, last in spans), default=0)):
             growing = [(r, first + step) for r, first, last in spans if first + step < last]
             beams = [(r, best_of_level(r, level, self.width)) for r, level in growing]
@@ -157,7 +155,7 @@ class FlowSpec(TreePolicy):
             now.levels = last
 
     def _segment(self, request: RequestState) -> IntArray:
-        """Slots of the best chosen nodes that were not submitted, parents first."""
+        """Returns the slots of the best chosen nodes that were not submitted, parents first."""
         tree, now = request.tree, self._rounds[request.id]
         waits = np.isin(tree.ids, now.chosen) & (tree.submitted_at < 0)
         waits[0] = tree.submitted_at[0] < 0

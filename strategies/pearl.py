@@ -1,10 +1,11 @@
 """PEARL (arXiv 2408.11850): the draft and the target work at the same time, in rounds.
 
-While the target makes one pass, the draft drafts the next gamma tokens. *Pre-verify*: the target
-verifies the root alone; its answer decides on the first of the tokens drafted meanwhile.
-Rejected: the target's token is emitted, and the draft is dropped. Accepted: the other tokens go to
-the target in the next round. *Post-verify*: the target verifies the tokens of the last round and
-the first one of this round. If all are accepted the mode stays, else the next round pre-verifies.
+While the target makes one pass, the draft model drafts the next gamma tokens. *Pre-verify*: the
+target verifies only the root; its answer decides about the first of the tokens drafted meanwhile.
+If it is rejected, the target's token is emitted and the draft is dropped. If it is accepted, the
+other tokens are submitted in the next round. *Post-verify*: the target verifies the tokens of the
+last round and the first one of this round. If all are accepted the next round post-verifies too,
+otherwise it pre-verifies.
 """
 
 from __future__ import annotations
@@ -26,17 +27,25 @@ if TYPE_CHECKING:
 Length = Literal["auto", "ratio", "until_ready"]
 AUTO, RATIO, UNTIL_READY = "auto", "ratio", "until_ready"
 
-_UNPRICED = 6  # draft tokens of "auto" without a profile of the times of passes
+_UNPRICED = 6  # draft tokens of "auto" without a latency profile
 
 
 class Pearl(TreePolicy):
     """Drafts ``gamma`` tokens during each target pass, and submits those of the last round.
 
-    The mode is the state of the tree: after a miss it has the root alone, which pre-verify submits;
-    after a hit also the rest of the chain that was drafted last, which post-verify submits with it.
-    The paper's published code verifies the same tokens in the same rounds (Alg. 2 and 3).
+    The tree determines the mode: after a miss it has only the root, which pre-verify submits; after
+    a hit it also has the rest of the chain that was drafted last, which post-verify submits with
+    it. The paper's published code verifies the same tokens in the same rounds (Alg. 2 and 3).
 
-    On an executor of N steps per answer each step has its share of the round's draft passes.
+    On an executor of N steps per answer, each step runs its share of the round's draft passes.
+
+    Args:
+        gamma: draft tokens per round. "ratio": t_target / t_draft of the latency profile, rounded
+            (the paper's choice); "until_ready": until the target's pass has ended, at least one;
+            "auto": "ratio", or 6 without a profile.
+        max_gamma: upper limit of the lengths that are not given as a number.
+        latency: steps of the executor from submission to answer.
+        profile: of the clock; required by "ratio".
 
     Attributes:
         gamma: draft tokens per round; None: as many as fit into the target's pass.
@@ -53,19 +62,6 @@ class Pearl(TreePolicy):
         latency: int | None = 1,
         profile: LatencyProfile | None = None,
     ) -> None:
-        """Sets the length.
-
-        Args:
-            gamma: draft tokens per round. "ratio": t_target / t_draft of the latency profile,
-                rounded (the paper's choice); "until_ready": until the target's pass has ended, at
-                least one; "auto": "ratio", or 6 without a profile.
-            max_gamma: upper limit of the lengths that are no number. Default: 16.
-            latency: steps of the executor from submission to answer. Default: 1.
-            profile: of the clock; required by "ratio".
-
-        Raises:
-            ValueError: "ratio" without the times of a stage and of a draft pass.
-        """
         steps = latency or 1
         if gamma in (AUTO, RATIO):
             ratio = draft_passes(profile, stages=steps)
@@ -83,11 +79,10 @@ class Pearl(TreePolicy):
         return 1 + self._limit
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The root, and what the last round has drafted below it."""
         return unsubmitted(ready_requests(state, serial=True))
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Drafts the step's share of the round, one source call per token."""
+        """Drafts the step's share of the round, with one source call per token."""
         for num_passes in range(self._per_step):
             if self.gamma is None and num_passes and events.ready():
                 break
@@ -101,5 +96,5 @@ class Pearl(TreePolicy):
 
 
 def _num_drafted(tree: TokenTree) -> int:
-    """Number of nodes that the target does not have."""
+    """Returns the number of unsubmitted nodes."""
     return int((tree.submitted_at < 0).sum())

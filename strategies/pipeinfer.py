@@ -1,12 +1,12 @@
-"""PipeInfer (arXiv 2407.11798): short speculative runs, one after the other, down a pipeline.
+"""PipeInfer (arXiv 2407.11798): short speculative runs enter a pipeline, one after the other.
 
-The draft drafts without waiting for the target. The tokens drafted in one step form a run,
-which enters the pipeline behind the runs before it, so several are in flight. A verdict that
-contradicts a run cancels it and all later ones wherever they are: stages that did not begin them
-skip them. A token that no run carried goes down the pipeline alone.
+The draft model does not wait for the target. The tokens drafted in one step form a run, which
+enters the pipeline behind the runs before it, so several are in flight. A commit that contradicts a
+run cancels it and all later ones wherever they are: stages that did not begin them skip them. A
+token that is in no run enters the pipeline alone.
 
-A cut-off bounds speculation. Drafting stops at a token whose draft probability is below it. It
-rises with every run since the last verdict, so runs far ahead of the target need a surer draft, and
+A cut-off bounds speculation: drafting stops at a token whose draft probability is below it. It
+rises with every run since the last commit, so runs far ahead of the target need a surer draft, and
 falls with every attempt that had no token for a run.
 """
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Speculation:
-    """One request's runs since the last verdict.
+    """One request's runs since the last commit.
 
     Attributes:
-        sendable: largest id of a node that a run may carry; later ones are not submitted yet.
-        runs: runs that were begun.
-        fruitless: attempts that had no token for a run.
+        sendable: largest id of a node that a run may contain; later nodes are not submitted yet.
+        runs: number of runs that began.
+        fruitless: number of attempts that had no token for a run.
     """
 
     sendable: int = -1
@@ -54,13 +54,19 @@ class _Speculation:
 class PipeInfer(TreePolicy):
     """Begins a run of up to ``tokens`` chain tokens in every step.
 
-    The cut-off is ``cutoff``, plus ``recovery`` for each run since the last verdict, minus
-    ``decay`` for each fruitless attempt since then; at 1 or more no run is begun. A token below it
-    ends the run and is not submitted: its node is tested again in the next step. If
-    it becomes the root it goes down the pipeline alone, as a token does that was not drafted.
+    The cut-off is ``cutoff``, plus ``recovery`` for each run since the last commit, minus ``decay``
+    for each fruitless attempt since then; at 1 or more no run begins. A token below it ends the run
+    and is not submitted: its node is tested again in the next step. If it becomes the root it
+    enters the pipeline alone, like a token that was not drafted.
 
     Whether a token has successors depends on its own draft probability, never on theirs, so
     rejection sampling stays unbiased. Hits need an executor of latency 2 or more.
+
+    Args:
+        tokens: maximum number of tokens of a run, and of draft passes per step.
+        cutoff: minimum draft probability of a token of the first run after a commit.
+        recovery: added to the cut-off by each run since the last commit.
+        decay: subtracted by each attempt since then that had no token for a run.
     """
 
     value_dependent = False
@@ -70,14 +76,6 @@ class PipeInfer(TreePolicy):
     def __init__(
         self, *, tokens: DraftCount, cutoff: Share, recovery: NotNegative, decay: NotNegative
     ) -> None:
-        """Sets the sizes.
-
-        Args:
-            tokens: maximum number of tokens of a run, and of draft passes per step.
-            cutoff: least draft probability of a token of the first run after a verdict.
-            recovery: added to it by each run since the last verdict.
-            decay: subtracted by each attempt since then that had no token for a run.
-        """
         self.tokens = tokens
         self.cutoff = cutoff
         self.recovery = recovery
@@ -85,18 +83,16 @@ class PipeInfer(TreePolicy):
         self._requests: defaultdict[int, _Speculation] = defaultdict(_Speculation)
 
     def open(self, request: RequestState) -> None:
-        """No run has begun."""
         self._requests[request.id] = _Speculation()
 
     def held_nodes(self, in_flight: int) -> int:
         return 1 + self.tokens * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The run that was drafted last, or a root that was not submitted yet."""
         return as_nodes((r, self._run(r)) for r in ready_requests(state, serial=False))
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Drafts the next run of every request, one source call per token."""
+        """Drafts the next run of every request, with one source call per token."""
         attempts = [(r, self._cutoff(r)) for r in live_requests(state) if self._may_begin(r)]
         attempts = [(r, cutoff) for r, cutoff in attempts if cutoff < 1.0]
         sizes = {r.id: self._retested(r, cutoff) for r, cutoff in attempts}
@@ -118,7 +114,7 @@ class PipeInfer(TreePolicy):
         return False
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """A verdict returns the cut-off to its start; the trees are rerooted already."""
+        """Resets the cut-off."""
         for commit in commits:
             speculation = self._requests[commit.request]
             speculation.runs = speculation.fruitless = 0
@@ -127,14 +123,14 @@ class PipeInfer(TreePolicy):
         self._requests.pop(request_id, None)
 
     def _run(self, request: RequestState) -> IntArray:
-        """Slots of the unsubmitted nodes that may be sent."""
+        """Returns the slots of the unsubmitted nodes that may be submitted."""
         tree = request.tree
         sendable = tree.ids <= self._requests[request.id].sendable
         sendable[0] = True
         return np.flatnonzero(sendable & (tree.submitted_at < 0))
 
     def _may_begin(self, request: RequestState) -> bool:
-        """Whether the root is in the target and no run waits to be sent."""
+        """Whether the root is submitted and no run waits to be submitted."""
         return bool(request.tree.submitted_at[0] >= 0) and not len(self._run(request))
 
     def _cutoff(self, request: RequestState) -> float:
@@ -148,7 +144,7 @@ class PipeInfer(TreePolicy):
         return len(tree) > 1 and int(tree.ids[-1]) > self._requests[request.id].sendable
 
     def _retested(self, request: RequestState, cutoff: float) -> int:
-        """1 if the chain's last token was below the cut-off and may now be sent, else 0."""
+        """Returns 1 if the chain's last token was below the cut-off and passes now, else 0."""
         return int(self._is_pending(request) and self._passes(request, cutoff))
 
     def _passes(self, request: RequestState, cutoff: float) -> bool:

@@ -1,8 +1,8 @@
 """PipeSpec (arXiv 2505.01572): several models that do not wait for each other.
 
-The draft drafts without stopping. Every middle model verifies all tokens that the model before it
-has written, and replaces the first that differs by its own; the target verifies the tokens of the
-last middle model. After a difference the models before it continue from the new token.
+The draft model runs without stopping. Every middle model verifies all tokens of the model before
+it, and replaces the first that differs by its own; the target verifies the tokens of the last
+middle model. After a difference the models before it continue from the new token.
 """
 
 from __future__ import annotations
@@ -37,29 +37,24 @@ _NO_TOKEN = -1  # prediction after a node beyond a model's positions, which any 
 
 
 class FreeChain(FreePasses):
-    """Each model of a ``ModelChain`` runs whenever the one before it has written a new token.
+    """Runs each model of a ``ModelChain`` whenever the one before it has produced a new token.
 
-    A request has one chain of tokens below its root, which all models write. The draft appends to
-    its end. A middle model has confirmed or written the first part of it, and verifies the nodes
-    up to those that the model before it has reached. If its token differs, it replaces the rest of
-    the chain, and the models before it continue from there; results of their passes over replaced
-    nodes are dropped. The target verifies the nodes that the last model has reached.
+    A request has one chain of tokens below its root, to which all models contribute. The draft
+    appends to its end. A middle model has confirmed or written the first part of it, and verifies
+    the following nodes that the model before it has reached. If its token differs, it replaces the
+    rest of the chain, and the models before it continue from there; results of their passes over
+    replaced nodes are dropped. The target verifies the nodes that the last model has reached.
 
     With a source of one model it is ``amusd.FreeRunning``.
+
+    Args:
+        ahead: maximum number of tokens below the root, of all models.
+        least: number of new tokens that a model waits for before it verifies them; 0: the target
+            never waits, and the others wait for one.
     """
 
     @validated
     def __init__(self, *, ahead: DraftCount, least: Index = 1) -> None:
-        """Sets the limits.
-
-        Args:
-            ahead: maximum number of tokens below the root, of all models.
-            least: number of new tokens that a model waits for before it verifies them; 0: the
-                target never waits, and the others wait for one. Default: 1.
-
-        Raises:
-            ValueError: ``least`` above ``ahead``.
-        """
         if least > ahead:
             raise ValueError(
                 f"policy.least={least} tokens never come with policy.ahead={ahead}: raise ahead"
@@ -70,11 +65,7 @@ class FreeChain(FreePasses):
         self._chains: dict[int, _Chain] = {}
 
     def check_source(self, source: TokenSource) -> None:
-        """Counts the models.
-
-        Raises:
-            UserError: a source that is not a chain of models.
-        """
+        """Raises ``UserError`` if the source is not a chain of models."""
         if not isinstance(source, ModelChain):
             raise UserError(
                 f"policy=pipespec needs the models of source=model_chain; {type(source).__name__}"
@@ -83,11 +74,10 @@ class FreeChain(FreePasses):
         self._num_levels = len(source.levels)
 
     def open(self, request: RequestState) -> None:
-        """Starts a chain that has only the root."""
         self._chains[request.id] = _Chain(request, self._num_levels, self.ahead, self.least)
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Unsubmitted nodes of each chain, up to the last that the last model has reached."""
+        """Returns the unsubmitted nodes of each chain that the last model has reached."""
         requests = ready_requests(state, serial=False)
         return as_nodes((r, self._chains[r.id].for_target()) for r in requests)
 
@@ -114,7 +104,6 @@ class FreeChain(FreePasses):
         return any(len(self._chains[r.id].for_target()) for r in live_requests(state))
 
     def grow(self, state: DecodeState, event: Event) -> None:
-        """Applies the tokens of an ended pass to the chains."""
         assert event.ticket is not None
         for request_id, ids, rows in event.ticket.nodes.packed():
             chain = self._chains.get(request_id)
@@ -131,14 +120,14 @@ class _Chain:
     """The chain of one request, and the node that each model has reached.
 
     Attributes:
-        request: the request, whose tree has the chain and, until the next commit, replaced nodes.
+        request: its tree contains the chain and, until the next commit, replaced nodes.
         num_levels: number of models besides the target.
         ahead: maximum length.
         least: number of new tokens that a model waits for.
-        reached: id of the last node that each model has written or confirmed; of the draft, the end
-            of the chain.
+        reached: id of the last node that each model has written or confirmed; for the draft, the
+            end of the chain.
         predicted: by level: node id -> the model's token after it.
-        childless: a node below which the draft has no candidates.
+        childless: id of a node below which the draft has no candidates.
     """
 
     request: RequestState
@@ -158,14 +147,14 @@ class _Chain:
         return self.request.tree
 
     def for_target(self) -> IntArray:
-        """int64[W]: slots of nodes for the target; none while it waits for more of them."""
+        """Returns int64[W]: slots of nodes for the target; none if it waits for more of them."""
         path = self._to(self.num_levels - 1)
         new = path[self._tree.submitted_at[path] < 0]
         num = np.count_nonzero(new)  # without the root
         return new[:0] if num < self.least and self._grows(len(path)) else new
 
     def work(self, level: int) -> IntArray:
-        """int64[W]: ids of the nodes of the next pass of a model; none if it has nothing to do."""
+        """Returns int64[W]: ids of the nodes of a model's next pass; none if it has to wait."""
         tree = self._tree
         path = self._to(0 if level == 0 else level - 1)
         inside = path[tree.positions[path] < last_position(self.request)]
@@ -204,7 +193,7 @@ class _Chain:
         self._advance()
 
     def reroot(self) -> None:
-        """After a commit: keeps the state of the nodes below the new root."""
+        """Keeps the state of the nodes below the new root; called after a commit."""
         live = set(self._tree.ids.tolist())
         self.predicted = [
             {i: t for i, t in tokens.items() if i in live} for tokens in self.predicted
@@ -245,7 +234,7 @@ class _Chain:
         return True
 
     def _written(self, parent: int, token: int) -> int:
-        """Slot of the child with a model's token; a replaced node may have it."""
+        """Returns the slot of the child with a model's token, which may be a replaced node."""
         tree = self._tree
         child = tree.child(parent, token)
         if child != NO_NODE:
@@ -262,14 +251,14 @@ class _Chain:
                 self.reached[below] = self.reached[level]
 
     def _end(self, slot: int) -> int:
-        """Slot of the end of the newest chain below a node."""
+        """Returns the slot of the end of the newest chain below a node."""
         tree = self._tree
         while len(children := tree.children(slot)):
             slot = int(children[-1])
         return slot
 
     def _to(self, level: int) -> IntArray:
-        """int64[D + 1]: slots from the root to the node that a model has reached."""
+        """Returns int64[D + 1]: slots from the root to the node that a model has reached."""
         return self._tree.path(int(self._tree.slots(np.array([self.reached[level]]))[0]))
 
 

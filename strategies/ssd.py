@@ -2,10 +2,11 @@
 
 While the target verifies a chain of gamma tokens, the draft enumerates outcomes: the accepted
 length k and the token after it, for which it takes the F_k most probable ones besides the drafted
-token. It drafts gamma tokens below each outcome, all outcomes in one batch. A verdict that ends in
-one of them (*hit*) finds its next chain drafted; any other (*miss*) has it drafted just in time.
+token. It drafts gamma tokens below each outcome, all outcomes in one batch. If the verification
+ends in one of them (*hit*), the next chain is already drafted; otherwise (*miss*) it is drafted
+just in time.
 
-The outcomes are unsubmitted nodes of the tree, so a verdict finds them as it finds any node. Under
+The outcomes are unsubmitted nodes of the tree, so a commit reroots to them as to any node. Under
 ``rejection`` they are the further samples of a node: tested in turn, they leave the target's
 distribution exact.
 """
@@ -44,13 +45,13 @@ OpenShare = Annotated[float, Field(gt=0, lt=1), _OPEN_SHARE]
 
 
 def fan_outs(*, gamma: int, outcomes: int, acceptance: float, power: float) -> list[int]:
-    """Number of outcomes F_k for each accepted length k = 0 .. gamma, ``outcomes`` in total.
+    """Returns the number of outcomes F_k for each accepted length k = 0 .. gamma.
 
-    A verdict ends after k < gamma tokens with probability P(k) = a^k (1 - a) and after gamma with
-    a^gamma, a being ``acceptance``. If F tokens miss with a chance proportional to F^-r (r is
-    ``power``), the chance of a hit is largest for F_k proportional to P(k)^(1 / (1 + r)): a
-    geometric series in k, whose last term is larger. Shares are rounded to whole numbers by largest
-    remainder, ties to the shorter length.
+    They sum to ``outcomes``. The target accepts k < gamma tokens with probability P(k) = a^k (1 -
+    a) and gamma tokens with a^gamma, where a is ``acceptance``. If F tokens miss with a probability
+    proportional to F^-r (r is ``power``), the probability of a hit is largest for F_k proportional
+    to P(k)^(1 / (1 + r)): a geometric series in k, whose last term is larger. Shares are rounded to
+    whole numbers by largest remainder, ties to the shorter length.
     """
     ends = [acceptance**k * (1.0 - acceptance) for k in range(gamma)] + [acceptance**gamma]
     weights = np.array(ends) ** (1.0 / (1.0 + power))
@@ -65,11 +66,21 @@ class Ssd(TreePolicy):
     """Submits a chain of ``gamma`` tokens, and drafts a chain below each likely outcome of it.
 
     A round has gamma + 1 draft passes beside the target's: one for the candidates after the chain's
-    end, and one per token of the outcomes' chains, with a row for each outcome. On an executor of
-    N steps per answer each step has its share of these passes.
+    end, and one per token of the outcomes' chains, with a row for each outcome. On an executor of N
+    steps per answer, each step runs its share of these passes.
+
+    Args:
+        gamma: draft tokens per target pass. "auto": as many as leave gamma + 1 draft passes beside
+            it by the latency profile, at most 8; 4 if there is no profile.
+        outcomes: number of outcomes to prepare for, which are the rows of a draft pass.
+        acceptance, power: shape of the fan-out, see ``fan_outs``.
+        spend: "shares": the F_k best candidates after each accepted length k, as published.
+            "scores": the best over all lengths by the draft's probability of the outcome, the
+            product along its path; this selects by value, so rejection verifiers cannot be used.
+        latency: steps of the executor from submission to answer.
+        profile: of the clock; read by "auto".
 
     Attributes:
-        gamma: draft tokens per target pass.
         fan_outs: F_k, k = 0 .. gamma.
     """
 
@@ -85,20 +96,6 @@ class Ssd(TreePolicy):
         latency: int | None = 1,
         profile: LatencyProfile | None = None,
     ) -> None:
-        """Sets the sizes.
-
-        Args:
-            gamma: draft tokens per target pass. "auto": as many as leave gamma + 1 draft passes
-                beside it by the latency profile, at most 8; 4 where there is none.
-            outcomes: outcomes that are prepared for, the rows of a draft pass.
-            acceptance, power: shape of the fan-out, see ``fan_outs``. Default: 0.8 and 1.
-            spend: "shares": the F_k best candidates after each accepted length k, as published.
-                "scores": the best over all lengths by the draft's probability of the outcome, the
-                product along its path; choosing by value refuses rejection verifiers. Default:
-                "shares".
-            latency: steps of the executor from submission to answer. Default: 1.
-            profile: of the clock; read by "auto".
-        """
         if gamma == AUTO:
             passes = draft_passes(profile, stages=latency or 1, rows=outcomes)
             gamma = _UNPRICED if passes is None else min(max(1, int(passes + 1e-9) - 1), _MOST)
@@ -113,14 +110,13 @@ class Ssd(TreePolicy):
         self._passes: dict[int, int] = {}  # request -> draft passes of its round so far
 
     def open(self, request: RequestState) -> None:
-        """No round has begun."""
         self._passes[request.id] = 0
 
     def held_nodes(self, in_flight: int) -> int:
         return 1 + self.gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The chain of every ready request; what is missing of it is drafted now."""
+        """Returns the chain of every ready request, after drafting what is missing of it."""
         requests = ready_requests(state, serial=True)
         lengths = [(request, self.gamma) for request in requests]
         grow_chains(state, source, lengths, self._children)
@@ -128,7 +124,7 @@ class Ssd(TreePolicy):
         return as_nodes((r, np.array(first_path(r.tree))) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """The step's share of the round's draft passes, for all requests together."""
+        """Runs the step's share of the round's draft passes, for all requests together."""
         for _ in range(self._per_step):
             growing = [
                 (request, self._leaves(request))
@@ -148,14 +144,14 @@ class Ssd(TreePolicy):
         del self._passes[request_id]
 
     def _leaves(self, request: RequestState) -> IntArray:
-        """The chain's end in the first pass of a round, then the ends of the outcomes' chains."""
+        """Returns the chain's end in a round's first pass, then the ends of the outcomes."""
         tree = request.tree
         is_leaf = ~tree.expanded & (tree.positions < last_position(request))
         first = self._passes[request.id] == 0
         return np.flatnonzero(is_leaf & ((tree.submitted_at >= 0) == first))
 
     def _enumerate(self, request: RequestState) -> None:
-        """Makes the outcomes nodes: other children of the chain's nodes than those on it."""
+        """Turns the outcomes into nodes: children of the chain's nodes that are not in it."""
         tree, limit = request.tree, last_position(request)
         chain = [slot for slot in first_path(tree) if int(tree.positions[slot]) < limit]
         if self.value_dependent:
@@ -166,7 +162,7 @@ class Ssd(TreePolicy):
 
 
 def _take(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
-    """Makes the first ``num`` untaken candidates of each node nodes; returns their slots."""
+    """Turns the first ``num`` untaken candidates of each node into nodes; returns their slots."""
     untaken = tree.candidate_logprobs[slots] > -np.inf
     rows, columns = np.nonzero(untaken & (untaken.cumsum(axis=1) <= num))
     return tree.take(slots[rows], columns) if len(rows) else NO_SLOTS

@@ -1,10 +1,3 @@
-"""A chain whose length is sampled from the acceptance so far (Thompson sampling).
-
-EESD's controller (Liu et al. 2024, arXiv 2406.03853) treats "draft another token or stop" as a
-two-armed bandit with a Beta posterior. PPSD cites it as "EESD w. TS" without details; this
-implementation is our reading.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,41 +15,39 @@ from specdec.types import Commit, Nodes, Output
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
-_STREAM = 0x75  # of the keyed hash
+_STREAM = 0x75  # key that separates these draws from other uses of the hash
 
 
 class ThompsonChain(TreePolicy):
     """A chain that ends before the first draft token expected to be rejected under a sampled rate.
 
-    The posterior of a request's acceptance rate is Beta(1 + accepted, 1 + rejected). Before each
-    draft token a rate is sampled from it, and a Bernoulli draw with that rate decides whether the
-    chain continues. Neither depends on the candidates, so rejection verifiers stay unbiased.
+    EESD's controller (Liu et al. 2024, arXiv 2406.03853) treats "draft another token or stop" as a
+    two-armed bandit with a Beta posterior. The posterior of a request's acceptance rate is Beta(1 +
+    accepted, 1 + rejected). Before each draft token a rate is sampled from it, and a Bernoulli draw
+    with that rate decides whether the chain continues. Neither depends on the candidates, so
+    rejection verifiers stay unbiased.
+
+    Args:
+        max_gamma: maximum number of draft tokens per target pass; the minimum is 1.
+        seed: key of the controller's draws, which are independent of the tokens' draws.
     """
 
     value_dependent = False
 
     @validated
     def __init__(self, *, max_gamma: DraftCount = 10, seed: int = 0) -> None:
-        """Sets the bounds.
-
-        Args:
-            max_gamma: maximum number of draft tokens per target pass; the minimum is 1.
-            seed: key of the controller's draws, which are independent of the tokens' draws.
-        """
         self.max_gamma = max_gamma
         self._seed = seed
         self._outcomes: dict[int, list[int]] = {}  # request -> [accepted, rejected]
         self._submitted: dict[int, int] = {}  # request -> draft tokens awaiting their answer
 
     def open(self, request: RequestState) -> None:
-        """Starts with the uniform prior."""
         self._outcomes[request.id] = [0, 0]
 
     def held_nodes(self, in_flight: int) -> int:
         return 1 + self.max_gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Samples the length of each ready request's chain, grows it and submits it."""
         requests = ready_requests(state, serial=True)
         lengths = [self._length(request.id, request.prefix_len) for request in requests]
         grow_chains(state, source, list(zip(requests, lengths, strict=True)))
@@ -80,7 +71,7 @@ class ThompsonChain(TreePolicy):
         self._submitted.pop(request_id, None)
 
     def _length(self, request_id: int, position: int) -> int:
-        """Number of draft tokens for a root at ``position``."""
+        """Samples the number of draft tokens for a root at ``position``."""
         accepted, rejected = self._outcomes[request_id]
         indices = np.arange(1, self.max_gamma)
         bits = hash_uniform(self._seed, _STREAM, request_id, position)

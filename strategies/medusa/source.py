@@ -1,18 +1,18 @@
 """Proposals of heads on the target's last hidden state (Medusa, arXiv 2401.10774, section 2.1).
 
 ``Needs.hidden`` makes the executor return the hidden states of every answered row
-(``Commit.hidden`` has those of retired nodes) and of the prompt (``Output.prompts``). A request
-keeps one of them, that of the last committed token before the root, at position t. The target
-itself has drawn the root, token t + 1, from it; head k guesses token t + 1 + k. So a node at
+(``Commit.hidden`` has those of retired nodes) and of the prompt (``Output.prompts``). Only one is
+stored per request: that of the last committed token before the root, at position t. The target
+itself has drawn the root, token t + 1, from it; head k predicts token t + 1 + k. So a node at
 position q gets its candidates from head q - t, whatever its parent: all nodes of a depth have the
 same ones (the Cartesian product of section 2.1.2). A commit moves t to the last retired node; nodes
 that were expanded before keep the candidates of the older hidden state.
 
 In a pipeline a prompt's hidden state leaves the last stage after the first root was submitted,
-which is therefore submitted alone. With sampled candidates (rejection) this holds on every
-executor, so that outputs are equal.
+which is therefore submitted alone. With sampled candidates (rejection) the first root is submitted
+alone on every executor, so that outputs are equal.
 
-Shape letters: W nodes, K candidates, V vocabulary, E hidden size.
+Shape letters: W nodes, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Last:
-    """The hidden state that a request's heads read.
+    """The hidden state [E] that a request's heads read, at position t.
 
     Attributes:
-        position: t.
-        hidden: [E].
         logits: head -> [V], of the heads computed so far.
     """
 
@@ -56,8 +54,21 @@ class _Last:
 class MedusaSource(ModelSource):
     """Proposes the candidates of Medusa heads; has no model and no cache.
 
-    A node has candidates once its request has a hidden state, down to a depth of as many levels as
-    heads. Counted are passes of single heads, and hidden states computed in them.
+    A node has candidates once its request has a hidden state, down to as many levels as heads.
+    Passes of single heads are counted, and the hidden states that they read as rows.
+
+    Args:
+        pair: the model pair.
+        clock: charged one output head per pass of a head. The cost of the head's square matrix, E /
+            V of an output head, is ignored.
+        meter: counts the passes as "medusa".
+        heads: number of heads, which is the number of tokens predicted after the root.
+        temperature: of the heads' distributions whose products rank nodes; sampled candidates
+            ignore it. Default: the target's, 1 if greedy.
+        sample: sample candidates and return their distribution, for rejection verifiers.
+
+    Raises:
+        UserError: the pair has no hidden states, or not as many trained heads.
     """
 
     @validated
@@ -71,22 +82,6 @@ class MedusaSource(ModelSource):
         temperature: Positive | None = None,
         sample: bool = False,
     ) -> None:
-        """Loads the heads.
-
-        Args:
-            pair: the model pair.
-            clock: charged one output head per pass of a head; the block's square matrix, E / V of
-                an output head, is not charged.
-            meter: counts the passes as "medusa".
-            heads: number of heads, which is the number of tokens guessed after the root.
-            temperature: of the heads' distributions whose products rank nodes; sampled candidates
-                ignore it. Default: the target's, 1 if greedy.
-            sample: sample candidates and return their distribution, for rejection verifiers.
-
-        Raises:
-            ValueError: fewer than one head.
-            UserError: the pair has no hidden states, or not as many trained heads.
-        """
         self._heads = pair.artefact(MedusaHeads, num_heads=heads, meter=meter)
         self._clock, self._temperature = clock, temperature
         super().__init__(
@@ -102,12 +97,11 @@ class MedusaSource(ModelSource):
         return self._heads.head_bytes
 
     def open(self, request: RequestState) -> None:
-        """Starts a request, which has no hidden state yet."""
         self._last[request.id] = None
         self._prompt_ends[request.id] = request.num_prefill - 1
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Candidates by depth; count 0 below the last head and without a hidden state."""
+        """Returns candidates by depth; count 0 below the last head and without a hidden state."""
         numbers = [self._numbers(state, request_id, ids) for request_id, ids in nodes.items]
         self._compute(nodes, numbers)
         has_head = np.concatenate(numbers) > 0
@@ -120,7 +114,7 @@ class MedusaSource(ModelSource):
                 continue
             first = row = np.arange(len(ids))
             if not state.requests[request_id].sampling.needs_history:
-                # One row per depth for all its nodes.
+                # All nodes of a depth have the same candidates.
                 _, first, row = np.unique(heads, return_index=True, return_inverse=True)
             rows.append(row + len(logits))
             logits += [last.logits[number] for number in heads[first].tolist()]
@@ -131,7 +125,6 @@ class MedusaSource(ModelSource):
         return candidates.take(np.concatenate(rows)).spread(has_head)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Takes the hidden states of prompts and of the last retired nodes."""
         (name,) = self.needs.hidden
         for chunk in output.prompts:
             at_end = chunk.last_position == self._prompt_ends.get(chunk.request)
@@ -146,7 +139,7 @@ class MedusaSource(ModelSource):
         self._prompt_ends.pop(request_id, None)
 
     def _numbers(self, state: DecodeState, request_id: int, ids: IntArray) -> IntArray:
-        """int64[W]: the head that guesses each node's children; 0 for none."""
+        """Returns int64[W]: the head that predicts each node's children; 0 for none."""
         last = self._last[request_id]
         if last is None:
             return np.zeros(len(ids), np.int64)

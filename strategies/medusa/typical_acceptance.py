@@ -1,7 +1,7 @@
 """Typical acceptance: a lossy verifier (Medusa, Cai et al. 2024, section 2.3.1).
 
-It uses ``TokenTree.target_probs``: the processed target distribution or, for greedy requests, the
-model's distribution at temperature 1 (a one-hot distribution would turn the rule into ``match``).
+It uses ``TokenTree.target_probs``: the target's distribution after sampling transforms or, for
+greedy requests, at temperature 1 (a one-hot distribution would turn the rule into ``match``).
 
 Shape letters: C children, N tree nodes, V vocabulary.
 """
@@ -24,11 +24,15 @@ from specdec.verifiers.walk import accept_child, follow
 
 
 class TypicalVerifier(Verifier):
-    """Typical acceptance (Medusa, Cai et al. 2024, section 2.3.1).
+    """Typical acceptance (Medusa, Cai et al. 2024, section 2.3.1); lossy.
 
     A child is acceptable if target_probs(token) > min(epsilon, delta * exp(-entropy)). The longest
     path of acceptable nodes is accepted; among equally long ones, at each node the child with the
     higher target probability. The target's own token follows.
+
+    Args:
+        epsilon: absolute threshold, above 0 and at most 1.
+        delta: threshold relative to exp(-entropy), above 0; Medusa uses sqrt(epsilon).
     """
 
     needs = Needs(target_probs=True)
@@ -41,13 +45,6 @@ class TypicalVerifier(Verifier):
         epsilon: PositiveShare = 0.09,
         delta: Annotated[float, Field(gt=0)] = 0.3,
     ) -> None:
-        """Sets the threshold.
-
-        Args:
-            epsilon: absolute threshold, above 0 and at most 1. Default: 0.09.
-            delta: threshold relative to exp(-entropy), above 0. Default: 0.3; Medusa uses
-                sqrt(epsilon).
-        """
         self.epsilon = epsilon
         self.delta = delta
 
@@ -67,7 +64,7 @@ class TypicalVerifier(Verifier):
         return follow(request, accept_child(tree, choose))
 
     def _acceptable(self, tree: TokenTree) -> FloatArray:
-        """float64[N]: target probability of the acceptable nodes, 0 elsewhere."""
+        """Returns float64[N]: target probability of the acceptable nodes, 0 elsewhere."""
         slots = np.flatnonzero(tree.answered)
         rows = np.full(len(tree), -1)
         rows[slots] = np.arange(len(slots))
@@ -81,7 +78,7 @@ class TypicalVerifier(Verifier):
 
 
 def _heights(parents: IntArray, depths: IntArray, acceptable: BoolArray) -> IntArray:
-    """int64[N]: length of the longest path of acceptable nodes below each node."""
+    """Returns int64[N]: length of the longest path of acceptable nodes below each node."""
     heights = np.zeros(len(parents), np.int64)
     for depth in range(int(depths.max()), 0, -1):
         level = np.flatnonzero(acceptable & (depths == depth))

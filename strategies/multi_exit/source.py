@@ -1,8 +1,3 @@
-"""Proposals of several exits of the target, one chosen for each token (PPSD B.3).
-
-Shape letters: W nodes, K candidates, X exits.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +20,26 @@ if TYPE_CHECKING:
 class MultiExitSource(ExitSource):
     """Takes each token from the first exit that no later exit is expected to improve on.
 
-    PPSD B.3 only names the idea; the rule is ours. An exit's saving weighs its expected acceptance
-    (``ExitChances``) against its depth: by Eq. 6 in a pipeline (``ppsd_saving``), by Eq. 4 if
-    drafts are verified afterwards (``eesd_saving``). The first exit answers whose saving, given its
-    own confidence, no later one is expected to exceed.
+    PPSD B.3 names the idea without a rule; this one is ours. An exit's saving weighs its expected
+    acceptance (``ExitChances``) against its depth: by Eq. 6 in a pipeline (``ppsd_saving``), by Eq.
+    4 if drafts are verified afterwards (``eesd_saving``). The token is taken from the first exit
+    whose saving, given its own confidence, no later exit is expected to exceed.
 
-    With ``executor=early_exit`` a later exit is computed only then, from the node's hidden state,
-    so no layer runs twice. With ``executor=pipeline`` all exits are read as nodes pass; choosing a
-    later one means waiting until it arrives.
+    With ``executor=early_exit`` a later exit is computed only if it is chosen, from the node's
+    hidden state, so no layer runs twice. With ``executor=pipeline`` all exits are read as nodes
+    pass them, and choosing a later one means waiting until it arrives.
 
     The choice depends on distributions and on decided tokens, never on sampled candidates. With
-    sampled candidates (rejection verifiers) it does not learn either: it depends on the preceding
-    tokens alone, and the verifier stays unbiased.
+    sampled candidates (rejection verifiers) the choice does not learn from decided tokens either:
+    it is a function of the preceding tokens, and the verifier stays unbiased.
+
+    Args:
+        pair, exit_front, candidates, sample: see ``ExitSource``.
+        further_exits: number of layers before each exit after the pair's own; None for one exit at
+            twice its depth.
+
+    Raises:
+        UserError: exits that do not rise, or are not inside the target.
     """
 
     @validated
@@ -49,17 +52,6 @@ class MultiExitSource(ExitSource):
         candidates: Count = 16,
         sample: bool = False,
     ) -> None:
-        """Composes the source.
-
-        Args:
-            pair, exit_front, candidates, sample: see ``ExitSource``.
-            further_exits: number of layers before each exit after the pair's own; None for one
-                exit at twice its depth.
-
-        Raises:
-            ValueError: fewer than one candidate.
-            UserError: exits that do not rise, or are not inside the target.
-        """
         super().__init__(
             pair=pair,
             layers=_exit_layers(pair, further_exits),
@@ -77,7 +69,7 @@ class MultiExitSource(ExitSource):
         self._chances[request.id] = ExitChances(len(self.layers))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Candidates of the exit chosen for each node; count 0 until they arrive."""
+        """Returns candidates of the exit chosen for each node; count 0 until they arrive."""
         left, rows = nodes, np.arange(len(nodes))
         parts: list[Candidates] = []
         placed: list[IntArray] = []
@@ -131,7 +123,7 @@ class MultiExitSource(ExitSource):
                 row += 1
 
     def _prefers_later(self, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
-        """bool[W]: nodes answered by exit ``at`` on which a later exit is expected to improve."""
+        """Returns bool[W]: nodes for which an exit later than ``at`` is expected to be better."""
         later_is_better = []
         for request_id, ids in nodes.items:
             tops, chances = self._tops[request_id], self._chances[request_id]
@@ -150,7 +142,6 @@ class MultiExitSource(ExitSource):
         return np.array(later_is_better, np.bool_)
 
     def _saving(self, alpha: float, at: int, reach: float) -> float:
-        """Expected layers saved by a token of exit ``at``."""
         if self._front is None:
             return ppsd_saving(alpha, self.layers[at], self._num_layers)
         return eesd_saving(alpha, reach, self.layers[at], self._num_layers)
@@ -165,11 +156,7 @@ class MultiExitSource(ExitSource):
 
 
 def _exit_layers(pair: ModelPair, further: Sequence[int] | None) -> tuple[int, ...]:
-    """Number of layers before each exit, the pair's own first.
-
-    Raises:
-        UserError: they do not rise, or are not inside the target.
-    """
+    """Returns the number of layers before each exit, the pair's own first."""
     first, last = pair.exit_layer, pair.num_layers - 1
     others = [min(2 * first, last)] if further is None else list(further)
     layers = [first, *others]
@@ -189,9 +176,9 @@ _PRIOR_ERRORS_LEFT = 0.8  # assumed share of an exit's errors that the next exit
 class ExitChances:
     """Expected acceptance of each exit's best token, given the confidence of an earlier exit.
 
-    Prior: an exit is right as often as its confidence states, and each later one makes four fifths
-    of its errors. Both are assumptions that a few tokens outweigh. Observations are counted by
-    confidence, in ``_BINS`` equal bins.
+    The prior assumes that an exit is right as often as its confidence states, and that each later
+    one makes four fifths of its errors. A few tokens outweigh these assumptions. Observations are
+    counted by confidence, in ``_BINS`` equal bins.
     """
 
     def __init__(self, num_exits: int) -> None:
@@ -199,7 +186,7 @@ class ExitChances:
         self._seen = np.zeros((num_exits, num_exits, _BINS))
 
     def expected(self, known: int, other: int, confidence: float) -> float:
-        """Expected acceptance of exit ``other``, given the confidence of exit ``known``.
+        """Returns the expected acceptance of exit ``other``, given the confidence of ``known``.
 
         Args:
             known: index of an exit whose token is known.
@@ -212,12 +199,7 @@ class ExitChances:
         return float((_PRIOR_WEIGHT * prior + self._right[at]) / total)
 
     def learn(self, tops: Mapping[int, tuple[int, float]], token: int) -> None:
-        """Counts a decided position.
-
-        Args:
-            tops: index of an exit -> its best token and confidence.
-            token: the decided token.
-        """
+        """Counts a decided token; ``tops`` maps an exit to its best token and confidence."""
         for known, (_, confidence) in tops.items():
             for other, (best, _) in tops.items():
                 if other >= known:
@@ -233,8 +215,8 @@ def _bin(confidence: float) -> int:
 def ppsd_saving(alpha: float, exit_layer: int, num_layers: int) -> float:
     """Expected layers saved by a draft token of an exit in a pipeline: alpha (N - E).
 
-    By Eq. 6 a token costs E if it is accepted and N if not, plain decoding N. A rejection is known
-    at the same time whatever the exit, so a later exit costs more only for accepted tokens.
+    By Eq. 6 a token costs E if it is accepted and N if not; plain decoding costs N. A rejection is
+    known at the same time for all exits, so a later exit costs more only for accepted tokens.
     """
     return alpha * (num_layers - exit_layer)
 
@@ -245,9 +227,7 @@ def eesd_saving(alpha: float, reach: float, exit_layer: int, num_layers: int) ->
     By Eq. 4 a draft token costs E in any case, and an accepted one saves a target pass of N.
 
     Args:
-        alpha: chance that the token is accepted.
-        reach: chance that all draft tokens before it are accepted.
-        exit_layer: E.
-        num_layers: N.
+        alpha: probability that the token is accepted if all draft tokens before it are.
+        reach: probability that all draft tokens before it are accepted.
     """
     return reach * alpha * num_layers - exit_layer

@@ -1,8 +1,7 @@
 """SpecPipe's lossy verifiers (arXiv 2504.04104 v2, 3.4): faster, not distributed as the target.
 
-Both use ``TokenTree.target_probs``: the processed target distribution or, for greedy requests, the
-model's distribution at temperature 1 (a one-hot distribution would turn either rule into
-``match``).
+Both use ``TokenTree.target_probs``: the target's distribution after sampling transforms or, for
+greedy requests, at temperature 1 (a one-hot distribution would turn either rule into ``match``).
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from specdec.verifiers.walk import accept_child, follow, target_probs
 class RelaxedVerifier(Verifier):
     """Accepts the most probable child (SpecPipe 3.4 (1), verification without pipeline stalls).
 
-    Of a node's children the one with the highest target probability is accepted, so every answer is
-    a hit while there are children; ties go to the higher draft probability. Without children, the
-    next token is the target's own.
+    The child with the highest target probability is accepted, so every answer is a hit as long as
+    there are children; ties go to the higher draft probability. Without children, the next token is
+    the target's own.
     """
 
     needs = Needs(target_probs=True)
@@ -44,8 +43,11 @@ class StrictVerifier(Verifier):
     """Accepts children within the target's nucleus (SpecPipe 3.4 (2)).
 
     A child is acceptable if its token is in the smallest set of most probable target tokens with
-    total probability ``top_p``; of the acceptable children the one with the highest draft
-    probability is accepted. Without one, the next token is the target's own.
+    total probability ``top_p``. The acceptable child with the highest draft probability is
+    accepted. Without one, the next token is the target's own.
+
+    Args:
+        top_p: probability of the nucleus, above 0 and at most 1; SpecPipe states no value.
     """
 
     needs = Needs(target_probs=True)
@@ -53,11 +55,6 @@ class StrictVerifier(Verifier):
 
     @validated
     def __init__(self, *, top_p: PositiveShare = 0.9) -> None:
-        """Sets the nucleus.
-
-        Args:
-            top_p: its probability, above 0 and at most 1. Default: 0.9; SpecPipe states no value.
-        """
         self.top_p = top_p
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:

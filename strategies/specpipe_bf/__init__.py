@@ -1,7 +1,7 @@
-"""SpecPipe's node budget spent best first: ours, beyond the paper.
+"""SpecPipe with its node budget spent best first, an extension that is not in the paper.
 
-Each step feeds the most probable unsubmitted nodes of any level, where ``specpipe`` feeds the next
-level whole. Same draft, width, children and pipeline.
+Each step submits the most probable unsubmitted nodes of any level, where ``specpipe`` submits the
+whole next level. Draft, width, children and pipeline are the same.
 """
 
 from __future__ import annotations

@@ -1,12 +1,3 @@
-"""The most probable nodes at every step of a pipeline, whatever their level (``specpipe_bf``).
-
-An extension of SpecPipe and PipeDec, which submit whole levels. Each step has the budget of one
-level, ``width`` nodes, and spends it on the most probable unsubmitted nodes: the next level, late
-siblings where pruning has thinned the tree, or several levels of a confident path. Each token of
-the target's path is submitted once, so the expected number of tokens per step is the probability
-mass submitted per step, which this selection maximizes.
-"""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -30,6 +21,12 @@ if TYPE_CHECKING:
 class PipelineBestFirst(TreePolicy):
     """Submits the ``width`` most probable nodes per step, after ``draft_passes`` draft passes.
 
+    This extends SpecPipe and PipeDec, which submit whole levels. A step spends the budget of one
+    level on the most probable unsubmitted nodes: the next level, late siblings where pruning has
+    thinned the tree, or several levels of a confident path. Each token of the target's path is
+    submitted once, so the expected number of tokens per step is the probability mass submitted per
+    step, which this selection maximizes.
+
     Each draft pass runs in ``overlap`` while the stages compute and expands the ``width`` most
     probable leaves (``best_leaves``). ``select`` then submits the ``width`` most probable nodes and
     candidates not yet submitted. A parent is submitted no later than its children: its score is at
@@ -38,6 +35,11 @@ class PipelineBestFirst(TreePolicy):
 
     One pass per step adds one level per step, so a step verifies one token unless it catches up;
     with two passes it can verify two on average. Hits need an executor of latency 2 or more.
+
+    Args:
+        width: maximum number of nodes submitted per step, and of leaves expanded per pass.
+        children: maximum number of candidates per node.
+        draft_passes: draft passes per step.
     """
 
     value_dependent = True
@@ -45,13 +47,6 @@ class PipelineBestFirst(TreePolicy):
 
     @validated
     def __init__(self, *, width: DraftCount, children: Count, draft_passes: Count = 2) -> None:
-        """Sets the budgets of a step.
-
-        Args:
-            width: maximum number of nodes submitted per step, and of leaves expanded per pass.
-            children: maximum number of candidates per node.
-            draft_passes: draft passes per step. Default: 2.
-        """
         self.width = width
         self.children = children
         self.draft_passes = draft_passes
@@ -60,12 +55,10 @@ class PipelineBestFirst(TreePolicy):
         return 1 + self.width * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The most probable unsubmitted nodes of every ready request."""
         requests = ready_requests(state, serial=False)
         return as_nodes((r, best_unsubmitted(r.tree, self.width)) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Runs the step's draft passes for all requests together."""
         requests = live_requests(state)
         for _ in range(self.draft_passes):
             leaves = [(r, best_leaves(r, self.width)) for r in requests]

@@ -1,10 +1,4 @@
-"""Levels with a node budget shared by all requests of a step.
-
-An extension of SpecPipe, whose width is fixed (64, the optimum of one request on its testbed): with
-many requests, every node of one request lengthens the step of all.
-
-Letters: B live requests, N steps of latency, n nodes of the step, W nodes of a level, K candidates.
-"""
+"""Letters: B live requests, N steps of latency, n nodes of a step, W nodes of a level, K children."""
 
 from __future__ import annotations
 
@@ -42,7 +36,6 @@ class _WidthLevel:
     """The candidates for the next level of one request.
 
     Attributes:
-        request: the request.
         bottom: int64[W], slots of the level above.
         picks: int64[<= width], candidates as flat indices into [W, K], most probable first.
         probs: float64[<= width], their probabilities.
@@ -59,7 +52,11 @@ class _WidthLevel:
 
 
 class AdaptiveWidth(TreePolicy):
-    """One level per step and request; the most probable nodes of all requests together.
+    """Submits one level per step and request; the requests share a node budget per step.
+
+    SpecPipe's width is fixed (64, the optimum of one request on its testbed). With many requests,
+    every node of one request lengthens the step of all, so this extension adapts the number of
+    nodes to the cost of a step.
 
     A path that leaves the tree costs its request N - 1 steps (SpecPipe, Eq. 2); a longer step costs
     all B requests. Each step takes the n most probable candidates of all requests, at least one of
@@ -68,13 +65,18 @@ class AdaptiveWidth(TreePolicy):
         T(n) (B + (N - 1) (probability that the levels omit)),
 
     which is the paper's T (1 + (1 - p)(N - 1)) over a batch. p is the draft's own probability,
-    corrected by the observed hits per rank (``RankCalibration``). N - 1 is corrected by the
-    ratio of observed to expected steps without a token, which includes the refill after a miss that
-    Eq. 2 omits. A step takes as long as the widest of the N levels in flight, so a single narrow
-    level saves nothing: the omitted probability is a running mean over several N steps, per nodes
-    of a request. Therefore n changes slowly, while its nodes go where they cover most. T(n) comes
-    from the clock's latency profile; without one it is fitted to the measured steps. A request gets
-    at most ``width`` nodes.
+    corrected by the observed hits per rank (``RankCalibration``). N - 1 is corrected by the ratio
+    of observed to expected steps without a token, which includes the refill after a miss that Eq. 2
+    omits. A step takes as long as the widest of the N levels in flight, so a single narrow level
+    saves nothing. The omitted probability, as a function of nodes per request, is therefore a
+    running mean over several N steps: n changes slowly, while the nodes go where they cover most.
+    T(n) comes from the clock's latency profile; without one it is fitted to the measured steps.
+
+    Args:
+        width: maximum number of nodes per level and request.
+        children: maximum number of candidates per node.
+        latency: the executor's latency in steps.
+        profile: cost of a step; None: measured during the run.
     """
 
     value_dependent = True
@@ -90,14 +92,6 @@ class AdaptiveWidth(TreePolicy):
         latency: int = 1,
         profile: LatencyProfile | None = None,
     ) -> None:
-        """Sets the bounds.
-
-        Args:
-            width: maximum number of nodes per level and request.
-            children: maximum number of candidates per node.
-            latency: the executor's latency in steps. Default: 1.
-            profile: cost of a step; None: measured during the run.
-        """
         self.width = width
         self.children = children
         self._latency = latency
@@ -116,7 +110,6 @@ class AdaptiveWidth(TreePolicy):
         return 1 + self.width * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The next level of every request, within the step's common node budget."""
         self._count_idle(state)
         requests = ready_requests(state, serial=False)
         growing = [r for r in requests if r.tree.submitted_at[0] >= 0 or len(r.tree) > 1]
@@ -128,7 +121,6 @@ class AdaptiveWidth(TreePolicy):
         return selected
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Expands the newest level of every request, in one source call."""
         expand(state, source, [(r, open_bottom(r)) for r in live_requests(state)], self.children)
         return False
 
@@ -147,7 +139,7 @@ class AdaptiveWidth(TreePolicy):
             self._num_output[request.id] = now
 
     def _level(self, request: RequestState) -> _WidthLevel | None:
-        """The best candidates below the deepest level; None if there are none."""
+        """Returns the best candidates below the deepest level; None if there are none."""
         tree = request.tree
         bottom = growable_level(request)
         above = tree.scores.take(bottom)
@@ -195,7 +187,7 @@ class AdaptiveWidth(TreePolicy):
             )
 
     def _mean_omitted(self, omitted: FloatArray, levels: list[_WidthLevel]) -> FloatArray:
-        """float64[width]: running mean of the probability that all requests omit, by nodes each."""
+        """Returns the mean total omitted probability by nodes per request, float64[width]."""
         each = omitted / len(levels)
         if self._omitted is None:
             self._omitted = each
@@ -211,10 +203,10 @@ class _ProfiledCost:
         self._table: FloatArray = np.zeros(0)
 
     def step(self, now_s: float, num_nodes: int) -> None:
-        """No-op: the profile is fixed."""
+        """Does nothing, since the profile is fixed."""
 
     def table(self, max_nodes: int) -> FloatArray:
-        """float64[max_nodes + 1]: milliseconds of a step by its number of nodes."""
+        """Returns float64[max_nodes + 1]: milliseconds of a step by its number of nodes."""
         size = len(self._table)
         if max_nodes >= size:
             new = [self._ms(n) for n in range(size, 2 * max_nodes + 1)]
@@ -222,7 +214,7 @@ class _ProfiledCost:
         return self._table[: max_nodes + 1]
 
     def _ms(self, num: int) -> float:
-        """Compute, prune, transmit; the draft runs in parallel with the stages."""
+        """Adds up compute, prune and transmit; the draft runs in parallel with the stages."""
         ms = self._profile.ms
         stage = ms(Work.STAGE, num) + ms(Work.HEAD, num)
         return max(stage, ms(Work.DRAFT, num)) + ms(Work.PRUNE, num) + ms(Work.TRANSFER, num)
@@ -238,7 +230,7 @@ class _FittedCost:
         self._last: tuple[float, int] | None = None
 
     def step(self, now_s: float, num_nodes: int) -> None:
-        """Adds the duration of the last step, and remembers the new step's number of nodes."""
+        """Adds the duration of the last step, and stores the new step's number of nodes."""
         if self._last is not None:
             start_s, n = self._last
             t = now_s - start_s
@@ -246,7 +238,7 @@ class _FittedCost:
         self._last = now_s, num_nodes
 
     def table(self, max_nodes: int) -> FloatArray:
-        """float64[max_nodes + 1]: seconds of a step by its number of nodes; flat without data."""
+        """Returns float64[max_nodes + 1]: seconds of a step by its nodes; constant without data."""
         weight, n, t, nn, nt = self._sums.tolist()
         spread = weight * nn - n * n
         slope = max(0.0, (weight * nt - n * t) / spread) if spread > 1e-9 else 0.0

@@ -1,12 +1,3 @@
-"""Calibration of a draft's probabilities by rank, measured during the run.
-
-A policy that weighs the last nodes of a level against their cost needs the probabilities of exactly
-those nodes, where a draft is least reliable: it describes a distribution, while a greedy or
-sharpened target follows the peaks of that distribution.
-
-Shape letters: W nodes of one level.
-"""
-
 from __future__ import annotations
 
 from collections import deque
@@ -33,10 +24,14 @@ class _CalibratedLevel:
 class RankCalibration:
     """Ratio of observed to predicted nodes on the target's path, by the node's rank in its level.
 
+    A policy that weighs the last nodes of a level against their cost needs the probabilities of
+    exactly those nodes. There a draft is least reliable: it describes a distribution, while a
+    greedy or sharpened target follows the peaks of that distribution.
+
     A node's *share* is its probability given that the path passes through the level above. A bin
     covers the ranks 1, 2-3, 4-7, ...; its correction is the number of its nodes on the path divided
-    by the sum of their shares. Ranks, because the decision concerns the last ranks of a level;
-    shares, because a level below a miss gives no evidence about its width.
+    by the sum of their shares. Bins are by rank because the decision concerns the last ranks of a
+    level. They use shares because a level below a miss gives no evidence about its width.
     """
 
     def __init__(self) -> None:
@@ -53,7 +48,6 @@ class RankCalibration:
         """Adds a level of one request, below all its levels that are not decided yet.
 
         Args:
-            request_id: an open request.
             position: position of the nodes.
             ids: int64[W], node ids, most probable first.
             shares: float64[W], their shares.
@@ -61,7 +55,7 @@ class RankCalibration:
         self._pending[request_id].append(_CalibratedLevel(position, ids, shares))
 
     def corrected(self, shares: FloatArray) -> FloatArray:
-        """float64[W]: the shares of a level, best first, times the correction of their bins."""
+        """Returns float64[W]: shares of a level, best first, times the correction of their bins."""
         return shares * (self._observed / self._predicted)[_bins(len(shares))]
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -85,5 +79,5 @@ class RankCalibration:
 
 
 def _bins(num: int) -> IntArray:
-    """int64[num], for ranks 1, 2, ...: 0, 1, 1, 2, 2, 2, 2, ..."""
+    """Returns int64[num], the bins 0, 1, 1, 2, 2, 2, 2, ... of ranks 1, 2, ..."""
     return np.minimum(np.log2(np.arange(1, num + 1)).astype(np.int64), _BINS - 1)

@@ -1,5 +1,3 @@
-"""Trees extended by a cheaper source (Staged Speculative Decoding, 3.1-3.2)."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 CHEAP_ORIGIN = 1
-"""Origin of nodes that the cheaper source proposed; those of the main source have 0."""
+"""The origin of nodes that the cheaper source proposed; those of the main source have 0."""
 
 _Extension = Annotated[
     int,
@@ -33,10 +31,16 @@ _Extension = Annotated[
 class StagedTree(TreePolicy):
     """An inner policy's tree, with chains of a cheaper source below its most probable leaves.
 
-    The paper's draft2 (an n-gram model) serves the draft inside a staged source; here its guesses
-    also reach the target directly, since tokens such as whitespace need no draft model (Figure 3,
-    token origins). To extend a leaf of the inner policy's tree, the draft would need one more
-    forward; the cheaper source, ``source.cheap``, continues the best leaves as chains instead.
+    The paper's draft2 (an n-gram model) serves the draft inside a staged source (3.2). Here its
+    guesses also reach the target directly, since tokens such as whitespace need no draft model
+    (Figure 3, token origins). To extend a leaf of the inner policy's tree, the draft would need one
+    more forward pass; the cheaper source, ``source.cheap``, continues the best leaves as chains
+    instead.
+
+    Args:
+        inner: a serial policy (chain, static, best-first, serial fixed width).
+        extend_leaves: number of leaves to extend per request, the most probable ones.
+        extend_depth: length of the chain below each.
     """
 
     value_dependent = True  # the guesses are not samples of the draft's distribution
@@ -49,16 +53,6 @@ class StagedTree(TreePolicy):
         extend_leaves: _Extension,
         extend_depth: _Extension,
     ) -> None:
-        """Wraps a policy.
-
-        Args:
-            inner: a serial policy (chain, static, best-first, serial fixed width).
-            extend_leaves: number of leaves to extend per request, the most probable ones.
-            extend_depth: length of the chain below each.
-
-        Raises:
-            ValueError: for an inner policy that is not serial.
-        """
         if not inner.serial:
             raise ValueError(
                 f"policy.inner={type(inner).__name__} submits at every step, but a staged tree is"
@@ -80,11 +74,9 @@ class StagedTree(TreePolicy):
         self.inner.check_clock(clock)
 
     def check_source(self, source: TokenSource) -> None:
-        """Refuses a source without a cheaper source inside; see ``cheap_source``."""
         cheap_source(source)
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """The inner policy's nodes and the cheaper source's chains below them."""
         cheap = cheap_source(source)
         selected = self.inner.select(state, source)
         tails = []
@@ -116,11 +108,7 @@ class StagedTree(TreePolicy):
 
 
 def cheap_source(source: TokenSource) -> TokenSource:
-    """The cheaper source inside a staged source, which ``StagedTree`` requires.
-
-    Raises:
-        UserError: the source has none.
-    """
+    """Returns the cheaper source inside a staged source; raises ``UserError`` if there is none."""
     if source.cheap is None:
         raise UserError(
             "policy=staged_tree needs the cheaper source of a staged source;"
@@ -131,10 +119,10 @@ def cheap_source(source: TokenSource) -> TokenSource:
 
 
 def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
-    """int64[<= num]: the most probable of ``slots`` without children and without candidates.
+    """Returns the most probable of ``slots`` without children and candidates, int64[<= num].
 
-    An expanded leaf is skipped: the inner policy did not select the main source's candidates for
-    it.
+    An expanded leaf is skipped, because the inner policy did not select the main source's
+    candidates for it.
     """
     is_leaf = ~tree.expanded
     is_leaf[tree.parents[1:]] = False
@@ -145,7 +133,7 @@ def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
 
 
 def _extendable(request: RequestState, slots: IntArray) -> IntArray:
-    """int64[<= W]: the nodes below which a token could still be emitted."""
+    """Returns int64[<= W]: the nodes below which a token could still be emitted."""
     return slots[request.tree.positions.take(slots) < last_position(request)]
 
 
@@ -170,7 +158,7 @@ def _extend(
 def _append_guesses(
     tree: TokenTree, slots: IntArray, candidates: Candidates, rows: slice
 ) -> IntArray:
-    """int64[<= W]: slots of the new nodes, for the ``slots`` whose rows have a candidate."""
+    """Returns int64[<= W]: slots of the new nodes below those ``slots`` that have a candidate."""
     proposed = np.flatnonzero(candidates.counts[rows])
     if not len(proposed):
         return NO_SLOTS

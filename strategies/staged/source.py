@@ -1,11 +1,11 @@
 """A draft accelerated by a cheaper source (Staged Speculative Decoding, 3.2), to any depth.
 
-Both sources work in a *scratch tree* beside the request's real one: the same committed tokens, and
-the nodes that the draft has computed, which are expanded nodes of the real tree and guesses that
+Both sources work in a *scratch tree* beside the request's real one. It has the same committed
+tokens, and the nodes that the draft has computed: expanded nodes of the real tree, and guesses that
 are not in it. Real and scratch nodes are matched by their token path from the root, so the result
 of a guess is available when a policy creates the real node.
 
-Shape letters: W nodes, K candidates, V vocabulary.
+Shape letters: W nodes, T tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +37,23 @@ class StagedSource(CombinedSource):
     """Returns the same candidates as its draft, in fewer passes of the draft.
 
     When the draft must run, the cheaper source first guesses which nodes below the expanded ones
-    will be expanded next; the draft computes these guesses in the same pass, in a scratch tree.
-    If the policy later creates a guessed node, its candidates are already known. All candidates are
+    will be expanded next; the draft computes these guesses in the same pass, in a scratch tree. If
+    the policy later creates a guessed node, its candidates are already known. All candidates are
     the draft's own, so the real tree equals the tree of the draft alone (with a draft that has
     ``guess_draw``, up to the measured agreement, on which the scores depend).
 
     The cheaper source may be staged itself: 20B, 1B, 50M, n-gram (the paper's future work 2).
+    Neither source may be used elsewhere.
+
+    Args:
+        draft: source of the candidates.
+        cheap: source of the guesses.
+        guess_width: maximum number of guesses below each node.
+        guess_depth: levels of guesses below the nodes that the draft must run for.
+        guess_rows: maximum number of guesses per pass and request, the most probable ones.
+        max_children: number of candidates requested from the draft, so that later calls for more
+            than the first one's ``k`` need no new pass. Default: 16, or 1 if candidates are
+            sampled. A call for more discards what is computed.
 
     Attributes:
         cheap: the cheaper source, for nodes of the real trees.
@@ -60,22 +71,6 @@ class StagedSource(CombinedSource):
         guess_rows: Count = 5,
         max_children: Count | None = None,
     ) -> None:
-        """Wraps two sources, which must not be used elsewhere.
-
-        Args:
-            draft: source of the candidates.
-            cheap: source of the guesses.
-            guess_width: maximum number of guesses below each node. Default: 2.
-            guess_depth: levels of guesses below the nodes that the draft must run for. Default: 3.
-            guess_rows: maximum number of guesses per pass and request, the most probable ones.
-                Default: 5.
-            max_children: number of candidates requested from the draft, so that later calls for
-                more than the first one's ``k`` need no new pass. Default: 16, or 1 if candidates
-                are sampled. A call for more discards what is computed.
-
-        Raises:
-            ValueError: for different vocabularies, or a source that needs nodes of the real trees.
-        """
         self._draft, self._cheap = draft, CachedSource(source=cheap)
         super().__init__([self._draft, self._cheap])
         self.gives_probs, self.vocab_size = draft.gives_probs, draft.vocab_size
@@ -96,13 +91,12 @@ class StagedSource(CombinedSource):
         self._state: DecodeState | None = None
 
     def open(self, request: RequestState) -> None:
-        """Creates the request's scratch tree, in which both sources work."""
         scratch = ScratchRequest(request)
         self._requests[request.id] = scratch
         super().open(cast("RequestState", scratch))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """The draft's candidates; the draft runs only for nodes that are not computed yet."""
+        """Returns the draft's candidates; the draft runs only for nodes not computed yet."""
         if k > self._k:
             self._k = k
             for scratch in self._requests.values():
@@ -133,19 +127,19 @@ class StagedSource(CombinedSource):
         self._requests.pop(request_id, None)
 
     def expand_cheap(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """The cheaper source's candidates for nodes of the real trees."""
+        """Returns the cheaper source's candidates for nodes of the real trees."""
         scratch = _scratch_nodes(self._located(nodes))
         return self._cheap.expand(self._scratch_state(state), scratch, k)
 
     # ------------------------------------------------------------------ scratch trees
 
     def _located(self, nodes: Nodes) -> _Selection:
-        """The scratch slots of real nodes."""
+        """Returns the scratch slots of real nodes."""
         requests = [(self._requests[request_id], ids) for request_id, ids in nodes.items]
         return [(scratch, scratch.slots(ids)) for scratch, ids in requests]
 
     def _scratch_state(self, state: DecodeState) -> DecodeState:
-        """The run's state with scratch requests in place of the real ones."""
+        """Returns the run's state with scratch requests in place of the real ones."""
         if self._state is None or self._state.draws is not state.draws:
             self._state = type(state)(draws=state.draws, clock=state.clock, meter=state.meter)
             self._state.requests = cast("dict[int, RequestState]", self._requests)
@@ -153,7 +147,7 @@ class StagedSource(CombinedSource):
         return self._state
 
     def _with_guesses(self, state: DecodeState, missing: _Selection) -> _Selection:
-        """The missing nodes and the most probable guesses below them, slots sorted."""
+        """Returns the missing nodes and the most probable guesses below them, slots sorted."""
         guesses = [_Guesses(request, slots, self._rows) for request, slots in missing]
         for _ in range(self._depth):
             growing = [g for g in guesses if g.frontier]
@@ -169,7 +163,7 @@ class StagedSource(CombinedSource):
         return [(g.request, g.selected()) for g in guesses]
 
     def _run_draft(self, state: DecodeState, selected: _Selection) -> None:
-        """One pass of the draft; stores its candidates in the scratch trees."""
+        """Runs one pass of the draft; stores its candidates in the scratch trees."""
         candidates = self._draft.expand(state, _scratch_nodes(selected), self._k)
         start = 0
         for request, slots in selected:
@@ -178,7 +172,7 @@ class StagedSource(CombinedSource):
             start = stop
 
     def _stored(self, selected: _Selection, k: int) -> Candidates:
-        """At most ``k`` candidates of each node from the scratch trees."""
+        """Returns at most ``k`` candidates of each node from the scratch trees."""
         tokens, logprobs, probs = [], [], []
         width = min([k, *(r.tree.candidate_tokens.shape[1] for r, _ in selected)])
         for request, slots in selected:
@@ -204,12 +198,8 @@ def _scratch_nodes(selected: _Selection) -> Nodes:
 class _Guesses:
     """Grows one request's guesses level by level, and keeps the most probable ones.
 
-    Plain Python numbers: for a few guesses, array calls would cost more than the saved pass of a
-    small draft.
-
-    Attributes:
-        request: the request.
-        frontier: slots below which the next level grows.
+    It uses plain Python numbers: for a few guesses, array calls would cost more than the saved pass
+    of a small draft. The next level grows below the slots in ``frontier``.
     """
 
     def __init__(self, request: ScratchRequest, slots: IntArray, max_rows: int) -> None:
@@ -247,7 +237,7 @@ class _Guesses:
         self._scores = [-score for score, _ in grown]
 
     def selected(self) -> IntArray:
-        """int64: sorted slots of the expanded nodes and the best guesses; parents are included."""
+        """Returns the sorted slots of the expanded nodes and the best guesses, parents included."""
         return np.array(sorted([*self._expanding, *(slot for _, slot in self._best)]))
 
 
@@ -256,7 +246,7 @@ def _by_score(entry: tuple[float, ...]) -> float:
 
 
 class _CheapView(TokenSource):
-    """The cheaper source for callers outside: takes real ids, works in the scratch trees."""
+    """The cheaper source for outside callers: takes real ids and works in the scratch trees."""
 
     def __init__(self, owner: StagedSource, cheap: TokenSource) -> None:
         self.needs = cheap.needs
@@ -272,7 +262,7 @@ class _CheapView(TokenSource):
 class ScratchRequest:
     """A request as the wrapped sources see it: the real request's tokens with a scratch tree.
 
-    Has the attributes of ``RequestState`` that sources read.
+    It has the attributes of ``RequestState`` that sources read.
     """
 
     def __init__(self, request: RequestState) -> None:
@@ -289,20 +279,18 @@ class ScratchRequest:
 
     @property
     def tokens(self) -> IntArray:
-        """int64[T]: prompt and emitted tokens; the last one is the root."""
         return self._real.tokens
 
     @property
     def prefix_len(self) -> int:
-        """Number of committed tokens before the root."""
         return self._real.prefix_len
 
     def path_tokens(self, slot: int) -> IntArray:
-        """int64[T + depth]: committed tokens, then the path from below the root to ``slot``."""
+        """Returns int64[T + depth]: committed tokens, then the path below the root to ``slot``."""
         return np.concatenate([self.tokens, self.tree.tokens[self.tree.path(slot)[1:]]])
 
     def slots(self, real_ids: IntArray) -> IntArray:
-        """int64[W]: scratch slots of real nodes; missing nodes are created."""
+        """Returns int64[W]: scratch slots of real nodes, which are created if missing."""
         known = self._scratch_of
         ids = [known.get(i, NO_NODE) for i in real_ids.tolist()]
         if NO_NODE in ids:
@@ -313,11 +301,10 @@ class ScratchRequest:
         return self.tree.slots(np.array(ids, np.int64))
 
     def child(self, slot: int, token: int) -> int:
-        """Slot of the child of a scratch node with ``token``; created if missing."""
         return self.children([slot], [token])[0]
 
     def children(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Slots of the children with the given tokens; missing ones are created.
+        """Returns the slots of the children with the given tokens; creates missing ones.
 
         Args:
             parents: slots of the parents.
@@ -337,10 +324,9 @@ class ScratchRequest:
         return ids.searchsorted(child_ids).tolist()  # type: ignore[no-any-return]
 
     def commit(self, commit: Commit) -> Commit | None:
-        """Moves the scratch root.
+        """Moves the scratch root; returns the commit in scratch ids.
 
-        Returns:
-            The commit in scratch ids; None if its step was already applied.
+        The result is None if the step was already applied.
         """
         if commit.step <= self._last_step:
             return None
@@ -365,7 +351,7 @@ class ScratchRequest:
         return replace(commit, kind=kind, retired_ids=retired, root_id=tree.root_id, kept_ids=kept)
 
     def _add_path(self, real_slot: int) -> int:
-        """Scratch id of a real node; creates the missing part of its path."""
+        """Returns the scratch id of a real node; creates the missing part of its path."""
         real = self._real.tree
         real_id = int(real.ids[real_slot])
         known = self._scratch_of.get(real_id)
@@ -400,7 +386,7 @@ class CachedSource(TokenSource):
         self._source.open(request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Cached rows, and the source's candidates for all other nodes in one call."""
+        """Returns cached rows, and the source's candidates for all other nodes in one call."""
         if k > self._k:
             self._k = k
             self._cache.clear()
@@ -414,7 +400,6 @@ class CachedSource(TokenSource):
         return self._cache.recall(nodes, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Drops the rows of retired and pruned nodes."""
         self._cache.commit(commits)
         self._source.commit(commits, output)
 
