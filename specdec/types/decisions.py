@@ -22,8 +22,8 @@ class Verdict:
 
     Attributes:
         accepted_ids: int64[D], the accepted path below the root; the target has answered all of it.
-        next_token: the token after that path: the correction or bonus token or, if only the root is
-            answered (one level per step), the target's answer.
+        next_token: the correction or bonus token or, if only the root is answered (one level per
+            step), the target's answer.
         num_verified: number of draft tokens that were tested: the accepted ones, and the children
             of the last node on the path.
     """
@@ -49,14 +49,12 @@ class CommitKind(StrEnum):
 class Commit:
     """The state change of one request at the end of a step.
 
-    It is sent to all parts that store data per node. These store different data (KV entries,
-    candidates, tokens), so each maps the stable ids to its own slots. Applying a commit of the same
-    ``step`` again changes nothing. The retired nodes (the old root, then the accepted nodes) become
-    part of the prefix.
+    It is sent to all parts that store data per node, each of which maps the stable ids to its own
+    slots. Applying a commit of the same ``step`` again changes nothing.
 
     Attributes:
-        step: the step at whose end the decision was made.
-        retired_ids: int64[D + 1], the old root and the accepted nodes in path order.
+        retired_ids: int64[D + 1], the old root and the accepted nodes in path order, which become
+            part of the prefix.
         retired_tokens: int64[D + 1].
         root_id: node id of the new root, whose token is ``next_token``; a fresh id on a miss.
         prefix_len: number of committed tokens before the new root.

@@ -8,14 +8,11 @@ from specdec.types.nodes import Candidates, Nodes
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """A draft pass in flight.
+    """A draft pass in flight, which expands ``nodes``.
 
     Attributes:
-        nodes: the nodes that the pass expands.
-        due_s: the time on the run's clock at which the pass ends; None if this is only known by
-            polling.
-        level: the index of the model that runs the pass (0 is the draft model); see
-            ``Events.start``.
+        due_s: the time on the run's clock at which the pass ends; None if only polling tells.
+        level: the index of the model that runs the pass (0 is the draft); see ``Events.start``.
         candidates: the result, if the pass was computed when it started.
     """
 
@@ -41,10 +38,8 @@ class EventKind(StrEnum):
 class Event:
     """Something that happened while a policy waited.
 
-    Attributes:
-        ticket: the draft pass that ended (``DRAFT`` only).
-        candidates: its candidates, if ``Ticket.level`` is above 0; those of level 0 are in the
-            trees.
+    ``ticket`` is the draft pass that ended. ``candidates`` are those of a pass of level 1 or more;
+    those of level 0 are in the trees.
     """
 
     kind: EventKind

@@ -19,12 +19,10 @@ class Lossless(StrEnum):
 
 
 class HiddenName(NamedTuple):
-    """Identifies a hidden state of the target.
+    """Identifies a hidden state of the target: the output of a layer, counted from 0.
 
-    Attributes:
-        layer: the layer, counted from 0, whose output the state is.
-        normed: True: the state after the model's final norm, the input of the output head; only
-            possible for the last layer. False: the residual stream, before any norm.
+    ``normed``: the state after the model's final norm, the input of the output head; only possible
+    for the last layer. Otherwise it is the residual stream, before any norm.
     """
 
     layer: int
@@ -40,10 +38,8 @@ class Needs:
         draft_probs: the draft's full distribution per expanded node. Candidates are then sampled
             from it; otherwise they are its most probable tokens.
         target_draws: the random draws with which the target selects its tokens (``match`` only).
-        hidden: hidden states of all rows, including prompt positions. They arrive with the row's
-            answer (``Answers.hidden``, ``Output.prompts``).
-        early_hidden: hidden states of all rows, which arrive as soon as the layer has computed them
-            (``Output.early``).
+        hidden: hidden states of all rows, including prompt positions, with the row's answer.
+        early_hidden: hidden states of all rows as soon as the layer has computed them.
         exits: number of candidates per node in ``Output.exits``; 0 if no exits are needed.
         further_exits: layers of exits beyond the model's own (``model.exit_layer``).
         real_nodes: ``expand`` must receive nodes of the real trees, whose ids the executor knows.

@@ -56,6 +56,5 @@ class NodeMap(Generic[Value]):
             values.clear()
 
     def close(self, request_id: int) -> None:
-        """Removes a request and its values; does nothing if it is not open."""
         self._values.pop(request_id, None)
         self._steps.pop(request_id, None)

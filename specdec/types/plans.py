@@ -6,14 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a model runs.
+    """Where a model runs: ``stages`` pipeline stages, each split over ``degree`` devices.
 
-    Attributes:
-        ranks: clock ranks of the model's devices, in the order of its layers; 0 is the controller.
-            If ranks are processes, these are the process ranks.
-        weight_bytes: bytes of weights on each device.
-        stages: number of pipeline stages.
-        degree: number of devices that share every layer (tensor parallelism).
+    ``ranks`` are the clock ranks of the devices in layer order; 0 is the controller. If ranks are
+    processes, these are the process ranks. ``weight_bytes`` has the bytes on each device.
     """
 
     ranks: tuple[int, ...]
@@ -26,9 +22,7 @@ class Placement:
 class ExecutorPlan:
     """Properties of an executor before it is built; executor classes may add fields.
 
-    Attributes:
-        latency, in_flight: see ``Executor``.
-        placements: model name ("target", "draft", ...) -> where it runs.
+    ``placements`` maps a model name ("target", "draft", ...) to where it runs.
     """
 
     latency: int | None
@@ -42,7 +36,7 @@ class ExecutorPlan:
 
     @property
     def device_bytes(self) -> dict[int, int]:
-        """Returns rank -> bytes of the weights of all models on that rank."""
+        """Maps each rank to the bytes of all weights on it."""
         total: dict[int, int] = {}
         for place in self.placements.values():
             for rank, size in zip(place.ranks, place.weight_bytes, strict=True):

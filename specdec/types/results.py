@@ -26,11 +26,10 @@ class Answers:
     """The target's next tokens after nodes of one request.
 
     Attributes:
-        node_ids: int64[A].
         tokens: int64[A], the target's own next token after each node, by its keyed draw;
             ``NO_TOKEN`` for nodes that are not on the target's path (``Needs.all_answers``).
-        probs: float64[A, V], the target's distributions after sampling transforms; None unless a
-            part needs them.
+        probs: float64[A, V], distributions after sampling transforms; None unless a part needs
+            them.
         hidden: name -> [A, E], in the target's dtype, on its device or the host; empty unless a
             part needs them.
     """
@@ -46,10 +45,7 @@ class Answers:
 class Exits:
     """Proposals of one exit head for nodes of one request (PPSD Alg. 1, lines 13 and 29).
 
-    Attributes:
-        node_ids: int64[W], nodes that have passed the exit layer.
-        candidates: one row per node, in the same order.
-        layer: number of target layers before the exit.
+    ``candidates`` has one row per node; ``layer`` is the number of layers before the exit.
     """
 
     request: int
@@ -91,7 +87,6 @@ class Output:
     """The results of an executor in one step.
 
     Attributes:
-        step: the step that ends with these results.
         answers: answers that arrived in this step, possibly of earlier batches. A request may occur
             more than once.
         exits: proposals for nodes that passed an exit layer in this step, on any stage.

@@ -16,13 +16,13 @@ from specdec.types.arrays import NO_NODE, BoolArray, IntArray
 class TreeRows:
     """Tree nodes of one request as rows of a forward pass, parents before children.
 
-    The rows include their ancestors' ids because every cache derives its attention mask from them.
+    Every cache derives its attention mask from the rows' paths.
 
     Attributes:
         prefix_len: number of committed tokens before the root at submission.
         tokens: int64[W].
-        paths: int64[D, W]. Row 0 has the ids of the nodes, row i those of their ancestors i levels
-            above, up to the root at submission; ``NO_NODE`` beyond it.
+        paths: int64[D, W]. Row i has the ids of the nodes' ancestors i levels above (row 0: their
+            own), up to the root at submission; ``NO_NODE`` beyond it.
     """
 
     request: int
@@ -39,7 +39,7 @@ class TreeRows:
         parent_ids: IntArray,
         request: int = 0,
     ) -> TreeRows:
-        """Builds rows, int64[W] each, of nodes that include all their ancestors but the root's."""
+        """Builds rows of W nodes; a node whose parent is not in ``node_ids`` is a root."""
         parent_of = dict(zip(node_ids.tolist(), parent_ids.tolist(), strict=True))
         paths, level = list[list[int]](), node_ids.tolist()
         while not paths or any(node_id != NO_NODE for node_id in level):
