@@ -4,14 +4,10 @@ A node has a stable *id* (increasing, never reused) and a *slot* (its current ar
 changes when the tree is rerooted). Interfaces exchange ids; slots are valid within one call. Slot
 order is both id order and topological order, so bisection finds an id, and pointer jumping finds a
 subtree. No N x N ancestor matrix is stored (SpecPipe 3.2.1 stores one; at 1344 nodes each commit
-would compact 1.8 MB). Instead, ``paths`` lists the ancestors of a batch's nodes once, and they are
-sent with its rows (``TreeRows``).
+would compact 1.8 MB). Instead, ``paths`` lists the ancestors of a batch's nodes.
 
 *Candidates* are children that a source proposed and no policy has turned into nodes yet. They are
 stored with their parent, so taking one later costs no draft forward.
-
-*Answers* of the target are stored with their nodes until a verifier's walk from the root reaches
-them or the node is pruned.
 
 Shape letters: N nodes, W selected nodes, K candidates per node, C children, D depth, V vocabulary,
 E hidden size.
@@ -157,7 +153,6 @@ class TokenTree:
     # ------------------------------------------------------------------ growth
 
     def reset(self, *, token: int, position: int) -> int:
-        """Discards all nodes, creates a new root and returns its id."""
         self._size = 0
         for rows in (self.draft_probs, self.target_probs, self.hidden):
             rows.clear()
@@ -172,16 +167,9 @@ class TokenTree:
         logprobs: FloatArray,
         origins: IntArray | None = None,
     ) -> IntArray:
-        """Adds W nodes of any depth (layer appending, SpecPipe 3.2.1).
+        """Adds W nodes of any depth (layer appending, SpecPipe 3.2.1) and returns their slots.
 
-        Args:
-            parents: int64[W], slots of existing nodes.
-            tokens: int64[W]; siblings must differ (not checked).
-            logprobs: float64[W].
-            origins: int64[W]. Default: 0 for all.
-
-        Returns:
-            int64[W], slots of the new nodes.
+        All arguments are [W]. Siblings must have different tokens (not checked).
         """
         above = self._nodes[parents]
         new = self._claim(len(tokens))
@@ -195,11 +183,8 @@ class TokenTree:
     def set_candidates(self, slots: IntArray, candidates: Candidates, rows: slice) -> None:
         """Stores the candidates of W nodes and marks the nodes as expanded.
 
-        Args:
-            slots: int64[W].
-            candidates: packed candidates of the source.
-            rows: the W rows of ``candidates`` that belong to these nodes. A row of count 0 leaves
-                its node unexpanded, since the source may have a proposal later.
+        ``rows`` of ``candidates`` belong to these nodes. A row of count 0 leaves its node
+        unexpanded, since the source may have a proposal later.
         """
         tokens, counts = candidates.tokens[rows], candidates.counts[rows]
         num = tokens.shape[1]
@@ -228,14 +213,9 @@ class TokenTree:
         self.candidate_logprobs[slots] = np.where(known, -np.inf, self.candidate_logprobs[slots])
 
     def take(self, slots: IntArray, columns: IntArray) -> IntArray:
-        """Turns candidates into nodes.
+        """Turns the untaken candidates in ``columns`` of the nodes ``slots``, int64[W], into nodes.
 
-        Args:
-            slots: int64[W], parents.
-            columns: int64[W], candidate column of each parent; not taken before.
-
-        Returns:
-            int64[W], slots of the new nodes, in the given order.
+        Returns the slots of the new nodes, int64[W], in the given order.
         """
         taken = self._candidates[slots, columns]
         self.candidate_logprobs[slots, columns] = -np.inf
@@ -329,9 +309,7 @@ class TokenTree:
     ) -> IntArray:
         """Returns int64[M], sorted: ``slots`` and all their ancestors that a cache does not have.
 
-        Args:
-            slots: int64[W].
-            has: node ids int64[n] -> bool[n], whether the cache has them.
+        ``has`` maps node ids, int64[n], to bool[n].
         """
         rows = level = np.unique(slots)
         while len(level):
@@ -342,11 +320,9 @@ class TokenTree:
         return rows
 
     def best_candidates(self, num: int) -> tuple[IntArray, IntArray, FloatArray]:
-        """Finds the ``num`` candidates of the whole tree with the highest score.
+        """Returns slots int64, columns int64, scores float64 of the ``num`` best candidates.
 
-        Returns:
-            (parent slots int64, candidate columns int64, scores float64), best first, ties in slot
-            order.
+        They are best first, ties in slot order.
         """
         flat = (self.candidate_logprobs + self.scores[:, None]).ravel()
         best = top_stable(flat, num)
