@@ -48,7 +48,6 @@ class RejectionVerifier(Verifier):
 
 
 def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
-    """Tests the children of an answered node in sampling order."""
     tree = request.tree
     children = tree.children(slot)
     own_token = int(tree.answers[slot])
@@ -100,7 +99,7 @@ def _prob_of(probs: Probs, token: int) -> float:
 
 
 def _support(tree: TokenTree, slot: int) -> tuple[IntArray, FloatArray]:
-    """Returns the tokens int64[S] of positive target probability after a slot, and these [S]."""
+    """Returns the tokens with positive target probability, int64[S], and their probabilities."""
     probs = tree.target_probs[int(tree.ids[slot])]
     if isinstance(probs, SupportProbs):
         return probs.support

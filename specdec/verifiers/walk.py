@@ -1,7 +1,4 @@
-"""Steps that verifiers share: walking the tree over stored answers, and building the verdict.
-
-Shape letters: V vocabulary, C children.
-"""
+"""Shape letters: V vocabulary, C children."""
 
 from __future__ import annotations
 
@@ -20,10 +17,8 @@ from specdec.types import NO_NODE, FloatArray, IntArray, Verdict
 class Choice:
     """An acceptance rule's decision at one answered node.
 
-    Attributes:
-        child: slot of the accepted child; ``NO_NODE`` if none was accepted.
-        token: the token after the node: the child's, or the correction or bonus token.
-        num_rejected: number of children that were tested and rejected.
+    ``child`` is the slot of the accepted child, or ``NO_NODE``. ``token`` follows the node: it is
+    the child's, or the correction or bonus token. ``num_rejected`` children were rejected.
     """
 
     child: int
@@ -39,12 +34,9 @@ def target_probs(tree: TokenTree, slot: int) -> FloatArray:
 def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
     """Builds the verdict by applying ``rule`` from the root down, as far as nodes are answered.
 
-    If the rule accepts no child but a child has the rule's token, the walk continues with that
-    child, which becomes the next root in any case.
-
-    Args:
-        request: a request whose root is answered.
-        rule: slot of an answered node -> the decision there.
+    The rule maps the slot of an answered node to the decision there. If it accepts no child but a
+    child has the rule's token, the walk continues with that child, which becomes the next root in
+    any case.
     """
     tree = request.tree
     slot, path = 0, []
@@ -70,9 +62,8 @@ def accept_child(
 ) -> Callable[[int], Choice]:
     """Makes a rule that accepts the child that ``choose`` returns, or else the target's token.
 
-    Args:
-        choose: (slot of an answered node, int64[C] slots of its children, at least one) -> slot of
-            the accepted child, or ``NO_NODE``.
+    ``choose`` maps the slot of an answered node and the slots of its children, int64[C >= 1], to
+    the slot of the accepted child, or ``NO_NODE``.
     """
 
     def rule(slot: int) -> Choice:
