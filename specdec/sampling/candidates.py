@@ -55,14 +55,9 @@ def candidates_of(
     request_id: int,
     positions: IntArray,
 ) -> Candidates:
-    """Returns candidates for nodes of one request.
+    """Returns candidates for W nodes of one request at ``positions``, int64[W].
 
-    Args:
-        logits: [W, V].
-        draws: samples the candidates, which are then returned with their distribution; None: the
-            most probable candidates.
-        request_id: key of the draws.
-        positions: int64[W], absolute positions of the nodes.
+    With ``draws`` they are sampled and have their distribution; otherwise the most probable.
     """
     if draws is None:
         return top_candidates(transform, logits, k, histories)

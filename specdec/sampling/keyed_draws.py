@@ -54,10 +54,9 @@ class KeyedDraws:
     ) -> FloatArray:
         """Returns draws for one prompt, float64 in [0, 1), of the broadcast shape.
 
-        Args:
-            positions: int64 of any shape, absolute positions of the drawn tokens: the token after a
-                node at position p is drawn at p + 1.
-            index: sibling number, or an array that broadcasts against ``positions``.
+        ``positions`` are those of the drawn tokens: the token after a node at position p is drawn
+        at p + 1. ``index`` is the sibling number, or an array that broadcasts against
+        ``positions``.
         """
         at, indices = np.broadcast_arrays(positions, index)
         numbers, draws = at // _BLOCK, np.empty(at.shape)

@@ -30,15 +30,8 @@ class LogitsProcessor(Protocol):
 def repeated_ngrams(histories: Sequence[IntArray], size: int) -> tuple[IntArray, IntArray]:
     """Finds the tokens that would complete an n-gram that the history already contains.
 
-    The result equals that of transformers' ``NoRepeatNGramLogitsProcessor``.
-
-    Args:
-        histories: A arrays int64[T_i].
-        size: n >= 1.
-
-    Returns:
-        (rows, tokens), int64[B] each: ``tokens[b]`` is banned for ``histories[rows[b]]``; pairs may
-        repeat.
+    The result equals that of transformers' ``NoRepeatNGramLogitsProcessor``. It is (rows, tokens),
+    int64[B] each: ``tokens[b]`` is banned for ``histories[rows[b]]``, int64[T_i]; pairs may repeat.
     """
     lengths = [len(history) for history in histories]
     longest = max(lengths, default=0)
@@ -95,8 +88,8 @@ class HistoryTracker:
     def observe(self, rows: TreeRows) -> list[IntArray] | None:
         """Records nodes that reached this rank, and returns their histories.
 
-        Parents must be observed before or together with their children. The result is None for a
-        request that was not opened.
+        Parents must be observed before or together with their children. Returns None for a request
+        that was not opened.
         """
         if rows.request not in self._nodes:
             return None
@@ -117,10 +110,7 @@ class HistoryTracker:
         self._nodes.close(request_id)
 
     def histories(self, request_id: int, node_ids: IntArray) -> list[IntArray]:
-        """Returns the committed tokens and the path to each node, as A arrays int64[T_i].
-
-        The nodes must have been observed and not pruned by a commit.
-        """
+        """Returns the committed tokens and the path to each node, as A arrays int64[T_i]."""
         return [self._history(request_id, node_id) for node_id in node_ids.tolist()]
 
     def _history(self, request_id: int, node_id: int) -> IntArray:

@@ -1,10 +1,9 @@
 """The sampling transform, from logits to the sampled distribution; the same for target and draft.
 
-Steps and their order are those of transformers' ``generate``: no_repeat_ngram, other processors,
+The order of steps is that of transformers' ``generate``: no_repeat_ngram, other processors,
 temperature, top-k, top-p. The largest logits are selected on the device of the logits. From the
-temperature on, everything is float64 in numpy on the host. Whole rows are copied to the host only
-if no top-k limits the number of entries. Every result depends only on its own row: neither the
-other rows of a batch nor padding changes a bit of it.
+temperature on, everything is float64 in numpy on the host. Every result depends only on its own
+row: neither the other rows of a batch nor padding changes a bit of it.
 
 Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates, S
 stored entries of a row.
@@ -148,9 +147,9 @@ class SamplingTransform:
     ) -> FloatArray | SupportProbs:
         """Returns the distribution [W, V] from which a draft samples its candidates.
 
-        This is ``distribution`` unless greedy: a one-hot distribution cannot propose siblings, so
-        it is the model's own at temperature 1. Rejection sampling is lossless for any distribution,
-        as long as the candidates were sampled from it.
+        If greedy, it is the model's own at temperature 1, because a one-hot distribution cannot
+        propose siblings. Rejection sampling is lossless for any distribution, as long as the
+        candidates were sampled from it.
         """
         if not self.params.greedy:
             return self.distribution(logits, histories)
@@ -159,14 +158,11 @@ class SamplingTransform:
     def top(
         self, logits: Tensor, k: int, histories: Sequence[IntArray] | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """Returns the most probable draft candidates of each row.
+        """Returns tokens int64[W, K] and log probabilities float64[W, K], with K = min(k, V).
 
-        Processors and temperature (1 if greedy) are applied, so that scores estimate the
-        probability that the target draws the token; top-k and top-p are not.
-
-        Returns:
-            tokens int64[W, K], best first, ties in token-id order, with K = min(k, V); log
-            probabilities float64[W, K], which are -inf for tokens that a processor bans.
+        They are best first, ties in token-id order. Processors and temperature (1 if greedy) are
+        applied, so that scores estimate the probability that the target draws the token; top-k and
+        top-p are not. Tokens that a processor bans have -inf.
         """
         k = min(k, logits.shape[1])
         if not len(logits):
@@ -236,7 +232,6 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Iterator[FloatArray | S
 
 
 def _weights(values: npt.NDArray[np.floating], temperature: float) -> FloatArray:
-    """Returns exp((values - best of the row) / temperature), float64[A, S]."""
     best = values.max(axis=1, keepdims=True)
     check_finite(best)
     weights = np.subtract(values, best, dtype=np.float64)
@@ -299,15 +294,9 @@ def argmax(values: npt.NDArray[np.floating]) -> IntArray:
 def _largest(values: Tensor, k: int) -> tuple[IntArray, npt.NDArray[np.floating]]:
     """Selects all entries of each row that are at least its k-th largest, and maybe others.
 
-    The ids increase along a row, so that of equal entries the first has the lowest id.
-
-    Args:
-        values: [A, V] with A > 0; only finite entries are selected.
-        k: at most V.
-
-    Returns:
-        (token ids int64[A, S], values [A, S]) with S >= k, padded with id 0 and -inf at the end
-        (anywhere if selected on a device).
+    The ids increase along a row, so that of equal entries the first has the lowest id. Returns
+    (token ids int64[A, S], values [A, S]) with S >= k, padded with id 0 and -inf at the end
+    (anywhere if selected on a device). Only finite entries are selected; A > 0 and k <= V.
     """
     vocab_size = values.shape[1]
     if on_accelerator(values):
@@ -366,11 +355,8 @@ def draw(weights: FloatArray | SupportProbs, uniforms: FloatArray) -> IntArray:
 def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
     """Returns int64[A]: the first entry of each row whose cumulative share exceeds the uniform.
 
-    It never returns entries of weight 0, even for the largest uniform below 1.
-
-    Args:
-        weights: float64[A, S], >= 0, each row with a positive finite sum.
-        uniforms: float64[A] in [0, 1).
+    It never returns entries of weight 0, even for the largest uniform below 1. Each row of
+    ``weights``, float64[A, S], >= 0, has a positive finite sum.
     """
     cdf = weights.cumsum(axis=1)
     # The draw stays below the last entry: u <= 1 - 2**-53 rounds down.
@@ -381,14 +367,10 @@ def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
 def sample_candidates(
     probs: FloatArray, k: int, uniforms: FloatArray
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """Samples up to ``k`` different entries per row, without replacement.
+    """Samples up to ``k`` different entries per row of ``probs``, without replacement.
 
     The j-th draw is by inverse CDF from the row without the earlier entries, renormalised, as
     ``RejectionVerifier`` requires.
-
-    Args:
-        probs: float64[W, S], each row summing to 1.
-        uniforms: float64[W, k] in [0, 1), one column per draw.
 
     Returns:
         entries int64[W, k] in sampling order; log probabilities float64[W, k] under the row itself
