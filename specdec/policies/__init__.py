@@ -1,8 +1,7 @@
 """Tree policies decide which tokens to propose, keep and verify.
 
 Every policy is deterministic: equal scores are ordered by slot. A *serial* policy submits nodes of
-a request only when all its submitted nodes are answered. Constructors raise ``ValueError`` for
-arguments outside their annotated bounds.
+a request only when all its submitted nodes are answered.
 """
 
 from typing import TYPE_CHECKING

@@ -60,13 +60,7 @@ class _Mean:
 
 @dataclass(slots=True)
 class _Round:
-    """A round of a request that has not ended.
-
-    Attributes:
-        began_s: start on the run's clock.
-        num_tokens: number of tokens emitted before the round.
-        first: whether the round before had another arm.
-    """
+    """A round of a request that has not ended; ``first`` if the round before had another arm."""
 
     arm: int
     began_s: float
@@ -81,7 +75,6 @@ class _Record:
     Attributes:
         gains: tokens per round, per arm.
         since: per arm, number of the request's rounds since the arm was last used.
-        last: arm of the last round.
         repeat: whether the next round must have the same arm, as the second round of a trial.
     """
 
@@ -99,22 +92,17 @@ class Adaptive(TreePolicy):
     own rounds, averaged with that of all requests, which has the weight of four rounds. Its *cost*
     is the mean time of a round over all requests, from the start of one round to the start of the
     next, on the run's clock. An arm therefore pays if its gain is above its cost divided by that of
-    plain decoding (its *break-even*), which ``notes`` prints.
+    plain decoding.
 
     Other arms are tried again, the longest unused first, as long as the net time lost in such
     rounds is at most ``explore`` of all time. Each trial has two rounds, since the first one
     includes what a source has to catch up. Plain decoding is tried rarely: its gain is known, only
-    its cost may change. In a batch, a request's round includes the work of the others.
-
-    A choice uses only rounds that have ended, never future random draws. With verifiers that are
-    lossless token for token, the output does not depend on the choices.
+    its cost may change. A choice uses only rounds that have ended, never future random draws. With
+    verifiers that are lossless token for token, the output does not depend on the choices.
 
     Args:
         arms: the arms besides plain decoding, at least one.
         explore: largest share of time that rounds of other arms than the best may lose.
-
-    Attributes:
-        rounds: number of rounds of each arm so far, plain decoding first.
     """
 
     @validated
@@ -150,7 +138,6 @@ class Adaptive(TreePolicy):
             arm.policy.open(request)
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Ends the rounds of ready requests, chooses their arms, and lets these arms select."""
         chosen: dict[int, list[RequestState]] = {}
         now = state.clock.now()
         for request in ready_requests(state, serial=True):
@@ -177,7 +164,6 @@ class Adaptive(TreePolicy):
             arm.policy.close(request_id)
 
     def notes(self) -> list[str]:
-        """Returns one line per arm: rounds, tokens per round, cost, and break-even."""
         plain = self._costs[_PLAIN].value
         lines = []
         for number, rounds in enumerate(self.rounds):
@@ -192,7 +178,6 @@ class Adaptive(TreePolicy):
         return lines
 
     def _end(self, record: _Record, num_tokens: int, now: float) -> None:
-        """Adds the round that ended to the means of its arm."""
         ended, record.open_round = record.open_round, None
         if ended is None:
             return
@@ -211,7 +196,6 @@ class Adaptive(TreePolicy):
         record.repeat = ended.first and arm != self._best(record)
 
     def _choose(self, record: _Record) -> int:
-        """Returns the arm of the next round."""
         for arm, cost in enumerate(self._costs):
             if cost.rounds < _TRIALS:
                 return arm
@@ -229,7 +213,6 @@ class Adaptive(TreePolicy):
         return best
 
     def _best(self, record: _Record) -> int:
-        """Returns the arm with the best gain per cost; plain decoding if equal."""
         return max(range(len(self.rounds)), key=lambda arm: (self._rate(record, arm), -arm))
 
     def _rate(self, record: _Record, arm: int | None) -> float:
@@ -240,7 +223,6 @@ class Adaptive(TreePolicy):
         return self._gain(record, arm) / cost if cost > 0.0 else 0.0
 
     def _gain(self, record: _Record, arm: int) -> float:
-        """Returns the expected tokens of a round for this request."""
         own, others = record.gains[arm], self._gains[arm]
         return (own.total + _PRIOR_ROUNDS * others.value) / (own.weight + _PRIOR_ROUNDS)
 

@@ -22,13 +22,10 @@ if TYPE_CHECKING:
 class BestOfBeam(TreePolicy):
     """Expands the ``width`` best nodes of each level, then submits the ``nodes`` best of all.
 
-    EAGLE-2 (arXiv 2406.16858, section 4): the expansion phase takes ``children`` candidates of each
-    node of the beam; the best of them by cumulative probability are the next level's beam. The
-    reranking phase selects among the candidates of all levels. The selected nodes are connected,
-    since a child's probability is at most its parent's. The policy is a ``BestFirst`` whose
-    expansions are bounded by level.
-
-    After verification the surviving tree is kept and extended, whereas EAGLE-2 drafts a new one.
+    EAGLE-2 (arXiv 2406.16858, section 4): the best of a level's candidates by cumulative
+    probability are the next level's beam, and the best candidates of all levels are submitted. They
+    are connected, since a child's probability is at most its parent's. After verification the
+    surviving tree is kept and extended, whereas EAGLE-2 drafts a new one.
 
     Args:
         nodes: nodes per target pass, including the root, at least 2 (the paper: 60).

@@ -37,15 +37,12 @@ class BestFirst(TreePolicy):
     """Expands the most probable leaves and verifies the most probable connected subgraph.
 
     SwiftSpec, section 3.1, Alg. 1. Leaves are those of ``best_leaves``; only expanded or submitted
-    candidates become nodes. By default an expansion requests ``max(bs, w)`` children, so that no
-    omitted child can be among the ``bs`` best nodes or the ``w`` best leaves; the paper does not
-    state this number. With fewer children the subgraph is the best one of a smaller tree, and it
-    takes more serial expansions to grow from the root alone to ``bs`` nodes: the tree is deeper and
-    is submitted later.
+    candidates become nodes. With the default number of children no omitted child can be among the
+    ``bs`` best nodes or the ``w`` best leaves.
 
     *Serial form* (SwiftSpec-base, the paper's ablation): ``select`` expands the ``w`` best leaves
     ``d`` times, continues while fewer than ``bs`` nodes are available, and submits the ``bs`` best
-    nodes, including the root. Nothing more is submitted until they are answered.
+    nodes. Nothing more is submitted until they are answered.
 
     *Asynchronous form* (SwiftSpec, Alg. 1): the ``d`` expansions run in ``overlap``, while the
     target verifies. ``select`` only adds what is missing to ``bs`` nodes (lines 13-15). With
@@ -53,15 +50,11 @@ class BestFirst(TreePolicy):
     a miss, the tree below the new root is empty.
 
     *Complete trees* (``d="complete"``, serial): leaves are expanded only if they are among the
-    ``bs`` best nodes and candidates, at most ``w`` per call of the source, until there are none.
-    The result is the best subgraph of ``bs`` nodes of the source's infinite tree, because a child's
-    score is at most its parent's. For a source that proposes for all positions without a pass of
-    its own per level (Medusa heads, block drafters) this is DDTree's heap over products of
-    marginals (arXiv 2604.12989), in whole levels instead of single nodes. A draft model needs as
-    many passes as the tree is deep.
-
-    Both forms wait for answers before they submit again; ``PipelineBestFirst`` submits at every
-    step.
+    ``bs`` best nodes and candidates, until there are none. The result is the best subgraph of
+    ``bs`` nodes of the source's infinite tree, because a child's score is at most its parent's. For
+    a source that proposes for all positions without a pass of its own per level (Medusa heads,
+    block drafters) this is DDTree's heap over products of marginals (arXiv 2604.12989), in whole
+    levels instead of single nodes. A draft model needs as many passes as the tree is deep.
 
     Args:
         bs: nodes per target pass, including the root, at least 2 (the paper: 8).
@@ -69,15 +62,15 @@ class BestFirst(TreePolicy):
         d: expansions per target pass; "complete" (serial form only): see above; "until_ready" or
             None (asynchronous form only): until the target is ready. The configuration replaces
             "ratio" and "ratio_plus_one" by a number derived from the latency profile.
-        children: candidates per expanded leaf. Default: max(bs, w).
+        children: candidates per expanded leaf; the paper does not state it. Default: max(bs, w).
         asynchronous: expand in ``overlap`` instead of in ``select``.
         min_mass: minimum total probability of the ``w`` best leaves, which is an upper bound on the
             tokens that their expansion gains. A useful value is (draft pass / target pass) x tokens
-            per pass. Serial form: a request's expansions end early below it; default 0: never.
-            Asynchronous form: ``select`` expands as long as it is reached; default 0: never.
+            per pass. Serial form: a request's expansions end early below it. Asynchronous form:
+            ``select`` expands as long as it is reached. 0: never.
         min_prob: nodes whose draft probability of being on the target's path is lower are neither
             expanded nor submitted. Useful up to (cost of a row / target pass) x tokens per pass
-            where rows have a cost (CPUs, large batches). Default 0: keep all.
+            where rows have a cost (CPUs, large batches).
 
     Attributes:
         expansions: number of growth rounds so far, "between" target passes and "beside" them.
@@ -169,13 +162,9 @@ class BestFirst(TreePolicy):
     ) -> list[RequestState]:
         """Expands the ``w`` most probable leaves of each request in one call of the source.
 
-        Args:
-            unanswered: request id -> slots for which the source had no candidates in this call of
-                the policy. They are excluded from the leaves; new ones are added here.
-            min_mass: minimum total probability of a request's leaves. Default: 0.
-
-        Returns:
-            The requests that had leaves to expand.
+        Leaves with a smaller total probability than ``min_mass`` are not expanded. ``unanswered``
+        collects the slots, by request id, for which the source had no candidates in this call of
+        the policy. Returns the requests that had leaves to expand.
         """
         leaves = []
         for request in requests:
@@ -194,7 +183,6 @@ class BestFirst(TreePolicy):
         return [request for request, _ in leaves]
 
     def _least_score(self, tree: TokenTree) -> float:
-        """Returns the minimum score of leaves to expand."""
         if not self._complete or _num_available(tree) < self.bs:
             return self._min_score
         # Children of the last of the bs best score no more than it does, so it needs none.

@@ -52,9 +52,8 @@ def grow_chains(
 ) -> None:
     """Grows a chain of first candidates below each root, with one source call per token.
 
-    Args:
-        lengths: (request, length of its chain); the chain is shorter near the request's end.
-        children: candidates requested per node, of which the chain takes the first. Default: 1.
+    ``lengths`` are pairs (request, length of its chain); a chain is shorter near the request's end.
+    ``children`` candidates are requested per node, of which the chain takes the first.
     """
     growing = []
     for request, gamma in lengths:

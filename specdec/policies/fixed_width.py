@@ -28,10 +28,9 @@ class FixedWidth(TreePolicy):
     *Pipelined form* (``levels_per_step`` set): each step submits that many levels. The draft
     forward of the newest level runs in ``overlap`` while the pipeline computes. Its candidates are
     selected in the next ``select``, after the step's pruning, which leaves more valid nodes
-    (PipeDec 3.3.4). After a miss the new root is submitted alone. If pruning empties the deepest
-    levels, growth continues at the deepest remaining level, whose candidates are stored, so a
-    partial refill costs no draft forward. With several levels per step, the additional levels are
-    grown in ``overlap`` from the candidates known then. Hits need an executor of latency 2 or more.
+    (PipeDec 3.3.4). If pruning empties the deepest levels, growth continues at the deepest
+    remaining level, whose candidates are stored. Additional levels of a step are grown in
+    ``overlap`` from the candidates known then. Hits need an executor of latency 2 or more.
 
     *Serial form* (``levels_per_step`` None): ``select`` grows ``depth`` levels and submits the tree
     whole. Nothing more is submitted until it is answered.
@@ -102,7 +101,7 @@ class FixedWidth(TreePolicy):
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """Expands the newest level; grows and expands the additional levels of a multi-level step.
 
-        During a request's prefill its root is expanded once: draft and target prefill run in
+        A root is expanded during its request's prefill, so that both models' prefills run in
         parallel (PipeDec 3.4).
         """
         if source.needs.exits:

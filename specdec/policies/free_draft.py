@@ -1,8 +1,7 @@
 """Policies whose draft models never wait: after every pass the next one starts.
 
-A pass may outlive the step in which it began. If the source is not asynchronous
-(``sources.Background`` makes any source asynchronous), a pass runs when it is started, and the
-target waits for its end.
+If the source is not asynchronous, a pass runs when it is started, and the target waits for its end;
+``sources.Background`` makes any source asynchronous.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class FreePasses(TreePolicy):
     Attributes:
         ahead: maximum number of tokens below the root.
         feeds_busy_target: whether a step also ends when a busy target can be given more nodes.
-            Default: only when an idle one can.
     """
 
     value_dependent = False
@@ -41,7 +39,6 @@ class FreePasses(TreePolicy):
         return 1 + self.ahead
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Drafts until the target is ready or can be given nodes; see ``feeds_busy_target``."""
         idle = not any(request.awaiting for request in live_requests(state))
         while True:
             self.start_passes(state, events)
@@ -55,11 +52,9 @@ class FreePasses(TreePolicy):
                     return True
 
     def start_passes(self, state: DecodeState, events: Events) -> None:
-        """Starts every pass that is possible now."""
         raise NotImplementedError
 
     def grow(self, state: DecodeState, event: Event) -> None:
-        """Updates the trees with the candidates of a pass that ended."""
         raise NotImplementedError
 
     def can_submit(self, state: DecodeState) -> bool:
@@ -68,10 +63,7 @@ class FreePasses(TreePolicy):
 
 
 class FreeDraft(FreePasses):
-    """Base of policies that extend one chain per request, with one draft pass at a time.
-
-    A chain has at most ``ahead`` tokens below the root.
-    """
+    """Base of policies that extend one chain of at most ``ahead`` tokens per request."""
 
     def __init__(self, ahead: int) -> None:
         self.ahead = ahead
@@ -84,7 +76,6 @@ class FreeDraft(FreePasses):
         del self._childless[request_id]
 
     def can_draft(self, request: RequestState) -> bool:
-        """Whether a pass on the end of the chain can add a token."""
         slots = open_bottom(request)
         return (
             len(slots) > 0

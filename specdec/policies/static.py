@@ -41,16 +41,13 @@ class Static(TreePolicy):
     *rule*: ahead of the answer. While a tree is verified, one draft pass per target step grows the
     next tree below each of the ``guesses`` most probable next roots, which are candidates that the
     submitted tree does not contain. If the answer ends in one of them, only the rest of its tree is
-    drafted serially; otherwise the whole tree is. The roots are selected by value, so rejection
-    verifiers cannot be used.
+    drafted serially. The roots are selected by value, so rejection verifiers cannot be used.
 
     *full*: an upper limit that no implementation reaches: the answer is always guessed. Drafting
     then takes no time if it is shorter than the verification before it.
 
     Args:
         branching: children per node, level by level from the root down; not empty.
-        draft_overlap: none, rule or full, see above. Default: none.
-        guesses: number of next roots that ``rule`` drafts below.
     """
 
     @validated
@@ -92,10 +89,9 @@ class Static(TreePolicy):
         return request.id in self._complete
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Drafts while the target is busy.
+        """Grows trees of waiting requests until the target is ready, if requests take turns.
 
-        If requests take turns (``serving.feeding``), trees of waiting requests are grown until the
-        target is ready. With ``draft_overlap="rule"``, one pass drafts ahead.
+        With ``draft_overlap="rule"``, one pass drafts ahead.
         """
         live = live_requests(state)
         if state.turn is not None and self.draft_overlap != "full":
@@ -165,7 +161,6 @@ class Static(TreePolicy):
         self._complete.update(request.id for request in requests)
 
     def check_clock(self, clock: Clock) -> None:
-        """Raises ``UserError`` for a clock that cannot hide all drafting."""
         if self.draft_overlap == "full" and not isinstance(clock, SimulatedClock):
             raise UserError(
                 "draft_overlap=full hides all drafting, which only clock=simulated can do; use"

@@ -51,8 +51,7 @@ def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
 def last_position(request: RequestState) -> int:
     """Returns the position of the last token that the request can emit.
 
-    Nodes beyond it are never created: they could not be emitted, and the model may not have such a
-    position.
+    Nodes beyond it are never created: the model may not have such a position.
     """
     return request.num_prompt - 1 + request.stop.max_new_tokens
 
@@ -75,14 +74,8 @@ def expand(
 ) -> list[IntArray]:
     """Makes one growth round: stores the source's candidates for the selected nodes in the trees.
 
-    The source is called once, or not at all if no node is selected.
-
-    Args:
-        selected: (request, int64[W_r] slots of unexpanded nodes); each request at most once.
-        k: maximum number of candidates per node.
-
-    Returns:
-        int64[W_r] per entry of ``selected``: the number of candidates of each node.
+    ``selected`` has pairs (request, int64[W_r] slots of unexpanded nodes), each request at most
+    once. Returns int64[W_r] per pair: the number of candidates of each node.
     """
     nodes = as_nodes(selected)
     if not nodes.items:
@@ -123,14 +116,9 @@ def open_bottom(request: RequestState) -> IntArray:
 def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -> IntArray:
     """Turns the ``width`` most probable candidates of some nodes into nodes (PipeDec 3.3.3).
 
-    Args:
-        parents: int64[W], slots, usually of one level.
-        width: maximum number of new nodes, by cumulative probability, ties in slot order.
-        children: only the first ``children`` candidates of each parent are considered.
-
-    Returns:
-        int64[<= width]: slots of the new nodes, in the order of their parents (breadth-first,
-        SpecPipe 3.2.1).
+    Only the first ``children`` candidates of each of the slots ``parents``, int64[W], are
+    considered; ties are in slot order. Returns the new slots, int64[<= width], in the order of
+    their parents (breadth-first, SpecPipe 3.2.1).
     """
     logprobs = tree.candidate_logprobs.take(parents, axis=0)[:, :children]  # [W, K]
     scores = (logprobs + tree.scores.take(parents)[:, None]).ravel()
@@ -152,14 +140,14 @@ def most_probable(
     """Selects the ``num`` highest-scoring nodes and candidates; selected candidates become nodes.
 
     With ``tree.scores`` for both scores it is the best connected subgraph (SwiftSpec Alg. 1): a
-    child's score is at most its parent's, so the best nodes are connected.
+    child's score is at most its parent's, so the best nodes are connected. Ties go to nodes before
+    candidates, then in slot order.
 
     Args:
         node_scores: float64[N]; -inf excludes a node.
         parent_scores: float64[N], added to the log-probabilities of each node's candidates; -inf
             excludes them.
-        num: maximum number of nodes; ties go to nodes before candidates, then in slot order.
-        min_score: minimum score of a selected node (the root has 0). Default: none.
+        min_score: minimum score of a selected node (the root has 0).
 
     Returns:
         int64[<= num]: slots, in slot order.
@@ -181,8 +169,8 @@ def most_probable(
 def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> IntArray:
     """Returns the slots of the most probable unsubmitted nodes and candidates, int64[<= num].
 
-    The candidates become nodes; parents come first. Together with the submitted nodes they are
-    connected: a child's score is at most its parent's, and ties go to nodes before candidates.
+    The candidates become nodes; parents come first. With the submitted nodes they are connected: a
+    child's score is at most its parent's, and ties go to nodes before candidates.
     """
     node_scores = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
     return most_probable(tree, node_scores, tree.scores, num, min_score)
@@ -194,11 +182,7 @@ def best_leaves(
     """Returns the slots of the most probable leaves, int64[<= num]; candidates become nodes.
 
     A *leaf* is an unexpanded node or an untaken candidate that can have children: one at the last
-    position that the request can emit is not a leaf.
-
-    Args:
-        excluded: int64[S], slots that are not returned. Default: none.
-        min_score: minimum score of a leaf (the root has 0). Default: none.
+    position that the request can emit is not a leaf. The slots ``excluded`` are not returned.
     """
     tree = request.tree
     scores, closed = tree.scores, tree.expanded
