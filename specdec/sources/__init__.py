@@ -1,8 +1,3 @@
-"""Token sources propose tokens with their draft probabilities.
-
-Constructors raise ``ValueError`` for arguments outside their annotated bounds.
-"""
-
 from typing import TYPE_CHECKING
 
 from specdec.lazy import lazy_exports

@@ -22,13 +22,9 @@ class Background(TokenSource):
     """Makes a source asynchronous: its passes run on a separate device, one after another.
 
     On a simulated or paced clock a pass is computed when it starts and takes its time on clock rank
-    ``free_rank``. On a measured clock it runs in a thread, over a copy of the trees. Calls of
-    ``open``, ``commit`` and ``close`` during a pass take effect when the pass has ended. ``expand``
-    waits for its pass.
-
-    Args:
-        source: any source that shares no caches with the executor.
-        free_rank: clock rank of the device, which no other device has.
+    ``free_rank``, which no other device has. On a measured clock it runs in a thread, over a copy
+    of the trees. Calls of ``open``, ``commit`` and ``close`` during a pass take effect when it has
+    ended. The source must share no caches with the executor.
     """
 
     asynchronous = True
@@ -145,7 +141,6 @@ class Background(TokenSource):
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Makes the deferred calls, unless a pass runs."""
         if self._last is None or self._last.done():
             calls, self._deferred = self._deferred, []
             for call in calls:

@@ -10,8 +10,6 @@ from specdec.types import Candidates, FloatArray, IntArray, NodeMap, Nodes
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One node's row of ``Candidates``."""
-
     tokens: IntArray
     logprobs: FloatArray
     count: int

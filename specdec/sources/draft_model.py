@@ -32,8 +32,7 @@ class DraftModelSource(CachedModelSource):
         guess_draw: rank candidates by the draw with which the target will select its token (Staged
             Speculative Decoding, future work 1). Lossless under ``match``.
         guess_spread: with ``guess_draw``: expected error of the draft's CDF at the draw
-            (``NearDraw``); None: place first the token that the draw selects from the draft's
-            distribution (``DrawGuesser``).
+            (``NearDraw``); None: ``DrawGuesser``.
         prefill_chunk: maximum number of prompt rows per request and pass.
     """
 

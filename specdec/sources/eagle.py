@@ -1,16 +1,13 @@
 """Proposals of an EAGLE head, which drafts from the target's hidden states (features).
 
-The head's row for the token at position p reads the feature of position p - 1. That is the target's
-own feature if it has arrived (``Output.prompts``, ``Commit.hidden``, ``TokenTree.hidden``). Below
-the last such position, the head reads its own output instead: for one level in a strategy that
-waits for its answers, for up to N levels on a pipeline of N stages.
-
-If a feature arrives after its row was computed from the head's output, the row is recomputed in
-place, in the pass of the next nodes: at the latest when it enters the prefix. The candidates that
-its node already has stay in the tree, and the outputs of rows below it stay too.
+The head's row for the token at position p reads the feature of position p - 1. If the target's own
+feature has not arrived yet, the head reads its own output instead: for one level in a strategy that
+waits for its answers, for up to N levels on a pipeline of N stages. When a feature arrives later,
+the row is recomputed in place, in the pass of the next nodes. The candidates that its node already
+has stay in the tree, and the outputs of rows below it stay too.
 
 Shape letters: W nodes, C nodes that a pass computes, T positions, S feature size, E hidden size of
-the head, U draft vocabulary, V vocabulary, F rows that read a feature.
+the head, U draft vocabulary, F rows that read a feature.
 """
 
 from __future__ import annotations
@@ -46,13 +43,10 @@ class EagleSource(CachedModelSource):
     """Proposes the candidates of an EAGLE head of any version, which has its own KV cache.
 
     A request has candidates once the hidden states of its prompt have arrived. One ``expand`` is
-    one packed pass. It is preceded by passes over a long prompt, and by one pass per level of
-    ancestors that other sources have proposed. A latency profile prices a pass as one of the draft
-    model. Catch-up rows are those of committed tokens, and of nodes that were recomputed.
+    one packed pass, preceded by passes over a long prompt, and by one pass per level of ancestors
+    that other sources have proposed. A latency profile prices a pass as one of the draft model.
 
     Args:
-        pair: the model pair, with the head of ``model.eagle_head`` or an untrained one.
-        meter: counts the passes as "eagle".
         untrained: kind of an untrained head, EAGLE-1 or 3; a head from disk has its own.
         early: read hidden states as soon as their layer has computed them, instead of with the
             answers.
@@ -140,7 +134,6 @@ class EagleSource(CachedModelSource):
     def _compute(
         self, state: DecodeState, selected: Sequence[tuple[RequestState, IntArray]]
     ) -> Tensor:
-        """Returns logits [W, U] of the nodes (request, ids) to expand, in packed order."""
         pending = {r.id: self._missing(r, ids) for r, ids in selected}
         drafts = [self._drafts[request.id] for request, _ in selected]
         self._catch_up_prompts(state, drafts, pending)
@@ -189,12 +182,9 @@ class EagleSource(CachedModelSource):
 class Features:
     """The target's hidden states of consecutive positions that are still needed.
 
-    There is one stream of rows per name; a name may occur twice. The streams of one position may
-    arrive at different times (early hidden states).
-
-    Attributes:
-        names: the streams in the order in which a feature concatenates them.
-        first: position of the first stored row.
+    There is one stream of rows per name; a feature concatenates the streams in the order of
+    ``names``, where a name may occur twice. The streams of one position may arrive at different
+    times. ``first`` is the position of the first stored row.
     """
 
     def __init__(self, names: Sequence[HiddenName]) -> None:
@@ -292,9 +282,7 @@ class HeadState:
 class HeadPass:
     """Collects rows, runs them in one pass and stores the results.
 
-    Attributes:
-        num_rows: number of rows of the pass.
-        num_nodes: number of nodes that are computed for the first time.
+    ``num_nodes`` of its ``num_rows`` rows are nodes that are computed for the first time.
     """
 
     def __init__(self, runner: EagleRunner) -> None:
@@ -313,10 +301,7 @@ class HeadPass:
         return len(self._logits_of)
 
     def add_prefix(self, draft: HeadState, limit: int | None = None) -> None:
-        """Adds committed tokens whose entries are missing, or were computed without features.
-
-        At most ``limit`` rows are added.
-        """
+        """Adds up to ``limit`` committed tokens that have no entry, or one without the feature."""
         request, cache, start = draft.request, draft.cache, draft.true_len
         stop = request.prefix_len - 1
         stop = stop if limit is None else min(stop, start + limit)
@@ -427,10 +412,8 @@ class HeadPass:
     ) -> None:
         """Appends rows of one request to the pass.
 
-        Args:
-            nodes: (head state, node ids, which of them are computed from a feature) if the rows are
-                nodes.
-            wants: ids of the nodes if their logits are needed (all or none).
+        ``nodes`` has the head state, the node ids, and whether each is computed from a feature.
+        ``wants`` has the ids of the nodes if their logits are needed.
         """
         start = self.num_rows
         self.num_rows += len(rows)

@@ -31,15 +31,11 @@ class ExitSource(ModelSource):
     4.2).
 
     Args:
-        pair: the model pair.
         layers: number of layers before each exit, increasing; the first is the pair's own.
         exit_front: builds the target's first layers with heads after the given layers, shared with
             the executor; None if the executor returns the exits (a pipeline).
         candidates: maximum number of tokens per node and exit that a pipeline returns.
         sample: sample candidates and return their distribution, for rejection verifiers.
-
-    Attributes:
-        counters: passes and rows of the first layers; in a pipeline, of the heads alone.
     """
 
     def __init__(

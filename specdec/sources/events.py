@@ -48,11 +48,7 @@ class LoopEvents(Events):
         return event
 
     def next(self) -> Event:
-        """Waits for the next event, and applies it to the trees and to the source.
-
-        Candidates of a pass that ended, and early hidden states, are stored with their nodes unless
-        these were pruned. Exits are passed to the source.
-        """
+        """Waits for the next event, and applies it to the trees and to the source."""
         clock = self._state.clock
         while (event := self._happened()) is None:
             if not self.running and not self._executor.can_poll:

@@ -2,14 +2,7 @@
 
 Under ``match`` the target's next token is the inverse CDF of its distribution at a keyed draw u.
 Accepted tokens are the target's own, so using that draw to rank candidates does not change the
-output.
-
-The draft's CDF is not the target's: the draft's token at u is wrong if u is near an edge of its
-interval, and a token beyond that edge may be right. ``NearDraw`` assumes that the edges are off by
-a random amount with density exp(-abs(x) / spread) / (2 spread). A token's score is the probability
-that its interval, moved by that amount, contains u, plus a small share of the token's own
-probability. ``DrawGuesser`` places the draft's token at u first, which is right wherever the two
-distributions agree, even at temperatures at which the most probable token is a poor guess.
+output. The draft's CDF differs from the target's, so the draft's token at u may be wrong.
 
 Shape letters: W nodes, S tokens of positive probability, K candidates, V vocabulary.
 """
@@ -49,9 +42,11 @@ def target_draws(state: DecodeState, nodes: Nodes) -> FloatArray:
 
 
 class NearDraw:
-    """Ranks the draft's tokens by their probability near the target's draw.
+    """Ranks the draft's tokens by their probability near the target's draw u.
 
-    ``spread`` is the average error of the draft's CDF, above 0.
+    It assumes that the edges of the draft's CDF are off by a random amount with density exp(-abs(x)
+    / spread) / (2 spread). A token's score is the probability that its interval, moved by that
+    amount, contains u, plus a small share of the token's own probability.
     """
 
     def __init__(self, *, spread: float) -> None:
@@ -67,10 +62,7 @@ class NearDraw:
     ) -> Candidates:
         """Returns the ``k`` best candidates of each node, or fewer if few pass the filters.
 
-        Args:
-            transform: the target's sampling transform, not greedy.
-            logits: [W, V] of the draft.
-            uniforms: float64[W], the target's draws after the nodes.
+        The transform is not greedy; ``uniforms``, float64[W], are the target's draws.
         """
         ids, scores = self._scores(transform, logits, histories, uniforms)
         k = min(k, logits.shape[1])
@@ -113,7 +105,7 @@ class NearDraw:
 
 
 class DrawGuesser:
-    """Places the guessed token first, with the measured probability that the guess is right.
+    """Places the draft's token at the target's draw first, with its measured hit probability.
 
     This probability is the running agreement between guess and committed token, in ten bins by the
     draft's probability of the guess; each bin starts with four trials at (1 + bin centre) / 2. The
@@ -145,16 +137,7 @@ class DrawGuesser:
         tokens: IntArray,
         logprobs: FloatArray,
     ) -> tuple[IntArray, FloatArray]:
-        """Reorders candidates so that the guess is in column 0.
-
-        Args:
-            logits: [W, V] of the draft.
-            tokens: int64[W, K], most probable first.
-            logprobs: float64[W, K].
-
-        Returns:
-            (tokens, logprobs) of the same shapes.
-        """
+        """Moves the guess to column 0 of ``tokens`` and ``logprobs``, [W, K], best first."""
         guess = transform.sample(logits, target_draws(state, nodes), histories)
         same = tokens == guess[:, None]
         prob = np.minimum(np.exp(np.where(same, logprobs, -np.inf)).sum(axis=1), _ALMOST_ONE)
@@ -175,7 +158,6 @@ class DrawGuesser:
         self._guesses.open(request_id)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Counts the decided guesses, and drops those of pruned nodes."""
         for commit in commits:
             if commit.request not in self._guesses:
                 continue

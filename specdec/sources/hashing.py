@@ -19,14 +19,9 @@ _HALF_BITS = np.uint64(11)
 
 
 def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """Elementwise keyed hash of integers: splitmix64 folded over the parts.
+    """Hashes integers elementwise, with broadcasting: splitmix64 folded over the parts.
 
-    Args:
-        seed: the key, any integer.
-        parts: integer arrays or scalars, broadcast against each other.
-
-    Returns:
-        uint64 of the broadcast shape, uniform over 64 bits.
+    The result, uint64, is uniform over 64 bits.
     """
     leading = 0
     while leading < len(parts) and isinstance(parts[leading], int | np.integer):

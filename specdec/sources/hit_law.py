@@ -47,17 +47,13 @@ class HiddenPair(Protocol):
         ...
 
     def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
-        """Returns int64[n]: number of candidates before the true token; K or more for a miss.
-
-        ``depth`` is the distance from the root to the node at the position.
-        """
+        """Returns int64[n]: number of candidates before the true token; K or more for a miss."""
         ...
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
         """Returns int64[n]: number of true tokens that begin a chain below a root at the position.
 
-        This replaces ``ranks`` for drafts that read the target's hidden states, whose accuracy
-        depends on the distance to the root. None: ``ranks`` applies.
+        It replaces ``ranks``, unless None, for drafts that read the target's hidden states.
         """
         ...
 
@@ -78,22 +74,19 @@ class SyntheticPair:
         P_c(1) = sigmoid(logit(top1_c) + depth_d),
         P_c(r) = (1 - P_c(1)) (1 - miss_c) r^-decay_c / Z_c   for 2 <= r <= 64,
 
-    and is not among 64 candidates with probability (1 - P_c(1)) miss_c. Without groups, stay and
-    depth, the positions are independent and P(r) = sum_c w_c P_c(r). The defaults give 0.65 at rank
-    1, 0.88 within 4, 0.97 within 16 and 0.99 within 32; SpecPipe 3.3.1 reports the last one for a
-    1B draft, the others are assumed. ``specdec fit`` measures these parameters
+    and is not among 64 candidates with probability (1 - P_c(1)) miss_c. The defaults give 0.65 at
+    rank 1, 0.88 within 4, 0.97 within 16 and 0.99 within 32; SpecPipe 3.3.1 reports the last one
+    for a 1B draft, the others are assumed. ``specdec fit`` measures these parameters
     (docs/calibration.md).
-
-    The sequences from ``weights`` to ``stay`` have one entry per class.
 
     Args:
         vocab_size: V, at least 256.
-        weights: relative frequency with which the class is drawn; normalised.
-        top1: probability that the true token is the draft's first candidate.
-        decay: exponent of the decrease over ranks 2 to 64.
-        miss: probability that the true token is not among the 64 candidates, given that it is not
-            the first.
-        stay: probability to keep the class at the next position; empty: 0.
+        weights: relative frequency with which each class is drawn.
+        top1: per class, probability that the true token is the draft's first candidate.
+        decay: per class, exponent of the decrease over ranks 2 to 64.
+        miss: per class, probability that the true token is not among the 64 candidates, given that
+            it is not the first.
+        stay: per class, probability to keep it at the next position; empty: 0.
         depth: added to the log odds of ``top1`` by distance from the root; the last entry applies
             to all greater distances; empty: 0.
         group_shares: share of the prompts in each group; empty: one group.
@@ -102,8 +95,7 @@ class SyntheticPair:
 
     Attributes:
         shares: float64[G, C], share of the positions of a prompt in each class.
-        class_probs: float64[C, 64], P_c(r) at depth 0.
-        class_logprobs: float64[C, 64], its logarithm.
+        class_probs: float64[C, 64], P_c(r) at depth 0; ``class_logprobs`` is its logarithm.
     """
 
     @validated

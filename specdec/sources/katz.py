@@ -49,17 +49,14 @@ class _Level:
 
 
 class KatzModel:
-    """Katz back-off over token ids, counted from token sequences.
+    """Katz back-off over token ids, counted from token sequences; create it by ``from_tokens``.
 
     Every distribution sums to 1 and gives every token a positive probability, except where all V
     tokens were seen after a context. Where discounting leaves no mass (all counts above the
     threshold), the context is treated as if one unseen continuation had been counted once.
 
-    Use ``from_tokens`` to create a model. The constructor derives the probabilities from counts:
-
     Args:
         order: n >= 1, the longest n-gram.
-        vocab_size: V.
         keys: per order m = 1 .. n: int64[G_m] sorted ``id(first m-1 tokens) * V + token``, where
             the id is the index in the keys of order m - 1 (the token itself for m = 2).
         counts: per order: int64[G_m], positive.
@@ -86,14 +83,10 @@ class KatzModel:
     def from_tokens(
         cls, tokens: IntArray, *, order: int, vocab_size: int, separator: int | None
     ) -> KatzModel:
-        """Counts the n-grams of a token sequence.
+        """Counts the n-grams, up to ``order``, of documents that are one after the other.
 
-        Args:
-            tokens: int[T], documents one after the other.
-            order: longest n-gram, >= 1.
-            vocab_size: V; all tokens are below it.
-            separator: token between documents, None if there is none. An n-gram may begin with it
-                (a document's start) or end with it (its end), but none reaches across it.
+        An n-gram may begin with the separator (a document's start) or end with it (its end), but
+        none reaches across it.
         """
         tokens = np.asarray(tokens, np.int64).ravel()
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
@@ -130,7 +123,6 @@ class KatzModel:
         return _COUNTED[pair]
 
     def _derive(self) -> None:
-        """Computes discounted probabilities and back-off weights, shortest contexts first."""
         size = self.vocab_size
         root = self._level(self._keys[0], self._counts[0], 1, np.full(len(self._keys[0]), 1 / size))
         self._unigrams = np.full(size, root.alphas[0] / size)

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 class MixtureSource(CombinedSource):
     """Calls its sources in order and merges their candidates by mixture probability.
 
-    If a source's best candidate has at least the probability ``confident``, later sources are not
-    called for that node. With the cheap sources first, the draft model runs only for nodes without
-    a confident cheap proposal.
-
     With weights w_i, renormalised at each node over the sources with candidates, a token has
     probability sum_i w_i p_i, where p_i is 0 for a source that did not propose it (a lower bound,
     since only its best candidates are known). Its origin is the source with the largest w_i p_i.
@@ -175,7 +171,6 @@ def _merged(proposals: Sequence[Candidates], weights: FloatArray, k: int) -> Can
 
 
 def _single(candidates: Candidates, origin: int, k: int) -> Candidates:
-    """Returns the candidates of the only source with a proposal."""
     tokens, logprobs = candidates.tokens[:, :k], candidates.logprobs[:, :k]
     counts = np.minimum(candidates.counts, tokens.shape[1])
     origins = np.full(tokens.shape, origin)

@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 class ModelChain(CombinedSource):
     """A draft model and middle models before the target, which run independently (PipeSpec).
 
-    A policy starts passes of the model ``level`` by ``Events.start``. Passes of level 0 propose
-    candidates like any source. A pass of a further level verifies tokens of the model below it: its
-    candidates, which come with the event, are this model's own next tokens.
-
-    Args:
-        sources: one per model, the draft first; ``Background`` gives each a device.
+    The draft is first in ``sources``; ``Background`` gives each model a device. A policy starts
+    passes of the model ``level`` by ``Events.start``. Passes of level 0 propose candidates like any
+    source. The candidates of a further level, which come with the event, are this model's own next
+    tokens after tokens of the model below it.
     """
 
     @validated

@@ -1,11 +1,7 @@
 """Bases of the token sources that run a model, or heads of the target.
 
-``ModelSource`` turns logits into candidates and counts passes. ``CachedModelSource`` adds a KV
-cache per request. After a pass the cache has the committed tokens before the root, and the nodes
-that were expanded with their ancestors. A commit moves accepted entries into its prefix.
-
-Shape letters: W nodes, K candidates, C entries that a pass computes, U draft vocabulary, V
-vocabulary of the target.
+Shape letters: W nodes, C entries that a pass computes, U draft vocabulary, V vocabulary of the
+target.
 """
 
 from __future__ import annotations
@@ -52,13 +48,9 @@ class ModelSource(TokenSource):
     """Turns logits into the most probable tokens, or into samples with their distribution.
 
     Args:
-        needs, vocab_size: see ``TokenSource``.
         sample: sample candidates without replacement from the draft's distribution after the
             target's sampling transform, and return that distribution (for rejection verifiers).
         label: key of the passes in ``SourceCounters.by_level``. Default: none.
-
-    Attributes:
-        counters: passes and rows; catch-up rows are those of committed tokens.
     """
 
     def __init__(
@@ -71,10 +63,7 @@ class ModelSource(TokenSource):
         """int64[U]: the target's ids of the columns of ``_proposed_logits``; None: the same."""
 
     def _candidates(self, state: DecodeState, nodes: Nodes, logits: Tensor, k: int) -> Candidates:
-        """Returns candidates of W nodes from their logits [W, U].
-
-        Nodes whose requests share a sampling transform are processed in one call.
-        """
+        """Returns candidates of W nodes from their logits [W, U]."""
         if self._token_ids is not None:
             k = min(k, len(self._token_ids))
         transforms = [self._transform(state.requests[i].sampling) for i, _ in nodes.items]
@@ -100,7 +89,6 @@ class ModelSource(TokenSource):
         histories: Histories,
         k: int,
     ) -> Candidates:
-        """Returns candidates of nodes with one sampling transform."""
         if self.gives_probs:
             probs = transform.proposal_probs(self._target_logits(logits), histories)
             return sampled_candidates(state, nodes, probs, k)
@@ -124,7 +112,6 @@ class ModelSource(TokenSource):
         return logits
 
     def _count(self, num_rows: int, num_catch_up: int = 0) -> None:
-        """Counts one pass, of which ``num_catch_up`` rows are committed tokens."""
         self.counters.passes += 1
         self.counters.rows += num_rows
         self.counters.catch_up_rows += num_catch_up
@@ -133,7 +120,7 @@ class ModelSource(TokenSource):
 
 
 class CacheRunner(Protocol):
-    """Runs passes over caches. ``ModelRunner`` and ``EagleRunner`` take different arguments."""
+    """Runs passes over caches; ``forward`` of ``ModelRunner`` and ``EagleRunner`` differ."""
 
     def new_cache(self, capacity: int, /) -> TreeCache: ...
 
@@ -165,10 +152,9 @@ class CachedModelSource(ModelSource):
 
     One ``expand`` is one packed pass over the nodes of all requests and their ancestors that are
     not in the caches, preceded by the committed tokens that are missing. Nodes for which
-    ``_can_expand`` is false get count 0.
+    ``_can_expand`` is false get count 0. A commit moves accepted entries into the cache's prefix.
 
     Args:
-        needs, vocab_size, sample, label: see ``ModelSource``.
         prefill_chunk: maximum number of prompt rows per request and pass.
         work: the kind of pass by which a latency profile prices it.
     """
@@ -228,7 +214,6 @@ class CachedModelSource(ModelSource):
         return can
 
     def _plan(self, request: RequestState, ids: IntArray) -> PassWork:
-        """Returns the rows of a pass that expands the nodes ``ids``, int64[W]."""
         cache = self._caches[request.id]
         entries = tree_rows(request, self._missing(request, ids))
         prefix = request.tokens[cache.cached_len : request.prefix_len]
@@ -296,6 +281,5 @@ class CachedModelSource(ModelSource):
         return logits
 
     def _charge(self, state: DecodeState, num_rows: int, num_catch_up: int) -> None:
-        """Counts a pass and charges the controller's clock for it."""
         self._count(num_rows, num_catch_up)
         state.clock.charge(CONTROLLER, self._work, num_rows)

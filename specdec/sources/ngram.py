@@ -18,16 +18,9 @@ if TYPE_CHECKING:
 class NGramSource(TokenSource):
     """Proposes continuations of each node's last ``order - 1`` tokens by a Katz n-gram model.
 
-    This is the draft2 of Staged Speculative Decoding, section 3.2.
-
-    Args:
-        katz: the model; None for trigrams of the pair's token samples.
-        pair: the model pair; not needed with ``katz``.
-        sample: sample candidates by keyed draws and return their distribution, for verifiers that
-            need ``draft_probs``; false: the most probable candidates.
-
-    Raises:
-        UserError: the pair has no token samples.
+    This is the draft2 of Staged Speculative Decoding, section 3.2. Without ``katz``, trigrams of
+    the pair's token samples are counted. ``sample`` returns sampled candidates and their
+    distribution, for verifiers that need ``draft_probs``.
     """
 
     def __init__(

@@ -22,14 +22,12 @@ class RandomSource(TokenSource):
     """Proposes random candidates, to test losslessness with good, bad and hostile drafts.
 
     The candidates come from a keyed hash of the node's token path, so they are the same for every
-    strategy. With ``target_token``, a fraction ``quality`` of the nodes gets the target's own token
-    among its candidates, at a hashed rank; for the other nodes that token is left out.
+    strategy. A fraction ``quality`` of the nodes gets the target's own token among its candidates,
+    at a hashed rank; for the other nodes that token is left out.
 
     Args:
         sample: sample candidates from a random distribution and return it (for rejection
             verifiers).
-        seed: key of the hashes.
-        quality: fraction of nodes for which the target's token is proposed.
         silence: fraction of nodes with count 0.
         target_token: (request, int64 tokens up to and including the node) -> the target's next
             token.

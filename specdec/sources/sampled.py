@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 
 
 def sampled_candidates(state: DecodeState, nodes: Nodes, probs: Probs, k: int) -> Candidates:
-    """Samples up to ``k`` different children per node, in turn without replacement.
+    """Samples up to ``k`` different children per node from ``probs``, float64[W, V].
 
-    The draw of sibling j of a node at position p has the key (prompt, p + 1, DRAFT, j). It does not
-    depend on the order in which nodes are expanded, and differs from the draws of acceptance tests.
-    ``probs``, float64[W, V], is the draft's distribution after each node, and is returned as
-    ``Candidates.probs``.
+    They are drawn in turn without replacement. The draw of sibling j of a node at position p has
+    the key (prompt, p + 1, DRAFT, j). It does not depend on the order in which nodes are expanded,
+    and differs from the draws of acceptance tests.
     """
     k = min(k, probs.shape[1])
     uniforms = np.empty((len(probs), k))

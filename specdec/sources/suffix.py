@@ -1,9 +1,4 @@
-"""Matches of the last tokens in texts, and what followed them.
-
-``SuffixAutomaton`` indexes all substrings of a growing text (Blumer et al. 1985), or of several
-(Blumer et al. 1987). ``TreeMatches`` has the longest match of each node of a token tree in one
-text, and ``continuations`` ranks what followed the matches.
-"""
+"""Shape letter: W nodes."""
 
 from __future__ import annotations
 
@@ -25,16 +20,16 @@ Match = tuple[int, int]
 class SuffixAutomaton:
     """All substrings of a growing token sequence, or of several, with their occurrences.
 
-    A *state* represents all substrings with the same end positions; ``length`` is the length of the
-    longest of them, and ``link`` the state of its longest suffix with additional end positions. The
-    links form the suffix tree of the reversed text. Removing a sequence only lowers the counts; a
-    state of count 0 is skipped by every query and takes memory until the automaton is built again.
+    Blumer et al. 1985 (one text), Blumer et al. 1987 (several). A *state* represents all substrings
+    with the same end positions; ``length`` is the length of the longest of them, and ``link`` the
+    state of its longest suffix with additional end positions. Removing a sequence only lowers the
+    counts; a state of count 0 is skipped by every query and takes memory until the automaton is
+    built again.
 
     Attributes:
         size: number of appended tokens, including removed ones.
         next: per state: token -> state.
         link: per state: linked state; -1 at the root (the empty string).
-        length: per state: length of its longest string.
         count: per state: number of occurrences of its strings.
         last: per state: position of the last token of the latest occurrence.
     """
@@ -51,9 +46,8 @@ class SuffixAutomaton:
     def append(self, token: int) -> None:
         """Appends a token, in amortised constant time except for the counts.
 
-        Every suffix occurs once more. Counting them follows the links up, with one step per
-        distinct set of end positions among the suffixes: few steps in text, up to size / period for
-        periodic sequences.
+        Counting the suffixes takes one step per distinct set of end positions among them: few steps
+        in text, up to size / period for periodic sequences.
         """
         following, link = self.next, self.link
         state = self._whole
@@ -94,10 +88,7 @@ class SuffixAutomaton:
         return after is not None and self.count[after] > 0
 
     def followers(self, state: int) -> dict[int, int]:
-        """Returns token -> number of occurrences after the strings; the latest counts twice.
-
-        The latest occurrence may still be counted once after its sequence was removed.
-        """
+        """Returns token -> number of occurrences after the strings; the latest counts twice."""
         count, last = self.count, self.last
         following = {t: after for t, after in self.next[state].items() if count[after]}
         latest = max((last[after] for after in following.values()), default=0)
@@ -109,10 +100,7 @@ class SuffixAutomaton:
         return state, self.length[state] if state >= 0 else 0
 
     def suffix(self, max_length: int) -> tuple[int, int]:
-        """Returns (state, length) of the longest suffix of the text that also occurred earlier.
-
-        The length is at most ``max_length``, and 0 if there is no such suffix.
-        """
+        """Returns (state, length) of the longest suffix that also occurred earlier."""
         state = max(self.link[self._whole], 0)
         return self._cut(state, self.length[state], max_length)
 
@@ -180,16 +168,10 @@ class Confidence:
 
 
 class TreeMatches:
-    """The longest matches of one request's nodes in a text.
+    """The longest matches of one request's nodes in a text, which the caller extends.
 
-    Args:
-        automaton: index of the text, which the caller extends.
-        confidence: updated with committed tokens; may be shared with other requests.
-        min_match: minimum number of matching tokens.
-        max_match: maximum number; longer matches count as this length.
-
-    Attributes:
-        root: the match of the committed tokens.
+    The confidence is updated with committed tokens and may be shared with other requests. Matches
+    longer than ``max_match`` count as this length. ``root`` is the match of the committed tokens.
     """
 
     def __init__(

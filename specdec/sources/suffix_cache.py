@@ -39,12 +39,8 @@ class CachedText:
 class SuffixCache:
     """The latest finished requests, at most ``max_tokens`` tokens of them.
 
-    The automaton has at most twice as many tokens, including removed ones.
-
-    Attributes:
-        automaton: index of all texts. Rebuilding it, which frees memory, replaces the object.
-        num_tokens: tokens of all texts.
-        version: changes whenever the automaton does.
+    The automaton has at most twice as many tokens, including removed ones. Rebuilding it replaces
+    the object. ``version`` changes whenever the automaton does.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -70,7 +66,6 @@ class SuffixCache:
             self._rebuild()
 
     def forget(self, prompt: IntArray) -> None:
-        """Removes requests with exactly this prompt."""
         key = np.asarray(prompt, np.int64).tobytes()
         for text in [text for text in self._texts if text.prompt == key]:
             self._texts = [kept for kept in self._texts if kept is not text]
@@ -97,7 +92,6 @@ class SuffixCache:
             self._append(text)
 
     def save(self, path: str | Path, *, vocab_size: int) -> Path:
-        """Writes the cache atomically and returns the file's path."""
         texts = self._texts
         head = {"format": FORMAT, "version": VERSION, "vocab_size": vocab_size}
         joined = np.concatenate([np.zeros(0, np.int64), *(text.tokens for text in texts)])
@@ -113,11 +107,7 @@ class SuffixCache:
 
 
 def read_texts(path: str | Path, *, vocab_size: int, key: str = "source.path") -> list[CachedText]:
-    """Returns the requests of a saved cache, oldest first.
-
-    Args:
-        vocab_size: of the target, which must be the file's.
-        key: configuration key that names the file, for messages.
+    """Returns the requests of a saved cache, oldest first; ``key`` names the file in messages.
 
     Raises:
         UserError: no such file, not a cache, another version or vocabulary, or a damaged cache.
@@ -154,7 +144,6 @@ def read_texts(path: str | Path, *, vocab_size: int, key: str = "source.path") -
 
 
 def _damage(arrays: dict[str, Any], vocab_size: int) -> str:
-    """Returns why the arrays are no valid cache; empty if they are."""
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             return f"{name} is {array.dtype}[{', '.join(map(str, array.shape))}], not int[n]"

@@ -63,7 +63,6 @@ class PromptLookupSource(TokenSource):
         return TreeMatches(automaton, confidence, min_match=self._min, max_match=self._max)
 
     def _texts(self, request_id: int, depth: int) -> list[TreeMatches]:
-        """Returns the texts in which nodes at ``depth`` are matched."""
         return [self._own[request_id]]
 
     def _new(self, commits: Sequence[Commit]) -> list[Commit]:
@@ -78,8 +77,6 @@ class PromptLookupSource(TokenSource):
 
 @dataclass(slots=True)
 class _CachedMatches:
-    """A request's matches in the cache of the given version."""
-
     request: RequestState
     matches: TreeMatches
     version: int = -1
@@ -94,10 +91,9 @@ class SuffixSource(PromptLookupSource):
     the length of the root's match in it, at most ``max_depth`` (SuffixDecoding 3.2: MAX_SPEC =
     alpha p), so long matches make long drafts.
 
-    When a request is closed, its prompt and output enter the cache. Beyond ``max_tokens`` the
-    oldest requests are evicted. With a verifier that is lossless token for token, the output does
-    not depend on the cache. Rejection verifiers cannot be used: the cache depends on the order in
-    which requests finish, and so would the output.
+    When a request is closed, its prompt and output enter the cache. With a verifier that is
+    lossless token for token, the output does not depend on the cache. Rejection verifiers cannot be
+    used: the cache depends on the order in which requests finish, and so would the output.
 
     Args:
         vocab_size: of the target, for saved caches.
@@ -105,15 +101,12 @@ class SuffixSource(PromptLookupSource):
         max_match: maximum number; longer matches count as this length.
         factor: draft tokens per matching token (the paper's alpha).
         max_depth: maximum number of draft tokens.
-        max_tokens: maximum number of cached tokens.
+        max_tokens: maximum number of cached tokens; the oldest requests are evicted.
         repeats: also propose what followed when exactly the same prompt was decoded before. False:
             such requests are removed when the prompt is opened again, so that warm-up and repeated
             measurements do not copy their own output.
         path: cache that an earlier run has saved. Default: start empty.
         save: file that the cache is written to whenever no request is open. Default: none.
-
-    Raises:
-        UserError: ``path`` cannot be read, or belongs to another vocabulary.
     """
 
     @validated

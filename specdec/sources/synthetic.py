@@ -3,12 +3,8 @@
 Every request has a hidden target sequence, a keyed hash of (request, position). At each position
 the true next token has a *rank* among the draft's candidates. A keyed draw assigns each position to
 one of a few difficulty classes, and each class has its own distribution of ranks. The draft's
-candidate probabilities are that distribution, so the draft is confident where it is right; pruning
-by cumulative probability depends on such differences between positions. All draws are keyed, so
-results are the same for every strategy.
-
-A recorded run is a special case with one class per recorded position (``pairs/replay.py``).
-``SyntheticSource`` uses only the protocol ``HiddenPair`` and serves both.
+candidate probabilities are that distribution, so the draft is confident where it is right. A
+recorded run is a special case with one class per recorded position (``pairs/replay.py``).
 
 Shape letters: W nodes, K candidates, C classes, M kept nodes.
 """
@@ -40,8 +36,8 @@ class _RequestTables:
 
     Attributes:
         on_path: ids of nodes known to be on the target's path; pruned nodes are removed later.
-        cached_len: number of committed tokens that a draft's cache would have.
         expanded: ids of nodes that a draft's cache would have; pruned nodes are removed later.
+        cached_len: number of committed tokens that a draft's cache would have.
     """
 
     def __init__(self, pair: HiddenPair, request: RequestState) -> None:
@@ -103,9 +99,6 @@ class SyntheticSource(TokenSource):
         pair: the hidden sequences and the draft's ranks, or a model pair that has them.
         model: the model's name, by which a latency profile prices its passes.
         prefill_chunk: maximum number of prompt rows per pass.
-
-    Raises:
-        UserError: for a pair of real models, or one without that model.
     """
 
     @validated

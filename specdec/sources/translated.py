@@ -1,16 +1,3 @@
-"""A draft model with another tokenizer than the target's as a token source.
-
-The draft reads the target's text in its own tokens and proposes the tokens that both vocabularies
-have (token-level intersection, Timor et al. 2025, arXiv 2502.05202, algorithm 4).
-
-``DraftText`` has a request in draft tokens: the final ones, and a trie of those that may change.
-Several target nodes may end in the same draft token (the same text by other target tokens), and one
-target node may need several draft tokens, so the draft's cache has entries per trie node. The id of
-a trie node is never reused, and greater than that of its parent.
-
-Shape letters: W target nodes.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -36,10 +23,10 @@ if TYPE_CHECKING:
 class TranslatedSource(CachedModelSource):
     """Proposes the tokens of a draft with another tokenizer that the target's vocabulary has too.
 
-    The draft's distribution is renormalised over the intersection, so rejection sampling is exact
-    for it. A node has no candidates if its text ends inside a character that the draft cannot
-    write, or beyond the draft's positions. Counted rows are draft tokens; catch-up rows are final
-    ones.
+    This is token-level intersection (Timor et al. 2025, arXiv 2502.05202, algorithm 4). The draft's
+    distribution is renormalised over the intersection, so rejection sampling is exact for it. A
+    node has no candidates if its text ends inside a character that the draft cannot write, or
+    beyond the draft's positions. Counted rows are draft tokens; catch-up rows are final ones.
 
     Args:
         pair: the model pair, with the draft of ``model.translated``.
@@ -139,13 +126,15 @@ class _TrieNode:
 
 
 class DraftText:
-    """Committed text and candidates of one request, in draft tokens.
+    """A request's text in draft tokens: the final ones, and a trie of those that may change.
 
-    The last token of the prompt is the root of the target's tree.
+    Several target nodes may end in the same draft token (the same text by other target tokens), and
+    one target node may need several draft tokens, so the draft's cache has entries per trie node.
+    The id of a trie node is never reused, and greater than that of its parent.
 
     Attributes:
         final: draft tokens of the committed text that no further text changes.
-        root: the place of the target tree's root.
+        root: the place of the target tree's root, which is the last token of the prompt at first.
     """
 
     def __init__(self, translation: Translation, prompt: Iterable[int]) -> None:
@@ -223,7 +212,6 @@ class DraftText:
         return sorted(needed)
 
     def rows(self, nodes: Sequence[int]) -> TreeRows:
-        """Returns trie nodes as rows of a pass."""
         known, paths = self._nodes, [list(nodes)]
 
         def above(node: int) -> int:
