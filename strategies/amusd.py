@@ -1,8 +1,7 @@
 """AMUSD (arXiv 2410.17375): draft and target run at the same time, without waiting for each other.
 
-The draft model runs without stopping, one token per pass. The target verifies all tokens drafted so
-far, and waits only if there are none. A rejection prunes the draft's chain; the draft pass that
-runs at that moment is not interrupted, and its candidates are dropped.
+A rejection prunes the draft's chain; the draft pass that runs at that moment is not interrupted,
+and its candidates are dropped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """DSI (arXiv 2405.14105): copies of the target verify blocks of one chain at the same time.
 
-The draft model runs without stopping. A copy of the target verifies each block of tokens as soon as
-it is drafted, whether the blocks before it are verified or not. A new root is submitted to a copy
-at once. A rejection prunes all later blocks; copies that verify them finish, and their answers are
-dropped.
+A copy of the target verifies each block of tokens as soon as it is drafted, whether the blocks
+before it are verified or not. A rejection prunes all later blocks; copies that verify them finish,
+and their answers are dropped.
 """
 
 from __future__ import annotations

@@ -58,10 +58,10 @@ class _DraftRound:
 class FlowSpec(TreePolicy):
     """Submits the best nodes of a tree to a pipeline in segments, and grows it after every commit.
 
-    A draft of L levels expands the ``width`` best nodes of each level from the root down, taking
-    ``children`` candidates of each; expanded nodes cost no draft pass. Of all nodes and candidates
-    the best by cumulative probability are then *chosen*; earlier choices stay. ``select`` submits
-    the best chosen nodes that were not submitted, so a parent is never later than its child.
+    A draft of L levels expands the ``width`` best nodes of each level from the root down; expanded
+    nodes cost no draft pass. Of all nodes and candidates the best by cumulative probability are
+    then *chosen*; earlier choices stay. ``select`` submits the best chosen nodes that were not
+    submitted, so a parent is never later than its child.
 
     Args:
         nodes: number of nodes of a round's first tree, including the root.
@@ -107,14 +107,12 @@ class FlowSpec(TreePolicy):
         return 1 + max(self.segment, self.grown_segment) * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Returns the next segment of every ready request; drafts the tree of a new round first."""
         requests = ready_requests(state, serial=False)
         new = [r for r in requests if r.tree.submitted_at[0] < 0 and not r.tree.expanded[0]]
         self._draft(state, source, [(r, 0, self.depth + 1) for r in new])
         return as_nodes((r, self._segment(r)) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Grows a tree at each new root and deepens the others, with one source call per level."""
         spans = []
         for request in live_requests(state):
             if request.tree.submitted_at[0] >= 0:

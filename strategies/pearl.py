@@ -35,9 +35,8 @@ class Pearl(TreePolicy):
 
     The tree determines the mode: after a miss it has only the root, which pre-verify submits; after
     a hit it also has the rest of the chain that was drafted last, which post-verify submits with
-    it. The paper's published code verifies the same tokens in the same rounds (Alg. 2 and 3).
-
-    On an executor of N steps per answer, each step runs its share of the round's draft passes.
+    it. The paper's published code verifies the same tokens in the same rounds (Alg. 2 and 3). On an
+    executor of N steps per answer, each step runs its share of the round's draft passes.
 
     Args:
         gamma: draft tokens per round. "ratio": t_target / t_draft of the latency profile, rounded
@@ -45,10 +44,6 @@ class Pearl(TreePolicy):
             "auto": "ratio", or 6 without a profile.
         max_gamma: upper limit of the lengths that are not given as a number.
         latency: steps of the executor from submission to answer.
-        profile: of the clock; required by "ratio".
-
-    Attributes:
-        gamma: draft tokens per round; None: as many as fit into the target's pass.
     """
 
     value_dependent = False
@@ -82,7 +77,6 @@ class Pearl(TreePolicy):
         return unsubmitted(ready_requests(state, serial=True))
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Drafts the step's share of the round, with one source call per token."""
         for num_passes in range(self._per_step):
             if self.gamma is None and num_passes and events.ready():
                 break
@@ -96,5 +90,4 @@ class Pearl(TreePolicy):
 
 
 def _num_drafted(tree: TokenTree) -> int:
-    """Returns the number of unsubmitted nodes."""
     return int((tree.submitted_at < 0).sum())

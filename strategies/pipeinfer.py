@@ -2,12 +2,7 @@
 
 The draft model does not wait for the target. The tokens drafted in one step form a run, which
 enters the pipeline behind the runs before it, so several are in flight. A commit that contradicts a
-run cancels it and all later ones wherever they are: stages that did not begin them skip them. A
-token that is in no run enters the pipeline alone.
-
-A cut-off bounds speculation: drafting stops at a token whose draft probability is below it. It
-rises with every run since the last commit, so runs far ahead of the target need a surer draft, and
-falls with every attempt that had no token for a run.
+run cancels it and all later ones: stages that did not begin them skip them.
 """
 
 from __future__ import annotations
@@ -54,19 +49,16 @@ class _Speculation:
 class PipeInfer(TreePolicy):
     """Begins a run of up to ``tokens`` chain tokens in every step.
 
-    The cut-off is ``cutoff``, plus ``recovery`` for each run since the last commit, minus ``decay``
-    for each fruitless attempt since then; at 1 or more no run begins. A token below it ends the run
-    and is not submitted: its node is tested again in the next step. If it becomes the root it
-    enters the pipeline alone, like a token that was not drafted.
+    Drafting stops at a token whose draft probability is below the cut-off. The cut-off is
+    ``cutoff``, plus ``recovery`` for each run since the last commit, so that runs far ahead of the
+    target need a surer draft, minus ``decay`` for each attempt since then that had no token for a
+    run; at 1 or more no run begins. A token below it is not submitted, but its node is tested again
+    in the next step. If it becomes the root it is submitted alone, like a token that was not
+    drafted.
 
     Whether a token has successors depends on its own draft probability, never on theirs, so
-    rejection sampling stays unbiased. Hits need an executor of latency 2 or more.
-
-    Args:
-        tokens: maximum number of tokens of a run, and of draft passes per step.
-        cutoff: minimum draft probability of a token of the first run after a commit.
-        recovery: added to the cut-off by each run since the last commit.
-        decay: subtracted by each attempt since then that had no token for a run.
+    rejection sampling stays unbiased. Hits need an executor of latency 2 or more. ``tokens`` also
+    limits the draft passes per step.
     """
 
     value_dependent = False
@@ -92,7 +84,6 @@ class PipeInfer(TreePolicy):
         return as_nodes((r, self._run(r)) for r in ready_requests(state, serial=False))
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Drafts the next run of every request, with one source call per token."""
         attempts = [(r, self._cutoff(r)) for r in live_requests(state) if self._may_begin(r)]
         attempts = [(r, cutoff) for r, cutoff in attempts if cutoff < 1.0]
         sizes = {r.id: self._retested(r, cutoff) for r, cutoff in attempts}
@@ -114,7 +105,6 @@ class PipeInfer(TreePolicy):
         return False
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Resets the cut-off."""
         for commit in commits:
             speculation = self._requests[commit.request]
             speculation.runs = speculation.fruitless = 0

@@ -1,10 +1,3 @@
-"""PipeSpec (arXiv 2505.01572): several models that do not wait for each other.
-
-The draft model runs without stopping. Every middle model verifies all tokens of the model before
-it, and replaces the first that differs by its own; the target verifies the tokens of the last
-middle model. After a difference the models before it continue from the new token.
-"""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -39,13 +32,12 @@ _NO_TOKEN = -1  # prediction after a node beyond a model's positions, which any 
 class FreeChain(FreePasses):
     """Runs each model of a ``ModelChain`` whenever the one before it has produced a new token.
 
-    A request has one chain of tokens below its root, to which all models contribute. The draft
-    appends to its end. A middle model has confirmed or written the first part of it, and verifies
-    the following nodes that the model before it has reached. If its token differs, it replaces the
-    rest of the chain, and the models before it continue from there; results of their passes over
-    replaced nodes are dropped. The target verifies the nodes that the last model has reached.
-
-    With a source of one model it is ``amusd.FreeRunning``.
+    PipeSpec (arXiv 2505.01572). A request has one chain of tokens below its root, to which all
+    models contribute. The draft appends to its end. A middle model has confirmed or written the
+    first part of it, and verifies the following nodes that the model before it has reached. If its
+    token differs, it replaces the rest of the chain, and the models before it continue from there;
+    results of their passes over replaced nodes are dropped. The target verifies the nodes that the
+    last model has reached. With a source of one model it is ``amusd.FreeRunning``.
 
     Args:
         ahead: maximum number of tokens below the root, of all models.
@@ -82,7 +74,6 @@ class FreeChain(FreePasses):
         return as_nodes((r, self._chains[r.id].for_target()) for r in requests)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Updates the chains after their trees were rerooted."""
         for commit in commits:
             if commit.request in self._chains:
                 self._chains[commit.request].reroot()
@@ -91,7 +82,6 @@ class FreeChain(FreePasses):
         del self._chains[request_id]
 
     def start_passes(self, state: DecodeState, events: Events) -> None:
-        """Starts a pass of every model that has none for a request and has nodes to process."""
         busy = {(ticket.level, i) for ticket in events.running for i, _ in ticket.nodes.items}
         for request in live_requests(state):
             chain = self._chains[request.id]
@@ -100,7 +90,6 @@ class FreeChain(FreePasses):
                     events.start(Nodes(((request.id, ids),)), 1, level)
 
     def can_submit(self, state: DecodeState) -> bool:
-        """Whether the last model has confirmed or written new tokens."""
         return any(len(self._chains[r.id].for_target()) for r in live_requests(state))
 
     def grow(self, state: DecodeState, event: Event) -> None:
@@ -122,8 +111,6 @@ class _Chain:
     Attributes:
         request: its tree contains the chain and, until the next commit, replaced nodes.
         num_levels: number of models besides the target.
-        ahead: maximum length.
-        least: number of new tokens that a model waits for.
         reached: id of the last node that each model has written or confirmed; for the draft, the
             end of the chain.
         predicted: by level: node id -> the model's token after it.

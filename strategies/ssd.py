@@ -4,11 +4,8 @@ While the target verifies a chain of gamma tokens, the draft enumerates outcomes
 length k and the token after it, for which it takes the F_k most probable ones besides the drafted
 token. It drafts gamma tokens below each outcome, all outcomes in one batch. If the verification
 ends in one of them (*hit*), the next chain is already drafted; otherwise (*miss*) it is drafted
-just in time.
-
-The outcomes are unsubmitted nodes of the tree, so a commit reroots to them as to any node. Under
-``rejection`` they are the further samples of a node: tested in turn, they leave the target's
-distribution exact.
+just in time. The outcomes are unsubmitted nodes of the tree. Under ``rejection`` they are further
+samples of a node, which are tested in turn, so the target's distribution stays exact.
 """
 
 from __future__ import annotations
@@ -75,13 +72,9 @@ class Ssd(TreePolicy):
         outcomes: number of outcomes to prepare for, which are the rows of a draft pass.
         acceptance, power: shape of the fan-out, see ``fan_outs``.
         spend: "shares": the F_k best candidates after each accepted length k, as published.
-            "scores": the best over all lengths by the draft's probability of the outcome, the
-            product along its path; this selects by value, so rejection verifiers cannot be used.
+            "scores": the best over all lengths by the draft's probability of the outcome; this
+            selects by value, so rejection verifiers cannot be used.
         latency: steps of the executor from submission to answer.
-        profile: of the clock; read by "auto".
-
-    Attributes:
-        fan_outs: F_k, k = 0 .. gamma.
     """
 
     @validated
@@ -116,7 +109,6 @@ class Ssd(TreePolicy):
         return 1 + self.gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Returns the chain of every ready request, after drafting what is missing of it."""
         requests = ready_requests(state, serial=True)
         lengths = [(request, self.gamma) for request in requests]
         grow_chains(state, source, lengths, self._children)
@@ -124,7 +116,6 @@ class Ssd(TreePolicy):
         return as_nodes((r, np.array(first_path(r.tree))) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Runs the step's share of the round's draft passes, for all requests together."""
         for _ in range(self._per_step):
             growing = [
                 (request, self._leaves(request))

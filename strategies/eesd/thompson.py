@@ -71,7 +71,6 @@ class ThompsonChain(TreePolicy):
         self._submitted.pop(request_id, None)
 
     def _length(self, request_id: int, position: int) -> int:
-        """Samples the number of draft tokens for a root at ``position``."""
         accepted, rejected = self._outcomes[request_id]
         indices = np.arange(1, self.max_gamma)
         bits = hash_uniform(self._seed, _STREAM, request_id, position)

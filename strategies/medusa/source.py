@@ -1,19 +1,4 @@
-"""Proposals of heads on the target's last hidden state (Medusa, arXiv 2401.10774, section 2.1).
-
-``Needs.hidden`` makes the executor return the hidden states of every answered row
-(``Commit.hidden`` has those of retired nodes) and of the prompt (``Output.prompts``). Only one is
-stored per request: that of the last committed token before the root, at position t. The target
-itself has drawn the root, token t + 1, from it; head k predicts token t + 1 + k. So a node at
-position q gets its candidates from head q - t, whatever its parent: all nodes of a depth have the
-same ones (the Cartesian product of section 2.1.2). A commit moves t to the last retired node; nodes
-that were expanded before keep the candidates of the older hidden state.
-
-In a pipeline a prompt's hidden state leaves the last stage after the first root was submitted,
-which is therefore submitted alone. With sampled candidates (rejection) the first root is submitted
-alone on every executor, so that outputs are equal.
-
-Shape letters: W nodes, V vocabulary, E hidden size.
-"""
+"""Shape letters: W nodes, V vocabulary, E hidden size."""
 
 from __future__ import annotations
 
@@ -52,13 +37,19 @@ class _Last:
 
 
 class MedusaSource(ModelSource):
-    """Proposes the candidates of Medusa heads; has no model and no cache.
+    """Proposes the candidates of heads on the target's last hidden state (Medusa, section 2.1).
 
-    A node has candidates once its request has a hidden state, down to as many levels as heads.
-    Passes of single heads are counted, and the hidden states that they read as rows.
+    The hidden state is that of the last committed token before the root, at position t. The target
+    itself has drawn the root, token t + 1, from it; head k predicts token t + 1 + k. So a node at
+    position q gets its candidates from head q - t, whatever its parent: all nodes of a depth have
+    the same ones. A commit moves t to the last retired node; nodes that were expanded before keep
+    the candidates of the older hidden state.
+
+    In a pipeline a prompt's hidden state leaves the last stage after the first root was submitted,
+    which is therefore submitted alone. With sampled candidates (rejection) the first root is
+    submitted alone on every executor, so that outputs are equal.
 
     Args:
-        pair: the model pair.
         clock: charged one output head per pass of a head. The cost of the head's square matrix, E /
             V of an output head, is ignored.
         meter: counts the passes as "medusa".
@@ -66,9 +57,6 @@ class MedusaSource(ModelSource):
         temperature: of the heads' distributions whose products rank nodes; sampled candidates
             ignore it. Default: the target's, 1 if greedy.
         sample: sample candidates and return their distribution, for rejection verifiers.
-
-    Raises:
-        UserError: the pair has no hidden states, or not as many trained heads.
     """
 
     @validated
@@ -101,7 +89,6 @@ class MedusaSource(ModelSource):
         self._prompt_ends[request.id] = request.num_prefill - 1
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Returns candidates by depth; count 0 below the last head and without a hidden state."""
         numbers = [self._numbers(state, request_id, ids) for request_id, ids in nodes.items]
         self._compute(nodes, numbers)
         has_head = np.concatenate(numbers) > 0

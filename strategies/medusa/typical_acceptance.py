@@ -1,10 +1,4 @@
-"""Typical acceptance: a lossy verifier (Medusa, Cai et al. 2024, section 2.3.1).
-
-It uses ``TokenTree.target_probs``: the target's distribution after sampling transforms or, for
-greedy requests, at temperature 1 (a one-hot distribution would turn the rule into ``match``).
-
-Shape letters: C children, N tree nodes, V vocabulary.
-"""
+"""Shape letters: N tree nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +22,8 @@ class TypicalVerifier(Verifier):
 
     A child is acceptable if target_probs(token) > min(epsilon, delta * exp(-entropy)). The longest
     path of acceptable nodes is accepted; among equally long ones, at each node the child with the
-    higher target probability. The target's own token follows.
+    higher target probability. The target's own token follows. For greedy requests the distribution
+    is that at temperature 1: a one-hot one would turn the rule into ``match``.
 
     Args:
         epsilon: absolute threshold, above 0 and at most 1.

@@ -26,20 +26,15 @@ class MultiExitSource(ExitSource):
     whose saving, given its own confidence, no later exit is expected to exceed.
 
     With ``executor=early_exit`` a later exit is computed only if it is chosen, from the node's
-    hidden state, so no layer runs twice. With ``executor=pipeline`` all exits are read as nodes
-    pass them, and choosing a later one means waiting until it arrives.
-
-    The choice depends on distributions and on decided tokens, never on sampled candidates. With
-    sampled candidates (rejection verifiers) the choice does not learn from decided tokens either:
-    it is a function of the preceding tokens, and the verifier stays unbiased.
+    hidden state, so no layer runs twice. With ``executor=pipeline`` choosing a later exit means
+    waiting until it arrives. The choice depends on distributions and decided tokens, never on
+    sampled candidates; with sampled candidates it ignores decided tokens too, so rejection
+    verifiers stay unbiased.
 
     Args:
         pair, exit_front, candidates, sample: see ``ExitSource``.
         further_exits: number of layers before each exit after the pair's own; None for one exit at
             twice its depth.
-
-    Raises:
-        UserError: exits that do not rise, or are not inside the target.
     """
 
     @validated
@@ -69,7 +64,6 @@ class MultiExitSource(ExitSource):
         self._chances[request.id] = ExitChances(len(self.layers))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Returns candidates of the exit chosen for each node; count 0 until they arrive."""
         left, rows = nodes, np.arange(len(nodes))
         parts: list[Candidates] = []
         placed: list[IntArray] = []
@@ -92,7 +86,6 @@ class MultiExitSource(ExitSource):
         return Candidates.joined(parts).take(np.argsort(order)).spread(mask)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Stores arrived exits, learns from decided tokens, removes nodes that left the trees."""
         super().commit(commits, output)
         for exits in output.exits:
             nodes = Nodes(((exits.request, exits.node_ids),))
@@ -107,7 +100,6 @@ class MultiExitSource(ExitSource):
         self._chances.pop(request_id, None)
 
     def _note(self, at: int, nodes: Nodes, answer: Candidates) -> None:
-        """Stores each node's best token at an exit, and the exit's confidence in it."""
         row = 0
         for request_id, ids in nodes.items:
             for node_id in ids.tolist():
@@ -156,7 +148,6 @@ class MultiExitSource(ExitSource):
 
 
 def _exit_layers(pair: ModelPair, further: Sequence[int] | None) -> tuple[int, ...]:
-    """Returns the number of layers before each exit, the pair's own first."""
     first, last = pair.exit_layer, pair.num_layers - 1
     others = [min(2 * first, last)] if further is None else list(further)
     layers = [first, *others]
@@ -188,10 +179,8 @@ class ExitChances:
     def expected(self, known: int, other: int, confidence: float) -> float:
         """Returns the expected acceptance of exit ``other``, given the confidence of ``known``.
 
-        Args:
-            known: index of an exit whose token is known.
-            other: index of the same exit or a later one.
-            confidence: probability of ``known``'s best token under its distribution.
+        ``other`` is the same exit or a later one. The confidence is the probability of the best
+        token of ``known`` under its distribution.
         """
         at = known, other, _bin(confidence)
         prior = 1.0 - (1.0 - confidence) * _PRIOR_ERRORS_LEFT ** (other - known)
@@ -225,9 +214,7 @@ def eesd_saving(alpha: float, reach: float, exit_layer: int, num_layers: int) ->
     """Expected layers saved by a draft token that is verified afterwards: reach alpha N - E.
 
     By Eq. 4 a draft token costs E in any case, and an accepted one saves a target pass of N.
-
-    Args:
-        alpha: probability that the token is accepted if all draft tokens before it are.
-        reach: probability that all draft tokens before it are accepted.
+    ``reach`` is the probability that all draft tokens before it are accepted, and ``alpha`` that it
+    is accepted if they are.
     """
     return reach * alpha * num_layers - exit_layer

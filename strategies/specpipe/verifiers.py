@@ -1,7 +1,7 @@
 """SpecPipe's lossy verifiers (arXiv 2504.04104 v2, 3.4): faster, not distributed as the target.
 
-Both use ``TokenTree.target_probs``: the target's distribution after sampling transforms or, for
-greedy requests, at temperature 1 (a one-hot distribution would turn either rule into ``match``).
+For greedy requests ``TokenTree.target_probs`` are those at temperature 1: a one-hot distribution
+would turn either rule into ``match``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from specdec.verifiers.walk import accept_child, follow, target_probs
 
 
 class RelaxedVerifier(Verifier):
-    """Accepts the most probable child (SpecPipe 3.4 (1), verification without pipeline stalls).
+    """Accepts the child with the highest target probability (SpecPipe 3.4 (1)).
 
-    The child with the highest target probability is accepted, so every answer is a hit as long as
-    there are children; ties go to the higher draft probability. Without children, the next token is
-    the target's own.
+    Every answer is therefore a hit as long as there are children; ties go to the higher draft
+    probability. Without children, the next token is the target's own.
     """
 
     needs = Needs(target_probs=True)

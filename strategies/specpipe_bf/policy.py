@@ -19,27 +19,22 @@ if TYPE_CHECKING:
 
 
 class PipelineBestFirst(TreePolicy):
-    """Submits the ``width`` most probable nodes per step, after ``draft_passes`` draft passes.
+    """Submits the ``width`` most probable unsubmitted nodes per step, whatever their level.
 
-    This extends SpecPipe and PipeDec, which submit whole levels. A step spends the budget of one
-    level on the most probable unsubmitted nodes: the next level, late siblings where pruning has
-    thinned the tree, or several levels of a confident path. Each token of the target's path is
-    submitted once, so the expected number of tokens per step is the probability mass submitted per
-    step, which this selection maximizes.
+    SpecPipe and PipeDec submit whole levels. Each token of the target's path is submitted once, so
+    the expected number of tokens per step is the probability mass submitted per step, which this
+    selection maximizes.
 
-    Each draft pass runs in ``overlap`` while the stages compute and expands the ``width`` most
-    probable leaves (``best_leaves``). ``select`` then submits the ``width`` most probable nodes and
-    candidates not yet submitted. A parent is submitted no later than its children: its score is at
-    least theirs, and ties go to the parent. After a miss the new root is submitted alone, as in
-    SpecPipe.
-
-    One pass per step adds one level per step, so a step verifies one token unless it catches up;
-    with two passes it can verify two on average. Hits need an executor of latency 2 or more.
+    In each step, ``draft_passes`` draft passes run in ``overlap`` while the stages compute, each of
+    which expands the ``width`` most probable leaves (``best_leaves``). A parent is submitted no
+    later than its children: its score is at least theirs, and ties go to the parent. After a miss
+    the new root is submitted alone, as in SpecPipe. One pass per step adds one level per step, so a
+    step verifies one token unless it catches up; with two passes it can verify two on average. Hits
+    need an executor of latency 2 or more.
 
     Args:
         width: maximum number of nodes submitted per step, and of leaves expanded per pass.
         children: maximum number of candidates per node.
-        draft_passes: draft passes per step.
     """
 
     value_dependent = True

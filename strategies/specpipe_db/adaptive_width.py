@@ -1,4 +1,4 @@
-"""Letters: B live requests, N steps of latency, n nodes of a step, W nodes of a level, K children."""
+"""Letters: B live requests, N steps of latency, n nodes of a step, W nodes of a level, K columns"""
 
 from __future__ import annotations
 
@@ -55,28 +55,23 @@ class AdaptiveWidth(TreePolicy):
     """Submits one level per step and request; the requests share a node budget per step.
 
     SpecPipe's width is fixed (64, the optimum of one request on its testbed). With many requests,
-    every node of one request lengthens the step of all, so this extension adapts the number of
-    nodes to the cost of a step.
-
-    A path that leaves the tree costs its request N - 1 steps (SpecPipe, Eq. 2); a longer step costs
-    all B requests. Each step takes the n most probable candidates of all requests, at least one of
-    each, with the n that minimizes
+    every node of one request lengthens the step of all. A path that leaves the tree costs its
+    request N - 1 steps (SpecPipe, Eq. 2); a longer step costs all B requests. Each step takes the n
+    most probable candidates of all requests, at least one of each, with the n that minimizes
 
         T(n) (B + (N - 1) (probability that the levels omit)),
 
-    which is the paper's T (1 + (1 - p)(N - 1)) over a batch. p is the draft's own probability,
+    which is the paper's T (1 + (1 - p)(N - 1)) over a batch. p is the draft's probability,
     corrected by the observed hits per rank (``RankCalibration``). N - 1 is corrected by the ratio
     of observed to expected steps without a token, which includes the refill after a miss that Eq. 2
     omits. A step takes as long as the widest of the N levels in flight, so a single narrow level
-    saves nothing. The omitted probability, as a function of nodes per request, is therefore a
-    running mean over several N steps: n changes slowly, while the nodes go where they cover most.
-    T(n) comes from the clock's latency profile; without one it is fitted to the measured steps.
+    saves nothing; the omitted probability is therefore a running mean over several N steps. T(n)
+    comes from the clock's latency profile; without one it is fitted to the measured steps.
 
     Args:
         width: maximum number of nodes per level and request.
         children: maximum number of candidates per node.
         latency: the executor's latency in steps.
-        profile: cost of a step; None: measured during the run.
     """
 
     value_dependent = True
@@ -139,7 +134,6 @@ class AdaptiveWidth(TreePolicy):
             self._num_output[request.id] = now
 
     def _level(self, request: RequestState) -> _WidthLevel | None:
-        """Returns the best candidates below the deepest level; None if there are none."""
         tree = request.tree
         bottom = growable_level(request)
         above = tree.scores.take(bottom)
@@ -155,7 +149,6 @@ class AdaptiveWidth(TreePolicy):
         return _WidthLevel(request, bottom, picks, probs, probs / mass, logprobs.shape[1])
 
     def _append(self, levels: list[_WidthLevel], num_live: int, num_roots: int) -> None:
-        """Turns the candidates that are worth their cost into nodes."""
         owners = np.repeat(np.arange(len(levels)), [len(level.probs) for level in levels])
         probs = np.concatenate([level.probs for level in levels])
         shares = np.concatenate([self._calibration.corrected(level.shares) for level in levels])
@@ -196,14 +189,11 @@ class AdaptiveWidth(TreePolicy):
 
 
 class _ProfiledCost:
-    """Step times of a latency profile."""
-
     def __init__(self, profile: LatencyProfile) -> None:
         self._profile = profile
         self._table: FloatArray = np.zeros(0)
 
-    def step(self, now_s: float, num_nodes: int) -> None:
-        """Does nothing, since the profile is fixed."""
+    def step(self, now_s: float, num_nodes: int) -> None: ...
 
     def table(self, max_nodes: int) -> FloatArray:
         """Returns float64[max_nodes + 1]: milliseconds of a step by its number of nodes."""
@@ -230,7 +220,6 @@ class _FittedCost:
         self._last: tuple[float, int] | None = None
 
     def step(self, now_s: float, num_nodes: int) -> None:
-        """Adds the duration of the last step, and stores the new step's number of nodes."""
         if self._last is not None:
             start_s, n = self._last
             t = now_s - start_s

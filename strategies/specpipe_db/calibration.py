@@ -24,14 +24,12 @@ class _CalibratedLevel:
 class RankCalibration:
     """Ratio of observed to predicted nodes on the target's path, by the node's rank in its level.
 
-    A policy that weighs the last nodes of a level against their cost needs the probabilities of
-    exactly those nodes. There a draft is least reliable: it describes a distribution, while a
-    greedy or sharpened target follows the peaks of that distribution.
+    A draft's probabilities are least reliable in the last ranks of a level, because it describes a
+    distribution, while a greedy or sharpened target follows the peaks of that distribution.
 
     A node's *share* is its probability given that the path passes through the level above. A bin
     covers the ranks 1, 2-3, 4-7, ...; its correction is the number of its nodes on the path divided
-    by the sum of their shares. Bins are by rank because the decision concerns the last ranks of a
-    level. They use shares because a level below a miss gives no evidence about its width.
+    by the sum of their shares. A level below a miss gives no evidence, hence shares.
     """
 
     def __init__(self) -> None:
@@ -45,12 +43,9 @@ class RankCalibration:
     def add_level(
         self, request_id: int, *, position: int, ids: IntArray, shares: FloatArray
     ) -> None:
-        """Adds a level of one request, below all its levels that are not decided yet.
+        """Adds a level at ``position``, below all levels of the request that are not decided yet.
 
-        Args:
-            position: position of the nodes.
-            ids: int64[W], node ids, most probable first.
-            shares: float64[W], their shares.
+        ``ids``, int64[W], are most probable first, as are their ``shares``, float64[W].
         """
         self._pending[request_id].append(_CalibratedLevel(position, ids, shares))
 

@@ -29,18 +29,17 @@ _Extension = Annotated[
 
 
 class StagedTree(TreePolicy):
-    """An inner policy's tree, with chains of a cheaper source below its most probable leaves.
+    """Extends an inner policy's tree by chains of a cheaper source below its most probable leaves.
 
     The paper's draft2 (an n-gram model) serves the draft inside a staged source (3.2). Here its
     guesses also reach the target directly, since tokens such as whitespace need no draft model
-    (Figure 3, token origins). To extend a leaf of the inner policy's tree, the draft would need one
-    more forward pass; the cheaper source, ``source.cheap``, continues the best leaves as chains
-    instead.
+    (Figure 3). To extend a leaf, the draft would need one more forward pass; ``source.cheap`` does
+    without.
 
     Args:
         inner: a serial policy (chain, static, best-first, serial fixed width).
         extend_leaves: number of leaves to extend per request, the most probable ones.
-        extend_depth: length of the chain below each.
+        extend_depth: length of the chain below each leaf.
     """
 
     value_dependent = True  # the guesses are not samples of the draft's distribution
@@ -121,8 +120,7 @@ def cheap_source(source: TokenSource) -> TokenSource:
 def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
     """Returns the most probable of ``slots`` without children and candidates, int64[<= num].
 
-    An expanded leaf is skipped, because the inner policy did not select the main source's
-    candidates for it.
+    An expanded leaf has candidates that the inner policy did not select, so it is skipped.
     """
     is_leaf = ~tree.expanded
     is_leaf[tree.parents[1:]] = False
@@ -133,7 +131,6 @@ def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
 
 
 def _extendable(request: RequestState, slots: IntArray) -> IntArray:
-    """Returns int64[<= W]: the nodes below which a token could still be emitted."""
     return slots[request.tree.positions.take(slots) < last_position(request)]
 
 

@@ -46,14 +46,11 @@ class StagedSource(CombinedSource):
     Neither source may be used elsewhere.
 
     Args:
-        draft: source of the candidates.
-        cheap: source of the guesses.
         guess_width: maximum number of guesses below each node.
         guess_depth: levels of guesses below the nodes that the draft must run for.
         guess_rows: maximum number of guesses per pass and request, the most probable ones.
-        max_children: number of candidates requested from the draft, so that later calls for more
-            than the first one's ``k`` need no new pass. Default: 16, or 1 if candidates are
-            sampled. A call for more discards what is computed.
+        max_children: number of candidates requested from the draft; a call for more discards what
+            is computed. Default: 16, or 1 if candidates are sampled.
 
     Attributes:
         cheap: the cheaper source, for nodes of the real trees.
@@ -127,19 +124,16 @@ class StagedSource(CombinedSource):
         self._requests.pop(request_id, None)
 
     def expand_cheap(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Returns the cheaper source's candidates for nodes of the real trees."""
         scratch = _scratch_nodes(self._located(nodes))
         return self._cheap.expand(self._scratch_state(state), scratch, k)
 
     # ------------------------------------------------------------------ scratch trees
 
     def _located(self, nodes: Nodes) -> _Selection:
-        """Returns the scratch slots of real nodes."""
         requests = [(self._requests[request_id], ids) for request_id, ids in nodes.items]
         return [(scratch, scratch.slots(ids)) for scratch, ids in requests]
 
     def _scratch_state(self, state: DecodeState) -> DecodeState:
-        """Returns the run's state with scratch requests in place of the real ones."""
         if self._state is None or self._state.draws is not state.draws:
             self._state = type(state)(draws=state.draws, clock=state.clock, meter=state.meter)
             self._state.requests = cast("dict[int, RequestState]", self._requests)
@@ -147,7 +141,6 @@ class StagedSource(CombinedSource):
         return self._state
 
     def _with_guesses(self, state: DecodeState, missing: _Selection) -> _Selection:
-        """Returns the missing nodes and the most probable guesses below them, slots sorted."""
         guesses = [_Guesses(request, slots, self._rows) for request, slots in missing]
         for _ in range(self._depth):
             growing = [g for g in guesses if g.frontier]
@@ -163,7 +156,6 @@ class StagedSource(CombinedSource):
         return [(g.request, g.selected()) for g in guesses]
 
     def _run_draft(self, state: DecodeState, selected: _Selection) -> None:
-        """Runs one pass of the draft; stores its candidates in the scratch trees."""
         candidates = self._draft.expand(state, _scratch_nodes(selected), self._k)
         start = 0
         for request, slots in selected:
@@ -172,7 +164,6 @@ class StagedSource(CombinedSource):
             start = stop
 
     def _stored(self, selected: _Selection, k: int) -> Candidates:
-        """Returns at most ``k`` candidates of each node from the scratch trees."""
         tokens, logprobs, probs = [], [], []
         width = min([k, *(r.tree.candidate_tokens.shape[1] for r, _ in selected)])
         for request, slots in selected:
@@ -260,10 +251,7 @@ class _CheapView(TokenSource):
 
 
 class ScratchRequest:
-    """A request as the wrapped sources see it: the real request's tokens with a scratch tree.
-
-    It has the attributes of ``RequestState`` that sources read.
-    """
+    """A request as the wrapped sources see it: the real request's tokens with a scratch tree."""
 
     def __init__(self, request: RequestState) -> None:
         self._real = request
@@ -306,9 +294,7 @@ class ScratchRequest:
     def children(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Returns the slots of the children with the given tokens; creates missing ones.
 
-        Args:
-            parents: slots of the parents.
-            tokens: one per parent; no (parent, token) pair occurs twice.
+        Each pair of a slot of ``parents`` and a token occurs once.
         """
         tree, known = self.tree, self._children
         ids = tree.ids
@@ -324,10 +310,7 @@ class ScratchRequest:
         return ids.searchsorted(child_ids).tolist()  # type: ignore[no-any-return]
 
     def commit(self, commit: Commit) -> Commit | None:
-        """Moves the scratch root; returns the commit in scratch ids.
-
-        The result is None if the step was already applied.
-        """
+        """Moves the scratch root; returns the commit in scratch ids, None if applied already."""
         if commit.step <= self._last_step:
             return None
         self._last_step = commit.step
@@ -367,9 +350,8 @@ class ScratchRequest:
 class CachedSource(TokenSource):
     """Wraps a source so that a live node is expanded only once, however often it is requested.
 
-    Policies do not need this, since the token tree stores candidates; a staged source requests the
-    same guesses whenever they are close to the nodes that its draft computes. Rows of count 0 are
-    not cached: the source may have a proposal later.
+    A staged source requests the same guesses whenever they are close to the nodes that its draft
+    computes. Rows of count 0 are not cached: the source may have a proposal later.
     """
 
     def __init__(self, *, source: TokenSource) -> None:
@@ -386,7 +368,6 @@ class CachedSource(TokenSource):
         self._source.open(request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Returns cached rows, and the source's candidates for all other nodes in one call."""
         if k > self._k:
             self._k = k
             self._cache.clear()
