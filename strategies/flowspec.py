@@ -1,12 +1,10 @@
 """FlowSpec (arXiv 2507.02620): a drafted tree enters a pipeline in segments, best first.
 
 A round begins with a tree that is drafted whole (EAGLE-2's beam) and cut into segments in order of
-score. One segment enters the pipeline per step, and each segment that leaves it is verified at
-once: the nodes that contradict the result are dropped from the caches, from the segments in flight
-and from those that wait. While the stages compute, the draft grows a tree at the new root. It is
-merged with the rest of the old one, and its new nodes are submitted as further segments. A step
-without a result deepens the tree instead. The round ends when the committed token is not in the
-tree.
+score. One segment enters the pipeline per step, and is verified when it leaves: the nodes that
+contradict the result are dropped everywhere. While the stages compute, the draft grows a tree at
+the new root, which is merged with the rest of the old one. A step without a result deepens the tree
+instead. The round ends when the committed token is not in the tree.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class FixedWidth(TreePolicy):
         return unsubmitted(requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Expands the newest level; grows and expands the additional levels of a multi-level step.
+        """Expands the newest level, and grows the additional levels of a multi-level step.
 
         A root is expanded during its request's prefill, so that both models' prefills run in
         parallel (PipeDec 3.4).

@@ -57,7 +57,8 @@ def candidates_of(
 ) -> Candidates:
     """Returns candidates for W nodes of one request at ``positions``, int64[W].
 
-    With ``draws`` they are sampled and have their distribution; otherwise the most probable.
+    With ``draws`` they are sampled, and returned with their distribution. Otherwise they are the
+    most probable tokens.
     """
     if draws is None:
         return top_candidates(transform, logits, k, histories)

@@ -43,7 +43,7 @@ def _block_of(seed: int, prompt_id: int, purpose: Purpose, index: int, number: i
 class KeyedDraws:
     """The uniform draws of a run, keyed by (seed, prompt id, position, purpose, index).
 
-    Of the seed, which may be any integer, the low 64 bits are used.
+    The seed may be any integer; its low 64 bits are used.
     """
 
     def __init__(self, *, seed: int) -> None:

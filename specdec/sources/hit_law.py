@@ -53,7 +53,7 @@ class HiddenPair(Protocol):
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
         """Returns int64[n]: number of true tokens that begin a chain below a root at the position.
 
-        It replaces ``ranks``, unless None, for drafts that read the target's hidden states.
+        If it is not None, it replaces ``ranks``; for drafts that read the target's hidden states.
         """
         ...
 

@@ -169,7 +169,7 @@ class TokenTree:
     ) -> IntArray:
         """Adds W nodes of any depth (layer appending, SpecPipe 3.2.1) and returns their slots.
 
-        All arguments are [W]. Siblings must have different tokens (not checked).
+        ``parents`` are slots, int64[W]; siblings must have different tokens (not checked).
         """
         above = self._nodes[parents]
         new = self._claim(len(tokens))

@@ -80,9 +80,7 @@ class Commit:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Returns the token that followed each retired node: the accepted tokens, then the next
-        token.
-        """
+        """Returns the token that followed each retired node; the last one is ``next_token``."""
         return [*self.retired_tokens[1:].tolist(), self.next_token]
 
     def keeps(self, node_ids: IntArray) -> BoolArray:

@@ -13,8 +13,8 @@ Value = TypeVar("Value")
 class NodeMap(Generic[Value]):
     """Stores a value per live node of open requests, by node id.
 
-    A commit removes the values of retired and pruned nodes. It does not touch nodes that were
-    created after its step, so applying a commit twice changes nothing.
+    A commit removes the values of retired and pruned nodes. Repeating a commit has no effect, so
+    the values of nodes that were created in between are safe.
     """
 
     def __init__(self) -> None:

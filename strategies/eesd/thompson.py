@@ -19,13 +19,13 @@ _STREAM = 0x75  # key that separates these draws from other uses of the hash
 
 
 class ThompsonChain(TreePolicy):
-    """A chain that ends before the first draft token expected to be rejected under a sampled rate.
+    """Submits a chain whose length is drawn from the acceptance so far (Thompson sampling).
 
     EESD's controller (Liu et al. 2024, arXiv 2406.03853) treats "draft another token or stop" as a
-    two-armed bandit with a Beta posterior. The posterior of a request's acceptance rate is Beta(1 +
-    accepted, 1 + rejected). Before each draft token a rate is sampled from it, and a Bernoulli draw
-    with that rate decides whether the chain continues. Neither depends on the candidates, so
-    rejection verifiers stay unbiased.
+    two-armed bandit. The posterior of a request's acceptance rate is Beta(1 + accepted, 1 +
+    rejected). Before each draft token a rate is sampled from it, and a Bernoulli draw with that
+    rate decides whether the chain continues. Neither depends on the candidates, so rejection
+    verifiers stay unbiased.
 
     Args:
         max_gamma: maximum number of draft tokens per target pass; the minimum is 1.

@@ -27,9 +27,9 @@ class RankCalibration:
     A draft's probabilities are least reliable in the last ranks of a level, because it describes a
     distribution, while a greedy or sharpened target follows the peaks of that distribution.
 
-    A node's *share* is its probability given that the path passes through the level above. A bin
-    covers the ranks 1, 2-3, 4-7, ...; its correction is the number of its nodes on the path divided
-    by the sum of their shares. A level below a miss gives no evidence, hence shares.
+    A node's *share* is its probability given that the path passes through the level above, because
+    levels below a miss are not counted. A bin covers the ranks 1, 2-3, 4-7, ...; its correction is
+    the number of its nodes on the path divided by the sum of their shares.
     """
 
     def __init__(self) -> None:
