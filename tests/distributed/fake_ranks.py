@@ -20,6 +20,7 @@ import torch
 
 import specdec.clocks.meter as metering
 import specdec.clocks.wall as wall
+import specdec.device as device
 from specdec.clocks import CONTROLLER
 from specdec.distributed.messages import HEADER_WORDS, Kind, unpack_ending, unpack_entry
 from specdec.distributed.plan import SessionPlan
@@ -180,7 +181,7 @@ class VirtualGroup(_Group):
         self._now: defaultdict[int, float] = defaultdict(float)
         self._rank = CONTROLLER
         self._replies: dict[ReplyKey, deque[tuple[float, ReceivedReply]]] = defaultdict(deque)
-        for module in (wall, metering):
+        for module in (wall, metering, device):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         monkeypatch.setattr(wall, "sleep", self._sleep)
 
