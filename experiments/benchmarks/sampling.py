@@ -18,7 +18,7 @@ import torch
 
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 
-LIMITS_MS = {"greedy": 1.5, "t06": 5.0, "top_p": 24.0, "top_16": 10.0}
+LIMITS_MS = {"greedy": 1.5, "t06": 5.0, "top_p": 20.0, "top_16": 10.0}
 """For 64 rows of 128,256 logits."""
 
 SAMPLINGS: Mapping[str, SamplingParams] = {
