@@ -43,6 +43,7 @@ class TreeRows:
         parent_of = dict(zip(node_ids.tolist(), parent_ids.tolist(), strict=True))
         paths, level = list[list[int]](), node_ids.tolist()
         while not paths or any(node_id != NO_NODE for node_id in level):
+            assert len(paths) <= len(level), "a node is its own ancestor"
             paths.append(level)
             parents = [parent_of.get(node_id, NO_NODE) for node_id in level]
             level = [node_id if node_id in parent_of else NO_NODE for node_id in parents]

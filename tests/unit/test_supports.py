@@ -27,7 +27,7 @@ def answered(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[Batch,
     trees: list[TreeRows] = []
     for request, sampling in enumerate(params):
         answerer.open(Opened(request, sampling))
-        trees.append(tree_rows(request, np.arange(num), 9, np.arange(num)))
+        trees.append(tree_rows(request, np.arange(num), 9, np.arange(num) - 1))
     batch = Batch(step=0, trees=tuple(trees))
     return batch, answerer.answer(batch, logits)
 
