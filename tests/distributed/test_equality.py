@@ -161,7 +161,10 @@ def test_whole_distributions_stay_on_the_last_rank(
     values = config(strategy, stages, "t08", **keys)
     same(values)
     results = run(values)[0].values()
-    rejected = sum(r.counters.verified - r.counters.accepted for r in results)
+    # A first child that is rejected before its sibling is accepted is not in the counters, so that
+    # trees with siblings have a looser bound.
+    counters = [r.counters for r in results]
+    rejected = sum(c.verified - (strategy != "specinfer") * c.accepted for c in counters)
     rows = sum(asked) // 2  # it ran twice
     assert 0 < rows <= rejected
     # Whole trees: children's probabilities come with the answers. Otherwise rank 0 asks for them.
