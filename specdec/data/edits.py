@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from specdec.data.prompt import Prompt
+from specdec.data.prompt import DataReader, Prompt
 from specdec.data.stdlib import is_held_out, python_files, read_source, stdlib_root
 from specdec.errors import UserError
 
@@ -49,7 +49,7 @@ class Turn:
     completion: str
 
 
-class EditPrompts:
+class EditPrompts(DataReader):
     """The prompts of ``edit_turns``, for real models (``data=edits``)."""
 
     def __init__(self, *, subset: str | None = None) -> None:
