@@ -320,9 +320,10 @@ def usable_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]  # torch adds a page of hints
         raise UserError(
-            f"model.device={name!r} cannot be used here ({str(error).splitlines()[0]}); use auto,"
-            " cpu, or a device that torch reports as available"
+            f"model.device={name!r} cannot be used here ({reason}); use auto, cpu, or a device that"
+            " torch reports as available"
         ) from error
     return device
 
