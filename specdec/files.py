@@ -79,7 +79,7 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be stored as JSON: {value!r}")
 
 
-# ---------------------------------------------------------------------- reading
+# Reading.
 
 
 def parse_json(text: str | bytes) -> Any:

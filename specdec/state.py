@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specdec.clocks import Clock
-from specdec.clocks.drafting import Drafting
-from specdec.clocks.meter import Meter
+from specdec.clocks.meter import Drafting, Meter
 from specdec.metrics.counters import RequestCounters
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams

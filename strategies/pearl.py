@@ -16,8 +16,7 @@ from specdec.clocks import LatencyProfile
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.chain import grow_chains
-from specdec.policies.pass_times import draft_passes
-from specdec.policies.tree_growth import live_requests, ready_requests, unsubmitted
+from specdec.policies.tree_growth import draft_passes, live_requests, ready_requests, unsubmitted
 from specdec.tree import TokenTree
 from specdec.types import Nodes
 

@@ -19,11 +19,11 @@ from specdec.clocks import LatencyProfile
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import DraftCount, NotNegative, expects, validated
 from specdec.policies.chain import first_path, grow_chains
-from specdec.policies.pass_times import draft_passes
 from specdec.policies.tree_growth import (
     NO_SLOTS,
     append_best,
     as_nodes,
+    draft_passes,
     expand,
     last_position,
     live_requests,

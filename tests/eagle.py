@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.models.eagle import EagleConfig, EagleHead
-from specdec.models.eagle_fitting import fit_head, hidden_states
-from specdec.models.eagle_untrained import untrained_config
+from specdec.models.eagle_loading import fit_head, hidden_states, untrained_config
 from specdec.pairs import RandomPair
 from tests import toys
 
@@ -70,7 +69,7 @@ def random_head(
     return head.requires_grad_(False).eval()
 
 
-# ---------------------------------------------------------------------- heads of the toy target
+# Heads of the toy target.
 
 
 class Pair(RandomPair):

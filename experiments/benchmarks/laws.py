@@ -6,7 +6,7 @@ with one that crowds a token; stages and heads as in ``specdec verify``), each r
 keyed draws. The counts of the 125 possible outputs are compared with their exact probabilities,
 which are enumerated.
 
-Statistics: the e-value of ``specdec.certify.evidence`` and the total variation with McDiarmid's
+Statistics: the e-value of ``specdec.certify.laws`` and the total variation with McDiarmid's
 bound. False-alarm rate: 1e-6 for the whole table, divided equally among rows and statistics.
 Controls: for each verifier a planted bug, which must be found. Verifiers and trees that do not fit
 together are listed with the reason.
@@ -33,13 +33,13 @@ from unittest.mock import patch
 import numpy as np
 
 from specdec.certify.cases import Case
-from specdec.certify.evidence import log_evidence
 from specdec.certify.laws import (
     CROWDED_TABLES,
     FALSE_ALARM,
     OPPOSED_TABLE,
     TARGET_TABLE,
     Table,
+    log_evidence,
     total_variation,
 )
 from specdec.certify.oracle import reference_probs

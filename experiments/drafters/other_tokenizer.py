@@ -20,7 +20,7 @@ from typing import Any
 from experiments.drafters.measure import Runs, parsed, parser, write
 from specdec.models.bundled import family_path
 from specdec.models.loading import load_model
-from specdec.models.other_vocabulary import fast_tokenizer, other_tokenizer, with_vocabulary
+from specdec.models.vocabulary import fast_tokenizer, other_tokenizer, with_vocabulary
 
 POLICIES = ("chain", "best_first")
 PROFILE = "clock.profile=uniform_30ms"

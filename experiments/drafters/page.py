@@ -83,7 +83,7 @@ def _change(one: Measured | None, other: Measured | None) -> str:
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
-# ---------------------------------------------------------------------- lateness
+# Lateness.
 
 
 def _by_draft(rows: Rows, strategy: str, num: int) -> dict[str, Measured]:
@@ -193,7 +193,7 @@ def _save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
-# ---------------------------------------------------------------------- sources by executor
+# Sources by executor.
 
 
 def sources(folder: Path = RESULTS) -> str:
@@ -213,7 +213,7 @@ def sources(folder: Path = RESULTS) -> str:
     return "\n".join(parts)
 
 
-# ---------------------------------------------------------------------- other tokenizers
+# Other tokenizers.
 
 
 def other_tokenizer(folder: Path = RESULTS) -> str:
@@ -279,7 +279,7 @@ def draw_tokenizers(contents: Sequence[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-# ---------------------------------------------------------------------- presets side by side
+# Presets side by side.
 
 
 def _by_preset(content: dict[str, Any]) -> dict[str, Measured]:

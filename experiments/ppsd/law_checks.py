@@ -21,7 +21,7 @@ from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from experiments.reproduce.pacing import add_paced
-from specdec.sources.exit_laws import ppsd_law
+from specdec.sources.early_exit import ppsd_law
 
 SETS = ("XSum", "GSM8K", "HumanEval")
 _CELL = (

@@ -1,12 +1,12 @@
 """PPSD's equations (arXiv 2509.19368), also solved for alpha: the acceptance that a figure implies.
 
-Letters as in ``specdec.sources.exit_laws``.
+Letters as in ``specdec.sources.early_exit``.
 """
 
 from __future__ import annotations
 
 from specdec.metrics.speedup import expected_accepted
-from specdec.sources.exit_laws import eesd_law, ppsd_law
+from specdec.sources.early_exit import eesd_law, ppsd_law
 
 
 def eq3_speedup(
@@ -15,7 +15,7 @@ def eq3_speedup(
     """Eq. 3: speed-up of speculative decoding over plain decoding.
 
     Args:
-        alpha, gamma: see ``specdec.sources.exit_laws``.
+        alpha, gamma: see ``specdec.sources.early_exit``.
         target_one, target_gamma, draft_one: times of a target pass over one token and over gamma,
             and of a draft pass, in one unit.
     """

@@ -278,7 +278,7 @@ def _flex_kernel(device_type: str) -> Kernel:
     return attend
 
 
-# ------------------------------------------------------------ attention with its log-sum-exp
+# Attention with its log-sum-exp.
 
 
 def masked_lse(

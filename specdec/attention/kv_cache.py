@@ -76,7 +76,7 @@ class TreeCache:
         self._kv = Contiguous(make=spec.empty, capacity=capacity) if storage is None else storage
         self._step = -1
 
-    # ------------------------------------------------------------------ state
+    # State.
 
     @property
     def capacity(self) -> int:
@@ -113,7 +113,7 @@ class TreeCache:
         positions[self.cached_len : end] = self.node_positions[: end - self.cached_len]
         return positions
 
-    # ------------------------------------------------------------------ growing
+    # Growing.
 
     def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
         """Reserves slots for the rows of one pass; ``ModelRunner.forward`` must follow.
@@ -166,7 +166,7 @@ class TreeCache:
         assert not np.triu(visible[:, old:], 1).any(), f"children before parents: {tree.node_ids}"
         return visible
 
-    # ------------------------------------------------------------------ shrinking
+    # Shrinking.
 
     def commit(self, commit: Commit) -> None:
         """Moves retired entries into the prefix, keeps the kept entries and drops the others.

@@ -1,22 +1,31 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
-from specdec.certify.crashes import Crashes
 from specdec.certify.exact_dtype import exact_dtype
 from specdec.certify.invariants import cache_invariant, draft_rows, tree_invariant
 from specdec.certify.laws import distribution
-from specdec.certify.long_request import long_request
 from specdec.certify.numerics import CannotCompose, numerics
-from specdec.certify.parity import batch_independence, greedy_parity, sampled_parity, stop_rules
-from specdec.certify.report import Check, Report
+from specdec.certify.parity import (
+    batch_independence,
+    greedy_parity,
+    long_request,
+    sampled_parity,
+    stop_rules,
+)
+from specdec.certify.report import Check, Crash, Report, error_text
 from specdec.certify.sampler import sampler
 from specdec.certify.subject import Build, Subject, num_ranks
 from specdec.compose.build import compose
 from specdec.distributed.rank_groups import keep_ranks
 from specdec.errors import UserError
+from specdec.loop import decode
+from specdec.state import RequestState
 
 CHECKS: dict[str, Callable[[Subject], Check]] = {
     "greedy_parity": greedy_parity,
@@ -35,6 +44,7 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
 """Check functions by name, in the order in which they run (docs/verify.md describes them)."""
 
 DEPTHS = ("standard", "full")
+_ROLES = ("scheduler", "policy", "source", "verifier", "executor")
 
 
 def certify(
@@ -83,3 +93,68 @@ def _run_check(name: str, subject: Subject, crashes: Crashes) -> Check:
         raise
     except Exception as error:  # a strategy that raises is not lossless, whatever it raises
         return crashes.check(name, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an error was raised: the file and line of the innermost frame, and the error's type."""
+
+    kind: type[BaseException]
+    file: str
+    line: int
+
+
+class Crashes:
+    """The distinct errors of one run of checks, in the order in which they occurred."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[_Place, Crash] = {}
+
+    @property
+    def found(self) -> tuple[Crash, ...]:
+        return tuple(self._by_place.values())
+
+    def check(self, name: str, error: Exception) -> Check:
+        """Returns the failed check that ``error`` ended.
+
+        An error from the same place as an earlier one only refers to the check that describes it.
+        """
+        innermost = traceback.extract_tb(error.__traceback__)[-1]
+        place = _Place(type(error), innermost.filename, innermost.lineno or 0)
+        known = self._by_place.get(place)
+        if known is not None:
+            self._by_place[place] = replace(known, checks=(*known.checks, name))
+            return Check(name, False, f"ended by the error of {known.checks[0]}")
+        crash = _crash(name, error)
+        self._by_place[place] = crash
+        return Check(name, False, f"raised {crash.error}{crash.where}")
+
+
+def _crash(check: str, error: Exception) -> Crash:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    loop: Mapping[str, Any] = {}
+    part, request, step, outermost = "", None, None, True
+    for frame in frames:
+        known = frame.f_locals
+        if frame.f_code is decode.__code__:
+            loop, step, part, outermost = known, int(known["state"].step), "decode loop", True
+            continue
+        owner = known.get("self")
+        role = next((r for r in _ROLES if owner is not None and loop.get(r) is owner), None)
+        if role is not None and outermost:
+            part, outermost = f"{role} {type(owner).__name__}.{frame.f_code.co_name}", False
+        request = next(_requests(frame), request)
+    if request is None and loop:
+        live = list(loop["state"].requests)
+        request = live[0] if len(live) == 1 else None
+    lines = traceback.format_exception(error)
+    return Crash((check,), error_text(error), part, request, step, "".join(lines))
+
+
+def _requests(frame: FrameType) -> Iterator[int]:
+    """Yields ids of the requests that a function of the strategy was working on."""
+    for name, value in frame.f_locals.items():
+        if isinstance(value, RequestState):
+            yield value.id
+        elif name == "request_id" and isinstance(value, int):
+            yield value

@@ -13,13 +13,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, WITH_HISTORY, parity_cases
-from specdec.certify.hidden_states import FreshStates, hidden_problems
 from specdec.certify.observing import ObservedPair, Shadow, Watch, snapshot
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import VOCAB_SIZE, WINDOW, Decoded, Subject, decode_steps
-from specdec.models.cache_argument import cache_argument
+from specdec.models.slicing import cache_argument, final_norm, layers_name
 from specdec.state import RequestState
-from specdec.types import NO_NODE, Commit, CommitKind
+from specdec.types import NO_NODE, Commit, CommitKind, HiddenName, IntArray
 
 TOLERANCE = 1e-6
 """Allowed error in float64, relative to the largest cache entry if that is above 1; transformers'
@@ -30,6 +29,8 @@ MIXED = "mixed"
 _NUM_TOKENS = 12
 _BATCH = 2
 _SMALL_CHUNK = 4
+STATE_TOLERANCE = 1e-6
+"""Absolute error allowed in float64, because transformers' norms compute in float32."""
 
 
 @dataclass(slots=True)
@@ -350,3 +351,73 @@ def _row_problems(watch: Watch, counted: int) -> Iterator[str]:
         } - watch.expanded
         if in_vain:
             yield f"{len(in_vain)} computed nodes were not asked for: {sorted(in_vain)[:3]}"
+
+
+class FreshStates:
+    """Computes hidden states with transformers' own forward over whole sequences."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._cached: dict[tuple[int, ...], list[torch.Tensor]] = {}
+
+    def state(self, tokens: IntArray, name: HiddenName) -> torch.Tensor:
+        """Returns [E], the state ``name`` of the last of ``tokens``, int64[T]."""
+        path = tuple(tokens.tolist())
+        if path not in self._cached:
+            self._cached[path] = self._after_layers(path)
+        state = self._cached[path][name.layer]
+        if name.normed:
+            with torch.inference_mode():
+                state = final_norm(self._model)(state)
+        return state
+
+    def _after_layers(self, path: tuple[int, ...]) -> list[torch.Tensor]:
+        states: list[torch.Tensor] = []
+
+        def note(_module: object, _inputs: object, output: object) -> None:
+            rows = output if isinstance(output, torch.Tensor) else output[0]  # type: ignore[index]
+            states.append(rows[0, -1])
+
+        layers = self._model.get_submodule(layers_name(self._model))
+        hooks = [layer.register_forward_hook(note) for layer in layers.children()]
+        device = next(self._model.parameters()).device
+        try:
+            with torch.inference_mode():
+                self._model(torch.tensor([path], device=device), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return states
+
+
+def hidden_problems(
+    request: RequestState, commit: Commit | None, fresh: FreshStates
+) -> tuple[int, list[str]]:
+    """Compares the hidden states of live nodes, and of the nodes that a commit has retired.
+
+    Returns the number of states compared and a description of each wrong one.
+    """
+    tree = request.tree
+    given_states = [
+        (node_id, request.path_tokens(slot), name, state)
+        for slot, node_id in enumerate(tree.ids.tolist())
+        for name, state in tree.hidden.get(node_id, {}).items()
+    ]
+    if commit is not None:
+        first = commit.prefix_len - len(commit.retired_ids) + 1
+        given_states += [
+            (node_id, request.tokens[:length], name, states[row])
+            for name, states in commit.hidden.items()
+            for row, node_id in enumerate(commit.retired_ids.tolist())
+            if (length := first + row) <= len(request.tokens)  # the others were cut
+        ]
+    problems = []
+    for node_id, tokens, name, given in given_states:
+        expected = fresh.state(tokens, name)
+        error = float((given.to(expected.device) - expected).abs().max())
+        if not error <= STATE_TOLERANCE:
+            problems.append(
+                f"tree of request {request.id}: the state of node {node_id} after layer"
+                f" {name.layer} differs from a fresh forward by {error:.1e}"
+            )
+    return len(given_states), problems

@@ -4,21 +4,31 @@ Target and draft are tables (``TablePair``), so the exact distributions (*laws*)
 known. Requests, each with its own keyed draws, are decoded by the whole composed strategy:
 
 - small tables, with a draft opposed to the target and with one that crowds a token: the joint law
-  of every pair of neighbouring tokens, by e-values (``evidence``) and by total variation, and the
-  law of the token after each other one, by e-values;
-- a large vocabulary with drafts of six kinds (``wide_laws``): the law of the token after each row.
+  of every pair of neighbouring tokens, by e-values and by total variation, and the law of the token
+  after each other one, by e-values;
+- a large vocabulary with drafts of six kinds (``wide_tables``): the law of the token after each
+  row.
 
 False-alarm rate: 1e-6 per check, half of it for the mean of all e-values, half for the total
 variations. A check is deterministic in the seed; the rate bounds the share of seeds at which a
 lossless strategy would fail.
 
-Shape letters: V vocabulary, N requests, T tokens of an output, C cells of a law.
+An *e-value* is a non-negative statistic whose mean is at most 1 if the tested law is true, so by
+Markov's inequality it reaches 1 / a with probability at most a. Here it is a likelihood ratio: the
+likelihood of the counts under a mixture of laws around the tested one, divided by that under the
+law itself. Unlike a chi-square test it needs no least number of expected counts, so cells of small
+probability are not merged. It may be computed from tokens of sequences, whose number of visits is
+random (a test martingale, Ville 1939; Ramdas et al. 2023, "Game-theoretic statistics"). The mean of
+e-values is an e-value, even if they depend on each other.
+
+Shape letters: V vocabulary, N requests, T tokens of an output, C cells of a law or of a partition
+of the vocabulary, M concentrations of the mixture.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +36,9 @@ import numpy as np
 import torch
 
 from specdec.certify.cases import Case
-from specdec.certify.evidence import log_evidence, log_sum
 from specdec.certify.oracle import reference_probs
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Subject, decode_cases
-from specdec.certify.wide_laws import wide_evidence, wide_pair, wide_tables
 from specdec.compose.build import compose
 from specdec.errors import UserError
 from specdec.pairs import TablePair
@@ -105,6 +113,12 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "a chain of 2": {"_target_": "specdec.policies.Chain", "gamma": 2},
     "a tree of 3, 2": {"_target_": "specdec.policies.Static", "branching": [3, 2]},
 }
+_HEAD = 8  # tokens with half of the mass
+_PROB_EDGES = (1e-5, 1e-4, 1e-3, 1e-2, 0.05)  # of the cells by the draft's probability
+_RATIO_EDGES = (0.9, 1.1)  # of the cells by the draft's probability relative to the target's
+_PLACE = 64  # neighbouring tokens per cell by place; a vocabulary has a shorter last cell
+_FLAT = 0.5  # standard deviation of the logits of a row without a head
+_CONCENTRATIONS = torch.tensor([4.0, 32.0, 256.0, 2048.0], dtype=torch.float64)  # of the mixture
 
 
 def chi_square(counts: IntArray, law: FloatArray) -> float:
@@ -289,3 +303,103 @@ def _test_wide(
             (f"{name}, {vocab_size} tokens, {label}, {kind}", value)
             for kind, value in wide_evidence(tables, params, start, tokens)
         ]
+
+
+def wide_tables(vocab_size: int, seed: int = 0) -> dict[str, tuple[FloatArray, FloatArray]]:
+    """Maps each kind of row to (target's logits[V], draft's logits[V]).
+
+    Half of the mass lies on a few tokens and half on a long tail, and the draft is equal to the
+    target, near it or far from it: small tables do not show what depends on a token's probability
+    or on its position in a long row. A token's row is its id modulo the number of rows.
+    """
+    rng = np.random.default_rng([seed, vocab_size])
+
+    def noise(scale: float) -> FloatArray:
+        return scale * rng.normal(size=vocab_size)
+
+    def peaked() -> FloatArray:
+        logits = noise(1.0)
+        head = rng.choice(vocab_size, _HEAD, replace=False)
+        head[:2] = 0, vocab_size - 1 - rng.integers(vocab_size % _PLACE)  # both ends of a row
+        tail = np.exp(np.delete(logits, head)).sum()
+        logits[head] = np.log(tail / _HEAD) + 0.5 * rng.normal(size=_HEAD)
+        return logits
+
+    equal, near, mixed, flat = peaked(), peaked(), peaked(), noise(_FLAT)
+    return {
+        "equal": (equal, equal),
+        "near": (near, near + noise(0.3)),
+        "far": (mixed, peaked()),
+        "flat": (flat, flat + noise(0.3)),
+        "flat draft": (peaked(), noise(_FLAT)),
+        "flat target": (noise(_FLAT), peaked()),
+    }
+
+
+def wide_pair(tables: dict[str, tuple[FloatArray, FloatArray]]) -> TablePair:
+    target, draft = (np.stack(rows) for rows in zip(*tables.values(), strict=True))
+    return TablePair(target=target.tolist(), draft=draft.tolist())
+
+
+def partitions(target: FloatArray, draft: FloatArray) -> Iterator[tuple[str, IntArray]]:
+    """Yields (name, int64[V], the cell of each token) for two distributions[V]."""
+    num = len(target)
+    yield "single tokens", np.arange(num)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.searchsorted(_RATIO_EDGES, np.nan_to_num(draft / target, nan=1.0, posinf=2.0))
+    yield "probabilities", np.searchsorted(_PROB_EDGES, draft) * (len(_RATIO_EDGES) + 1) + ratio
+    place = np.arange(num) // _PLACE
+    yield "places", place
+    yield "ends", np.where(place == 0, 1, 0) + np.where(place == place[-1], 2, 0)
+
+
+def wide_evidence(
+    tables: dict[str, tuple[FloatArray, FloatArray]],
+    params: SamplingParams,
+    start: IntArray,
+    tokens: IntArray,
+) -> Iterator[tuple[str, float]]:
+    """Yields (description, log e-value) for each row and partition, and for all rows together.
+
+    Output tokens are counted by the row of the token before them. Given that row they are
+    independent draws of the target, wherever in a step or a tree they were decided.
+
+    ``start`` is int64[N], the last token of each prompt; ``tokens`` int64[N, T], the outputs.
+    """
+    before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1) % len(tables)
+    together: dict[str, float] = {}
+    for row, (kind, pair) in enumerate(tables.items()):
+        target, draft = (reference_probs(logits, params) for logits in pair)
+        drawn = tokens[before == row]
+        for name, cells in partitions(target, draft):
+            law: FloatArray = np.bincount(cells, weights=target).astype(np.float64)
+            counts = np.bincount(cells[drawn], minlength=len(law))
+            value = log_evidence(counts, law)
+            together[name] = together.get(name, 0.0) + value
+            yield f"{kind}, {name}", value
+    for name, value in together.items():  # given the rows, the counts are independent
+        yield f"all rows, {name}", value
+
+
+def log_evidence(counts: IntArray, law: FloatArray) -> float:
+    """Returns the natural logarithm of the e-value of counts[C] against ``law``[C].
+
+    The mixture has Dirichlet laws with mean ``law`` and four concentrations, for alternatives that
+    are far from it down to a few percent. Infinite if a cell of probability 0 has counts.
+    """
+    seen = np.flatnonzero(counts)
+    if not law[seen].all():
+        return math.inf
+    number, probs = torch.from_numpy(counts[seen]).double(), torch.from_numpy(law[seen])
+    prior = _CONCENTRATIONS[:, None] * probs  # [M, C]
+    mixed = (torch.lgamma(prior + number) - torch.lgamma(prior)).sum(dim=1)
+    mixed += torch.lgamma(_CONCENTRATIONS) - torch.lgamma(_CONCENTRATIONS + number.sum())
+    return log_sum(mixed.tolist()) - math.log(len(mixed)) - float((number * probs.log()).sum())
+
+
+def log_sum(logs: Sequence[float]) -> float:
+    """Returns log(sum(exp(logs))) without overflow."""
+    best = max(logs)
+    if math.isinf(best):
+        return best
+    return best + math.log(math.fsum(math.exp(value - best) for value in logs))

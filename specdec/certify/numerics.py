@@ -24,7 +24,7 @@ from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Decoded, Subject, decode_cases
 from specdec.errors import UserError
 from specdec.metrics.parity import first_difference
-from specdec.models.cache_argument import cache_argument
+from specdec.models.slicing import cache_argument
 from specdec.pairs import HuggingFacePair
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.sampling.transform import SamplingParams

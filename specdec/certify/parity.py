@@ -1,32 +1,36 @@
-"""Checks that outputs equal plain decoding token for token, in float64."""
+"""Checks that outputs equal plain decoding token for token, in float64, and the keyed draws."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from specdec.certify.cases import (
     GREEDY,
     TEMPERATURES_AND_FILTERS,
     WITH_HISTORY,
     Case,
+    Decoded,
     ending_cases,
     parity_cases,
     random_prompt,
 )
-from specdec.certify.corners import decode_in_full_cache, sparse_cases
-from specdec.certify.numerics import distance
-from specdec.certify.oracle import LogitsOf, processed, target_draw
+from specdec.certify.numerics import SingleToken, distance, plain_output
+from specdec.certify.oracle import LogitsOf, processed, reference_draw, target_draw
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import (
     MAX_POSITIONS,
     VOCAB_SIZE,
     WIDE_VOCAB_SIZE,
-    Decoded,
     Subject,
     decode_cases,
 )
+from specdec.errors import UserError
 from specdec.metrics.parity import first_difference
+from specdec.pairs import RandomPair
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
 from specdec.types import Lossless
@@ -34,6 +38,19 @@ from specdec.types import Lossless
 NUM_TOKENS = 16
 _SPARSE_TOKENS = 24
 _SMALL_CHUNK = 3
+
+_ROOM = 110  # positions beyond the last token; more than four blocks of 128 are before it
+_NUM_GREEDY = 200  # whose draft is always right: no miss empties a tree or a cache
+_PROMPT = random_prompt(7, 5, VOCAB_SIZE)
+
+_WITH_TEXT = 3  # one token id in three has text
+_STRING = 3  # letters of a stop string, which then spans two tokens
+
+_SPAN = 7  # positions per call; not a divisor of the block size
+_FEW = (0, 1, 2)  # siblings
+_MANY = (0, 1, 16, 127, 128, 300)
+_BACKWARDS = (900, 380, 377, 255, 0, 900)  # first positions of calls, in no order
+_LARGE_IDS = (1 << 32, (1 << 40) + 1)
 
 
 def greedy_parity(subject: Subject) -> Check:
@@ -221,3 +238,117 @@ def difference(
     draw = target_draw(subject.seed, case.id, len(prefix))
     margin = distance(logits, case.sampling, draw, decoded.output[at], 0.0)
     return f"{actual} instead of {expected[at]}, {margin.kind} {margin.value:.1e}"
+
+
+def long_request(subject: Subject) -> Check:
+    """Checks that long outputs equal plain decoding, and that the draws are right throughout."""
+    if subject.claims is Lossless.LOSSY:
+        return Check("long_request", None, "a lossy output has no reference")
+    num_positions = subject.long_positions
+    num_tokens = num_positions - _ROOM
+    lengths = {"t=1": num_tokens, "greedy": _NUM_GREEDY}
+    if subject.claims is Lossless.DISTRIBUTION:
+        lengths = {"greedy": num_tokens}
+    params = {"t=1": TEMPERATURES_AND_FILTERS["t=1"], "greedy": GREEDY}
+    cases = [
+        Case(41 + i, how, _PROMPT, params[how], StopRules(max_new_tokens=lengths[how]))
+        for i, how in enumerate(lengths)
+    ]
+    with subject.composed("long") as parts:
+        problems = list(draw_problems(parts.draws, cases[0].id, num_positions))
+        try:
+            outputs = decode_cases(parts, cases)
+        except UserError as error:  # the configured cache is too small
+            return Check("long_request", None, str(error))
+    found = [_difference(subject, case, outputs.get(case.id)) for case in cases]
+    problems = [text for text in found if text is not None] + problems
+    if problems:
+        return Check("long_request", False, joined_details(problems))
+    shown = " and ".join(f"{length} tokens ({how})" for how, length in lengths.items())
+    detail = f"{shown} equal plain decoding; {num_positions} positions of draws"
+    return Check("long_request", True, detail)
+
+
+def _difference(subject: Subject, case: Case, decoded: Decoded | None) -> str | None:
+    pair = subject.pair("long")
+    assert isinstance(pair, RandomPair)
+    single = SingleToken(pair.target)
+    expected, rows = plain_output(subject, single, case), single.rows
+    return difference(subject, lambda tokens: rows[len(tokens) - 1], case, decoded, expected.output)
+
+
+def sparse_text(tokens: Sequence[int]) -> str:
+    """Decodes every third token id to two letters, and the others to nothing, as special tokens."""
+    return "".join(
+        chr(97 + token // _WITH_TEXT % 6) + chr(103 + token // _WITH_TEXT // 6 % 6)
+        for token in tokens
+        if token % _WITH_TEXT == 0
+    )
+
+
+def sparse_cases(base: Case, output: Sequence[int], first_id: int) -> list[Case]:
+    """Creates copies of ``base`` that end by stop strings with textless tokens in between.
+
+    ``base`` ends by its length, ``output`` has its tokens under plain decoding.
+    """
+    text, length = sparse_text(output), len(output)
+    strings = [text[at : at + _STRING] for at in range(len(text) - _STRING + 1)]
+    cases = []
+    for number, string in enumerate(dict.fromkeys(strings)):
+        stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=sparse_text)
+        label = f"{base.label}, stop string {string!r} among tokens without text"
+        cases.append(replace(base, id=first_id + number, label=label, stop=stop))
+    return cases
+
+
+def decode_in_full_cache(
+    subject: Subject, cases: Sequence[Case], *, prefill_chunk: int
+) -> Mapping[int, Decoded] | None:
+    """Decodes one batch in a paged cache that has room only for its largest request.
+
+    Requests wait for blocks and then reuse blocks of others. Returns None if the configured caches
+    are not paged.
+    """
+    serving = subject.small["serving"]
+    if not serving.get("kv_tokens"):
+        return None
+    with subject.composed() as parts:
+        held = parts.policy.held_nodes(parts.executor.in_flight) or 0
+    most = max(len(case.prompt) + case.stop.max_new_tokens for case in cases) + held
+    full = {**serving, "kv_tokens": most, "block_tokens": 1}  # no block has unused room
+    with subject.composed(serving=full) as parts:
+        return decode_cases(parts, cases, batch_size=len(cases), prefill_chunk=prefill_chunk)
+
+
+def draw_problems(draws: KeyedDraws, prompt_id: int, num_positions: int) -> Iterator[str]:
+    """Yields draws that differ from the reference, the first one per purpose.
+
+    Positions rise to ``num_positions``, through every block, then go back and forth; siblings are
+    few and many; some prompt ids have more than 32 bits.
+    """
+    rising = [(prompt_id, start, _FEW) for start in range(0, num_positions, _SPAN)]
+    jumping = [
+        (prompt_id + high, start, siblings)
+        for high in (0, *_LARGE_IDS)
+        for start, siblings in zip(_BACKWARDS, 3 * (_FEW, _MANY), strict=True)
+    ]
+    for purpose in Purpose:
+        for key in [*rising, *jumping]:
+            at = _first_wrong(draws, purpose, *key)
+            if at is not None:
+                yield f"the {purpose.name.lower()} draw of position {at} is not the generator's"
+                break
+
+
+def _first_wrong(
+    draws: KeyedDraws, purpose: Purpose, prompt_id: int, start: int, siblings: Sequence[int]
+) -> int | None:
+    """Returns the first position from ``start`` on with a wrong draw."""
+    positions = np.arange(start, start + _SPAN)
+    drawn = draws.uniform(prompt_id, positions, purpose, np.array(siblings)[:, None])
+    expected = [
+        [reference_draw(draws.seed, prompt_id, at, purpose, index) for at in positions.tolist()]
+        for index in siblings
+    ]
+    wrong = (drawn != np.array(expected)).any(axis=0)
+    return int(positions[wrong][0]) if wrong.any() else None

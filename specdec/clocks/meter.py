@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any
 
+from specdec.clocks.interface import Clock
+
 
 class Meter:
     """Sums the time of model calls (embedding to logits) and of declared waits.
@@ -106,3 +108,19 @@ class _Waiting:
 
     def __exit__(self, *_: object) -> None:
         self._meter.wait_s += perf_counter() - self._start
+
+
+class Drafting:
+    """Inside the block, work charged to the clock and model calls of the meter count as drafting.
+
+    A class, because a generator with ``contextmanager`` would cost microseconds in every pass.
+    """
+
+    def __init__(self, clock: Clock, meter: Meter) -> None:
+        self._clock, self._meter = clock, meter
+
+    def __enter__(self) -> None:
+        self._clock.drafting = self._meter.drafting = True
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.drafting = self._meter.drafting = False

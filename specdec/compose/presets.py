@@ -11,7 +11,7 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
 from specdec.interfaces import Verifier
-from specdec.pairs.build import build_pair
+from specdec.pairs.options import build_pair
 from specdec.parts.suggest import did_you_mean
 
 _SECTIONS = ("source", "policy", "verifier", "executor", "serving")

@@ -40,7 +40,7 @@ from transformers.generation.streamers import BaseStreamer
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, summarise
-from specdec.models.cache_argument import CACHE_ARGUMENTS
+from specdec.models.slicing import CACHE_ARGUMENTS
 from specdec.pairs import LoadedPair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.sampling.transform import SamplingParams

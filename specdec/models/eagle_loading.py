@@ -5,12 +5,15 @@ layout of ``speculators`` names it ``layers.0.*`` and nests that config. Layer i
 the streams that *enter* layers (transformers' ``hidden_states[id]``), so id i is the output of
 layer i - 1.
 
-Shape letters: E hidden size, S feature size, V vocabulary, U draft vocabulary.
+Untrained heads are what training starts from; tests use them, or fit them in seconds.
+
+Shape letters: B sequences, T tokens, E hidden size, S feature size, V vocabulary, U draft
+vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -22,12 +25,15 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
+from specdec.models.config_values import config_value
 from specdec.models.eagle import EagleConfig, EagleHead, default_layers
 from specdec.models.inspection import read_config
+from specdec.models.slicing import final_norm, layers_name
+from specdec.types import HiddenName
 
 _LEGACY = {
     "midlayer.": "layers.0.",
@@ -41,6 +47,8 @@ _CONVERT = (
     " torch.load('{bin}', map_location='cpu', weights_only=True); save_file({{k: v.contiguous()"
     " for k, v in w.items()}}, '{out}')\""
 )
+_SEED = 0  # of untrained heads
+_RATE = 2e-2  # of fitted ones
 
 
 class HeadFiles:
@@ -361,3 +369,130 @@ def _target_ids(files: HeadFiles, config: EagleConfig) -> Tensor | None:
             f" to different ones of the target's {config.vocab_size}; use the head of this target"
         )
     return ids
+
+
+def untrained_config(version: Literal[1, 3], target: Any, **variants: Any) -> EagleConfig:
+    """Describes a one-layer head in the shapes of a target's layers, with its vocabulary.
+
+    ``target`` is transformers' config; ``variants`` are other values of fields of ``EagleConfig``.
+    """
+    text = target.get_text_config()
+    try:
+        hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+        num_layers, vocab = int(text.num_hidden_layers), int(text.vocab_size)
+        positions = int(text.max_position_embeddings)
+    except AttributeError as error:
+        raise UserError(
+            f"an EAGLE head for a target of model_type {target.model_type!r} cannot be made: its"
+            f" config has no {error.name}; use another family, such as llama or qwen3"
+        ) from error
+    fields: dict[str, Any] = {
+        "version": version,
+        "layers": default_layers(num_layers) if version == 3 else (num_layers - 1,),
+        "hidden_size": hidden,
+        "intermediate_size": int(config_value(text, "intermediate_size", 4 * hidden)),
+        "num_heads": heads,
+        "num_kv_heads": int(config_value(text, "num_key_value_heads", heads)),
+        "head_dim": int(config_value(text, "head_dim", hidden // heads)),
+        "target_hidden_size": hidden,
+        "vocab_size": vocab,
+        "draft_vocab_size": vocab,
+        "eps": float(config_value(text, "rms_norm_eps", 1e-6)),
+        "max_positions": positions,
+        "own_output": version == 3,
+    }
+    return EagleConfig(**{**fields, **variants})
+
+
+def untrained_head(
+    version: Literal[1, 3], target: Any, *, embedding: Tensor, output: nn.Module
+) -> EagleHead:
+    """Returns a head with random weights, the same at every call.
+
+    ``embedding``, [V, E] of the target, defines dtype and device.
+    """
+    size = int(target.get_text_config().hidden_size)
+    own_embedding = embedding.shape[1] != size
+    config = untrained_config(version, target, own_embedding=own_embedding)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        head = EagleHead(config, embedding=embedding, output=output)
+    return head.to(embedding.device, embedding.dtype).requires_grad_(False).eval()
+
+
+def fit_head(
+    head: EagleHead,
+    target: PreTrainedModel,
+    *,
+    sequences: int = 64,
+    length: int = 16,
+    steps: int = 40,
+    seed: int = 0,
+) -> EagleHead:
+    """Trains a head in place on text that the target samples at temperature 1, and freezes it.
+
+    Heads that are meant to be fast are trained by ``specdec train eagle3_head``.
+
+    It is teacher forced, with the cross-entropy to the target's distribution, for ``steps`` of Adam
+    over all of the text. The head must have the target's whole vocabulary and dtype.
+    """
+    with torch.inference_mode(False):
+        text = sampled_text(target, sequences, length, seed=seed)
+        states, logits = hidden_states(target, text, head.config.names)
+        goal, given = logits[:, 1:].softmax(-1), states[:, :-1]
+        positions = torch.arange(length - 1, device=text.device)[None]
+        head.requires_grad_(True)
+        optimizer = torch.optim.Adam(head.parameters(), lr=_RATE)
+        with torch.enable_grad():
+            for _ in range(steps):
+                outputs = head(text[:, 1:], head.states(given), positions)
+                loss = -(goal * head.logits(outputs).log_softmax(-1)).sum(-1).mean()
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+    return head.requires_grad_(False).eval()
+
+
+def sampled_text(target: PreTrainedModel, sequences: int, length: int, *, seed: int) -> Tensor:
+    """Samples continuations of random first tokens at temperature 1, int64[B, T]."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size = int(target.config.get_text_config().vocab_size)
+    tokens = torch.randint(vocab_size, (sequences, 1), generator=generator)
+    with torch.no_grad():
+        while tokens.shape[1] < length:
+            logits = target(tokens.to(target.device), use_cache=False).logits[:, -1]
+            probs = logits.softmax(-1).cpu()
+            tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=generator)], 1)
+    return tokens.to(target.device)
+
+
+def hidden_states(
+    target: PreTrainedModel, tokens: Tensor, names: Sequence[HiddenName]
+) -> tuple[Tensor, Tensor]:
+    """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V].
+
+    They come from transformers' own forward on ``tokens``, int64[B, T].
+    """
+    found: dict[HiddenName, Tensor] = {}
+
+    def note(name: HiddenName) -> Any:
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            found[name] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    layers: Any = target.get_submodule(layers_name(target))
+    hooks = [
+        (final_norm(target) if name.normed else layers[name.layer]).register_forward_hook(
+            note(name)
+        )
+        for name in names
+    ]
+    try:
+        with torch.no_grad():
+            logits = target(tokens, use_cache=False).logits
+    finally:
+        for handle in hooks:
+            handle.remove()
+    streams = [found[name] for name in names]
+    return torch.cat(streams, -1) if streams else logits[..., :0], logits

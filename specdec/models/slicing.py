@@ -8,8 +8,9 @@ specific code. The copy shares all parameters with the given model, which is not
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from functools import partial
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -21,6 +22,9 @@ from specdec.attention.tree_attention import IMPLEMENTATION, PLAN
 from specdec.errors import UserError
 from specdec.models.config_values import config_value
 from specdec.types import HiddenName
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Names since and before transformers 5.24; outputs have an attribute of the same name."""
 
 
 class _Layers(nn.ModuleList):
@@ -140,3 +144,14 @@ def check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]
             raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
         if normed and layer != total - 1:
             raise ValueError(f"layer {layer} has no final norm: layer {total - 1} has it")
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Returns the name for this model, whose ``forward`` must be a method of transformers."""
+    return _of_forward(type(model).forward)
+
+
+@cache
+def _of_forward(forward: Callable[..., Any]) -> str:
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), CACHE_ARGUMENTS[-1])

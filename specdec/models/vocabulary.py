@@ -1,23 +1,32 @@
 """Vocabularies as bytes: the tokens that two tokenizers share, and text from one to the other.
 
-Shape letters: V target vocabulary, U draft vocabulary, I tokens that both have.
+For tests and measurements, the last functions give a model another tokenizer without training.
+
+Shape letters: V target vocabulary, U draft vocabulary, I tokens that both have, W rows of logits.
 """
 
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import product
+from math import isqrt
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
+from specdec.models.runner import ModelRunner
 from specdec.types import IntArray
 
 _WINDOW = 16  # draft tokens that are tokenised again with each new one, at most
@@ -25,6 +34,12 @@ _CACHED = 1 << 16  # number of cached results
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"  # SentencePiece's mark of a space
 _GAPS = b" \t\n\r"
+
+TRANSLATED = "translated"
+"""Name of the model in ``model=`` and in the meter."""
+
+_BPE_SPACE = "\u0120"  # the space of byte-level BPE
+_LETTERS = [_BPE_SPACE, *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789."]
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -285,3 +300,133 @@ def _specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
     ):
         found[target.end] = draft.end
     return found
+
+
+class TranslatedDraft:
+    """The draft's runner, and the translation between its vocabulary and the target's.
+
+    ``vocab_size`` is V; ``weight_bytes`` are the bytes of weights that a pass reads.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, translation: Translation, *, vocab_size: int, weight_bytes: int
+    ) -> None:
+        self.runner, self.translation = runner, translation
+        self.vocab_size, self.weight_bytes = vocab_size, weight_bytes
+
+    @classmethod
+    def from_pair(cls, pair: Any, *, meter: Meter) -> TranslatedDraft:
+        """Builds the pair's ``translated`` model, which must share tokens with the target."""
+        translation = Translation(pair.vocabulary("target"), pair.vocabulary(TRANSLATED))
+        runner = pair.runner(TRANSLATED, meter)
+        size = sum(p.nbytes for p in pair.model(TRANSLATED).parameters())
+        return cls(runner, translation, vocab_size=pair.vocab_size, weight_bytes=size)
+
+    @cached_property
+    def target_ids(self) -> Tensor:
+        """Returns ``Translation.target_ids``, int64[I]."""
+        return torch.from_numpy(self.translation.target_ids).to(self.runner.device)
+
+    @cached_property
+    def _draft_ids(self) -> Tensor:
+        return torch.from_numpy(self.translation.draft_ids).to(self.runner.device)
+
+    def shared_logits(self, logits: Tensor) -> Tensor:
+        """Selects [W, I] from draft logits [W, U]; a softmax renormalises over the intersection."""
+        return logits[:, self._draft_ids.to(logits.device)]
+
+    def target_logits(self, logits: Tensor) -> Tensor:
+        """Maps draft logits [W, U] to [W, V]: -inf for target tokens outside the intersection."""
+        full = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        full[:, self.target_ids.to(logits.device)] = self.shared_logits(logits)
+        return full
+
+
+def simple_tokenizer(vocab_size: int) -> dict[str, Any]:
+    """Returns tokenizer.json of a byte-level BPE tokenizer: letters, then pairs of letters.
+
+    There are at most 64 letters, so that a text can be cut into tokens in many ways. Tokens beyond
+    all pairs have no text.
+    """
+    letters = _LETTERS[: isqrt(vocab_size - 1) + 1]
+    pairs = [(a, letters[(n + d) % len(letters)]) for d, n, a in _offsets(letters)]
+    pairs = pairs[: vocab_size - len(letters)]
+    texts = [*letters, *(a + b for a, b in pairs)]
+    model = {
+        "type": "BPE",
+        "vocab": {text: token for token, text in enumerate(texts)},
+        "merges": [list(pair) for pair in pairs],
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    described = {"pre_tokenizer": level, "decoder": level | {"trim_offsets": True}}
+    level["trim_offsets"] = True
+    return described | {"version": "1.0", "added_tokens": [], "model": model}
+
+
+def _offsets(letters: Sequence[str]) -> list[tuple[int, int, str]]:
+    """Returns (distance, number, letter) of all pairs of letters, near ones first."""
+    numbers = range(1, len(letters) + 1), range(len(letters))
+    return [(d, n, letters[n]) for d, n in product(*numbers)]
+
+
+def other_tokenizer(
+    described: dict[str, Any], *, merges: int, joined: int = 0, seed: int = 0
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Derives another byte-level BPE tokenizer from the tokenizer.json ``described``.
+
+    It keeps the first ``merges`` merges, so that tokens of the others are dropped, and adds
+    ``joined`` tokens, each joined from two kept ones. Returns its tokenizer.json, and the old
+    tokens that each new token's text consists of. ``seed`` determines the numbers of tokens and the
+    pairs.
+    """
+    model = described["model"]
+    old, kept = model["vocab"], [list(pair) for pair in model["merges"]]
+    made = {a + b for a, b in kept}
+    kept = kept[:merges]
+    texts = [text for text in old if text not in made]
+    texts += [a + b for a, b in kept]
+    parts = {text: [old[text]] for text in texts}
+    draws = np.random.default_rng(seed)
+    added = [dict(entry) for entry in described["added_tokens"]]
+    words = [text for text in texts if text not in {entry["content"] for entry in added}]
+    while joined:
+        a, b = (words[at] for at in draws.integers(len(words), size=2))
+        if a + b not in old and a + b not in parts:
+            kept.append([a, b])
+            parts[a + b] = [old[a], old[b]]
+            joined -= 1
+    order = [list(parts)[at] for at in draws.permutation(len(parts))]
+    vocab = {text: token for token, text in enumerate(order)}
+    for entry in added:
+        entry["id"] = vocab[entry["content"]]
+    changed = model | {"vocab": vocab, "merges": kept}
+    return described | {"model": changed, "added_tokens": added}, [parts[text] for text in order]
+
+
+def fast_tokenizer(described: dict[str, Any], **special: str) -> PreTrainedTokenizerFast:
+    """Creates transformers' tokenizer from tokenizer.json; ``special`` may be ``eos_token`` etc."""
+    backend = Tokenizer.from_str(json.dumps(described))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def with_vocabulary(model: PreTrainedModel, parts: Sequence[Sequence[int]]) -> PreTrainedModel:
+    """Returns a copy of a model with other tokens; ``parts`` lists the old tokens of each new one.
+
+    The rows of a new token are the means of those of its old tokens.
+    """
+    changed = copy.deepcopy(model)
+    inputs, outputs = changed.get_input_embeddings(), changed.get_output_embeddings()
+    tied = inputs.weight is outputs.weight
+    inputs.weight = _mean_rows(inputs.weight, parts)
+    inputs.num_embeddings = len(parts)
+    outputs.weight = inputs.weight if tied else _mean_rows(outputs.weight, parts)
+    outputs.out_features = len(parts)
+    if getattr(outputs, "bias", None) is not None:
+        outputs.bias = _mean_rows(outputs.bias, parts)
+    changed.config.get_text_config().vocab_size = len(parts)
+    return changed
+
+
+def _mean_rows(weight: nn.Parameter, parts: Sequence[Sequence[int]]) -> nn.Parameter:
+    rows = [weight[torch.tensor(tokens).to(weight.device)].mean(dim=0) for tokens in parts]
+    return nn.Parameter(torch.stack(rows), requires_grad=False)

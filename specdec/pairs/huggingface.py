@@ -23,16 +23,14 @@ from specdec.executors.models import A, ModelPair
 from specdec.executors.stage import ModelStage
 from specdec.models.config_values import config_value
 from specdec.models.eagle import EagleHead
-from specdec.models.eagle_loading import HeadFiles, load_head
-from specdec.models.eagle_untrained import untrained_head
+from specdec.models.eagle_loading import HeadFiles, load_head, untrained_head
 from specdec.models.execution import Execution
 from specdec.models.exits import HeadWeights, head_model
-from specdec.models.family_check import check_family
 from specdec.models.inspection import ModelInfo
 from specdec.models.loading import DTYPES
 from specdec.models.onnx.support import problem as onnx_problem
 from specdec.models.quantize import num_bytes
-from specdec.models.runner import ModelRunner
+from specdec.models.runner import ModelRunner, check_family
 from specdec.models.shares import sharded
 from specdec.models.slicing import final_norm
 from specdec.models.vocabulary import Vocabulary

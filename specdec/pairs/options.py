@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from specdec.errors import UserError
+from specdec.executors.models import ModelPair
+from specdec.parts.build import build_part
 from specdec.parts.fields import Count, expects, validated
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -26,6 +29,15 @@ _PLAIN = {
     "quantization": ("none",),
 }
 """Option -> values with which a pass is PyTorch's own, with dense attention."""
+
+_BUILDERS = {
+    "pretrained": "specdec.pairs.pretrained.build_pretrained",
+    "random": "specdec.pairs.random.build_random",
+    "synthetic": "specdec.pairs.recorded.build_synthetic",
+    "replay": "specdec.pairs.replay.build_replay",
+    "table": "specdec.pairs.table.TablePair",
+}
+"""``model.kind`` -> function or class that takes the other keys; only that one is imported."""
 
 
 @validated
@@ -118,3 +130,18 @@ def with_flat_options(cls: type[Any], **narrower: Any) -> Callable[..., Any]:
 
     make.__signature__ = inspect.Signature([*own.values(), *fields.values()])  # type: ignore[attr-defined]
     return make
+
+
+def build_pair(cfg: Mapping[str, Any]) -> ModelPair:
+    """Builds the pair of the section ``model``: a built-in kind, or the class in ``_target_``."""
+    keys = {k: v for k, v in cfg.items() if k != "kind"}
+    if "_target_" in cfg:
+        return build_part(keys, {}, "model", ModelPair)  # type: ignore[no-any-return]
+    if cfg["kind"] not in _BUILDERS:
+        raise UserError(f"model.kind={cfg['kind']} is unknown; use {', '.join(_BUILDERS)}")
+    try:
+        return resolve_name(_BUILDERS[cfg["kind"]])(**keys)  # type: ignore[no-any-return]
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model: {error}") from error

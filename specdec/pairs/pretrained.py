@@ -28,8 +28,7 @@ from specdec.models.loading import (
 )
 from specdec.models.quantize import Quantization, num_bytes, quantize
 from specdec.models.slicing import layers_name
-from specdec.models.translated import MODEL as TRANSLATED
-from specdec.models.vocabulary import Vocabulary
+from specdec.models.vocabulary import TRANSLATED, Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.options import ModelOptions, with_flat_options
 from specdec.parts.fields import Text, validated

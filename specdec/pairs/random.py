@@ -10,17 +10,17 @@ from transformers import PreTrainedModel
 
 from specdec.errors import UserError
 from specdec.models.eagle import EagleHead
-from specdec.models.eagle_fitting import fit_head
-from specdec.models.other_vocabulary import (
+from specdec.models.eagle_loading import fit_head
+from specdec.models.quantize import Quantization, quantize
+from specdec.models.random import random_model, window_options
+from specdec.models.vocabulary import (
+    TRANSLATED,
+    Vocabulary,
     fast_tokenizer,
     other_tokenizer,
     simple_tokenizer,
     with_vocabulary,
 )
-from specdec.models.quantize import Quantization, quantize
-from specdec.models.random import random_model, window_options
-from specdec.models.translated import MODEL as TRANSLATED
-from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.options import Dtype, ModelOptions, with_flat_options
 from specdec.parts.fields import Count, Index, Text, validated

@@ -25,10 +25,15 @@ from specdec.executors.stage import ModelStage
 from specdec.models.eagle_runner import EagleRunner, HeadOutput
 from specdec.models.exits import HeadWeights
 from specdec.models.medusa import MedusaHeads
-from specdec.models.other_vocabulary import fast_tokenizer, other_tokenizer, simple_tokenizer
 from specdec.models.runner import ModelRunner, RunnerOutput
-from specdec.models.translated import TranslatedDraft
-from specdec.models.vocabulary import Translation, Vocabulary
+from specdec.models.vocabulary import (
+    TranslatedDraft,
+    Translation,
+    Vocabulary,
+    fast_tokenizer,
+    other_tokenizer,
+    simple_tokenizer,
+)
 from specdec.sources.katz import KatzModel
 from specdec.types import HiddenName, IntArray
 

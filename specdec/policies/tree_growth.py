@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specdec.clocks import LatencyProfile, Work
 from specdec.sampling.top_stable import top_set
 from specdec.tree import TokenTree
 from specdec.types import FloatArray, IntArray, Nodes
@@ -209,3 +210,11 @@ def best_of_level(request: RequestState, level: int, num: int) -> IntArray:
     nodes = np.where(tree.depths == level, tree.scores, -np.inf)
     above = np.where(tree.depths == level - 1, tree.scores, -np.inf)
     return most_probable(tree, nodes, above, num)
+
+
+def draft_passes(profile: LatencyProfile | None, *, stages: int = 1, rows: int = 1) -> float | None:
+    """Returns t_target / t_draft for a draft pass of ``rows`` rows; None if a time is unknown."""
+    if profile is None:
+        return None
+    target_ms, draft_ms = profile.ms(Work.STAGE, 1), profile.ms(Work.DRAFT, rows)
+    return stages * target_ms / draft_ms if target_ms and draft_ms else None

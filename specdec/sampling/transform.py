@@ -200,7 +200,7 @@ class SamplingTransform:
         return logits
 
 
-# ---------------------------------------------------------------------- filters
+# Filters.
 
 
 def _filtered(logits: Tensor, params: SamplingParams) -> Iterator[FloatArray | SupportProbs]:
@@ -276,7 +276,7 @@ def check_finite(best: npt.NDArray[np.floating]) -> None:
     )
 
 
-# ---------------------------------------------------------------------- the largest entries
+# The largest entries.
 
 
 def on_accelerator(tensor: Tensor) -> bool:
@@ -342,7 +342,7 @@ def _copied(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
     return both[0].astype(np.int64), both[1]
 
 
-# ---------------------------------------------------------------------- draws
+# Draws.
 
 
 def draw(weights: FloatArray | SupportProbs, uniforms: FloatArray) -> IntArray:

@@ -116,7 +116,7 @@ class EagleSource(CachedModelSource):
         self._states.close(request_id)
         self._drafts.pop(request_id, None)
 
-    # ------------------------------------------------------------------ the head
+    # The head.
 
     def _target_logits(self, logits: Tensor) -> Tensor:
         full: Tensor = self._runner.target_logits(logits)

@@ -77,7 +77,7 @@ class KatzModel:
         self._derive()
         self._ranking = np.argsort(-self._unigrams, kind="stable")
 
-    # ------------------------------------------------------------------ building
+    # Building.
 
     @classmethod
     def from_tokens(
@@ -170,7 +170,7 @@ class KatzModel:
         starts = np.concatenate([[0], np.cumsum(seen)])
         return _Level(keys=keys, tokens=token, probs=probs, starts=starts, alphas=alphas)
 
-    # ------------------------------------------------------------------ lookup
+    # Lookup.
 
     def probs(self, contexts: Sequence[IntArray] | IntArray) -> FloatArray:
         """Returns the distributions after W contexts of any length, float64[W, V]."""

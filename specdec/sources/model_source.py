@@ -205,7 +205,7 @@ class CachedModelSource(ModelSource):
         self._caches.pop(request_id, None)
         self._logits.close(request_id)
 
-    # ------------------------------------------------------------------ rows to compute
+    # Rows to compute.
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
         """Returns bool[W]: whether the model can continue the nodes (here: has their positions)."""
@@ -231,7 +231,7 @@ class CachedModelSource(ModelSource):
             entered[:] = False
         return tree.with_missing_ancestors(slots[~entered], cache.has)
 
-    # ------------------------------------------------------------------ the model
+    # The model.
 
     def _compute(
         self, state: DecodeState, selected: Sequence[tuple[RequestState, IntArray]]

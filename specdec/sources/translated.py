@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from specdec.models.translated import TranslatedDraft
-from specdec.models.vocabulary import Tail, Translation
+from specdec.models.vocabulary import Tail, TranslatedDraft, Translation
 from specdec.parts.fields import Count, validated
 from specdec.sources.model_source import CachedModelSource, PassWork
 from specdec.tree import TokenTree
@@ -150,7 +149,7 @@ class DraftText:
         self.final: list[int] = list(tail.tokens[:num])
         self.root = self._placed(self._end, replace(tail, tokens=tail.tokens[num:]))
 
-    # ------------------------------------------------------------------ places
+    # Places.
 
     def places(self, tree: TokenTree, ids: IntArray) -> list[Place]:
         slots = tree.slots(ids)
@@ -200,7 +199,7 @@ class DraftText:
             self._nodes[node] = _TrieNode(parent, token, position)
         return node
 
-    # ------------------------------------------------------------------ rows
+    # Rows.
 
     def missing(self, leaves: Sequence[int], held: set[int]) -> list[int]:
         """Returns ``leaves`` and their ancestors that are not in ``held``, parents first."""
@@ -227,7 +226,7 @@ class DraftText:
             paths=np.array(paths, np.int64),
         )
 
-    # ------------------------------------------------------------------ commits
+    # Commits.
 
     def commit(self, commit: Commit) -> Commit:
         """Advances the root, drops what left the tree, and returns the commit in trie nodes."""

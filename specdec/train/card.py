@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from specdec.data.files import read_json
 from specdec.data.stdlib import HELD_OUT_MODULUS
 from specdec.files import write_json
-from specdec.models.cache_argument import cache_argument
+from specdec.models.slicing import cache_argument
 from specdec.train.agreement import BATCH, RANKS, SETTINGS, agreement_by_data
 from specdec.train.corpus import EVALUATED, held_out_files
 from specdec.train.lm import held_out_loss

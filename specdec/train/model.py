@@ -23,7 +23,7 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM
 from specdec.data.files import read_json_object
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
-from specdec.models.cache_argument import cache_argument
+from specdec.models.slicing import cache_argument
 from specdec.parts.fields import Count, Positive
 
 

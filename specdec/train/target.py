@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from specdec.errors import UserError
-from specdec.models.cache_argument import cache_argument
 from specdec.models.config_values import config_value
 from specdec.models.frozen import FrozenModel
 from specdec.models.loading import load_model
+from specdec.models.slicing import cache_argument
 from specdec.train.model import LanguageModel, ModelShape, is_own_format
 from specdec.train.session import Session
 

@@ -150,7 +150,7 @@ class TokenTree:
         tree.hidden = dict(self.hidden)
         return tree
 
-    # ------------------------------------------------------------------ growth
+    # Growth.
 
     def reset(self, *, token: int, position: int) -> int:
         self._size = 0
@@ -242,7 +242,7 @@ class TokenTree:
                 states = {name: rows[row] for name, rows in hidden.items()}
                 self.hidden[node_id] = {**self.hidden.get(node_id, {}), **states}
 
-    # ------------------------------------------------------------------ queries
+    # Queries.
 
     def slots(self, ids: IntArray) -> IntArray:
         """Returns int64[W], the slots of ``ids``; ``NO_NODE`` for an id that is not in the tree."""
@@ -330,7 +330,7 @@ class TokenTree:
         slots, columns = np.divmod(best, max(self._candidates.shape[1], 1))
         return slots, columns, flat[best]
 
-    # ------------------------------------------------------------------ rerooting
+    # Rerooting.
 
     def reroot(self, slot: int) -> None:
         """Makes ``slot`` the root and drops all nodes outside its subtree (SpecPipe 3.2.1).

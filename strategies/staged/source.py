@@ -127,7 +127,7 @@ class StagedSource(CombinedSource):
         scratch = _scratch_nodes(self._located(nodes))
         return self._cheap.expand(self._scratch_state(state), scratch, k)
 
-    # ------------------------------------------------------------------ scratch trees
+    # Scratch trees.
 
     def _located(self, nodes: Nodes) -> _Selection:
         requests = [(self._requests[request_id], ids) for request_id, ids in nodes.items]

@@ -110,7 +110,7 @@ class Device(TorchDispatchMode):
         self.capturing: Graph | None = None
         self.names_meta = False  # what Python does not call meta is this device in C++ parts
 
-    # ------------------------------------------------------------------ operations
+    # Operations.
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -220,7 +220,7 @@ class Device(TorchDispatchMode):
         self.waits["synchronize"] += 1
         self.forbid("synchronize")
 
-    # ------------------------------------------------------------------ graphs
+    # Graphs.
 
     @contextmanager
     def capture(self, graph: Graph, pool: Any = None, **_: Any) -> Iterator[None]:

@@ -20,8 +20,8 @@ from specdec.compose.workbench import Workbench
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.stage import ModelStage
 from specdec.interfaces import TreePolicy
-from specdec.models.cache_argument import cache_argument
 from specdec.models.runner import ModelRunner
+from specdec.models.slicing import cache_argument
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform

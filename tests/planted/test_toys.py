@@ -129,7 +129,7 @@ def certified(build: Callable[..., Parts], checks: tuple[str, ...] | None = QUIC
     return certify(_config(), build=build, checks=checks)
 
 
-# ---------------------------------------------------------------------- faults
+# Faults.
 
 
 def answer_of_a_pruned_node(work: Planted) -> None:

@@ -54,7 +54,7 @@ def hit_rate(requests: list[RequestState]) -> float:
     return float(hits / (hits + misses))
 
 
-# ---------------------------------------------------------------------- PEARL
+# PEARL.
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_until_ready_fills_the_targets_pass(target: float, draft: float, gamma: 
     assert times[0] == pytest.approx(times[1])
 
 
-# ---------------------------------------------------------------------- SSD
+# SSD.
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
     assert {*kinds} == {*needed}
 
 
-# ---------------------------------------------------------------------- AMUSD
+# AMUSD.
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_match_gives_the_law_and_the_tokens_of_plain_sampling():
     assert p_value(setup, tokens) > FALSE_ALARM
 
 
-# ---------------------------------------------------------------------- planted bugs
+# Planted bugs.
 
 SPOILED = {
     "correction from the target": Setup(branching=(2, 2)),

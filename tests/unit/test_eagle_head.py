@@ -18,9 +18,8 @@ from specdec.errors import UserError
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.models.bundled import family_path
 from specdec.models.eagle import EagleHead, default_layers
-from specdec.models.eagle_loading import HeadFiles, load_head, save_head
+from specdec.models.eagle_loading import HeadFiles, load_head, save_head, untrained_config
 from specdec.models.eagle_runner import EagleRunner, rewritten
-from specdec.models.eagle_untrained import untrained_config
 from specdec.pairs import RandomPair
 from specdec.pairs.pretrained import build_pretrained
 from specdec.types import TreeRows

@@ -29,7 +29,7 @@ from specdec.models.random import random_model
 from specdec.models.slicing import final_norm
 from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams
-from specdec.sources.exit_laws import ppsd_law
+from specdec.sources.early_exit import ppsd_law
 from specdec.state import RequestState, StopRules
 from specdec.testing import Case, ObservedPair, Oracle, RandomPair, Watch, decode_cases
 from specdec.train.exits import (

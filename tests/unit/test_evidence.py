@@ -8,9 +8,15 @@ import math
 import numpy as np
 import pytest
 
-from specdec.certify.evidence import log_evidence, log_sum
+from specdec.certify.laws import (
+    log_evidence,
+    log_sum,
+    partitions,
+    wide_evidence,
+    wide_pair,
+    wide_tables,
+)
 from specdec.certify.oracle import reference_probs
-from specdec.certify.wide_laws import partitions, wide_evidence, wide_pair, wide_tables
 from specdec.errors import UserError
 from specdec.pairs import TablePair
 from specdec.sampling.transform import SamplingParams

@@ -180,7 +180,7 @@ def test_exact_attention_is_attention(softcap, window):
     assert (ours.transpose(0, 1) - theirs[0]).abs().max() < 1e-13
 
 
-# ------------------------------------------------------------ proofs
+# Proofs.
 
 SETTING = Setting(torch.float32, torch.device("cpu"), 1)
 
@@ -291,4 +291,4 @@ def test_sums_have_the_same_bits_on_every_rank_at_every_place(size, dtype, monke
             assert torch.equal(rows, expected)
 
 
-# ------------------------------------------------------------ refusals
+# Refusals.

@@ -22,10 +22,9 @@ from transformers.masking_utils import eager_mask
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models.family_check import check_family
 from specdec.models.inspection import CERTIFIED
 from specdec.models.random import random_model
-from specdec.models.runner import NO_ROWS, ModelRunner
+from specdec.models.runner import NO_ROWS, ModelRunner, check_family
 from specdec.types import NO_NODE, TreeRows
 
 pytestmark = pytest.mark.slow

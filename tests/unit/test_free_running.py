@@ -79,7 +79,7 @@ def test_the_output_is_that_of_plain_decoding(times: str, executor: str, batch_s
         assert parts.clock.now() < 0.95 * (of_draft + max(busy.values())), "they took turns"
 
 
-# ---------------------------------------------------------------------- times by hand
+# Times by hand.
 
 
 def emitted_ms(

@@ -56,7 +56,7 @@ def models() -> Pair:
     return Pair()
 
 
-# ---------------------------------------------------------------------- the source
+# The source.
 
 
 def check_candidates(models: Pair, parts: Parts, k: int = 3) -> list[int]:
@@ -143,7 +143,7 @@ class TestCandidates:
         assert -3 <= passes([5, 4]) <= 0
 
 
-# ---------------------------------------------------------------------- whole strategies
+# Whole strategies.
 
 
 def rejecting_p_value() -> float:
@@ -175,7 +175,7 @@ class TestLossless:
         assert rejecting_p_value() > FALSE_ALARM
 
 
-# ---------------------------------------------------------------------- weights, refusals
+# Weights, refusals.
 
 
 SHAPE = small_llama(2)

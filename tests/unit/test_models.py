@@ -56,7 +56,7 @@ def _logits(runners, tokens):
 TOKENS = np.arange(3, 12)
 
 
-# ---------------------------------------------------------------------- inspection
+# Inspection.
 
 
 def test_inspect_model(saved):
@@ -137,7 +137,7 @@ def test_only_pickles(copy):
         inspect_model(copy)
 
 
-# ---------------------------------------------------------------------- loading
+# Loading.
 
 
 def test_load_model_refuses_incomplete_weights(copy):
@@ -229,7 +229,7 @@ def test_middle_stage_of_checkpoint_without_prefix(saved, tmp_path):
     assert (_logits(runners, TOKENS) - expected).abs().max() < 1e-4
 
 
-# ---------------------------------------------------------------------- the runner
+# The runner.
 
 
 def test_captured_layers_are_transformers_hidden_states(saved):

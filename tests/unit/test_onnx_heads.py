@@ -162,7 +162,7 @@ def test_outputs_are_those_of_plain_decoding(strategy, sampling):
     assert outputs[0] == outputs[1]
 
 
-# ------------------------------------------------------------ Medusa
+# Medusa.
 
 MEDUSA = {"dtype": "float32", "num_layers": 2, "hidden_size": 64}
 

@@ -63,7 +63,7 @@ def test_hits_have_the_mean_acceptance_of_their_case(acceptance: float) -> None:
     build_pair({"kind": "synthetic", "vocab_size": 4096, **values})  # a law that is accepted
 
 
-# ---------------------------------------------------------------------- sentences
+# Sentences.
 
 
 def speeds_of(ratios: dict[Case, tuple[float, float, float]]) -> Any:

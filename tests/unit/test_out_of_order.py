@@ -160,7 +160,7 @@ def test_the_output_is_that_of_plain_decoding(
     assert seen.pruned > 2, "no answer came for a node that was gone"
 
 
-# ---------------------------------------------------------------------- pages
+# Pages.
 
 
 @pytest.mark.parametrize("policy", ["chain", "levels", "two levels"])
@@ -184,7 +184,7 @@ def test_caches_in_pages_are_large_enough(policy: str) -> None:
     assert state.load.kv_peak_tokens <= kv_tokens
 
 
-# ---------------------------------------------------------------------- rejection sampling
+# Rejection sampling.
 
 NUM_REQUESTS, NUM_TOKENS = 600, 3
 LAW_POLICIES: dict[str, Callable[[], TreePolicy]] = {

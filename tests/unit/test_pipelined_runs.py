@@ -49,7 +49,7 @@ def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str
     return list(zip(sizes, kinds, strict=True))
 
 
-# ---------------------------------------------------------------------- PipeInfer
+# PipeInfer.
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_contradicted_run_is_cancelled_half_way() -> None:
     assert rows[-1] < 0.7 * rows[0]
 
 
-# ---------------------------------------------------------------------- FlowSpec
+# FlowSpec.
 
 
 def ranks(alpha: float) -> list[float]:

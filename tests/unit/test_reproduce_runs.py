@@ -34,7 +34,7 @@ def settings(out: Path, **changed: Any) -> Settings:
     return replace(start, **changed)
 
 
-# ---------------------------------------------------------------------- bands
+# Bands.
 
 
 def test_both_ends_of_every_band_exist_and_differ_in_stage_times_only() -> None:
@@ -53,7 +53,7 @@ def test_both_ends_of_every_band_exist_and_differ_in_stage_times_only() -> None:
             assert flat[key] == rising[key], f"{name} {key}"
 
 
-# ---------------------------------------------------------------------- repeats and sets
+# Repeats and sets.
 
 
 def outcome(*requests: tuple[int, float, int, int, int]) -> Any:
@@ -94,7 +94,7 @@ def test_the_mean_of_independent_sets_has_a_narrower_interval() -> None:
     assert _combined([(2.0, None), (3.0, 2.6)]) is None
 
 
-# ---------------------------------------------------------------------- runs
+# Runs.
 
 
 def test_a_result_is_kept_only_under_the_same_conditions(tmp_path: Path) -> None:

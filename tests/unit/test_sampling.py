@@ -78,7 +78,7 @@ def _where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sampling, "on_accelerator", lambda tensor: request.param)
 
 
-# ---------------------------------------------------------------------- against the oracle
+# Against the oracle.
 
 
 @pytest.mark.usefixtures("_where")
@@ -174,7 +174,7 @@ def test_a_row_does_not_depend_on_its_batch(vocab, dtype, given):
         np.testing.assert_array_equal(score[0], scores[i])
 
 
-# ---------------------------------------------------------------------- edges
+# Edges.
 
 
 @pytest.mark.usefixtures("_where")
@@ -282,7 +282,7 @@ def test_candidates_of_a_support_are_those_of_its_array():
     np.testing.assert_array_equal(found.logprobs, dense.logprobs)
 
 
-# ---------------------------------------------------------------------- histories
+# Histories.
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4])
@@ -320,7 +320,7 @@ def test_a_processor_that_writes_into_its_scores_changes_nothing_else():
     assert logits[0, 0] == 5.0
 
 
-# ---------------------------------------------------------------------- the answering rank
+# The answering rank.
 
 
 def tree_rows(request, ids, prefix_len, parent_ids, tokens=None):

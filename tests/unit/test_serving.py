@@ -53,7 +53,7 @@ def test_soak() -> None:
     assert state.load.request_steps / state.step > 7.5  # the cache, not the batch size, is full
 
 
-# ------------------------------------------------------------------------------ turns
+# Turns.
 
 
 class _Fed:
@@ -101,7 +101,7 @@ def test_prompts_enter_alone_where_they_come_first() -> None:
     assert max(sum(len(c.tokens) for c in b.prefills) for b in fed.batches) == 3
 
 
-# ------------------------------------------------------------------------------ blocks
+# Blocks.
 
 
 def test_requests_wait_for_blocks_and_nobody_overtakes() -> None:
@@ -114,7 +114,7 @@ def test_requests_wait_for_blocks_and_nobody_overtakes() -> None:
     assert (budget.num_claimed, budget.peak_blocks) == (7, 10)
 
 
-# ------------------------------------------------------------------------------ arrivals
+# Arrivals.
 
 
 def test_arrivals(tmp_path: Any) -> None:

@@ -25,7 +25,7 @@ from specdec.verifiers import MatchVerifier
 
 NAME = HiddenName(2)
 
-# ---------------------------------------------------------------------- answers in any order
+# Answers in any order.
 
 
 def say(state: DecodeState, request: RequestState, *slots_and_tokens: tuple[int, int]):
@@ -139,7 +139,7 @@ def test_a_commit_carries_the_hidden_states_of_retired_nodes():
     assert not request.tree.hidden, "a miss: nothing of the old tree remains"
 
 
-# ---------------------------------------------------------------------- passes beside the loop
+# Passes beside the loop.
 
 
 def test_candidates_of_pruned_nodes_and_closed_requests_are_dropped():
@@ -202,7 +202,7 @@ def test_a_copy_keeps_the_present_trees_of_its_requests():
     assert request.tree.tokens.tolist() == [10, 11]
 
 
-# ---------------------------------------------------------------------- the tree
+# The tree.
 
 
 def test_target_probs_follow_their_nodes() -> None:

@@ -216,7 +216,7 @@ def test_answers_may_arrive_in_any_order(cls):
     assert len(lengths) > 2
 
 
-# ---------------------------------------------------------------------- rejection
+# Rejection.
 
 
 def test_rejection_with_a_greedy_target_is_greedy_decoding():
@@ -262,7 +262,7 @@ def test_rejection_refuses_children_out_of_sampling_order():
         verdicts_of(RejectionVerifier(), state, answers)
 
 
-# ---------------------------------------------------------------------- lossy
+# Lossy.
 
 
 def lossy_case(probs, tokens=(0, 1, 2), draft=(0.2, 0.5, 0.3), own_token=3):
@@ -323,7 +323,7 @@ def test_typical_compares_with_the_entropy_and_takes_the_longest_path():
     assert verdict.next_token == tree.tokens[6] == 0
 
 
-# ---------------------------------------------------------------------- histories
+# Histories.
 
 
 def test_histories_follow_the_tree_through_commits():

@@ -52,7 +52,7 @@ def config(*overrides: str) -> dict:
     return run_job_of(["model=random", *overrides]).config
 
 
-# ---------------------------------------------------------------------- the reference
+# The reference.
 
 
 def test_the_reference_draws_what_the_library_draws() -> None:
@@ -123,7 +123,7 @@ def test_the_reference_stops_by_the_whole_text() -> None:
     assert plain_decode(logits, stop=stop, **args).reason == "eos"
 
 
-# ---------------------------------------------------------------------- laws and distances
+# Laws and distances.
 
 
 def test_chi_square_is_that_of_scipy_and_finds_a_bias() -> None:
@@ -183,7 +183,7 @@ def test_rounding_within_the_error_is_always_a_tie() -> None:
     assert allowed < 200, "a test that allows everything finds nothing"
 
 
-# ---------------------------------------------------------------------- the report
+# The report.
 
 
 def test_a_report_says_what_may_be_said() -> None:
@@ -224,7 +224,7 @@ def test_a_lossy_verifier_is_said_to_be(tmp_path: Path, capsys) -> None:
     assert "lossy" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------- specdec.testing
+# Specdec.testing.
 
 
 @pytest.mark.slow

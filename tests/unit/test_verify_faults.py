@@ -208,7 +208,7 @@ def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert "tracebacks are in verify.json" in shown
 
 
-# ---------------------------------------------------------------------- long requests, last places
+# Long requests, last places.
 
 
 @pytest.mark.slow

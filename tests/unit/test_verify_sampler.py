@@ -11,7 +11,7 @@ import torch
 
 from specdec.certify import Check
 from specdec.certify.certify import certify
-from specdec.certify.draws import draw_problems
+from specdec.certify.parity import draw_problems
 from specdec.config.job import run_job_of
 from specdec.sampling import transform
 from specdec.sampling.keyed_draws import KeyedDraws

@@ -19,8 +19,7 @@ from specdec.attention.kv_storage import Pair
 from specdec.attention.tree_attention import PLAN, AttentionStep, Step, StepCache
 from specdec.device import to_device
 from specdec.models.backends.interface import Backend, ModelSlice, RunnerOutput
-from specdec.models.cache_argument import cache_argument
-from specdec.models.slicing import final_norm
+from specdec.models.slicing import cache_argument, final_norm
 from specdec.types import IntArray
 
 

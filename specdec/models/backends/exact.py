@@ -184,7 +184,7 @@ class Exact(Backend):
         return Operator("the whole pass", key, num_rows, (prompt, chain))
 
 
-# ------------------------------------------------------------ modules
+# Modules.
 
 
 class _Activation(nn.Module):
@@ -241,7 +241,7 @@ def use_exact_modules(model: Any) -> None:
                 setattr(model, name, _CappedOutput(child, softcap))
 
 
-# ------------------------------------------------------------ numbers of rows
+# Numbers of rows.
 
 Layout = Callable[[int, int], Sequence[Tensor]]
 """(start, stop) -> results of the sample's rows ``start`` .. ``stop`` - 1, from one pass."""
@@ -336,7 +336,7 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     )
 
 
-# ------------------------------------------------------------ operators of transformers' modules
+# Operators of transformers' modules.
 
 
 def _operators(layers: ModelSlice, setting: Setting) -> Iterator[Operator]:
@@ -488,7 +488,7 @@ def attention_operator(
     return Operator(name, shape, MOST_ROWS, (prompt, tree), on_disk=True)
 
 
-# ------------------------------------------------------------ proofs on disk
+# Proofs on disk.
 
 
 def _stored_counts(key: Hashable, device: torch.device) -> tuple[int, ...] | None:

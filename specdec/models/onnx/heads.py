@@ -230,7 +230,7 @@ def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:
         yield joined
 
 
-# ------------------------------------------------------------ Medusa
+# Medusa.
 
 
 class OnnxMedusa:

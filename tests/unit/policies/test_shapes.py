@@ -50,7 +50,7 @@ def greedy_chain(context: Context, num: int, salt: int = 0) -> list[Context]:
     return chain
 
 
-# ---------------------------------------------------------------------- chain and static
+# Chain and static.
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 7])
@@ -96,7 +96,7 @@ def test_static_completes_a_surviving_tree() -> None:
     assert source.widths == [3, 1, 2]
 
 
-# ---------------------------------------------------------------------- fixed width
+# Fixed width.
 
 
 @pytest.mark.parametrize(("width", "children", "depth"), [(1, 1, 5), (6, 2, 4), (8, 20, 3)])
@@ -228,7 +228,7 @@ def test_ties_fall_in_slot_order() -> None:
     assert chosen == [ROOT, *((*ROOT, t) for t in (9, 4, 7))]
 
 
-# ---------------------------------------------------------------------- staged
+# Staged.
 
 
 def test_staged_extends_the_best_leaves_with_cheap_chains() -> None:

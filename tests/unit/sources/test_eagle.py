@@ -20,7 +20,7 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
 from specdec.interfaces import TreePolicy
 from specdec.models.eagle import EagleHead
-from specdec.models.eagle_fitting import hidden_states, sampled_text
+from specdec.models.eagle_loading import hidden_states, sampled_text
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sources import EagleSource, MixtureSource, RandomSource
 from specdec.state import DecodeState, RequestState
@@ -72,7 +72,7 @@ POLICIES: dict[str, tuple[Callable[[], TreePolicy], int | None]] = {
 }
 
 
-# ---------------------------------------------------------------------- proposals
+# Proposals.
 
 
 def reference(head: EagleHead, tokens: np.ndarray, depth: int) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_a_reduced_vocabulary_proposes_tokens_of_the_target() -> None:
     assert min(compared(head, built(head, Static(branching=[3, 2])))[:2]) > 5
 
 
-# ---------------------------------------------------------------------- the cache
+# The cache.
 
 
 def fresh_entries(head: EagleHead, tokens: np.ndarray) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_early_features_correct_nodes_before_their_answers() -> None:
     assert rows[True] > 1.5 * rows[False]
 
 
-# ---------------------------------------------------------------------- whole strategies
+# Whole strategies.
 
 
 def accepted(parts: Parts) -> int:

@@ -28,9 +28,14 @@ from specdec.errors import UserError
 from specdec.interfaces import TreePolicy
 from specdec.models.bundled import family_path
 from specdec.models.loading import load_tokenizer
-from specdec.models.other_vocabulary import fast_tokenizer, other_tokenizer
-from specdec.models.translated import TranslatedDraft
-from specdec.models.vocabulary import Tail, Translation, Vocabulary
+from specdec.models.vocabulary import (
+    Tail,
+    TranslatedDraft,
+    Translation,
+    Vocabulary,
+    fast_tokenizer,
+    other_tokenizer,
+)
 from specdec.pairs import PretrainedPair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sources import MixtureSource, RandomSource, TranslatedSource
@@ -82,7 +87,7 @@ POLICIES: dict[str, tuple[Callable[[], TreePolicy], int | None]] = {
     ),
 }
 
-# ---------------------------------------------------------------------- proposals
+# Proposals.
 
 
 def draft_tokens(tokens: np.ndarray, num_prompt: int) -> tuple[int, ...]:
@@ -149,7 +154,7 @@ def test_nodes_of_other_sources_are_translated() -> None:
     assert sum(one.accepted for one in found.values()) > 5
 
 
-# ---------------------------------------------------------------------- rejection sampling
+# Rejection sampling.
 
 
 def rejecting_p_value() -> float:
@@ -168,7 +173,7 @@ def test_sampled_candidates_keep_the_law_of_the_target() -> None:
     assert rejecting_p_value() > FALSE_ALARM
 
 
-# ---------------------------------------------------------------------- real tokenizers
+# Real tokenizers.
 
 
 @cache
@@ -298,7 +303,7 @@ def test_gpt2_tokens_of_the_data_folder() -> None:
     assert abs(len(found) - len(whole)) < 0.02 * len(whole)
 
 
-# ---------------------------------------------------------------------- errors
+# Errors.
 
 
 def test_what_is_missing_is_named() -> None:
