@@ -34,7 +34,8 @@ def to_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copies an array to ``device`` without waiting for pending work there."""
     # Pageable memory is staged before the call returns, so ``array`` may be reused at once.
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 @contextmanager

@@ -51,6 +51,12 @@ class Rows:
         return len(self.tokens)
 
     @property
+    def causal(self) -> bool:
+        """Returns whether every row sees all slots up to its own."""
+        num_later = len(self.tokens) * (len(self.tokens) - 1) // 2  # pairs of a row and a later row
+        return int(np.count_nonzero(self.visible)) == self.visible.size - num_later
+
+    @property
     def end(self) -> int:
         """Returns the number of used slots including the rows."""
         return self.start + len(self.tokens)
@@ -129,15 +135,16 @@ class TreeCache:
         if num_prefix:
             assert not self.num_nodes, "committed tokens are missing below entries of the tree"
             self.cached_len += num_prefix
-        tokens, positions = prefix_tokens, np.arange(start, start + num_prefix)
-        first_masked, visible = start, np.tri(num_rows, dtype=np.bool_)
-        if tree is not None:
-            tokens = np.concatenate([tokens, tree.tokens])
-            positions = np.concatenate([positions, tree.positions])
-            block = self._append(tree)
-            visible[num_prefix:, num_prefix:] = block[:, self.num_nodes - len(tree.tokens) :]
-            if not num_prefix:
-                first_masked, visible = self.cached_len, block
+        if tree is not None and not num_prefix:
+            tokens, positions = tree.tokens, tree.positions
+            first_masked, visible = self.cached_len, self._append(tree, positions)
+        else:
+            tokens, positions = prefix_tokens, np.arange(start, start + num_prefix)
+            first_masked, visible = start, np.tri(num_rows, dtype=np.bool_)
+            if tree is not None:
+                tokens = np.concatenate([tokens, tree.tokens])
+                positions = np.concatenate([positions, tree.positions])
+                visible[num_prefix:, num_prefix:] = self._append(tree, tree.positions)
         return Rows(
             cache=self,
             tokens=tokens,
@@ -149,11 +156,14 @@ class TreeCache:
             visible=visible,
         )
 
-    def _append(self, tree: TreeRows) -> BoolArray:
+    def _append(self, tree: TreeRows, positions: IntArray) -> BoolArray:
         """Adds entries for W nodes; returns bool[W, T + W], which entries each node sees."""
-        old, positions = self.num_nodes, tree.positions
+        old = self.num_nodes
         ids = self.node_ids = np.concatenate([self.node_ids, tree.node_ids])
         self.node_positions = np.concatenate([self.node_positions, positions])
+        if not old and len(ids) == 1:  # plain decoding
+            assert positions[0] == self.cached_len, f"{ids} does not continue the cached prefix"
+            return np.ones((1, 1), np.bool_)
         order = ids.argsort()
         assert (np.diff(ids[order]) > 0).all(), f"one of {tree.node_ids} has an entry already"
         at = order.take(ids[order].searchsorted(tree.paths), mode="clip")
@@ -184,11 +194,13 @@ class TreeCache:
         is_hit = commit.kind is CommitKind.HIT
         if is_hit and self.cached_len + len(adopted) >= commit.prefix_len:
             kept = commit.keeps(self.node_ids).nonzero()[0]
-        # Kept entries inside the new region keep their slots; the others fill the free slots.
-        new = np.full(len(kept), -1)
-        inside = (kept >= len(adopted)) & (kept < len(adopted) + len(kept))
-        new[kept[inside] - len(adopted)] = kept[inside]
-        new[new < 0] = kept[~inside]
+        new = kept
+        if len(kept):
+            # Kept entries inside the new region keep their slots; the others fill the free slots.
+            new = np.full(len(kept), -1)
+            inside = (kept >= len(adopted)) & (kept < len(adopted) + len(kept))
+            new[kept[inside] - len(adopted)] = kept[inside]
+            new[new < 0] = kept[~inside]
         sources = np.concatenate([adopted, new])
         moved = (sources != np.arange(len(sources))).nonzero()[0]
         if len(moved):

@@ -163,7 +163,6 @@ class RequestPart:
         """Returns the visibility on the device; masks of sliding windows need ``has_window``."""
         if has_window not in self._bits:
             rows, device = self.rows, self.rows.cache.spec.device
-            num_later = len(rows) * (len(rows) - 1) // 2  # slots of later rows, over all rows
             arrays = {
                 "lengths": np.array([rows.first_masked, rows.end]),
                 "visible": np.ascontiguousarray(rows.visible, np.uint8),
@@ -176,7 +175,7 @@ class RequestPart:
             self._bits[has_window] = Visibility(
                 num_slots=rows.end,
                 dtype=rows.cache.spec.dtype,
-                causal=int(count_nonzero(rows.visible)) == rows.visible.size - num_later,
+                causal=rows.causal,
                 **there,
             )
         return self._bits[has_window]
@@ -194,7 +193,7 @@ def host_mask(rows: Rows, window: int | None) -> npt.NDArray[Any] | None:
     part = RequestPart(rows)
     if part.within(window):
         window = None
-        if part.bits().causal:
+        if rows.causal:
             return None
     mask = part.bits(has_window=window is not None).mask(window)
     return mask.float().numpy() if mask.dtype is torch.bfloat16 else mask.numpy()

@@ -11,7 +11,7 @@ stored entries of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Annotated
@@ -123,7 +123,7 @@ class SamplingTransform:
             return argmax(logits.numpy())
         best = logits.max(dim=1)  # returns the first of equal entries
         tokens, values = _copied(best.indices, best.values)
-        check_finite(values)
+        check_finite(values.tolist())
         return tokens
 
     def distribution(
@@ -172,7 +172,7 @@ class SamplingTransform:
         ids, values = _largest(scores, k)
         order = (-values).argsort(axis=1, kind="stable")[:, :k]
         logprobs = np.take_along_axis(values, order, axis=1)
-        check_finite(logprobs[:, 0])
+        check_finite(logprobs[:, 0].tolist())
         return np.take_along_axis(ids, order, axis=1), np.minimum(logprobs, 0.0, dtype=np.float64)
 
     def _joined(self, logits: Tensor, params: SamplingParams) -> FloatArray | SupportProbs:
@@ -233,7 +233,7 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Iterator[FloatArray | S
 
 def _weights(values: npt.NDArray[np.floating], temperature: float) -> FloatArray:
     best = values.max(axis=1, keepdims=True)
-    check_finite(best)
+    check_finite(best[:, 0].tolist())
     weights = np.subtract(values, best, dtype=np.float64)
     weights /= temperature
     return np.exp(weights, out=weights)
@@ -265,12 +265,13 @@ def _normalised(weights: FloatArray | SupportProbs) -> FloatArray | SupportProbs
     return SupportProbs(weights.ids, weights.values / total, weights.vocab_size)
 
 
-def check_finite(best: npt.NDArray[np.floating]) -> None:
+def check_finite(best: Iterable[float]) -> None:
     """Raises ``ValueError`` if a row maximum is not finite: sampling would hide the fault."""
-    if all(map(isfinite, best.ravel().tolist())):
+    wrong = [value for value in best if not isfinite(value)]
+    if not wrong:
         return
     raise ValueError(
-        f"the largest logit of a row is {best[~np.isfinite(best)][0]}: the model returned NaN or"
+        f"the largest logit of a row is {wrong[0]}: the model returned NaN or"
         " infinity, or the logits processors banned every token; check the model's precision"
         " (dtype) and the processors"
     )
@@ -286,8 +287,8 @@ def on_accelerator(tensor: Tensor) -> bool:
 
 def argmax(values: npt.NDArray[np.floating]) -> IntArray:
     """Returns int64[A]: the first of the largest entries of each row of values[A, V]."""
-    best = values.argmax(axis=1)  # NaN counts as the largest
-    check_finite(values[np.arange(len(best)), best])
+    best: IntArray = values.argmax(axis=1)  # NaN counts as the largest
+    check_finite([values[row, token] for row, token in enumerate(best.tolist())])
     return best
 
 
@@ -302,12 +303,12 @@ def _largest(values: Tensor, k: int) -> tuple[IntArray, npt.NDArray[np.floating]
     if on_accelerator(values):
         found = values.topk(min(k + SPARE, vocab_size), dim=1)
         ids, chosen = _copied(found.indices, found.values)
-        check_finite(chosen[:, 0])  # NaN counts as the largest
+        check_finite(chosen[:, 0].tolist())  # NaN counts as the largest
         if len(ids[0]) == vocab_size or (chosen[:, -1] < chosen[:, k - 1]).all():
             order = ids.argsort(axis=1)
             return np.take_along_axis(ids, order, 1), np.take_along_axis(chosen, order, 1)
         values = values.cpu()  # more entries may tie with the k-th
-    check_finite(values.amax(dim=1).numpy())
+    check_finite(values.amax(dim=1).tolist())
     rows, num_blocks = values.numpy(), vocab_size // _BLOCK
     searched = rows
     if num_blocks >= _MIN_BLOCKS * k:

@@ -52,6 +52,9 @@ _NODE = np.dtype(
     ],
     align=True,
 )
+_NEW_NODE = np.zeros((), _NODE)
+for _field in ("parent", "submitted_at", "answer"):
+    _NEW_NODE[_field] = -1
 _CANDIDATE = np.dtype([("token", np.int64), ("logprob", np.float64), ("origin", np.int64)])
 _NO_CANDIDATE = np.array((0, -np.inf, 0), _CANDIDATE)
 
@@ -246,8 +249,10 @@ class TokenTree:
 
     def slots(self, ids: IntArray) -> IntArray:
         """Returns int64[W], the slots of ``ids``; ``NO_NODE`` for an id that is not in the tree."""
-        at = self.ids.searchsorted(ids)
-        return np.where(self.ids.take(at, mode="clip") == ids, at, NO_NODE)
+        known = self.ids
+        slots: IntArray = known.searchsorted(ids)
+        slots[known.take(slots, mode="clip") != ids] = NO_NODE
+        return slots
 
     def live_slots(self, ids: IntArray) -> IntArray:
         """Returns int64[W], the slots of ``ids``, which must all be in the tree."""
@@ -361,11 +366,10 @@ class TokenTree:
             self._nodes = np.concatenate([self._nodes, np.zeros(extra, _NODE)])
             self._candidates = np.concatenate([self._candidates, columns])
         new = self._nodes[self._size : need]
-        new[:] = np.zeros((), _NODE)
+        new[:] = _NEW_NODE
         new["id"] = np.arange(self.next_id, self.next_id + num)
-        for field in ("parent", "submitted_at", "answer"):
-            new[field] = -1
-        self._candidates[self._size : need] = _NO_CANDIDATE
+        if self._candidates.shape[1]:
+            self._candidates[self._size : need] = _NO_CANDIDATE
         self._size = need
         self.next_id += num
         return new
