@@ -112,7 +112,8 @@ def configuration_page() -> str:
         for name, path in options(group).items():
             lines += _section(f"`{group}={name}`", first_comment(path), path, level=3)
     for path in sorted((config_dir() / "train").glob("*.yaml")):
-        lines += _section(f"`specdec train {path.stem}`", first_comment(path), path, level=2)
+        what = "" if path.stem.startswith("_") else f" {path.stem}"
+        lines += _section(f"`specdec train{what}`", first_comment(path), path, level=2)
     return "\n".join(lines) + "\n"
 
 

@@ -1,19 +1,20 @@
-"""Sizes of models that tests train or save."""
+"""A Llama that tests save, read and run in milliseconds."""
 
 from __future__ import annotations
 
-from specdec.train.model import ModelShape
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from specdec.models.random import random_model
 
 
-def small_llama(num_layers: int) -> ModelShape:
-    """A Llama that is saved, read and run in milliseconds."""
-    return ModelShape(
-        num_layers=num_layers,
-        hidden=32,
-        feed_forward=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=48,
-        max_positions=64,
-    )
+def small_llama(num_layers: int, *, seed: int = 1) -> PreTrainedModel:
+    """48 tokens, 64 positions, width 32."""
+    return random_model(num_layers=num_layers, seed=seed, vocab_size=48, max_positions=64)
+
+
+def saved_llama(folder: Path, num_layers: int, *, seed: int = 1) -> PreTrainedModel:
+    model = small_llama(num_layers, seed=seed)
+    model.save_pretrained(folder)
+    return model

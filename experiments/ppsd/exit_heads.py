@@ -48,14 +48,14 @@ def training(item: Item, lab: Lab) -> Findings:
 
     Claims: KIND_VALUE of Table 4 (``norm_batch``). Keys: ``absent``.
     """
-    from specdec.train.exits import STATED, HeadKind
+    from specdec.train.heads import STATED
 
     findings = Findings()
-    where = "default of `specdec train exit_head`"
+    where = "default of `specdec train exit`"
     for claim in item.stated.claims:
         kind, _, name = claim.partition("_")
         if name:
-            findings.add(claim, float(getattr(STATED[HeadKind(kind)], name)), "formula", where)
+            findings.add(claim, float(getattr(STATED[kind], name)), "formula", where)
     rows = []
     heads = resources.files("specdec.assets") / "tiny" / "heads"
     for path in sorted(heads.iterdir(), key=lambda path: path.name):

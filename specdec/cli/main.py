@@ -49,7 +49,7 @@ _COMMANDS = {
     "run": "one strategy on one workload; -m sweeps",
     "compare": "several strategies on the same prompts: table and plot",
     "verify": "certify that a configuration is lossless",
-    "train": "train the models that ship with the package",
+    "train": "drafters for a model of your own: EAGLE-3, Medusa, exit heads, a draft",
     "doctor": "which reading of an EAGLE head its target accepts best",
     "profile": "latency profile of this hardware, and trees that suit it",
     "plan": "which method, sizes and layout, for your models on your machines",

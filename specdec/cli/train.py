@@ -1,80 +1,94 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from specdec.cli.arguments import read_arguments
-from specdec.cli.folders import as_yaml
-from specdec.config.hydra import parse
-from specdec.config.options import first_comment, flatten, has_key, options
+from specdec.cli.show import show_config
+from specdec.config.checks import check_section
+from specdec.config.hydra import compose_config
+from specdec.config.options import first_comment, options
 from specdec.errors import UserError
 from specdec.parts.suggest import did_you_mean
 
 _HELP = """\
-specdec train WHAT [--cfg] [key=value] ...
+specdec train WHAT [--cfg] [--config-dir DIR] model=hf model.target=DIR [group=option] [key=value]
 
-Trains a model from conf/train/WHAT.yaml, whose keys the arguments override. A map of names that is
-given whole (weights={stdlib: 1}, packages={}) takes the place of the default's.
+Trains a drafter for a model that stays as it is, on the model's own answers to prompts, measures
+how much of held-out answers it predicts, and writes what the strategies read. WHAT is one of
 
-  --cfg    print the resolved configuration and stop
+{kinds}
 
-WHAT is one of
+  data=jsonl data.path=FILE data.field=NAME   the prompts: one in each line of a file, in the
+                       model's chat template if it has one; data=text and every data set work too
+  sampling=t06         how the model answers them, into WORK_DIR/answers.jsonl
+  answers=FILE         or answers that exist: JSON lines of prompt and completion (text, or token
+                       ids as prompt_token_ids and output_token_ids), of chats (messages), or the
+                       requests.jsonl of `specdec run strategy=ar` with the same data=
+  output_dir=DIR       for what is trained; work_dir=DIR for answers and checkpoints
+  output.vocabulary=8192 output.matrix=shared    what the output matrix of a head is
+  plan.stop_minutes=150  ends with a checkpoint; the same command resumes
+  estimate_only=true   ends after the estimate of time and memory
+
+  --cfg    print the resolved configuration and stop: every key with its value
+
+Examples
+  specdec train eagle3 model=hf model.target=PATH data.path=prompts.jsonl \\
+      output.vocabulary=8192 output_dir=heads/eagle3
+  specdec run strategy=eagle3 model=hf model.target=PATH model.eagle_head=heads/eagle3
 """
-
-_MAPS = ("packages", "weights", "distill_weights", "prompts")
-"""Keys whose values map names (of streams, packages, data sets) to amounts."""
 
 
 def main(words: Sequence[str]) -> int:
     arguments = read_arguments(words, flags=("--cfg",))
-    known = options("train")
+    known = options("train", arguments.config_dirs)
     if "--help" in arguments.flags or not arguments.overrides:
-        lines = [f"  {name:<12} {first_comment(path)}" for name, path in known.items()]
-        print(_HELP + "\n".join(lines))
+        kinds = "\n".join(f"  {name:<8} {first_comment(path)}" for name, path in known.items())
+        print(_HELP.format(kinds=kinds), end="")
         return 0 if "--help" in arguments.flags else 2
-    what, *overrides = arguments.overrides
-    if what not in known:
-        raise UserError(f"specdec train {what}: {did_you_mean(what, known)}")
-    config = _with_overrides(what, overrides)
+    kind, *overrides = arguments.overrides
+    if kind not in known:
+        raise UserError(f"specdec train {kind}: {did_you_mean(kind, known)}")
+    arguments = replace(arguments, overrides=tuple(overrides))
     if arguments.cfg:
-        print(as_yaml(config), end="")
-        return 0
-    # Imported here, since it imports torch.
-    from specdec.train.cli import run
-
-    return run(what, config)
+        return show_config(arguments, partial(train_config, kind), name=f"train/{kind}")
+    _train(kind, train_config(kind, overrides, arguments.config_dirs))
+    return 0
 
 
-def _with_overrides(what: str, overrides: Sequence[str]) -> dict[str, object]:
-    config = OmegaConf.load(options("train")[what])
-    defaults = OmegaConf.to_container(config, resolve=False)
-    keys = flatten(defaults)
-    for override in parse(overrides):
-        key = str(override.key_or_group)
-        if not has_key(defaults, key):
-            raise UserError(f"train {what} has no key {key}: {did_you_mean(key, keys)}")
-        value, default = override.value(), keys.get(key)
-        if not _alike(value, default):
-            raise UserError(
-                f"train {what}: {key}={value!r} has the wrong type; its default is {default!r}"
-            )
-        # A map of names is replaced; the keys of a section that are not given stay.
-        OmegaConf.update(config, key, value, merge=key.rpartition(".")[2] not in _MAPS)
-    try:
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"train {what}: {str(error).splitlines()[0]}") from error
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+def train_config(
+    kind: str, overrides: Sequence[str], extra: Sequence[Path] = ()
+) -> Mapping[str, Any]:
+    """Composes and checks a configuration."""
+    # Imported here: torch takes seconds to import.
+    from specdec.train.run import GROUPS, check
+
+    composed = compose_config(overrides, name=f"train/{kind}", extra=extra)
+    for group in GROUPS:
+        check_section(group, composed.values[group], composed.choices)
+    check(kind, composed.values)
+    return composed.values
 
 
-def _alike(value: object, default: object) -> bool:
-    """Whether a value has the type of its default; any value fits a default of null."""
-    if default is None or value is None:
-        return True
-    numbers = (int, float)
-    if type(default) in numbers:
-        return type(value) in numbers
-    return type(value) is type(default)
+def _train(kind: str, config: Mapping[str, Any]) -> None:
+    import torch
+
+    from specdec.pairs import build_pair
+    from specdec.pairs.huggingface import HuggingFacePair
+    from specdec.train.progress import progress_bar
+    from specdec.train.run import sharded, train
+
+    if config["threads"]:
+        torch.set_num_threads(config["threads"])
+    pair = build_pair(config["model"])
+    if not isinstance(pair, HuggingFacePair):
+        raise UserError(f"model={config['model'].get('kind')} has no model to train for: model=hf")
+    with progress_bar(kind) as report:
+        size = pair.weight_bytes["target"] / 1e9
+        report(0.0, f"loading the target: {size:.2f} GB of weights in {pair.dtype}")
+        target = sharded(pair.folder("target"), pair.dtype) if config["shard"] else pair.target
+        tokenizer, ends = getattr(pair, "tokenizer", None), sorted(pair.eos_ids)
+        train(kind, config, target, tokenizer=tokenizer, ends=ends, report=report)

@@ -24,13 +24,16 @@ def read_turns(path: Path) -> Iterator[tuple[str, dict[str, Any], Turn]]:
     """Yields (name of the line for messages, its object, its turn) of a JSON lines file."""
     for number, entry in read_records(path):
         where = f"{path} line {number}"
-        if all(key in entry for key in _IDS):
-            prompt, output = (_token_ids(entry[key], f"{where}: {key}") for key in _IDS)
-            yield where, entry, (prompt, output)
-        elif all(isinstance(entry.get(key), str) for key in _TEXTS):
-            yield where, entry, (entry["prompt"], entry["completion"])
-        else:
-            raise UserError(f"{where} needs {' and '.join(_IDS)}, or {' and '.join(_TEXTS)}")
+        yield where, entry, turn_of(entry, where)
+
+
+def turn_of(entry: dict[str, Any], where: str) -> Turn:
+    if all(key in entry for key in _IDS):
+        prompt, output = (_token_ids(entry[key], f"{where}: {key}") for key in _IDS)
+        return prompt, output
+    if all(isinstance(entry.get(key), str) for key in _TEXTS):
+        return entry["prompt"], entry["completion"]
+    raise UserError(f"{where} needs {' and '.join(_IDS)}, or {' and '.join(_TEXTS)}")
 
 
 def tokenized(turn: Turn, tokenizer: Callable[[], Any], where: str) -> tuple[IntArray, IntArray]:

@@ -431,7 +431,7 @@ def fit_head(
 ) -> EagleHead:
     """Trains a head in place on text that the target samples at temperature 1, and freezes it.
 
-    Heads that are meant to be fast are trained by ``specdec train eagle3_head``.
+    Heads that are meant to be fast are trained by ``specdec train eagle3``.
 
     It is teacher forced, with the cross-entropy to the target's distribution, for ``steps`` of Adam
     over all of the text. The head must have the target's whole vocabulary and dtype.

@@ -4,7 +4,11 @@ A norm head is a norm and an output matrix. A transformer head is a decoder laye
 kind, a norm and an output matrix (PPSD 5.3); a runner treats it as the last layer of a model of
 ``layer`` + 1 layers, so no family needs specific code.
 
-Shape letters: R rows, E hidden size, V vocabulary.
+Heads may predict a draft vocabulary of fewer tokens: their output matrix has a row for each of
+them, and ``output.ids`` are their ids in the target. A folder's heads that share such a matrix
+store it once, in ``vocabulary.safetensors``.
+
+Shape letters: R rows, E hidden size, V vocabulary, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -14,11 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
+from specdec.files import write_bytes
 from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_copy
 
 
@@ -28,8 +36,9 @@ class HeadWeights:
 
     Attributes:
         kind: "norm" or "transformer" (``model.exit_head``).
-        tensors: ``norm.weight``, ``output.weight`` (default: the target's matrix) and, for a
-            transformer head, ``layer.*`` with the target's parameter names.
+        tensors: ``norm.weight``, ``output.weight`` (default: the target's matrix), ``output.ids``
+            (default: all tokens) and, for a transformer head, ``layer.*`` with the target's
+            parameter names.
     """
 
     kind: str
@@ -55,26 +64,98 @@ def read_head(folder: Path, kind: str, layer: int) -> HeadWeights:
         known = ", ".join(sorted(p.stem for p in folder.glob("*.safetensors"))) or "no heads"
         raise UserError(
             f"model.exit_heads={folder.name} has no {path.name} (available: {known}): train it with"
-            f" `specdec train exit_head 'heads=[{{kind: {kind}, layer: {layer}}}]'`, choose"
+            f" `specdec train exit head={kind} layers=[{layer}]`, choose"
             " model.exit_layer and model.exit_head from the available ones, or set"
             " model.exit_heads=null for an untrained head"
         )
     return HeadWeights(kind, layer, read_tensors(path, {"kind": kind, "layer": layer}))
 
 
+VOCABULARY = "vocabulary.safetensors"
+
+
 def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, Tensor]:
-    """Reads a head's weights by name; its metadata, such as its kind, must equal ``expected``."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
-    except SafetensorError as error:
-        raise UserError(f"{path.name} of model.exit_heads is damaged: {error}") from error
+    """Reads a head's weights by name; its metadata, such as its kind, must equal ``expected``.
+
+    An output matrix that the folder's heads share is among them.
+    """
+    tensors, metadata = _read(path)
     stored = {key: metadata.get(key) for key in expected}
     if stored != {key: str(value) for key, value in expected.items()}:
         name = "-".join(map(str, stored.values()))
         raise UserError(f"{path.name} of model.exit_heads contains the head {name}; rename it")
+    if metadata.get("reduced") == "True" and "output.weight" not in tensors:
+        shared = path.with_name(VOCABULARY)
+        if not shared.is_file():
+            raise UserError(
+                f"{path.name} of model.exit_heads needs {VOCABULARY}, which is missing: copy it"
+                " from the folder in which the heads were trained"
+            )
+        tensors |= _read(shared)[0]
     return tensors
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
+    except SafetensorError as error:
+        raise UserError(f"{path.name} of model.exit_heads is damaged: {error}") from error
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, object]) -> None:
+    """Writes a head, which ``read_tensors`` reads; ``about`` has its kind, layer and offset.
+
+    ``about["reduced"]`` says whether its output matrix is one of a draft vocabulary.
+    """
+    metadata = {"format": "pt"} | {key: str(value) for key, value in about.items()}
+    write_bytes(path, save(dict(tensors), metadata=metadata))
+
+
+def save_vocabulary(ids: Tensor, matrix: Tensor, folder: Path) -> None:
+    """Writes an output matrix [U, E] that all heads of a folder share; another one is refused."""
+    stored = {"output.ids": ids.int().cpu(), "output.weight": matrix.detach().bfloat16().cpu()}
+    path = folder / VOCABULARY
+    if path.is_file() and not torch.equal(_read(path)[0]["output.ids"], stored["output.ids"]):
+        raise UserError(
+            f"{path} is another draft vocabulary than that of these heads: give another output_dir,"
+            " or train all heads of a folder from the same answers and output.vocabulary"
+        )
+    write_bytes(path, save(stored, metadata={"format": "pt"}))
+
+
+class ReducedOutput(nn.Linear):
+    """An output matrix of a draft vocabulary; other tokens have the logit -inf.
+
+    ``places``, int64[V], has each token's row in the matrix, and U for those without one.
+    """
+
+    def __init__(self, weight: Tensor, ids: Tensor, vocab_size: int) -> None:
+        """``weight`` is [U, E], ``ids`` int[U]."""
+        nn.Module.__init__(self)
+        (self.out_features, self.in_features), self.bias = weight.shape, None
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("places", places_of(ids, vocab_size).to(weight.device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return spread(F.linear(hidden, self.weight), self.places)
+
+
+def places_of(ids: Tensor, vocab_size: int) -> Tensor:
+    """Returns ``ReducedOutput.places``."""
+    ids = ids.long()
+    if len(ids) and int(ids.max()) >= vocab_size:
+        raise UserError(
+            f"a head drafts token {int(ids.max())}, but the target has {vocab_size} tokens; train"
+            " the heads again for this target"
+        )
+    return torch.full((vocab_size,), len(ids)).index_copy(0, ids, torch.arange(len(ids)))
+
+
+def spread(logits: Tensor, places: Tensor) -> Tensor:
+    """Maps logits [.., U] of a draft vocabulary to [.., V]."""
+    return F.pad(logits, (0, 1), value=-torch.inf)[..., places]
 
 
 def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:
@@ -99,9 +180,15 @@ def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
     parts = {"norm": final_norm(own), "layer": layers[-1]}
     for key, tensor in head.tensors.items():
         part, _, path = key.partition(".")
+        if key == "output.ids":
+            continue
         if (tensor.device, tensor.dtype) != (like.device, like.dtype):
             # int8 weights cannot do this in inference mode.
             tensor = tensor.to(like.device, like.dtype)
+        if key == "output.weight" and "output.ids" in head.tensors:
+            size = own.config.get_text_config().vocab_size
+            own.set_output_embeddings(ReducedOutput(tensor, head.tensors["output.ids"], size))
+            continue
         module = own.get_output_embeddings() if part == "output" else parts[part]
         _put(module, path, tensor, f"{head.kind}-{head.layer}: {key}")
     return own

@@ -39,7 +39,7 @@ class FrozenModel(nn.Module):
         self.vocab_size: int = self.config.vocab_size
         self.norm = final_norm(model)
         self.compute_dtype = compute_dtype
-        self._output = _OneLayer(model, 0)
+        self._output = _Output(model)
         self._single: dict[int, _OneLayer] = {}  # layer number -> its model
 
     @property
@@ -73,12 +73,13 @@ class FrozenModel(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-        return {number: streams[number].float() for number in sorted(numbers)}
+        place = tokens_BS.device  # layers may be on several devices
+        return {number: streams[number].to(place).float() for number in sorted(numbers)}
 
     def logits(self, x_BSE: Tensor) -> Tensor:
         """Returns logits, float32[B, S, V], of the residual stream after the last layer."""
         with self.autocast():
-            return self._output.logits(x_BSE).float()
+            return self._output(x_BSE).to(x_BSE.device).float()
 
     def run_layer(self, layer: nn.Module, x_BSE: Tensor, number: int) -> Tensor:
         """Returns the residual stream after ``layer``, which runs in place of layer ``number``."""
@@ -88,22 +89,32 @@ class FrozenModel(nn.Module):
             return self._single[number].run(layer, x_BSE)
 
 
+class _Output:
+    """A copy of the module tree without layers, whose norm and output head are used."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = shared_copy(model)
+        keep_layers(self._model, 0, 0)
+        self._norm = final_norm(model, self._model)
+
+    def __call__(self, x_BSE: Tensor) -> Tensor:
+        """Returns the logits of the residual stream after the last layer."""
+        norm: Tensor = next(self._norm.parameters())
+        x_BSE = x_BSE.to(norm.device, norm.dtype)
+        hook = self._norm.register_forward_pre_hook(lambda _, args: (x_BSE, *args[1:]))
+        try:
+            logits: Tensor = self._model(input_ids=_blank(x_BSE), use_cache=False).logits
+        finally:
+            hook.remove()
+        return logits
+
+
 class _OneLayer:
     """A copy of the module tree, sharing its weights, that runs one layer on a given input."""
 
     def __init__(self, model: PreTrainedModel, number: int) -> None:
         self._model = shared_copy(model)
         self._layers = keep_layers(self._model, number, number + 1)
-        self._x: Tensor | None = None
-
-    def logits(self, x_BSE: Tensor) -> Tensor:
-        """Returns the logits for ``x_BSE`` as the output of the layers."""
-        hook = self._layers[0].register_forward_hook(partial(_replace, x_BSE))
-        try:
-            logits: Tensor = self._model(input_ids=_blank(x_BSE), use_cache=False).logits
-        finally:
-            hook.remove()
-        return logits
 
     def run(self, layer: nn.Module, x_BSE: Tensor) -> Tensor:
         found: dict[int, Tensor] = {}
@@ -127,10 +138,6 @@ def _blank(x_BSE: Tensor) -> Tensor:
 
 def _keep(found: dict[int, Tensor], number: int, _: nn.Module, __: Any, output: Any) -> None:
     found[number] = output[0] if isinstance(output, tuple) else output
-
-
-def _replace(x_BSE: Tensor, _: nn.Module, __: Any, output: Any) -> Any:
-    return (x_BSE, *output[1:]) if isinstance(output, tuple) else x_BSE
 
 
 def _feed(x_BSE: Tensor, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

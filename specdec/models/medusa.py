@@ -27,11 +27,12 @@ from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.backends.factory import backend_module
 from specdec.models.backends.interface import refuse_wrong
-from specdec.models.exits import read_tensors
+from specdec.models.exits import places_of, read_tensors, spread
 from specdec.models.slicing import final_norm
 
 Weights = Mapping[str, Tensor]
-"""Optional tensors of a head: norm.weight, output.weight (default: the target's), block.weight."""
+"""Optional tensors of a head: norm.weight, block.weight, output.weight (default: the target's) and
+output.ids, the tokens of the matrix' rows (default: all)."""
 
 _SAMPLE = 3  # states of the comparison with eager passes
 
@@ -98,7 +99,10 @@ class MedusaHeads:
 
 
 class MedusaHead:
-    """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for that of the target."""
+    """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for that of the target.
+
+    With a draft vocabulary ``output`` is [U, E], and ``places`` as in ``exits.ReducedOutput``.
+    """
 
     def __init__(self, target: PreTrainedModel, weights: Weights) -> None:
         self._output = target.get_output_embeddings()
@@ -111,12 +115,16 @@ class MedusaHead:
             "output.weight": matrix.shape,
         }
         loaded = {name: w.to(matrix.device, matrix.dtype) for name, w in weights.items()}
+        ids, self.places = loaded.pop("output.ids", None), None
+        if ids is not None:
+            self.places = places_of(weights["output.ids"], matrix.shape[0]).to(matrix.device)
+            shapes["output.weight"] = torch.Size((len(ids), width))
         for name, weight in loaded.items():
             if weight.shape != shapes.get(name):
                 known = ", ".join(f"{k} {tuple(v)}" for k, v in shapes.items())
                 raise UserError(
                     f"Medusa head: {name} has shape {tuple(weight.shape)}, but the target needs"
-                    f" {known}; train the heads again for this target (specdec train medusa_heads)"
+                    f" {known}; train the heads again for this target (specdec train medusa)"
                 )
         if "norm.weight" in loaded:
             self.norm.weight = nn.Parameter(loaded["norm.weight"], requires_grad=False)
@@ -131,7 +139,7 @@ class MedusaHead:
             h = h + F.silu(F.linear(h, self.block))
         logits: Tensor
         logits = self._output(h) if self.output is None else F.linear(h, self.output)
-        return logits
+        return logits if self.places is None else spread(logits, self.places)
 
 
 def read_medusa(folder: Path, layer: int, num_heads: int) -> list[Weights]:
@@ -145,9 +153,8 @@ def read_medusa(folder: Path, layer: int, num_heads: int) -> list[Weights]:
         if not path.is_file():
             raise UserError(
                 f"source.heads={num_heads}: model.exit_heads has no {path.name}: train it with"
-                f" `specdec train exit_head 'heads=[{{kind: medusa, layer: {layer}, offset:"
-                f" {number}}}]'`, use fewer (source.heads={number - 1}) or untrained ones with"
-                " model.exit_heads=null"
+                f" `specdec train medusa heads={num_heads}`, use fewer"
+                f" (source.heads={number - 1}) or untrained ones with model.exit_heads=null"
             )
         expected = {"kind": "medusa", "layer": layer, "offset": number}
         heads.append(read_tensors(path, expected))

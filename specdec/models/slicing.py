@@ -89,9 +89,9 @@ def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn
     return layers
 
 
-def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Returns the norm between the last layer and the output head."""
-    parent = model.get_submodule(layers_name(model).rpartition(".")[0])
+def final_norm(model: PreTrainedModel, copied: PreTrainedModel | None = None) -> nn.Module:
+    """Returns the norm between the last layer and the output head, or that of a cut copy."""
+    parent = (copied or model).get_submodule(layers_name(model).rpartition(".")[0])
     norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
     if not norms:
         raise UserError(

@@ -260,7 +260,7 @@ def _read_samples(path: Path) -> IntArray:
     except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(
             f"model.ngram={path.name} cannot be used ({type(error).__name__}: {error}); give a"
-            " safetensors file with a 1-d integer tensor `tokens`, as `specdec train ngram` writes"
+            " safetensors file with a 1-d integer tensor `tokens`"
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""Recipes that train the bundled model family; see specdec.train.cli.run for the entry point."""
+"""Trains drafters of a target that stays as it is: ``specdec train``, see docs/training.md."""

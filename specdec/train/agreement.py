@@ -1,134 +1,91 @@
-"""Top-k agreement of drafts and heads with the target's own continuations.
+"""How much of the target's own answers a drafter predicts, which is what decoding accepts.
 
-Tokens inside loops (repetitions of earlier text) are counted apart, because they are easy to draft.
+Shape letters: T tokens of a text, K draft tokens.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
-from torch import Tensor
 
-from specdec.data import DATASETS, load_prompts
-from specdec.errors import UserError
 from specdec.metrics.loops import repeated_ngrams
-from specdec.train.samples import Sampling, generate, same_length_batches
-from specdec.train.target import Target
-
-BATCH = 12
-RANKS = (1, 2, 4, 8, 16, 32)
-"""Values of k for which top-k agreement is counted."""
-SETTINGS = {
-    "greedy": Sampling(temperature=0.0),
-    "0.6/0.9/80": Sampling(temperature=0.6, top_p=0.9, top_k=80),
-}
-"""Sampling rules of the continuations, named by temperature / top_p / top_k."""
-
-Predict = Callable[[Tensor], Sequence[tuple[int, Tensor]]]
-"""Called with int64 token ids (1, T). Returns for each measured model its offset (see
-``exits.HeadSpec``) and its float32 logits (T, V).
-"""
+from specdec.models.frozen import FrozenModel
+from specdec.train.drafter import Drafter
+from specdec.train.texts import AnsweredText
 
 
-def token_ranks(tokens_T: Tensor, logits_TV: Tensor, prompt_length: int, offset: int) -> list[int]:
-    """Returns the ranks, from 0, of the tokens after a prompt in the predictions of a model."""
-    first = max(0, prompt_length - 1 - offset)  # row that predicts the first new token
-    chosen = tokens_T[first + 1 + offset :]
-    logits_NV = logits_TV[first : first + len(chosen)]
-    return (logits_NV > logits_NV.gather(-1, chosen[:, None])).sum(-1).tolist()
+@dataclass(slots=True)
+class Agreement:
+    """Counts over texts.
 
-
-def _record(tokens: Sequence[tuple[int, bool]]) -> dict[str, Any]:
-    ranks_T, inside_T = np.asarray(tokens, np.int64).reshape(-1, 2).T
-    inside_T = inside_T.astype(bool)
-
-    def rates(mask_T: np.ndarray) -> list[float]:
-        return [float((ranks_T[mask_T] < k).sum() / max(1, mask_T.sum())) for k in RANKS]
-
-    return {
-        "tokens": len(tokens),
-        "loop_share": float(inside_T.sum() / max(1, len(tokens))),
-        "outside": rates(~inside_T),
-        "inside": rates(inside_T),
-    }
-
-
-@torch.no_grad()
-def measure_agreement(
-    target: Target,
-    predict: Predict,
-    prompts: Sequence[Tensor],
-    sampling: Sampling,
-    new_tokens: int,
-    seed: int,
-) -> list[dict[str, Any]]:
-    """Measures how often the token of the target's continuation is among each model's top k.
-
-    Prompts are processed in batches of nearly equal length; the longer ones of a batch lose their
-    first tokens. The result has per model "tokens", "loop_share" (of tokens that end an 8-gram
-    already generated), and for "outside" and "inside" loops the agreement in [0, 1] per k of RANKS.
+    Attributes:
+        tokens: of answers; ``looping`` of them end an 8-gram that the answer has had before.
+        passes: of the target, if every pass verifies a chain of the K likeliest tokens.
+        tried, right: int[2, K], drafts that reached a position with all tokens right before it,
+            outside and inside loops, and how many were right there.
     """
-    totals: dict[int, list[tuple[int, bool]]] = defaultdict(list)  # by index of the model
-    generator = torch.Generator().manual_seed(seed)
-    for group in same_length_batches([prompt.numpy() for prompt in prompts], BATCH):
-        rows = generate(target, group, new_tokens, [sampling], generator, stop_at_end=True)
-        for prompt, row in zip(group, rows, strict=True):
-            ends = torch.isin(row, torch.tensor(target.ends)).nonzero()
-            new = row[: int(ends[0]) + 1] if len(ends) else row
-            loops = repeated_ngrams(new.tolist()).tolist()
-            tokens = torch.cat((prompt, new)).to(target.device)
-            for place, (offset, logits_TV) in enumerate(predict(tokens[None, :-1])):
-                ranks = token_ranks(tokens, logits_TV, len(prompt), offset)
-                totals[place] += zip(ranks, loops[len(loops) - len(ranks) :], strict=True)
-    return [_record(total) for total in totals.values()]
 
+    tokens: int
+    looping: int
+    passes: int
+    tried: np.ndarray[Any, np.dtype[np.int64]]
+    right: np.ndarray[Any, np.dtype[np.int64]]
 
-def agreement_by_data(
-    target: Target,
-    predict: Predict,
-    tokenizer: Tokenizer,
-    prompts: Mapping[str, int],
-    new_tokens: int,
-    seed: int,
-) -> Iterator[list[dict[str, Any]]]:
-    """Yields ``measure_agreement`` for each data set of ``prompts`` and each rule of SETTINGS.
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.tokens / max(1, self.passes)
 
-    Absent data sets are skipped; prompts without room for new_tokens lose their first tokens.
-    """
-    max_prompt = target.shape.max_positions - new_tokens
-    for name, limit in prompts.items():
-        ids = [prompt[-max_prompt:] for prompt in prompts_of(name, tokenizer, limit)]
-        for rule, sampling in SETTINGS.items() if ids else ():
-            records = measure_agreement(target, predict, ids, sampling, new_tokens, seed)
-            about = {"data": name, "prompts": len(ids), "sampling": rule}
-            yield [{**about, **record} for record in records]
+    def to_json(self) -> dict[str, Any]:
+        rates = (self.right / np.maximum(1, self.tried)).round(4)
+        return {
+            "tokens": self.tokens,
+            "loop_share": round(self.looping / max(1, self.tokens), 4),
+            "tokens_per_pass": round(self.tokens_per_pass, 4),
+            "outside": rates[0].tolist(),
+            "inside": rates[1].tolist(),
+        }
 
-
-def check_data_name(name: str) -> None:
-    if name not in DATASETS:
-        raise UserError(f"prompts of {name}: choose from {', '.join(DATASETS)}")
-
-
-def check_evaluation(target: Target, evaluation: Mapping[str, Any]) -> None:
-    for name in evaluation["prompts"]:
-        check_data_name(name)
-    if evaluation["new_tokens"] >= target.shape.max_positions:
-        raise UserError(
-            f"evaluation.new_tokens={evaluation['new_tokens']} leaves no room for a prompt in the"
-            f" model's {target.shape.max_positions} positions"
+    def __str__(self) -> str:
+        shares = " ".join(f"{rate:.3f}" for rate in self.to_json()["outside"])
+        return (
+            f"{self.tokens_per_pass:.2f} tokens per pass of a chain of {len(self.tried[0])}; right"
+            f" by position, outside loops: {shares}"
         )
 
 
-def prompts_of(name: str, tokenizer: Tokenizer, limit: int) -> list[Tensor]:
-    """Tokenizes a data set's first `limit` prompts; empty if its files are absent."""
-    check_data_name(name)
-    try:
-        prompts = load_prompts(name=name, limit=limit)
-    except UserError:
-        return []
-    return [torch.tensor(tokenizer.encode(prompt.text).ids) for prompt in prompts]
+def measure(
+    target: FrozenModel, drafter: Drafter, texts: Sequence[AnsweredText]
+) -> dict[str, Agreement]:
+    """Compares greedy drafts after every token of the answers with the answers."""
+    found: dict[str, Agreement] = {}
+    for text in texts:
+        tokens = torch.from_numpy(text.tokens.astype(np.int64)).to(target.device)
+        for name, right_KT in drafter.right(target, tokens).items():
+            zeros = np.zeros((2, len(right_KT)), np.int64)
+            agreement = found.setdefault(name, Agreement(0, 0, 0, zeros, zeros.copy()))
+            _add(agreement, right_KT.cpu().numpy(), text)
+    return found
+
+
+def _add(found: Agreement, right_KT: np.ndarray[Any, Any], text: AnsweredText) -> None:
+    depth, length = right_KT.shape
+    first, last = max(0, text.num_prompt - 1), length - 1  # roots: first .. last - 1
+    inside = repeated_ngrams(text.tokens[first + 1 :].tolist())
+    found.tokens += last - first
+    found.looping += int(inside.sum())
+    left_T = last - np.arange(length)  # tokens that the text has after each root
+    exists_KT = np.arange(depth)[:, None] < left_T
+    run_KT = np.logical_and.accumulate(right_KT & exists_KT, axis=0)
+    before_KT = np.concatenate([np.ones_like(run_KT[:1]), run_KT[:-1]]) & exists_KT
+    for place, chosen in enumerate((~inside, inside)):
+        roots = np.flatnonzero(chosen) + first
+        found.tried[place] += before_KT[:, roots].sum(1)
+        found.right[place] += run_KT[:, roots].sum(1)
+    root, accepted_T = first, run_KT.sum(0)
+    while root < last:
+        found.passes += 1
+        root += int(accepted_T[root]) + 1

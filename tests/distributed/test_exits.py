@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from specdec.clocks.meter import Meter
-from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
-from specdec.train.model import LanguageModel, save_hf
+from specdec.models.frozen import FrozenModel
+from specdec.train.drafter import OutputOptions
+from specdec.train.heads import ExitDrafter, ExitSpec
 from specdec.types import Batch, Exits, Output, PrefillChunk, TreeRows
 from tests.distributed.fake_ranks import ThreadGroup, thread_ranks
 from tests.distributed.support import PROMPTS, config, counted, rejection, runner
 from tests.pretrained import pretrained
-from tests.shapes import small_llama
+from tests.shapes import saved_llama
 
 pytestmark = pytest.mark.slow
 
@@ -122,18 +123,16 @@ def test_stages_of_several_devices(groups: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "own_output", "trained"),
-    [("norm", True, True), ("transformer", False, True), ("transformer", True, False)],
+    ("kind", "matrix", "trained"),
+    [("norm", "own", True), ("transformer", "shared", True), ("transformer", "own", False)],
 )
 def test_a_rank_loads_its_layers_and_the_head(
-    kind: str, own_output: bool, trained: bool, tmp_path: Path
+    kind: str, matrix: str, trained: bool, tmp_path: Path
 ) -> None:
     """A rank that loads layers 1 and 2 from disk computes the same exit as the whole model."""
-    shape = small_llama(4)
-    target = LanguageModel(shape, generator=torch.Generator().manual_seed(1))
-    save_hf(target, tmp_path)
-    spec = HeadSpec(kind=HeadKind(kind), layer=2, own_output=own_output)
-    save_heads(ExitHeads(target, [spec]), tmp_path / "heads")
+    target = FrozenModel(saved_llama(tmp_path, 4))
+    spec, output = ExitSpec(head=kind, layers=(2,)), OutputOptions(matrix=matrix)
+    ExitDrafter(target, spec, output, None).save(tmp_path / "heads")
     logits, loaded = [], []
     for parts_only in (False, True):
         heads = str(tmp_path / "heads") if trained else None

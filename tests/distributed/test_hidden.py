@@ -26,13 +26,12 @@ from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
 from specdec.state import StopRules
 from specdec.testing import Case, decode_steps
-from specdec.train.model import LanguageModel, save_hf
 from specdec.types import HiddenName, Needs, Output, PromptHidden
 from specdec.verifiers import MatchVerifier
 from tests.distributed.fake_ranks import ThreadGroup, thread_ranks
 from tests.distributed.support import PROMPTS, config, pair, rejection, same
 from tests.pretrained import pretrained
-from tests.shapes import small_llama
+from tests.shapes import saved_llama
 
 pytestmark = pytest.mark.slow
 
@@ -157,8 +156,7 @@ def test_rows_keep_their_type_on_the_wire(dtype: str) -> None:
 
 def test_rank_0_loads_the_output_head_and_no_layers(tmp_path: Path) -> None:
     """Heads loaded from disk without the target compute the same as with it."""
-    target = LanguageModel(small_llama(4), generator=torch.Generator().manual_seed(1))
-    save_hf(target, tmp_path)
+    saved_llama(tmp_path, 4)
     logits, loaded = [], []
     for alone in (False, True):
         models = pretrained(tmp_path)

@@ -17,10 +17,10 @@ from specdec.models.eagle_loading import HeadFiles, save_head
 from specdec.models.eagle_readings import accepted, load_reading, readings
 from specdec.models.frozen import FrozenModel
 from specdec.models.loading import load_model
-from specdec.train.eagle import Eagle3Spec, head_config, new_head
-from specdec.train.eagle_loss import TrainingTimeTest
-from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
-from tests.training import SIZES
+from specdec.models.random import random_model
+from specdec.train.drafter import OutputOptions
+from specdec.train.eagle import EagleDrafter, EagleSpec
+from specdec.train.losses import LossOptions
 
 pytestmark = pytest.mark.slow
 
@@ -31,28 +31,27 @@ PROMPT, LENGTH = 4, 24
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tensor]:
     """A target and a head that learnt its greedy texts by heart: their folders, and the texts."""
     folder = tmp_path_factory.mktemp("doctor")
-    shape = ModelShape(num_layers=6, vocab_size=50, max_positions=64, **SIZES)
-    model = LanguageModel(shape, generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight *= 8.0 if name.endswith("_proj.weight") else 1.0  # layers that differ
-    save_hf(model, folder / "target")
-    target = load_hf(folder / "target")
+    sizes = {"num_layers": 6, "hidden_size": 16, "vocab_size": 50, "max_positions": 64}
+    model = random_model(**sizes, num_heads=2, num_kv_heads=1, seed=3)
+    model.save_pretrained(folder / "target")
+    target = FrozenModel(model)
     texts = torch.randint(1, 50, (6, LENGTH), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         for place in range(PROMPT, LENGTH):
-            texts[:, place] = target(texts[:, :place])[:, -1].argmax(-1)
-    head = new_head(target, head_config(target, Eagle3Spec(norm_before_residual=True)), None, 0)
+            texts[:, place] = model(texts[:, :place]).logits[:, -1].argmax(-1)
+    spec = EagleSpec(norm_before_residual=True, steps=3)
+    trained = EagleDrafter(target, spec, OutputOptions(matrix="own"), None, 0)
+    head = trained.head
     with torch.no_grad():  # norms that change a state's direction, so that readings matter
         head.layers[0].hidden_norm.weight[::2] *= -3.0
         head.layers[0].hidden_norm.weight[1::2] *= 3.0
         head.norm.weight[::2] *= -0.2
         head.norm.weight[1::2] *= 2.0
-    loss = TrainingTimeTest(target, steps=3, temperature=0.2)
+    counts, options = torch.ones_like(texts, dtype=torch.bool), LossOptions(temperature=0.2)
     optimizer = torch.optim.Adam(head.parameters(), lr=0.02)
-    for _ in range(80):
+    for step in range(80):
         optimizer.zero_grad()
-        loss(head, texts, texts).backward()
+        trained.loss(target, texts, counts, options, step).backward()
         optimizer.step()
     save_head(head, folder / "head")
     return folder / "target", folder / "head", texts
@@ -177,8 +176,8 @@ def test_the_bundled_target_continues_prompts(
     """An untrained head of the bundled target: a whole run, with figures on the screen."""
     from specdec.models.bundled import family_path
 
-    target = load_hf(Path(family_path("bundled:target")))
-    save_head(new_head(target, head_config(target, Eagle3Spec()), None, 0), tmp_path)
+    target = FrozenModel(load_model(family_path("bundled:target")))
+    EagleDrafter(target, EagleSpec(), OutputOptions(matrix="own"), None, 0).save(tmp_path)
     words = ["doctor", str(tmp_path), "--prompts", "1", "--new-tokens", "12"]
     assert main([*words, "--json", "-"]) == 1
     report = json.loads(capsys.readouterr().out)

@@ -33,14 +33,15 @@ from specdec.compose.presets import build
 from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
 from specdec.interfaces import TokenSource, TreePolicy
+from specdec.models.frozen import FrozenModel
 from specdec.models.medusa import MedusaHeads, read_medusa
 from specdec.pairs import build_pair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sources import EarlyExitSource, MixtureSource, RandomSource
 from specdec.state import RequestState
 from specdec.testing import Oracle, TablePair, decode_cases
-from specdec.train.exits import ExitHeads, HeadKind, HeadSpec, save_heads
-from specdec.train.model import LanguageModel, load_hf, save_hf
+from specdec.train.drafter import OutputOptions
+from specdec.train.heads import MedusaDrafter, MedusaSpec
 from specdec.types import HiddenName, Needs
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies.medusa import MedusaSource
@@ -48,7 +49,7 @@ from strategies.staged import StagedSource
 from tests.laws import least_p_value
 from tests.pretrained import pretrained
 from tests.proposals import check_proposals
-from tests.shapes import small_llama
+from tests.shapes import saved_llama
 
 
 @pytest.fixture(scope="module")
@@ -178,32 +179,38 @@ class TestLossless:
 # Weights, refusals.
 
 
-SHAPE = small_llama(2)
-SPECS = [
-    HeadSpec(kind=HeadKind.MEDUSA, layer=2, offset=1),
-    HeadSpec(kind=HeadKind.MEDUSA, layer=2, offset=2, own_output=False),
-]
-
-
 class TestWeights:
-    def test_saved_heads_compute_what_was_trained(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("backend", ["eager", "onnx"])
+    @pytest.mark.parametrize("matrix", ["own", "shared"])
+    @pytest.mark.parametrize("vocabulary", [None, 20])
+    def test_saved_heads_compute_what_was_trained(
+        self, matrix: str, vocabulary: int | None, backend: str, tmp_path: Path
+    ) -> None:
         """Trained here, run there: the same logits within bfloat16 of the file."""
         generator = torch.Generator().manual_seed(1)
-        save_hf(LanguageModel(SHAPE, generator=generator), tmp_path / "target")
-        target = load_hf(tmp_path / "target")  # as rounded in the file
-        heads = ExitHeads(target, SPECS)
+        target = FrozenModel(saved_llama(tmp_path / "target", 2))
+        ids = None if vocabulary is None else torch.arange(vocabulary) * 2 + 1
+        output = OutputOptions(matrix=matrix, vocabulary=vocabulary)
+        heads = MedusaDrafter(target, MedusaSpec(heads=2), output, ids)
         with torch.no_grad():
             for weight in heads.parameters():
-                weight += 0.3 * torch.randn(weight.shape, generator=generator)
-        save_heads(heads, tmp_path / "heads")
-        pair = pretrained(tmp_path / "target", exit_heads=str(tmp_path / "heads"))
+                noise = torch.randn(weight.shape, generator=generator)
+                weight += 0.3 * noise if weight.requires_grad else 0.0
+        heads.save(tmp_path / "heads")
+        files = {"exit_heads": str(tmp_path / "heads"), "backend": backend}
+        pair = pretrained(tmp_path / "target", **files)
         loaded = pair.artefact(MedusaHeads, num_heads=2, meter=Meter())
         assert (loaded.layer, loaded.num_heads, loaded.vocab_size) == (1, 2, 48)
-        stream = torch.randn(1, 5, SHAPE.hidden, generator=generator)
-        for number, head in enumerate(heads, start=1):
-            expected = head.logits(target, stream)[0]
+        stream = torch.randn(5, target.hidden_size, generator=generator)
+        for number, head in enumerate(heads.heads, start=1):
+            with torch.no_grad():
+                expected = heads.output(number - 1)(head(stream))
+            found = loaded.logits(number, stream)
+            if ids is not None:
+                assert int(found.isfinite().sum()) == 5 * vocabulary
+                found = found[:, ids]
             assert expected.std() > 0.1
-            assert torch.allclose(loaded.logits(number, stream[0]), expected, atol=0.05)
+            assert torch.allclose(found, expected, atol=0.05, rtol=0.02)
         with pytest.raises(UserError, match=r"no medusa-2-3.*source\.heads=2"):
             pair.artefact(MedusaHeads, num_heads=3, meter=Meter())
         (tmp_path / "heads" / "medusa-2-1.safetensors").rename(
@@ -214,12 +221,12 @@ class TestWeights:
         untrained = pretrained(tmp_path / "target").artefact(
             MedusaHeads, num_heads=2, meter=Meter()
         )
-        own = target.logits(stream)[0]  # they begin as the target's own head
-        assert torch.allclose(untrained.logits(2, stream[0]), own, atol=1e-3)
+        own = target.logits(stream[None])[0]  # they begin as the target's own head
+        assert torch.allclose(untrained.logits(2, stream), own, atol=1e-3)
 
     def test_weights_of_another_target_are_refused(self, models: Pair) -> None:
         wrong = [{"block.weight": torch.zeros(WIDTH + 1, WIDTH + 1)}]
-        with pytest.raises(UserError, match="specdec train medusa_heads"):
+        with pytest.raises(UserError, match="specdec train medusa"):
             MedusaHeads(target=models.target, heads=wrong, meter=Meter())
 
     def test_those_that_ship_fit_the_bundled_target(self) -> None:

@@ -6,7 +6,6 @@ import inspect
 from pathlib import Path
 
 import pytest
-import torch
 
 from specdec.compose.presets import build
 from specdec.compose.workbench import Workbench
@@ -19,12 +18,11 @@ from specdec.sampling.transform import SamplingParams
 from specdec.sources.katz import KatzModel
 from specdec.state import StopRules
 from specdec.testing import Case, decode_cases
-from specdec.train.model import LanguageModel, save_hf
-from tests.shapes import small_llama
+from tests.shapes import saved_llama
 
 
 def saved(folder: Path, seed: int) -> str:
-    save_hf(LanguageModel(small_llama(2), generator=torch.Generator().manual_seed(seed)), folder)
+    saved_llama(folder, 2, seed=seed)
     return str(folder)
 
 

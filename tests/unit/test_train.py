@@ -1,179 +1,277 @@
-"""The training recipes: small real runs, and bounds on what ships."""
+"""`specdec train`: drafters learn, resume, are read back, and accept what was measured."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from accelerate import dispatch_model
+from transformers import PreTrainedModel
 
-import specdec.assets
-from specdec.parts.build import check_values
-from specdec.train import card, cli, corpus
-from specdec.train.draft import DistillationLoss, divergence
-from specdec.train.lm import Pretraining, held_out_loss
-from specdec.train.model import LanguageModel, ModelShape, load_hf, save_hf
-from specdec.train.plan import Phase, RunPlan
-from specdec.train.samples import Sampling, generate
-from specdec.train.sections import build
-from specdec.train.session import Session
-from specdec.train.streams import Mixture, encode
+import specdec
+from specdec.cli.main import main
+from specdec.errors import UserError
+from specdec.models.frozen import FrozenModel
+from specdec.models.random import random_model
+from specdec.train.drafter import OutputOptions
+from specdec.train.eagle import EagleDrafter, EagleSpec
+from specdec.train.losses import Goal, LossOptions, Objective
+from specdec.train.run import check, train
+from specdec.train.texts import AnsweredText, Windows, read_answers
 
 pytestmark = pytest.mark.slow
 
-ASSETS = Path(next(iter(specdec.assets.__path__))) / "tiny"
-SHAPE = ModelShape(
-    num_layers=2,
-    hidden=32,
-    feed_forward=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=300,
-    max_positions=128,
-)
-shipped = pytest.mark.skipif(
-    not (ASSETS / "draft" / "model.safetensors").exists(), reason="no trained family here"
-)
+VOCAB, PROMPT, LENGTH = 61, 4, 28
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {"steps": 3, "output": {"matrix": "own", "vocabulary": 40}},
+    "medusa": {"heads": 2, "output": {"matrix": "shared", "vocabulary": None}},
+    "exit": {
+        "head": "transformer",
+        "layers": [2],
+        "output": {"matrix": "shared", "vocabulary": 40},
+    },
+    "draft": {"layers": [0, 3]},
+}
+DECODED = {
+    "eagle3": ["source=eagle", "model.eagle_head={out}", "policy=chain", "policy.gamma=3"],
+    "medusa": ["source=medusa", "source.heads=2", "model.exit_heads={out}", "policy.gamma=2"],
+    "exit": ["strategy=eesd", "model.exit_heads={out}", "model.exit_layer=2", "policy.gamma=4"],
+    "draft": ["model.draft={out}", "policy.gamma=4"],
+}
+"""Overrides of a run that drafts chains, as agreement is measured of."""
 
 
-def toy(seed: int = 0, layers: int = 2) -> LanguageModel:
-    sizes = {name: getattr(SHAPE, name) for name in SHAPE.__slots__}
-    generator = torch.Generator().manual_seed(seed)
-    return LanguageModel(ModelShape(**(sizes | {"num_layers": layers})), generator=generator)
+def config(kind: str, out: Path, answers: Path) -> dict[str, Any]:
+    """Options under which a small model's answers are learnt by heart."""
+    return {
+        **{"output_dir": str(out), "answers": str(answers), "held_out": 2, "seed": 0},
+        "plan": {"learning_rate": 0.01, "batch": 4, "length": LENGTH, "max_steps": 40}
+        | {"warmup_steps": 4},
+        "loss": {"temperature": 0.5},
+        **KINDS[kind],
+    }
 
 
-def toy_streams() -> dict[str, np.ndarray]:
-    """Counting modulo 50 in steps of 1 and 3: learnt in a few steps."""
-    line = np.arange(4000) % 50 + 1
-    return {"stdlib": line.astype(np.uint16), "package": (line * 3 % 50 + 1).astype(np.uint16)}
-
-
-def plan(steps: int, layers: int = 2, **changes: object) -> RunPlan:
-    phases = (Phase(until=1.0, layers=layers, length=32, batch=8),)
-    settings = {"phases": phases, "warmup_steps": 4, "log_every": 5, "decay_from": 0.9}
-    return RunPlan(max_steps=steps, **(settings | changes))
-
-
-def train(folder: Path, steps: int, *, stop: int | None = None, **changes: object) -> Pretraining:
-    mixture = Mixture(toy_streams(), {"stdlib": 0.5, "package": 0.5}, seed=3)
-    run = Pretraining(toy(), mixture, plan(steps, **changes), folder)
-    run.run(stop_after_steps=stop)
-    return run
-
-
-def test_weights_mean_the_same_in_transformers(tmp_path):
-    """Same weights, same float32 logits but for summation order; sampling's cache agrees too."""
-    from transformers import AutoModelForCausalLM
-
-    save_hf(toy(), tmp_path)
-    ours = load_hf(tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    tokens = torch.randint(0, 300, (2, 100), generator=torch.Generator().manual_seed(1))
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model on disk and the greedy answers that it gives to random prompts."""
+    folder = tmp_path_factory.mktemp("train")
+    untied = {"tie_word_embeddings": False}
+    model = random_model(vocab_size=VOCAB, max_positions=128, seed=3, options=untied)
+    model.save_pretrained(folder / "target")
+    texts = torch.randint(1, VOCAB, (10, PROMPT), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=2e-5, rtol=0)
-    new = generate(ours, tokens, 12, [Sampling()], torch.Generator().manual_seed(0))
-    row = tokens
-    for position in range(12):
-        with torch.no_grad():
-            chosen = theirs(row).logits[:, -1].argmax(-1)
-        assert torch.equal(chosen, new[:, position])
-        row = torch.cat((row, chosen[:, None]), dim=1)
-
-
-def test_twenty_steps_lower_the_loss(tmp_path):
-    text = toy_streams()["stdlib"]
-    run = train(tmp_path, 20)
-    assert held_out_loss(run.model, text, 32) < held_out_loss(toy(), text, 32) - 1.0
-    assert run.state.tokens == 20 * 8 * 32
-    assert [row["step"] for row in json.loads((tmp_path / "curve.json").read_text())] == [
-        5,
-        10,
-        15,
-        20,
+        while texts.shape[1] < LENGTH:
+            texts = torch.cat([texts, model(texts).logits[:, -1:].argmax(-1)], 1)
+    lines = [
+        {"id": i, "prompt_token_ids": row[:PROMPT], "output_token_ids": row[PROMPT:]}
+        for i, row in enumerate(texts.tolist())
     ]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
 
 
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    """Bit for bit, through a growth: batches, optimizers and schedule all come back."""
-    phases = (
-        Phase(until=0.4, layers=2, length=32, batch=4),
-        Phase(until=1.0, layers=4, length=32, batch=4),
-    )
-    runs = {}
-    for name, stops in {"whole": (None,), "parts": (4, 5, None)}.items():
+def target_of(place: Path) -> PreTrainedModel:
+    from specdec.models.loading import load_model
+
+    return load_model(place / "target")
+
+
+def texts_of(place: Path) -> list[AnsweredText]:
+    return list(read_answers(place / "answers.jsonl", None, {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_learns_and_decoding_accepts_what_was_measured(
+    kind: str, place: Path, tmp_path: Path
+) -> None:
+    """It learns answers by heart, and a run of the preset needs as many target passes as said."""
+    values = config(kind, tmp_path, place / "answers.jsonl")
+    target = target_of(place)
+    before = {name: weight.clone() for name, weight in target.state_dict().items()}
+    by_name = train(kind, values, target)
+    assert all(torch.equal(before[n], w) for n, w in target.state_dict().items())
+    (record,) = tmp_path.glob("training*.json")
+    curve = json.loads(record.read_text())["curve"]
+    assert curve[-1]["loss"] < 0.6 * curve[0]["loss"]
+    assert by_name is not None
+    (found,) = by_name.values()
+    texts = texts_of(place)
+    held = [texts[0], texts[-1]]
+    passes = emitted = 0
+    for text in held:
+        steps: list[specdec.Step] = []
+        words = [word.format(out=tmp_path) for word in DECODED[kind]]
+        words += ["model=hf", f"model.target={place / 'target'}", "model.dtype=float32"]
+        words += ["model.device=cpu", f"max_new_tokens={LENGTH - PROMPT}"]
+        prompt, answer = text.tokens[:PROMPT].tolist(), text.tokens[PROMPT:].tolist()
+        result = specdec.generate(prompt, overrides=words, on_step=steps.append)
+        assert list(result.tokens) == answer
+        passes, emitted = passes + len(steps), emitted + len(answer)
+    assert (found.passes, found.tokens) == (passes, emitted)
+    assert found.tokens_per_pass > 1.2
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft"])
+def test_a_stopped_run_equals_an_uninterrupted_one(kind: str, place: Path, tmp_path: Path) -> None:
+    """Bit for bit, also where the loss uses other positions in every step."""
+    files = {}
+    for name, stops in {"whole": [None], "parts": [1e-9, 1e-9, None]}.items():
         for stop in stops:
-            runs[name] = train(tmp_path / name, 15, stop=stop, phases=phases, decay_from=0.45)
-    assert runs["parts"].state.step == runs["whole"].state.step == 15
-    for one, other in zip(
-        runs["whole"].model.parameters(), runs["parts"].model.parameters(), strict=True
-    ):
-        assert torch.equal(one, other)
+            values = config(kind, tmp_path / name, place / "answers.jsonl")
+            values["plan"] |= {"max_steps": 5, "stop_minutes": stop}
+            values["loss"] |= {"every": 3}
+            found = train(kind, values, target_of(place))
+            assert (found is None) == (stop is not None)
+        files[name] = (tmp_path / name / "model.safetensors").read_bytes()
+    assert files["whole"] == files["parts"]
+    values["plan"]["learning_rate"] = 0.02
+    with pytest.raises(UserError, match=r"learning_rate was 0.01, is 0.02.*another work_dir"):
+        train(kind, values, target_of(place))
 
 
-def test_distillation_lowers_the_divergence(tmp_path):
-    target = train(tmp_path / "target", 40).model
-    draft, streams = toy(seed=9, layers=1), toy_streams()
-    tokens = torch.from_numpy(streams["stdlib"][:96].astype(np.int64))[None]
+class TestLosses:
+    def test_losses_of_known_distributions(self) -> None:
+        """p is (5, 3, 2) / 10, q (2, 2, 6) / 10; in the draft vocabulary {0, 2} p is (5, 2) / 7."""
+        p, q = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.2, 0.2, 0.6]])
+        kept, ids = torch.tensor([[0.25, 0.75]]), torch.tensor([0, 2])
 
-    def gap(model: LanguageModel) -> float:
-        with torch.no_grad():
-            return float(divergence(model(tokens)[0], target(tokens)[0]))
+        def loss(draft: torch.Tensor, ids: torch.Tensor | None, **options: Any) -> float:
+            goal = Goal(p.log(), ids, LossOptions(**options))
+            return float(goal.loss(draft.log(), torch.tensor([2]), slice(None)))
 
-    before = gap(draft)
-    mixture = Mixture(streams, {"stdlib": 1.0}, seed=1)
-    run = Pretraining(
-        draft, mixture, plan(30, layers=1), tmp_path / "draft", loss=DistillationLoss(target)
-    )
-    after = gap(run.run())
-    assert after < 0.6 * before
-    assert divergence(target(tokens)[0], target(tokens)[0]).abs() < 1e-6
+        divergence = (p * (p / q).log()).sum()
+        assert loss(q, None) == pytest.approx(float(divergence))
+        assert loss(q, None, objective=Objective.ACCEPTANCE) == pytest.approx(1 - 0.6)
+        small = torch.tensor([5 / 7, 2 / 7])
+        divergence = (small * (small / kept[0]).log()).sum()
+        assert loss(kept, ids) == pytest.approx(float(divergence))
+        assert loss(kept, ids, objective=Objective.ACCEPTANCE) == pytest.approx(1 - (0.25 + 0.2))
+        weighed = {"target_weight": 0.0, "label_weight": 2.0}
+        assert loss(q, None, **weighed) == pytest.approx(-2 * np.log(0.6))
+        assert loss(kept, ids, **weighed) == pytest.approx(-2 * np.log(0.75))
+
+    def test_positions_outside_the_draft_vocabulary_are_left_out(self) -> None:
+        target = torch.tensor([[5.0, 1.0, 0.0], [0.0, 5.0, 1.0]])
+        draft = torch.zeros(2, 2, requires_grad=True)
+        goal = Goal(target, torch.tensor([1, 2]), LossOptions())
+        goal.loss(draft, torch.tensor([0, 1]), slice(None)).backward()
+        assert draft.grad is not None
+        assert bool((draft.grad[0] == 0).all()), "token 0 is likeliest and cannot be drafted"
+        assert bool((draft.grad[1] != 0).all())
+
+    def test_the_training_time_test_is_the_weighted_mean_of_its_steps(self, place: Path) -> None:
+        """Against a head that is called row by row, as a decoder does."""
+        target = FrozenModel(target_of(place))
+        spec = EagleSpec(steps=3, decay=0.5)
+        drafter = EagleDrafter(target, spec, OutputOptions(matrix="own"), None, 0)
+        head, tokens = drafter.head, torch.from_numpy(texts_of(place)[0].tokens[None, :14]).long()
+        counts = torch.ones_like(tokens, dtype=torch.bool)
+        counts[:, 0] = False
+        options = LossOptions(temperature=0.7, every=4)
+        whole = drafter.loss(target, tokens, counts, options, step=1)
+        streams = target.residuals(tokens, drafter.layers)
+        log_target = (target.logits(streams[target.num_layers]) / 0.7).log_softmax(-1)
+        known, total = head.states(drafter.features(streams)), torch.zeros(())
+        for step in range(3):
+            parts = []
+            for row in range(1, 13, 4):  # the offset is that of step 1
+                if row + 2 + step > 13:
+                    continue
+                states = known[:, : row + 1]
+                for _ in range(step + 1):
+                    length = states.shape[1]
+                    outputs = head(tokens[:, 1 : length + 1], states, torch.arange(length)[None])[
+                        :, -1:
+                    ]
+                    states = torch.cat([states, head.fed_back(outputs)], 1)
+                log_q = (head.logits(outputs)[:, 0] / 0.7).log_softmax(-1)
+                log_p = log_target[:, row + 1 + step]
+                parts.append((log_p.exp() * (log_p - log_q)).sum(-1))
+            total = total + 0.5**step * torch.stack(parts).mean()
+        torch.testing.assert_close(whole, total / 1.75)
 
 
-def test_yaml_defaults_are_the_recipes_arguments():
-    from omegaconf import OmegaConf
+class TestTexts:
+    def test_answers_of_every_form_are_read(self, tmp_path: Path) -> None:
+        """Text, chats and a run's records; ids above 16 bits stay what they are."""
+        tokenizer = specdec.pairs.PretrainedPair(target="bundled:target").tokenizer
+        tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+        lines: list[dict[str, Any]] = [
+            {"prompt": "def f(", "completion": "x):"},
+            {"messages": [{"content": "a"}, {"content": "b"}]},
+            {"id": 7, "output": [70000, 5], "text": "as in requests.jsonl"},
+        ]
+        path = tmp_path / "answers.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        text, chat, run = read_answers(path, tokenizer, {7: np.array([1, 2])})
+        assert tokenizer.decode(text.tokens) == "def f(x):"
+        assert tokenizer.decode(chat.tokens) == "[a]b"
+        assert run.tokens.tolist() == [1, 2, 70000, 5]
+        assert (run.num_prompt, run.tokens.dtype) == (2, np.int32)
+        with pytest.raises(UserError, match="answers prompt 7, which data= does not have"):
+            list(read_answers(path, tokenizer, {}))
 
-    for what, recipe in cli.RECIPES.items():
-        path = Path(__file__).parents[2] / "conf" / "train" / f"{what}.yaml"
-        cfg = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-        shared = {key: value for key, value in cfg.items() if key in Session.__slots__}
-        build(Session, shared)
-        check_values(recipe, {key: value for key, value in cfg.items() if key not in shared})
+    def test_an_epoch_visits_every_answer_token_once(self) -> None:
+        texts = [AnsweredText(np.arange(1, size + 1, dtype=np.int32), 3) for size in range(5, 40)]
+        windows = Windows(texts, length=16, batch=4, seed=1)
+        seen = 0
+        for step in range(windows.steps_per_epoch):
+            tokens, counts = windows.batch(step)
+            assert tokens.numel() == windows.size(step)
+            seen += int(counts.sum())
+            assert bool((tokens[counts] > 3).all()), "no token of a prompt, and no padding"
+        first_of_window = sum(1 for text in texts for at in (16, 32) if at < len(text.tokens))
+        assert seen == sum(len(text.tokens) - 3 for text in texts) - first_of_window
+        assert windows.chosen(0) != windows.chosen(windows.steps_per_epoch), "another order"
 
 
-@shipped
-@pytest.mark.parametrize(("part", "layers", "limit"), [("target", 24, 40e6), ("draft", 2, 12e6)])
-def test_shipped_models_load_and_predict(part, layers, limit):
-    """Held-out loss per byte on one held-out module stays below a bound a broken model misses."""
-    from transformers import AutoModelForCausalLM
-
-    folder = ASSETS / part
-    assert (folder / "model.safetensors").stat().st_size <= limit
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    assert model.config.num_hidden_layers == layers
-    assert model.config.max_position_embeddings >= 1024
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    text = (corpus.stdlib_root() / "copy.py").read_text()
-    ids = encode(tokenizer, [text])[:1024].astype(np.int64)
-    row = torch.from_numpy(ids)[None]
+def test_layers_on_several_devices_give_the_same_target(place: Path) -> None:
+    """By accelerate's hooks, here all on the CPU."""
+    tokens = torch.arange(1, 12)[None]
+    plain = FrozenModel(target_of(place))
+    spread = FrozenModel(dispatch_model(target_of(place), {"": "cpu"}, force_hooks=True))
     with torch.no_grad():
-        loss = float(model(row, labels=row).loss)
-    size = len(tokenizer.decode(ids.tolist()).encode())
-    assert loss * len(ids) / size < {"target": 1.1, "draft": 1.35}[part]
+        one, other = (each.residuals(tokens, {2}) for each in (plain, spread))
+        torch.testing.assert_close(one[2], other[2])
+        torch.testing.assert_close(plain.logits(one[4]), spread.logits(other[4]))
 
 
-@shipped
-def test_shipped_card_is_what_the_recipe_writes():
-    """README.md is generated: the template and the records give exactly the shipped page."""
-    assert card.render_card(ASSETS) == (ASSETS / "README.md").read_text()
+def test_the_target_answers_prompts_of_a_file(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole command; given again, it goes on with the answers that it has written."""
+    prompts = [{"question": f"def f{i}(x):"} for i in range(6)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    words = ["train", "medusa", "model=tiny", "model.device=cpu", f"data.path={path}"]
+    words += ["data.field=question", "max_new_tokens=6", "held_out=2", "plan.max_steps=2"]
+    words += ["threads=1", f"output_dir={tmp_path / 'out'}", "answer_batch=3"]
+    assert main([*words, "estimate_only=true"]) == 0
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert "peak memory about" in " ".join(capsys.readouterr().err.split())
+    answers = (tmp_path / "out" / "work" / "answers.jsonl").read_text()
+    assert main(words) == 0
+    assert (tmp_path / "out" / "work" / "answers.jsonl").read_text() == answers
+    assert len(list((tmp_path / "out").glob("medusa-24-*.safetensors"))) == 4
 
 
-@shipped
-def test_shipped_files_name_no_machine():
-    for path in ASSETS.rglob("*"):
-        if path.suffix in {".json", ".md"} and path.name != "tokenizer.json":
-            assert not re.search("/(root|work)" + "/|://", path.read_text()), path
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        ("eagle3", {"stepz": 2}, "has no key 'stepz': did you mean steps"),
+        ("eagle3", {"seed": -1}, "seed=-1 cannot be used"),
+        ("exit", {"head": "medusa"}, "head='medusa' cannot be used"),
+        ("draft", {"plan": {"learning_rate": 0}}, "plan.learning_rate=0 cannot be used"),
+        ("medusa", {"loss": 3}, "loss is not a section"),
+    ],
+)
+def test_unusable_values_are_refused(
+    kind: str, changed: dict[str, Any], message: str, place: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        check(kind, config(kind, tmp_path, place / "answers.jsonl") | changed)

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.models.backends.interface import ModelSlice
+from specdec.models.exits import ReducedOutput
 from specdec.models.onnx.support import head_size
 from specdec.models.slicing import final_norm, layers_name
 from specdec.types import HiddenName
@@ -82,7 +83,10 @@ def build_graph(layers: ModelSlice) -> Graph:
         assert isinstance(output, nn.Linear)
         rows = writer.declare_indices("logits_rows", ["A"])
         chosen = writer.op("Gather", normed, rows, axis=1)
-        writer.output("logits", writer.linear("output", [output], chosen), ["one", "A", "V"])
+        logits = writer.linear("output", [output], chosen)
+        if isinstance(output, ReducedOutput):
+            logits = writer.spread(logits, output.places.tolist())
+        writer.output("logits", logits, ["one", "A", "V"])
     for state in states:
         writer.hidden_names.append(f"state_{len(writer.hidden_names)}")
         writer.output(writer.hidden_names[-1], found[state], ["one", "R", "E"])
@@ -168,6 +172,15 @@ class GraphWriter:
             return product
         bias = torch.cat([part.bias for part in parts])
         return self.op("Add", product, self.weight(f"{name}.bias", bias))
+
+    def spread(self, logits: str, places: list[int]) -> str:
+        """Maps logits of a draft vocabulary to those of all tokens (``exits.spread``)."""
+        first = self.op("Gather", logits, self.constant("first", [0]), axis=-1)
+        minus_infinity = self.weight("minus_infinity", torch.tensor([-torch.inf]))
+        # first - first is 0 and has the shape of a column.
+        column = self.op("Add", self.op("Sub", first, first), minus_infinity)
+        both = self.op("Concat", logits, column, axis=-1)
+        return self.op("Gather", both, self.constant("places", places), axis=-1)
 
     def norm(self, module: nn.Module, value: str, update: str | None) -> tuple[str, str]:
         """Returns the root-mean-square norm of ``value + update``, and the sum."""

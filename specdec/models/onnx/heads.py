@@ -28,6 +28,7 @@ from specdec.attention.kv_storage import CacheSpec
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.errors import UserError
 from specdec.models.eagle import EagleHead
+from specdec.models.exits import spread
 from specdec.models.medusa import MedusaHead
 from specdec.models.onnx.graph import Graph, GraphWriter
 from specdec.models.onnx.session import Array, CacheSession, new_session
@@ -245,6 +246,7 @@ class OnnxMedusa:
             )
         self._heads = [_Session(_head_graph(target, head)) for head in heads]
         self._has_output = [head.output is not None for head in heads]
+        self._places = [head.places for head in heads]
         self._output = None if all(self._has_output) else _Session(_output_graph(target))
 
     def logits(self, number: int, hidden: Tensor) -> Tensor:
@@ -253,7 +255,8 @@ class OnnxMedusa:
         if not self._has_output[number - 1]:
             assert self._output is not None, "a head has an output matrix, or shares the target's"
             found = self._output.run(found)
-        return torch.from_numpy(found)
+        logits, places = torch.from_numpy(found), self._places[number - 1]
+        return logits if places is None else spread(logits, places)
 
 
 def _head_graph(target: PreTrainedModel, head: MedusaHead) -> Graph:

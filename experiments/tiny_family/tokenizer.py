@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from experiments.tiny_family.corpus import Corpus
 from specdec.files import write_json, write_text
-from specdec.train.corpus import Corpus
 
 END = "<|end|>"
 """The token that begins, ends and pads every text; id 0."""

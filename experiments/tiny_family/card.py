@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from experiments.tiny_family.agreement import BATCH, RANKS, SETTINGS, agreement_by_data
+from experiments.tiny_family.corpus import EVALUATED, held_out_files
+from experiments.tiny_family.lm import held_out_loss
+from experiments.tiny_family.model import LanguageModel, load_hf
+from experiments.tiny_family.recipes import need
+from experiments.tiny_family.session import Session
+from experiments.tiny_family.streams import encode
 from specdec.data.files import read_json
 from specdec.data.stdlib import HELD_OUT_MODULUS
 from specdec.files import write_json
 from specdec.models.slicing import cache_argument
-from specdec.train.agreement import BATCH, RANKS, SETTINGS, agreement_by_data
-from specdec.train.corpus import EVALUATED, held_out_files
-from specdec.train.lm import held_out_loss
-from specdec.train.model import LanguageModel, load_hf
-from specdec.train.recipes import need
-from specdec.train.session import Session
-from specdec.train.streams import encode
 
 
 def make_card(
@@ -35,7 +35,7 @@ def make_card(
     """Measures target and draft in output_dir and writes its README.md and measured.json.
 
     Without ``measure`` the page is written from an existing measured.json. Absent data sets are
-    skipped; the card names those that were measured. Arguments: conf/train/card.yaml.
+    skipped; the card names those that were measured. Arguments: card.yaml.
     """
     out, report = session.out, session.report
     if measure:
@@ -72,8 +72,8 @@ def make_card(
 
 
 def render_card(folder: Path) -> str:
-    environment = Environment(  # noqa: S701 - Markdown, not HTML
-        loader=PackageLoader("specdec.train", "."),
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
@@ -100,11 +100,9 @@ def render_card(folder: Path) -> str:
 
 def _eagle(folder: Path) -> dict[str, Any]:
     size = (folder / "model.safetensors").stat().st_size
-    return {
-        **read_json(folder / "training.json"),
-        "bytes": size,
-        "rows": read_json(folder / "measured.json"),
-    }
+    measured = folder / "measured.json"
+    rows = read_json(measured) if measured.exists() else []  # not of `specdec train eagle3`
+    return {**read_json(folder / "training.json"), "bytes": size, "rows": rows}
 
 
 def _held_out(model: LanguageModel, tokenizer: Tokenizer, length: int) -> dict[str, Any]:

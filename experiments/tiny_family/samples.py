@@ -1,4 +1,4 @@
-"""Sampling from a Target in batches: data for distillation and for n-gram counts.
+"""Sampling from a LanguageModel in batches: data for distillation and for n-gram counts.
 
 A batch mixes several sampling rules, and all draws come from one generator; transformers'
 ``generate`` supports neither.
@@ -8,22 +8,30 @@ Shape letters: B sequences, P prompt positions, T generated positions, V vocabul
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import save
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from experiments.tiny_family.model import LanguageModel, weights_hash
+from experiments.tiny_family.plan import build
+from experiments.tiny_family.recipes import Teacher, read_teacher
+from experiments.tiny_family.session import Session
+from experiments.tiny_family.streams import compact, load_streams, save_streams
 from specdec.errors import UserError
+from specdec.files import write_bytes, write_text
 from specdec.parts.fields import Index, NotNegative, Positive, PositiveShare
-from specdec.train.sections import build
-from specdec.train.session import Report, silent
-from specdec.train.streams import compact
-from specdec.train.target import Target
+from specdec.train.fit import keep_settings
+from specdec.train.progress import Report, silent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +85,7 @@ class _CacheLayer(DynamicLayer):
 
 @torch.no_grad()
 def generate(
-    model: Target,
+    model: LanguageModel,
     prompts_BP: Tensor,
     max_new_tokens: int,
     samplings: Sequence[Sampling],
@@ -117,7 +125,7 @@ def generate(
 
 
 def sample_documents(
-    model: Target,
+    model: LanguageModel,
     prompts: list[np.ndarray],
     sampling: Mapping[str, Any],
     *,
@@ -130,7 +138,7 @@ def sample_documents(
 
     Args:
         prompts: int64[T] each, token ids of any lengths.
-        sampling: see conf/train/draft.yaml; the shares of ``rules`` divide each batch among them,
+        sampling: see finish.yaml; the shares of ``rules`` divide each batch among them,
             and no batch begins after ``minutes`` (None: all prompts are used).
         keep_prompt: whether a document begins with its prompt.
         mark: applied to the ids of each continuation.
@@ -205,3 +213,81 @@ def same_length_batches(prompts: list[np.ndarray], batch: int) -> list[Tensor]:
     groups = [ordered[i : i + batch] for i in range(0, len(ordered), batch)]
     equal = ([prompt[len(prompt) - len(group[0]) :] for prompt in group] for group in groups)
     return [torch.from_numpy(np.stack(rows)) for rows in equal]
+
+
+def _docstring_prompts(teacher: Teacher, limit: int, seed: int) -> list[np.ndarray]:
+    quotes = [i for text, i in teacher.tokenizer.get_vocab().items() if '"""' in text]
+    end = partial(docstring_end, quote_ids=quotes)
+    documents = teacher.streams["function"]
+    return function_prompts(documents, end, limit, seed)
+
+
+def sample_target(
+    target: Teacher,
+    sampling: dict[str, Any],
+    work: Path,
+    *,
+    seed: int,
+    report: Report,
+    mark: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> np.ndarray:
+    """Samples the target's own continuations of training functions' signatures and docstrings.
+
+    They go to a file of the folder ``work``, which a later call with the same target and settings
+    reads. ``sampling`` also has the numbers of prompts of the streams "function" (``prompts``) and
+    "gsm8k" (``gsm8k_prompts``); for the rest see ``sample_documents``.
+
+    Raises:
+        UserError: the folder has samples of another target or of other settings.
+    """
+    path = work / "samples.npz"
+    settings = {"target": weights_hash(target.model), "sampling": sampling, "seed": seed}
+    keep_settings(work / "sampling.json", settings, path)
+    if not path.exists():
+        counts = {name: sampling[name] for name in ("prompts", "gsm8k_prompts")}
+        prompts = training_prompts(target, **counts, seed=seed)
+        samples = sample_documents(
+            target.model, prompts, sampling, seed=seed, mark=mark, report=report
+        )
+        save_streams({"samples": samples}, path)
+    return load_streams(path)["samples"]
+
+
+def training_prompts(
+    teacher: Teacher, *, prompts: int, gsm8k_prompts: int, seed: int
+) -> list[np.ndarray]:
+    """Returns signatures and docstrings of training functions, then questions of GSM8K train."""
+    found = _docstring_prompts(teacher, prompts, seed)
+    questions = teacher.streams.get("gsm8k")
+    if gsm8k_prompts and questions is not None:
+        end = partial(sequence_end, ids=teacher.tokenizer.encode("\nAnswer:").ids)
+        found += function_prompts(questions, end, gsm8k_prompts, seed)
+    return found
+
+
+def write_prompts(session: Session, *, prompts: int, gsm8k_prompts: int) -> None:
+    """Writes work_dir/prompts.jsonl, for `specdec train` of a draft and heads of the target."""
+    teacher = read_teacher(session)
+    found = training_prompts(
+        teacher, prompts=prompts, gsm8k_prompts=gsm8k_prompts, seed=session.seed
+    )
+    texts = teacher.tokenizer.decode_batch([row.tolist() for row in found])
+    lines = [json.dumps({"prompt": text}) + "\n" for text in texts]
+    write_text(session.work / "prompts.jsonl", "".join(lines))
+    session.report(1.0, f"{len(lines)} prompts")
+
+
+def sample_ngram(session: Session, *, sampling: dict[str, Any], max_tokens: int) -> None:
+    """Samples token sequences from the draft for n-gram counts.
+
+    Writes output_dir/ngram/samples.safetensors: "tokens", int16 where the ids fit and else int32,
+    each document after a token 0. Arguments: ngram.yaml.
+    """
+    draft, seed = read_teacher(session, "draft"), session.seed
+    prompts, report = _docstring_prompts(draft, sampling["prompts"], seed), session.report
+    tokens = sample_documents(
+        draft.model, prompts, sampling, seed=seed, keep_prompt=False, report=report
+    )
+    kind = np.int16 if draft.model.shape.vocab_size <= 1 << 15 else np.int32
+    data = save({"tokens": tokens[:max_tokens].astype(kind)})
+    write_bytes(session.out / "ngram" / "samples.safetensors", data)

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from specdec.train import corpus, recipes
+from experiments.tiny_family import corpus, recipes
 
 SOURCE = '''
 def area(width: int, height: int) -> int:

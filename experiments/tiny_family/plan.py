@@ -1,14 +1,22 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
+from experiments.tiny_family.model import ModelShape
 from specdec.errors import UserError
+from specdec.parts.build import check_values
 from specdec.parts.fields import Count
-from specdec.train.model import ModelShape
-from specdec.train.sections import build
+
+_T = TypeVar("_T")
+
+
+def build(make: Callable[..., _T], values: Mapping[str, Any], where: str = "", **given: Any) -> _T:
+    """Returns ``make(**values, **given)`` after ``check_values``."""
+    check_values(make, values, where, given=given.keys())
+    return make(**values, **given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +35,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Schedule of a run; conf/train/target.yaml describes the keys.
+    """Schedule of a run; target.yaml describes the keys.
 
     Peak step sizes are ``muon_lr`` for matrices (Muon, scaled to AdamW's update size) and
     ``adam_lr`` for embeddings and norms (AdamW). Empty ``restarts`` mean one cycle, empty

@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.tiny_family.lm import Loss, Pretraining
+from experiments.tiny_family.model import LanguageModel, load_hf, save_hf, weights_hash
+from experiments.tiny_family.plan import RunPlan, build
+from experiments.tiny_family.recipes import read_teacher, train_and_save
+from experiments.tiny_family.samples import sample_target
+from experiments.tiny_family.session import Session
+from experiments.tiny_family.streams import Mixture
 from specdec.data.files import read_json
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics.loops import repeated_ngrams
 from specdec.parts.fields import Count, Positive, Share, validated
-from specdec.train.draft import sample_target
-from specdec.train.lm import Loss, Pretraining, keep_settings
-from specdec.train.model import LanguageModel, load_hf, save_hf, weights_hash
-from specdec.train.plan import RunPlan
-from specdec.train.recipes import read_teacher, train_and_save
-from specdec.train.sections import build
-from specdec.train.session import Session, check_rows, own_rows, rank_and_size, wait_for_all
-from specdec.train.streams import Mixture
+from specdec.train.fit import keep_settings
 
 
 def mark_repeated(continuation: np.ndarray, *, vocab_size: int, ngram: int) -> np.ndarray:
@@ -60,12 +60,11 @@ class UnlikelihoodLoss(Loss):
     length: Count  # positions per sample window
 
     def __post_init__(self) -> None:
-        check_rows(self.batch, "unlikelihood.batch")
         self.samples.check(self.length)
 
     def __call__(self, model: LanguageModel, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
         batches = self.samples.batch(self.batch, self.length)
-        inputs, targets = own_rows(*batches, device=model.device)
+        inputs, targets = (part.to(model.device) for part in batches)
         vocab_size = model.shape.vocab_size
         repeated, tokens = targets >= vocab_size, targets % vocab_size
         logits = model(inputs % vocab_size)
@@ -103,7 +102,7 @@ def finish_target(
     """Reduces the target's repetitions in rounds of sampling and training on the samples.
 
     Replaces output_dir/target by weights between the first ones (in work_dir/finish/start) and the
-    last round's. Resumes after the last complete round. Arguments: conf/train/finish.yaml.
+    last round's. Resumes after the last complete round. Arguments: finish.yaml.
     """
     work, seed, report = session.work / "finish", session.seed, session.report
     schedule, teacher = RunPlan.of(plan), read_teacher(session)
@@ -129,9 +128,7 @@ def finish_target(
         report(0.0, f"{share:.1%} of the samples repeat")
         save = partial(save_hf, folder=folder)  # marks the round as complete
         train_and_save(run, here / "training.json", save, {"repeated_share": round(share, 4)})
-        wait_for_all()
-    if rank_and_size()[0] == 0:
-        _write_finished(work, folder, rounds, blend, session.out / "target")
+    _write_finished(work, folder, rounds, blend, session.out / "target")
 
 
 def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any]) -> Path:
@@ -140,17 +137,15 @@ def _first_weights(shipped: LanguageModel, work: Path, settings: dict[str, Any])
     Refuses rounds of other settings, and a model that is neither the one before nor after them.
     """
     start, hashes = work / "start", work / "models.json"
-    keep_settings(work / "settings.json", settings, [start / "model.safetensors"])
-    if rank_and_size()[0] == 0:
-        if not hashes.exists():
-            save_hf(shipped, start)
-            write_json(hashes, {"start": weights_hash(shipped)})
-        elif weights_hash(shipped) not in read_json(hashes).values():
-            raise UserError(
-                f"output_dir/target is neither the model before the rounds in {work} nor the one"
-                f" that they made: give another work_dir, or delete {work}"
-            )
-    wait_for_all()
+    keep_settings(work / "settings.json", settings, start / "model.safetensors")
+    if not hashes.exists():
+        save_hf(shipped, start)
+        write_json(hashes, {"start": weights_hash(shipped)})
+    elif weights_hash(shipped) not in read_json(hashes).values():
+        raise UserError(
+            f"output_dir/target is neither the model before the rounds in {work} nor the one"
+            f" that they made: give another work_dir, or delete {work}"
+        )
     return start
 
 

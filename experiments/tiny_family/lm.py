@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -13,27 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.data.files import read_json_object
+from experiments.tiny_family.model import LanguageModel, ModelShape, grow, load_weights, weights_of
+from experiments.tiny_family.plan import Phase, RunPlan
+from experiments.tiny_family.session import Report, silent
+from experiments.tiny_family.streams import Mixture
 from specdec.errors import UserError
-from specdec.files import plain, write_bytes, write_json
-from specdec.train.model import LanguageModel, ModelShape, grow, load_weights, weights_of
-from specdec.train.plan import Phase, RunPlan
-from specdec.train.session import (
-    Report,
-    average_gradients,
-    check_rows,
-    from_rank_0,
-    own_rows,
-    rank_and_size,
-    silent,
-)
-from specdec.train.streams import Mixture
+from specdec.files import write_bytes, write_json
+from specdec.train.fit import keep_settings
 
-_TABLES = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "output.weight",
-)  # One row per token, not a linear map: not trained by Muon.
+_TABLES = ("embed_tokens.weight", "lm_head.weight")
+"""One row per token, not a linear map: not trained by Muon."""
 
 
 def make_optimizers(model: torch.nn.Module, plan: RunPlan) -> list[torch.optim.Optimizer]:
@@ -76,7 +65,7 @@ def held_out_loss(
 @dataclass(slots=True)
 class RunState:
     step: int = 0
-    tokens: int = 0  # over all processes
+    tokens: int = 0
     seconds: float = 0.0  # wall-clock time, earlier sessions included
     grown_at: int = 0  # step of the last growth or restart; warm-up counts from it
     cycle: int = 0
@@ -107,9 +96,6 @@ _HELD_OUT_TOKENS = 12288  # per measurement during a run
 class Pretraining:
     """One resumable run; ``run`` trains, then ``model`` is the result.
 
-    In a process group each process trains on its share of every batch's rows, so batches are
-    multiples of the number of processes; all processes have the same weights at every step.
-
     Attributes:
         model: has the first phase's depth, or fewer layers, to which some are added.
         folder: for checkpoint.pt, from which a run resumes, settings.json and curve.json.
@@ -130,7 +116,6 @@ class Pretraining:
         plan, mixture, held_out, self.state = self.plan, self.mixture, self.held_out, RunState()
         plan.check(self.model.shape)
         for phase in plan.phases:
-            check_rows(phase.batch, "batch")
             mixture.check(phase.length)
         if held_out is not None and len(held_out) <= plan.eval_length:
             raise UserError(
@@ -140,9 +125,9 @@ class Pretraining:
         checkpoint = self.folder / "checkpoint.pt"
         schedule = {f"plan.{k}": v for k, v in asdict(plan).items() if k not in _NOT_OF_WEIGHTS}
         every_setting = {**schedule, **mixture.settings(), **self.settings}
-        keep_settings(self.folder / "settings.json", every_setting, [checkpoint])
+        keep_settings(self.folder / "settings.json", every_setting, checkpoint)
         self.optimizers = make_optimizers(self.model, plan)
-        if from_rank_0(float(checkpoint.exists())):
+        if checkpoint.exists():
             self._restore(torch.load(checkpoint, map_location="cpu", weights_only=True))
         self._began = time.monotonic() - self.state.seconds
         self._saved_at = time.monotonic()
@@ -160,8 +145,6 @@ class Pretraining:
 
     def save(self) -> None:
         self._saved_at = time.monotonic()
-        if rank_and_size()[0] != 0:
-            return
         checkpoint = {
             "model": weights_of(self.model),
             "shape": asdict(self.model.shape),
@@ -181,7 +164,7 @@ class Pretraining:
         self.state.grown_at = self.state.step
 
     def _progress(self) -> float:
-        self.state.seconds = from_rank_0(time.monotonic() - self._began)
+        self.state.seconds = time.monotonic() - self._began
         if self.plan.budget_minutes is None:
             return self.state.step / self.plan.max_steps
         return self.state.seconds / (60.0 * self.plan.budget_minutes)
@@ -189,9 +172,9 @@ class Pretraining:
     def step(self, phase: Phase, rate: float) -> Tensor:
         """Takes one optimizer step at a share of the peak step size; returns the loss."""
         inputs, targets = self.mixture.batch(phase.batch, phase.length)
-        loss = self.loss(self.model, *own_rows(inputs, targets, device=self.model.device))
+        place = self.model.device
+        loss = self.loss(self.model, inputs.to(place), targets.to(place))
         loss.backward()  # type: ignore[no-untyped-call]
-        average_gradients(self.model.parameters())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -226,8 +209,6 @@ class Pretraining:
         if not np.isfinite(loss):
             raise FloatingPointError(f"loss is {loss} at step {self.state.step}")
         state = self.state
-        if rank_and_size()[0] != 0:
-            return
         row = {"step": state.step, "tokens": state.tokens, "minutes": state.seconds / 60}
         row |= {"layers": self.model.shape.num_layers, "loss": loss}
         if self.held_out is not None and (len(state.curve) + 1) % self.plan.eval_every == 0:
@@ -236,29 +217,3 @@ class Pretraining:
             row["held_out"] = held_out_loss(self.model, self.held_out, length, windows)
         state.curve.append({key: round(float(value), 4) for key, value in row.items()})
         self.report(progress, " ".join(f"{key} {value:.4g}" for key, value in row.items()))
-
-
-def keep_settings(path: Path, settings: Mapping[str, Any], products: Iterable[Path]) -> None:
-    """Writes settings to a JSON file, or compares them if one of ``products`` exists already.
-
-    Raises:
-        UserError: the work in ``products`` was done under other or unknown settings.
-    """
-    current = plain(dict(settings))
-    if not any(product.exists() for product in products):
-        if rank_and_size()[0] == 0:
-            write_json(path, current)
-        return
-    remedy = f"give another work_dir, or delete {path.parent} to start over"
-    if not path.exists():
-        raise UserError(f"{path.parent} holds work without a record of its settings: {remedy}")
-    recorded = read_json_object(path)
-    changed = [
-        f"{key} was {recorded.get(key)}, is {current.get(key)}"
-        for key in {**recorded, **current}
-        if recorded.get(key) != current.get(key)
-    ]
-    if changed:
-        raise UserError(
-            f"{path.parent} holds work of other settings ({'; '.join(changed)}): {remedy}"
-        )

@@ -1,6 +1,6 @@
 """The recipes of the tokenizer and the target, and what all recipes share.
 
-A recipe takes a Session and plain values (the other keys of conf/train/NAME.yaml). An interrupted
+A recipe takes a Session and plain values (the other keys of NAME.yaml). An interrupted
 run resumes from its checkpoint when the same command is given again.
 """
 
@@ -19,25 +19,23 @@ import torch
 from pydantic import Field
 from tokenizers import Tokenizer
 
+from experiments.tiny_family.corpus import EVALUATED, Corpus, build_corpus
+from experiments.tiny_family.lm import Pretraining
+from experiments.tiny_family.model import LanguageModel, ModelShape, save_hf
+from experiments.tiny_family.plan import RunPlan, build
+from experiments.tiny_family.session import Session
+from experiments.tiny_family.streams import Mixture, encode_corpus, load_streams, save_streams
+from experiments.tiny_family.tokenizer import END, save_tokenizer, tokenizer_texts, train_tokenizer
 from specdec.data.files import read_json
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
 from specdec.parts.fields import PositiveShare
-from specdec.train.corpus import EVALUATED, Corpus, build_corpus
-from specdec.train.lm import Pretraining
-from specdec.train.model import LanguageModel, ModelShape, save_hf
-from specdec.train.plan import RunPlan
-from specdec.train.sections import build
-from specdec.train.session import Session, rank_and_size
-from specdec.train.streams import Mixture, encode_corpus, load_streams, save_streams
-from specdec.train.target import end_ids, load_target
-from specdec.train.tokenizer import END, save_tokenizer, tokenizer_texts, train_tokenizer
 
 
 def need(path: Path, recipe: str) -> Path:
     """Returns the path if it exists; the error names the recipe that writes it."""
     if not path.exists():
-        raise UserError(f"{path} is missing: run `specdec train {recipe}` first")
+        raise UserError(f"{path} is missing: run the recipe `{recipe}` first")
     return path
 
 
@@ -53,7 +51,7 @@ def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]
     path, used = need(work / "tokens.npz", recipe), work / "tokenizer.json"
     if model and used.exists() and not _same(used, model / "tokenizer.json"):
         raise UserError(
-            f"{path} is encoded by another tokenizer than {model}'s: run `specdec train {recipe}`"
+            f"{path} is encoded by another tokenizer than {model}'s: run the recipe `{recipe}`"
             " with another work_dir"
         )
     return load_streams(path)
@@ -61,7 +59,7 @@ def need_streams(work: Path, model: Path | None = None) -> dict[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    model: Any  # a LanguageModel, or the Target of ``read_frozen``
+    model: LanguageModel
     tokenizer: Tokenizer
     streams: dict[str, np.ndarray]
 
@@ -73,17 +71,6 @@ def read_teacher(session: Session, part: str = "target") -> Teacher:
     streams = need_streams(session.work, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Teacher(model=session.load(folder), tokenizer=tokenizer, streams=streams)
-
-
-def read_frozen(session: Session) -> Teacher:
-    """Reads output_dir/target, of any family, for training heads, and its token streams."""
-    folder = session.out / "target"
-    if not (folder / "model.safetensors.index.json").exists():
-        need(folder / "model.safetensors", "target")
-    need(folder / "tokenizer.json", "target")
-    streams = need_streams(session.work, folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Teacher(model=load_target(session, folder), tokenizer=tokenizer, streams=streams)
 
 
 def _describe(corpus: Corpus, streams: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -123,7 +110,7 @@ def make_tokenizer(
     """Builds the corpus, trains a tokenizer unless one is given, encodes the token streams.
 
     Writes tokens.npz and the tokenizer into work_dir; a new tokenizer also into output_dir/target
-    and output_dir/draft, with output_dir/corpus.json. Arguments: conf/train/tokenizer.yaml.
+    and output_dir/draft, with output_dir/corpus.json. Arguments: tokenizer.yaml.
     """
     work, out, report = session.work, session.out, session.report
     existing = None if tokenizer is None else _read_tokenizer(Path(tokenizer))
@@ -135,8 +122,7 @@ def make_tokenizer(
         used = train_tokenizer(tokenizer_texts(corpus, merges_mb), vocab_size)
         _refuse_other_models(used, out)
     report(0.6, "encoding")
-    end = 0 if tokenizer is None else end_ids(Path(tokenizer))[0]
-    streams = encode_corpus(corpus, used, session.seed, end)
+    streams = encode_corpus(corpus, used, session.seed)
     save_streams(streams, work / "tokens.npz")
     for folder in (work,) if existing else (work, out / "target", out / "draft"):
         save_tokenizer(used, folder, max_positions)
@@ -156,11 +142,8 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
     if not path.exists():
         raise UserError(f"tokenizer={folder} holds no tokenizer.json")
     tokenizer = Tokenizer.from_file(str(path))
-    if not (folder / "config.json").exists() and tokenizer.token_to_id(END) != 0:
-        raise UserError(
-            f"tokenizer={folder} must have {END!r}, which separates texts, as id 0, or a"
-            " config.json with eos_token_id beside it"
-        )
+    if tokenizer.token_to_id(END) != 0:
+        raise UserError(f"tokenizer={folder} must have {END!r}, which separates texts, as id 0")
     return tokenizer
 
 
@@ -182,10 +165,8 @@ def train_and_save(
     save: Callable[[LanguageModel], None],
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Trains to the end of a run; process 0 writes its record and then calls ``save``."""
+    """Trains to the end of a run, writes its record and then calls ``save``."""
     model = run.run()
-    if rank_and_size()[0] != 0:
-        return
     curve = run.state.curve
     held_out = [row for row in curve if "held_out" in row]
     kept = [*curve[:: max(1, len(curve) // 24)], *curve[-1:]]
@@ -195,8 +176,7 @@ def train_and_save(
         "steps": run.state.step,
         "tokens": run.state.tokens,
         "minutes": round(run.state.seconds / 60, 1),
-        "machine": f"{platform.machine()}, {model.device.type}, {rank_and_size()[1]} processes of"
-        f" {torch.get_num_threads()} threads",
+        "machine": f"{platform.machine()}, {model.device.type}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "windows": sorted({phase.length for phase in run.plan.phases}),
         "held_out_window": run.plan.eval_length,
@@ -218,7 +198,7 @@ def train_target(
 ) -> None:
     """Trains the target on the token streams that make_tokenizer wrote.
 
-    Writes output_dir/target and work_dir/target. Arguments: conf/train/target.yaml.
+    Writes output_dir/target and work_dir/target. Arguments: target.yaml.
     """
     work, folder, seed = session.work / "target", session.out / "target", session.seed
     streams, schedule = need_streams(session.work), RunPlan.of(plan)

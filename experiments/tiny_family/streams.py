@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from experiments.tiny_family.corpus import Corpus
 from specdec.errors import UserError
 from specdec.files import write_bytes
-from specdec.train.corpus import Corpus
 
 ALIGNED = frozenset({"function", "samples"})
 """Streams whose windows begin at the start of a document, as a prompt does."""

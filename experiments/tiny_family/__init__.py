@@ -1,0 +1,1 @@
+"""How the bundled tiny family was made from text: see README.md."""

@@ -1,0 +1,150 @@
+"""What every trained drafter shares: the interface of the training loop, and output matrices.
+
+Shape letters: B windows, S positions, T = S tokens of one text, K draft tokens, N rows, E hidden
+size, V vocabulary, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdec.errors import UserError
+from specdec.models.frozen import FrozenModel
+from specdec.parts.fields import Count, validated
+from specdec.train.losses import Goal, LossOptions
+
+
+class Drafter(nn.Module, ABC):
+    """Modules to train for a target, which they are passed and do not contain.
+
+    Attributes:
+        name: of its record, ``training-NAME.json`` or ``training.json`` if empty.
+        layers: numbers of target layers after which it reads the residual stream.
+        num_drafts: K of ``right``.
+    """
+
+    name = ""
+    layers: frozenset[int] = frozenset()
+    num_drafts = 1
+
+    @abstractmethod
+    def loss(
+        self,
+        target: FrozenModel,
+        tokens_BS: Tensor,
+        counts_BS: Tensor,
+        options: LossOptions,
+        step: int,
+    ) -> Tensor:
+        """Returns the loss of predicting the tokens that count."""
+
+    @abstractmethod
+    def right(self, target: FrozenModel, tokens_T: Tensor) -> Mapping[str, Tensor]:
+        """Returns bool[K, T]: whether draft token k + 1 after the root t is token t + 1 + k.
+
+        The drafts before it are right, and the target has computed the tokens before the root. The
+        last columns, whose token the text lacks, have any value. There is one result for each
+        drafter that can be used alone, by its name.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes the files that the library's loaders read."""
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """The section ``output``.
+
+    Attributes:
+        matrix: "shared": the target's output matrix, or its rows of ``vocabulary``, which are
+            stored once per folder and not trained; "own": every head trains a copy.
+        vocabulary: number of tokens that can be drafted, the most frequent ones in the training
+            answers; None for all.
+    """
+
+    matrix: Literal["shared", "own"] = "shared"
+    vocabulary: Count | None = None
+
+
+class OutputMatrix(nn.Module):
+    """The output matrix of a head: the target's, a part of it, or an own one."""
+
+    def __init__(self, target: FrozenModel, options: OutputOptions, ids: Tensor | None) -> None:
+        super().__init__()
+        self.module = (target.get_output_embeddings(),)  # in a tuple: it is no module of the head
+        self.own = options.matrix == "own"
+        self.ids: Tensor | None
+        self.register_buffer("ids", ids, persistent=False)
+        self.weight: Tensor | None = None
+        if ids is None and not self.own:
+            return
+        rows = self.module[0].weight.detach().float()
+        rows = rows.clone() if ids is None else rows[ids.to(rows.device)]
+        self.weight = nn.Parameter(rows, requires_grad=self.own)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Maps [N, E] to logits [N, U]."""
+        weight = self.weight
+        logits: Tensor = self.module[0](hidden) if weight is None else F.linear(hidden, weight)
+        return logits
+
+    def token(self, hidden: Tensor) -> Tensor:
+        """Returns the likeliest tokens, int64[N]."""
+        likeliest = self(hidden).argmax(-1)
+        return likeliest if self.ids is None else self.ids[likeliest]
+
+
+def draft_ids(
+    counts: npt.NDArray[np.int64], options: OutputOptions, vocab_size: int
+) -> Tensor | None:
+    """Returns the draft vocabulary's tokens, int64[U], rising; None for all tokens.
+
+    ``counts`` has how often each token occurs.
+    """
+    size = options.vocabulary
+    if size is None or size == vocab_size:
+        return None
+    if size > vocab_size:
+        raise UserError(f"output.vocabulary={size}: the target has {vocab_size} tokens only")
+    counts = np.pad(counts, (0, max(0, vocab_size - len(counts))))
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def chosen_rows(counts_BS: Tensor, ahead: int, options: LossOptions, step: int) -> Sequence[Tensor]:
+    """Returns (b, t), int64[N] each, of rows whose token ``ahead`` positions on counts."""
+    window, place = counts_BS[:, ahead:].nonzero(as_tuple=True)
+    first = step % options.every
+    return window[first :: options.every], place[first :: options.every]
+
+
+def goal_of(target: FrozenModel, last_NE: Tensor, ids: Tensor | None, options: LossOptions) -> Goal:
+    """Returns what a head should predict, from residual streams after the target's last layer."""
+    with torch.no_grad():
+        return Goal(target.logits(last_NE[:, None])[:, 0], ids, options)
+
+
+def bfloat16_state(module: nn.Module, names: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    """Returns parameters as stored in files, contiguous on the CPU."""
+    return {
+        (names or {}).get(name, name): weight.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, weight in module.named_parameters()
+    }
+
+
+def as_stored(drafter: nn.Module) -> None:
+    """Rounds the weights as the files do, so that agreement is measured of what was written."""
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.copy_(weight.bfloat16())

@@ -1,0 +1,253 @@
+"""The training loop: steps, checkpoints, and what a run will cost."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specdec.data.files import read_json_object
+from specdec.errors import UserError
+from specdec.files import plain, write_bytes, write_json
+from specdec.models.frozen import FrozenModel
+from specdec.parts.fields import Count, Index, NotNegative, Positive, Share, validated
+from specdec.train.drafter import Drafter
+from specdec.train.losses import LossOptions
+from specdec.train.progress import Report
+from specdec.train.texts import Windows
+
+_TABLES = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
+"""Ends of names of matrices with a row per token, which Muon does not train."""
+
+_LOG_ROWS = 200  # of the curve of a whole run
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPlan:
+    """The section ``plan``.
+
+    Attributes:
+        batch: windows per step. ``length``: tokens per window.
+        epochs: passes over the training answers, if ``max_steps`` is None.
+        warmup_steps: steps of linear increase of the rate.
+        decay_from: share of the run after which the rate decreases to zero.
+        optimizer: "adamw", or "muon": Muon for the matrices, AdamW for tables and norms.
+        clip: largest norm of the gradient.
+        checkpoint_minutes: time between checkpoints.
+        stop_minutes: time after which this command ends with a checkpoint; None: it trains to the
+            end.
+    """
+
+    learning_rate: Positive
+    batch: Count
+    length: Count
+    epochs: Positive = 1.0
+    max_steps: Count | None = None
+    warmup_steps: Index = 40
+    decay_from: Share = 0.5
+    weight_decay: NotNegative = 0.0
+    clip: Positive = 1.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    checkpoint_minutes: Positive = 5.0
+    stop_minutes: Positive | None = None
+
+    def steps(self, windows: Windows) -> int:
+        if self.max_steps is not None:
+            return self.max_steps
+        return max(1, round(self.epochs * windows.steps_per_epoch))
+
+    def rate(self, step: int, steps: int) -> float:
+        """Returns the share of the learning rate, in (0, 1], of a step from 0."""
+        warmup = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        left = (steps - step) / max(1.0, steps * (1.0 - self.decay_from))
+        return warmup * min(1.0, left)
+
+
+_NOT_OF_WEIGHTS = ("checkpoint_minutes", "stop_minutes")
+
+
+@dataclass(slots=True)
+class FitState:
+    step: int = 0
+    tokens: int = 0  # of windows, padding excluded
+    seconds: float = 0.0  # of all sessions
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+class Fit:
+    """One run, which resumes from ``folder``/checkpoint.pt."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: FrozenModel,
+        windows: Windows,
+        *,
+        plan: TrainPlan,
+        loss: LossOptions,
+        folder: Path,
+        settings: Mapping[str, Any],
+        report: Report,
+    ) -> None:
+        """``settings`` are plain values under which alone the run is resumed."""
+        if not len(windows):
+            raise UserError("the answers have no token to train on: give other answers")
+        self.drafter, self.target, self.windows = drafter, target, windows
+        self.plan, self.loss, self.folder, self.report = plan, loss, folder, report
+        self.steps, self.state = plan.steps(windows), FitState()
+        schedule = {f"plan.{k}": v for k, v in asdict(plan).items() if k not in _NOT_OF_WEIGHTS}
+        checkpoint = folder / "checkpoint.pt"
+        every_setting = {**settings, **schedule, "loss": asdict(loss), "answers_crc": windows.crc}
+        keep_settings(folder / "settings.json", every_setting, checkpoint)
+        self._weights = [weight for weight in drafter.parameters() if weight.requires_grad]
+        self._optimizers = _optimizers(drafter, plan)
+        if checkpoint.exists():
+            saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+            self.state = FitState(**saved["state"])
+            drafter.load_state_dict(saved["weights"], strict=False)
+            for optimizer, stored in zip(self._optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(stored)
+
+    @property
+    def finished(self) -> bool:
+        return self.state.step >= self.steps
+
+    def save(self) -> None:
+        trained = {n: w.detach() for n, w in self.drafter.named_parameters() if w.requires_grad}
+        stream = BytesIO()
+        states = [optimizer.state_dict() for optimizer in self._optimizers]
+        saved = {"weights": trained, "optimizers": states, "state": asdict(self.state)}
+        torch.save(saved, stream)
+        write_bytes(self.folder / "checkpoint.pt", stream.getvalue())
+
+    def estimate(self) -> str:
+        """Times a step without an update, on the next batch; returns what the rest will cost."""
+        began = time.monotonic()
+        self._loss(self.state.step).backward()  # type: ignore[no-untyped-call]
+        for weight in self._weights:
+            weight.grad = None
+        seconds = time.monotonic() - began
+        per_position = seconds / self.windows.size(self.state.step)
+        ahead = np.linspace(self.state.step, max(self.state.step, self.steps - 1), 50)
+        mean = float(np.mean([self.windows.size(int(step)) for step in ahead]))
+        left = self.steps - self.state.step
+        trained = sum(weight.numel() for weight in self._weights)
+        return (
+            f"{trained / 1e6:.1f} M trained weights, {left} steps of {mean:.0f} positions, about"
+            f" {per_position * mean:.2f} s each: {_duration(left * per_position * mean)} in all;"
+            f" peak memory about {(_peak_bytes(self.target) + 8 * trained) / 1e9:.1f} GB"
+        )
+
+    def run(self) -> bool:
+        """Trains to the end of the plan or of the time; returns whether the run is finished."""
+        state, began, before = self.state, time.monotonic(), self.state.seconds
+        saved_at, recent, stop = began, list[Tensor](), self.plan.stop_minutes
+        every = max(1, self.steps // _LOG_ROWS)
+        while not self.finished:
+            loss = self._loss(state.step)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(self._weights, self.plan.clip)
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = self.plan.learning_rate * self.plan.rate(state.step, self.steps)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            state.tokens += self.windows.num_tokens_of(state.step)
+            state.step += 1
+            recent.append(loss.detach())
+            now = time.monotonic()
+            state.seconds = before + now - began
+            line = ""
+            if state.step % every == 0 or self.finished:
+                line = self._log(float(torch.stack(recent).mean()))
+                recent.clear()
+            self.report(state.step / self.steps, line)
+            if stop is not None and now - began > 60 * stop:
+                break
+            if now - saved_at > 60 * self.plan.checkpoint_minutes:
+                self.save()
+                saved_at = now
+        self.save()
+        return self.finished
+
+    def _loss(self, step: int) -> Tensor:
+        tokens, counts = (part.to(self.target.device) for part in self.windows.batch(step))
+        return self.drafter.loss(self.target, tokens, counts, self.loss, step)
+
+    def _log(self, loss: float) -> str:
+        state = self.state
+        if not np.isfinite(loss):
+            raise UserError(
+                f"the loss is {loss} at step {state.step}: lower plan.learning_rate, and delete"
+                f" {self.folder / 'checkpoint.pt'}"
+            )
+        row = {"step": state.step, "tokens": state.tokens, "minutes": state.seconds / 60}
+        state.curve.append({k: round(v, 4) for k, v in {**row, "loss": loss}.items()})
+        return f"step {state.step}: loss {loss:.4f}, {state.tokens} tokens"
+
+
+def _optimizers(drafter: Drafter, plan: TrainPlan) -> list[torch.optim.Optimizer]:
+    named = [(name, weight) for name, weight in drafter.named_parameters() if weight.requires_grad]
+    matrices = [
+        weight for name, weight in named if weight.dim() == 2 and not name.endswith(_TABLES)
+    ]
+    shared: dict[str, Any] = {"lr": plan.learning_rate, "weight_decay": plan.weight_decay}
+    adam: dict[str, Any] = {**shared, "betas": (0.9, 0.98)}
+    if plan.optimizer == "adamw" or not matrices:
+        return [torch.optim.AdamW([weight for _, weight in named], **adam)]
+    of_muon = {id(weight) for weight in matrices}
+    others = [weight for _, weight in named if id(weight) not in of_muon]
+    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **shared)
+    return [muon, torch.optim.AdamW(others, **adam)] if others else [muon]
+
+
+def _peak_bytes(target: FrozenModel) -> int:
+    if target.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(target.device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def memory_bytes() -> int:
+    """Returns the memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def keep_settings(path: Path, settings: Mapping[str, Any], product: Path) -> None:
+    """Writes settings to a JSON file, or compares them if ``product`` exists already.
+
+    Raises:
+        UserError: the product was made under other or unknown settings.
+    """
+    current = plain(dict(settings))
+    if not product.exists():
+        write_json(path, current)
+        return
+    remedy = f"give another work_dir, or delete {path.parent} to start over"
+    if not path.exists():
+        raise UserError(f"{path.parent} holds work without a record of its settings: {remedy}")
+    recorded = read_json_object(path)
+    changed = [
+        f"{key} was {recorded.get(key)}, is {current.get(key)}"
+        for key in {**recorded, **current}
+        if recorded.get(key) != current.get(key)
+    ]
+    if changed:
+        raise UserError(
+            f"{path.parent} holds work of other settings ({'; '.join(changed)}): {remedy}"
+        )

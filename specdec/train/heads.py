@@ -1,0 +1,213 @@
+"""Exit heads and Medusa heads, which read one residual stream of the target (PPSD D.1, Medusa 2.1).
+
+Shape letters: see ``drafter``.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdec.errors import UserError
+from specdec.models.exits import save_tensors, save_vocabulary
+from specdec.models.frozen import FrozenModel
+from specdec.parts.fields import Count, validated
+from specdec.train.drafter import (
+    Drafter,
+    OutputMatrix,
+    OutputOptions,
+    bfloat16_state,
+    chosen_rows,
+    goal_of,
+)
+from specdec.train.losses import LossOptions
+
+
+class PaperSettings(NamedTuple):
+    """Training settings of one kind of exit head in PPSD Table 4."""
+
+    learning_rate: float
+    batch: int
+    epochs: int
+
+
+STATED = {"norm": PaperSettings(2e-5, 16, 1), "transformer": PaperSettings(5e-4, 2, 2)}
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitSpec:
+    """Attributes:
+    head: "norm" (a norm) or "transformer" (a decoder layer of the target's kind, and a norm).
+    layers: target layers before each head; None: a quarter and a half of them.
+    """
+
+    head: Literal["norm", "transformer"] = "transformer"
+    layers: tuple[Count, ...] | None = None
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaSpec:
+    heads: Count = 4
+
+
+class _Head(nn.Module):
+    """Parameter names are those of its file."""
+
+    def __init__(self, target: FrozenModel, kind: str, layer: int, offset: int) -> None:
+        super().__init__()
+        self.kind, self.number, self.offset = kind, layer, offset
+        self.place = min(layer, target.num_layers - 1)  # of the layer that the head's runs as
+        self.norm = copy.deepcopy(target.norm).float()
+        if kind == "transformer":
+            self.layer = copy.deepcopy(target.layers[self.place]).float()
+            last = target.layers[-1].state_dict()
+            if {n: w.shape for n, w in last.items()} == {
+                n: w.shape for n, w in self.layer.state_dict().items()
+            }:  # not where layers differ in size
+                self.layer.load_state_dict(last)
+        if kind == "medusa":
+            self.block = nn.Linear(target.hidden_size, target.hidden_size, bias=False)
+            nn.init.zeros_(self.block.weight)
+        self.requires_grad_(True)
+
+    @property
+    def file(self) -> str:
+        return f"{self.kind}-{self.number}" + (f"-{self.offset}" if self.offset else "")
+
+    def inner(self, target: FrozenModel, x_BSE: Tensor) -> Tensor:
+        """Returns the part of the head that sees other positions, [B, S, E]."""
+        if self.kind == "transformer":
+            return target.run_layer(self.layer, x_BSE, self.place)
+        return x_BSE
+
+    def forward(self, x_NE: Tensor) -> Tensor:
+        """Maps results of ``inner`` to inputs of the output matrix."""
+        h_NE: Tensor = self.norm(x_NE)
+        return h_NE + F.silu(self.block(h_NE)) if self.kind == "medusa" else h_NE
+
+
+class StreamHeads(Drafter):
+    """Heads that are trained together on one pass of the target."""
+
+    def __init__(
+        self, target: FrozenModel, specs: list[tuple[str, int, int]], outputs: list[OutputMatrix]
+    ) -> None:
+        """``specs`` are (kind, layers before the head, positions beyond the next token)."""
+        super().__init__()
+        for _, layer, _ in specs:
+            if layer > target.num_layers:
+                raise UserError(f"layers: {layer} of a target of {target.num_layers} layers")
+        self.heads = nn.ModuleList(_Head(target, *spec) for spec in specs)
+        self.outputs = nn.ModuleList(outputs)  # one per head, or one for all
+        self.layers = frozenset(layer for _, layer, _ in specs)
+        self.name = self.heads[0].file
+
+    def output(self, index: int) -> OutputMatrix:
+        return self.outputs[index % len(self.outputs)]  # type: ignore[return-value]
+
+    def loss(
+        self,
+        target: FrozenModel,
+        tokens_BS: Tensor,
+        counts_BS: Tensor,
+        options: LossOptions,
+        step: int,
+    ) -> Tensor:
+        with torch.no_grad():
+            streams = target.residuals(tokens_BS, self.layers)
+        losses, goals = [], {}
+        with target.autocast():
+            for index, head in enumerate(self.heads):
+                ahead, output = head.offset + 1, self.output(index)
+                b, t = chosen_rows(counts_BS, ahead, options, step)
+                if head.offset not in goals:
+                    last = streams[target.num_layers][b, t + head.offset]
+                    goals[head.offset] = goal_of(target, last, output.ids, options)
+                hidden = head(head.inner(target, streams[head.number])[b, t])
+                labels = tokens_BS[b, t + ahead]
+                losses.append(goals[head.offset].loss(output(hidden), labels, slice(None)))
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def predicted(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
+        """Returns the token that each head predicts from every position, int64[T]."""
+        streams = target.residuals(tokens_T[None], self.layers)
+        with target.autocast():
+            return {
+                head.file: self.output(index).token(
+                    head(head.inner(target, streams[head.number])[0])
+                )
+                for index, head in enumerate(self.heads)
+            }
+
+    def save(self, folder: Path) -> None:
+        for index, head in enumerate(self.heads):
+            output = self.output(index)
+            tensors = bfloat16_state(head)
+            if output.own:
+                assert output.weight is not None
+                tensors["output.weight"] = output.weight.detach().to("cpu", torch.bfloat16)
+                if output.ids is not None:
+                    tensors["output.ids"] = output.ids.int().cpu()
+            about = {"kind": head.kind, "layer": head.number, "offset": head.offset}
+            about |= {"own_output": output.own, "reduced": output.ids is not None}
+            save_tensors(tensors, folder / f"{head.file}.safetensors", about)
+        output = self.output(0)
+        if output.ids is not None and not output.own:
+            assert output.weight is not None
+            save_vocabulary(output.ids, output.weight, folder)
+
+
+class ExitDrafter(StreamHeads):
+    num_drafts = 4
+
+    def __init__(
+        self, target: FrozenModel, spec: ExitSpec, options: OutputOptions, ids: Tensor | None
+    ) -> None:
+        depth = target.num_layers
+        layers = spec.layers or tuple(sorted({max(1, depth // 4), max(1, depth // 2)}))
+        heads = [(spec.head, layer, 0) for layer in layers]
+        count = len(heads) if options.matrix == "own" else 1
+        super().__init__(target, heads, [OutputMatrix(target, options, ids) for _ in range(count)])
+
+    def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
+        return {
+            name: drafted_one_by_one(predicted_T, tokens_T, self.num_drafts)
+            for name, predicted_T in self.predicted(target, tokens_T).items()
+        }
+
+
+class MedusaDrafter(StreamHeads):
+    def __init__(
+        self, target: FrozenModel, spec: MedusaSpec, options: OutputOptions, ids: Tensor | None
+    ) -> None:
+        heads = [("medusa", target.num_layers, number) for number in range(1, spec.heads + 1)]
+        count = len(heads) if options.matrix == "own" else 1
+        super().__init__(target, heads, [OutputMatrix(target, options, ids) for _ in range(count)])
+        self.num_drafts = spec.heads
+
+    def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
+        """Head k reads the position before the root t and predicts token t + k."""
+        rows = list(self.predicted(target, tokens_T).values())
+        right_KT = torch.zeros_like(torch.stack(rows), dtype=torch.bool)
+        for k, predicted_T in enumerate(rows, start=1):
+            right_KT[k - 1, 1:-k] = predicted_T[: -k - 1] == tokens_T[1 + k :]
+        return {"medusa": right_KT}
+
+
+def drafted_one_by_one(predicted_T: Tensor, tokens_T: Tensor, num_drafts: int) -> Tensor:
+    """Returns bool[K, T] (see ``Drafter.right``) of tokens predicted from the position before."""
+    next_T = torch.zeros_like(tokens_T, dtype=torch.bool)
+    next_T[:-1] = predicted_T[:-1] == tokens_T[1:]
+    right = torch.zeros(num_drafts, len(tokens_T), dtype=torch.bool, device=tokens_T.device)
+    for k in range(num_drafts):
+        right[k, : len(tokens_T) - k] = next_T[k:]
+    return right
