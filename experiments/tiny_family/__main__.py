@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
 from experiments.tiny_family import card, recipes, samples, unlikelihood
@@ -50,6 +51,8 @@ def main(words: Sequence[str]) -> None:
     shared = {key: value for key, value in values.items() if key in names}
     check_values(RECIPES[what], own, also=names)
     check_values(Session, shared)
+    if values.get("num_threads"):
+        torch.set_num_threads(values["num_threads"])
     with progress_bar(what) as report:
         RECIPES[what](Session(**shared, report=report), **own)
 

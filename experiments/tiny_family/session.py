@@ -28,6 +28,9 @@ class Session:
     device: Text = "cpu"
     report: Report = silent
 
+    def __post_init__(self) -> None:
+        _ = self.place  # refuses a device that torch does not have
+
     @property
     def work(self) -> Path:
         return Path(self.work_dir)

@@ -85,7 +85,9 @@ def _train(kind: str, config: Mapping[str, Any]) -> None:
         torch.set_num_threads(config["threads"])
     pair = build_pair(config["model"])
     if not isinstance(pair, HuggingFacePair):
-        raise UserError(f"model={config['model'].get('kind')} has no model to train for: model=hf")
+        raise UserError(
+            f"model={config['model'].get('kind')} has no model to train for: use model=hf"
+        )
     with progress_bar(kind) as report:
         size = pair.weight_bytes["target"] / 1e9
         report(0.0, f"loading the target: {size:.2f} GB of weights in {pair.dtype}")

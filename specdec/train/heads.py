@@ -26,7 +26,7 @@ from specdec.train.drafter import (
     chosen_rows,
     goal_of,
 )
-from specdec.train.losses import LossOptions
+from specdec.train.losses import Goal, LossOptions
 
 
 class PaperSettings(NamedTuple):
@@ -105,13 +105,11 @@ class StreamHeads(Drafter):
         for _, layer, _ in specs:
             if layer > target.num_layers:
                 raise UserError(f"layers: {layer} of a target of {target.num_layers} layers")
-        self.heads = nn.ModuleList(_Head(target, *spec) for spec in specs)
-        self.outputs = nn.ModuleList(outputs)  # one per head, or one for all
+        self.heads = [_Head(target, *spec) for spec in specs]
+        self.outputs = outputs if len(outputs) > 1 else outputs * len(specs)
+        self.modules_of_heads = nn.ModuleList([*self.heads, *outputs])
         self.layers = frozenset(layer for _, layer, _ in specs)
         self.name = self.heads[0].file
-
-    def output(self, index: int) -> OutputMatrix:
-        return self.outputs[index % len(self.outputs)]  # type: ignore[return-value]
 
     def loss(
         self,
@@ -123,10 +121,11 @@ class StreamHeads(Drafter):
     ) -> Tensor:
         with torch.no_grad():
             streams = target.residuals(tokens_BS, self.layers)
-        losses, goals = [], {}
+        losses: list[Tensor] = []
+        goals: dict[int, Goal] = {}  # by offset
         with target.autocast():
-            for index, head in enumerate(self.heads):
-                ahead, output = head.offset + 1, self.output(index)
+            for head, output in zip(self.heads, self.outputs, strict=True):
+                ahead = head.offset + 1
                 b, t = chosen_rows(counts_BS, ahead, options, step)
                 if head.offset not in goals:
                     last = streams[target.num_layers][b, t + head.offset]
@@ -142,15 +141,12 @@ class StreamHeads(Drafter):
         streams = target.residuals(tokens_T[None], self.layers)
         with target.autocast():
             return {
-                head.file: self.output(index).token(
-                    head(head.inner(target, streams[head.number])[0])
-                )
-                for index, head in enumerate(self.heads)
+                head.file: output.token(head(head.inner(target, streams[head.number])[0]))
+                for head, output in zip(self.heads, self.outputs, strict=True)
             }
 
     def save(self, folder: Path) -> None:
-        for index, head in enumerate(self.heads):
-            output = self.output(index)
+        for head, output in zip(self.heads, self.outputs, strict=True):
             tensors = bfloat16_state(head)
             if output.own:
                 assert output.weight is not None
@@ -160,7 +156,7 @@ class StreamHeads(Drafter):
             about = {"kind": head.kind, "layer": head.number, "offset": head.offset}
             about |= {"own_output": output.own, "reduced": output.ids is not None}
             save_tensors(tensors, folder / f"{head.file}.safetensors", about)
-        output = self.output(0)
+        output = self.outputs[0]
         if output.ids is not None and not output.own:
             assert output.weight is not None
             save_vocabulary(output.ids, output.weight, folder)

@@ -17,6 +17,7 @@ from specdec.data import Request, load_prompts
 from specdec.data.prompt import fit_prompt, prompt_tokens
 from specdec.errors import UserError
 from specdec.files import write_json
+from specdec.models.config_values import config_value
 from specdec.models.frozen import FrozenModel
 from specdec.parts.build import check_values
 from specdec.parts.fields import Count, Index, Text, Threads, signature_of, validated
@@ -25,7 +26,7 @@ from specdec.train.agreement import Agreement, measure
 from specdec.train.draft import DraftModel, DraftSpec
 from specdec.train.drafter import Drafter, OutputOptions, as_stored, draft_ids
 from specdec.train.eagle import EagleDrafter, EagleSpec
-from specdec.train.fit import Fit, TrainPlan, memory_bytes
+from specdec.train.fit import Fit, TrainPlan, keep_settings, memory_bytes
 from specdec.train.heads import STATED, ExitDrafter, ExitSpec, MedusaDrafter, MedusaSpec
 from specdec.train.losses import LossOptions
 from specdec.train.progress import Report, silent
@@ -88,8 +89,9 @@ def check(kind: str, config: Mapping[str, Any]) -> None:
 def _plan_values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the section ``plan``; the paper's values for an exit head replace null."""
     values = dict(config["plan"])
-    if kind == "exit" and config["head"] in STATED:
-        for key, stated in STATED[config["head"]]._asdict().items():
+    head = config.get("head", "transformer")
+    if kind == "exit" and head in STATED:
+        for key, stated in STATED[head]._asdict().items():
             values[key] = stated if values.get(key) is None else values[key]
     return values
 
@@ -200,12 +202,15 @@ def _texts(
     work: Path,
     report: Report,
 ) -> list[AnsweredText]:
-    limit = int(getattr(target.config, "max_position_embeddings", 0) or 1 << 30)
-    prompts = {}
+    limit = int(config_value(target.config, "max_position_embeddings", 1 << 30))
+    prompts: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
     if shared.answers is None or Path(shared.answers).name == "requests.jsonl":
         prompts = _prompts(config["data"], tokenizer, limit - shared.max_new_tokens)
     path = Path(shared.answers or work / "answers.jsonl")
     if shared.answers is None:
+        rules = {"sampling": config["sampling"], "max_new_tokens": shared.max_new_tokens}
+        rules |= {"seed": shared.seed, "target": _fingerprint(target.model)}
+        keep_settings(work / "answers.json", rules, path)
         write_answers(
             path,
             target.model,

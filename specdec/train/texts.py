@@ -168,6 +168,7 @@ class Windows:
     def __init__(self, texts: Sequence[AnsweredText], length: int, batch: int, seed: int) -> None:
         """Drops windows without an answer's token; ``num_tokens`` counts the rest."""
         self.batch_size, self.seed = batch, seed
+        self._known: tuple[int, list[list[int]]] | None = None  # the last epoch's batches
         self._windows = [
             (text.tokens[start : start + length], max(0, text.num_prompt - start))
             for text in texts
@@ -187,7 +188,7 @@ class Windows:
     def steps_per_epoch(self) -> int:
         return -(-len(self._windows) // self.batch_size)
 
-    def counts(self) -> IntArray:
+    def counts(self) -> npt.NDArray[np.int64]:
         """Returns int[V']: how often each token occurs in answers, up to the largest token."""
         return np.bincount(np.concatenate([row[first:] for row, first in self._windows]))
 
@@ -201,8 +202,7 @@ class Windows:
         return self._order(epoch)[place]
 
     def _order(self, epoch: int) -> list[list[int]]:
-        known: tuple[int, list[list[int]]] | None = getattr(self, "_known", None)
-        if known is None or known[0] != epoch:
+        if self._known is None or self._known[0] != epoch:
             rng, size = np.random.default_rng((self.seed, epoch)), self.batch_size
             order, batches = rng.permutation(len(self._windows)), []
             for start in range(0, len(order), 32 * size):
@@ -211,8 +211,8 @@ class Windows:
                 )
                 parts = [block[i : i + size] for i in range(0, len(block), size)]
                 batches += [parts[i] for i in rng.permutation(len(parts))]
-            self._known = known = (epoch, batches)
-        return known[1]
+            self._known = (epoch, batches)
+        return self._known[1]
 
     def size(self, step: int) -> int:
         """Returns the number of positions of a step's batch, padding included."""

@@ -186,7 +186,7 @@ class TestHeads:
         tokens = torch.tensor([case.prompt])
         head, stream = trained.heads[0], target.residuals(tokens, {layer})[layer]
         with torch.no_grad():
-            expected = trained.output(0)(head(head.inner(target, stream)[0, -1:]))[0]
+            expected = trained.outputs[0](head(head.inner(target, stream)[0, -1:]))[0]
         found = logits[0] if ids is None else logits[0][ids]
         assert torch.allclose(found, expected, atol=1e-3)
         assert ids is None or int(logits[0].isfinite().sum()) == vocabulary

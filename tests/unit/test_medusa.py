@@ -204,7 +204,7 @@ class TestWeights:
         stream = torch.randn(5, target.hidden_size, generator=generator)
         for number, head in enumerate(heads.heads, start=1):
             with torch.no_grad():
-                expected = heads.output(number - 1)(head(stream))
+                expected = heads.outputs[number - 1](head(stream))
             found = loaded.logits(number, stream)
             if ids is not None:
                 assert int(found.isfinite().sum()) == 5 * vocabulary

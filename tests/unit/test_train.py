@@ -17,6 +17,7 @@ from specdec.cli.main import main
 from specdec.errors import UserError
 from specdec.models.frozen import FrozenModel
 from specdec.models.random import random_model
+from specdec.pairs import PretrainedPair
 from specdec.train.drafter import OutputOptions
 from specdec.train.eagle import EagleDrafter, EagleSpec
 from specdec.train.losses import Goal, LossOptions, Objective
@@ -107,7 +108,7 @@ def test_a_drafter_learns_and_decoding_accepts_what_was_measured(
         steps: list[specdec.Step] = []
         words = [word.format(out=tmp_path) for word in DECODED[kind]]
         words += ["model=hf", f"model.target={place / 'target'}", "model.dtype=float32"]
-        words += ["model.device=cpu", f"max_new_tokens={LENGTH - PROMPT}"]
+        words += ["model.device=cpu", "ignore_eos=true", f"max_new_tokens={LENGTH - PROMPT}"]
         prompt, answer = text.tokens[:PROMPT].tolist(), text.tokens[PROMPT:].tolist()
         result = specdec.generate(prompt, overrides=words, on_step=steps.append)
         assert list(result.tokens) == answer
@@ -199,7 +200,7 @@ class TestLosses:
 class TestTexts:
     def test_answers_of_every_form_are_read(self, tmp_path: Path) -> None:
         """Text, chats and a run's records; ids above 16 bits stay what they are."""
-        tokenizer = specdec.pairs.PretrainedPair(target="bundled:target").tokenizer
+        tokenizer = PretrainedPair(target="bundled:target").tokenizer
         tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
         lines: list[dict[str, Any]] = [
             {"prompt": "def f(", "completion": "x):"},
@@ -209,8 +210,8 @@ class TestTexts:
         path = tmp_path / "answers.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         text, chat, run = read_answers(path, tokenizer, {7: np.array([1, 2])})
-        assert tokenizer.decode(text.tokens) == "def f(x):"
-        assert tokenizer.decode(chat.tokens) == "[a]b"
+        assert tokenizer.decode(text.tokens.tolist()) == "def f(x):"
+        assert tokenizer.decode(chat.tokens.tolist()) == "[a]b"
         assert run.tokens.tolist() == [1, 2, 70000, 5]
         assert (run.num_prompt, run.tokens.dtype) == (2, np.int32)
         with pytest.raises(UserError, match="answers prompt 7, which data= does not have"):
