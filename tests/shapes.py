@@ -11,7 +11,8 @@ from specdec.models.random import random_model
 
 def small_llama(num_layers: int, *, seed: int = 1) -> PreTrainedModel:
     """48 tokens, 64 positions, width 32."""
-    return random_model(num_layers=num_layers, seed=seed, vocab_size=48, max_positions=64)
+    sizes = {"vocab_size": 48, "max_positions": 64, "num_heads": 2, "num_kv_heads": 1}
+    return random_model(num_layers=num_layers, seed=seed, **sizes)
 
 
 def saved_llama(folder: Path, num_layers: int, *, seed: int = 1) -> PreTrainedModel:

@@ -76,7 +76,7 @@ def train_config(
 def _train(kind: str, config: Mapping[str, Any]) -> None:
     import torch
 
-    from specdec.pairs import build_pair
+    from specdec.pairs import PretrainedPair, build_pair
     from specdec.pairs.huggingface import HuggingFacePair
     from specdec.train.progress import progress_bar
     from specdec.train.run import sharded, train
@@ -91,6 +91,8 @@ def _train(kind: str, config: Mapping[str, Any]) -> None:
     with progress_bar(kind) as report:
         size = pair.weight_bytes["target"] / 1e9
         report(0.0, f"loading the target: {size:.2f} GB of weights in {pair.dtype}")
-        target = sharded(pair.folder("target"), pair.dtype) if config["shard"] else pair.target
+        if config["shard"] and not isinstance(pair, PretrainedPair):
+            raise UserError("shard=true reads a model from disk: use model=hf, or leave shard out")
+        target = sharded(pair.info.path, pair.dtype) if config["shard"] else pair.target
         tokenizer, ends = getattr(pair, "tokenizer", None), sorted(pair.eos_ids)
         train(kind, config, target, tokenizer=tokenizer, ends=ends, report=report)

@@ -131,10 +131,11 @@ class ReducedOutput(nn.Linear):
     ``places``, int64[V], has each token's row in the matrix, and U for those without one.
     """
 
+    places: Tensor
+
     def __init__(self, weight: Tensor, ids: Tensor, vocab_size: int) -> None:
         """``weight`` is [U, E], ``ids`` int[U]."""
-        nn.Module.__init__(self)
-        (self.out_features, self.in_features), self.bias = weight.shape, None
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("places", places_of(ids, vocab_size).to(weight.device))
 

@@ -6,6 +6,7 @@ Shape letters: see ``drafter``.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -98,10 +99,15 @@ class StreamHeads(Drafter):
     """Heads that are trained together on one pass of the target."""
 
     def __init__(
-        self, target: FrozenModel, specs: list[tuple[str, int, int]], outputs: list[OutputMatrix]
+        self,
+        target: FrozenModel,
+        specs: Sequence[tuple[str, int, int]],
+        outputs: list[OutputMatrix],
     ) -> None:
         """``specs`` are (kind, layers before the head, positions beyond the next token)."""
         super().__init__()
+        if not specs:
+            raise UserError("layers=[]: name the target layers before at least one head")
         for _, layer, _ in specs:
             if layer > target.num_layers:
                 raise UserError(f"layers: {layer} of a target of {target.num_layers} layers")
@@ -169,7 +175,9 @@ class ExitDrafter(StreamHeads):
         self, target: FrozenModel, spec: ExitSpec, options: OutputOptions, ids: Tensor | None
     ) -> None:
         depth = target.num_layers
-        layers = spec.layers or tuple(sorted({max(1, depth // 4), max(1, depth // 2)}))
+        layers = tuple(sorted({max(1, depth // 4), max(1, depth // 2)}))
+        if spec.layers is not None:
+            layers = spec.layers
         heads = [(spec.head, layer, 0) for layer in layers]
         count = len(heads) if options.matrix == "own" else 1
         super().__init__(target, heads, [OutputMatrix(target, options, ids) for _ in range(count)])

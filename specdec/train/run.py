@@ -73,6 +73,8 @@ GROUPS = ("model", "data", "sampling")
 
 def check(kind: str, config: Mapping[str, Any]) -> None:
     """Refuses unusable values of the keys that are not of ``GROUPS``."""
+    if config.get("output_dir") is None:
+        raise UserError("output_dir has no value: add output_dir=DIR, for what is trained")
     sections = {name: config.get(name) for name in SECTIONS if name in config}
     own = {k: v for k, v in config.items() if k not in {*sections, *GROUPS}}
     shared, names = signature_of(TrainOptions).plain, signature_of(SPECS[kind]).plain
@@ -120,7 +122,8 @@ def train(
     work = Path(shared.work_dir) if shared.work_dir else out / "work"
     if target.dtype not in (torch.float32, torch.bfloat16):
         raise UserError(
-            f"model.dtype={target.dtype} cannot be trained with: use float32 or bfloat16"
+            f"model.dtype={str(target.dtype).removeprefix('torch.')} cannot be trained with: use"
+            " float32 or bfloat16"
         )
     frozen = FrozenModel(target, compute_dtype=target.dtype)
     texts = _texts(shared, config, frozen, tokenizer, ends, work, report)

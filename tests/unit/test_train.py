@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 import specdec
 from specdec.cli.main import main
 from specdec.errors import UserError
+from specdec.models.bundled import family_path
 from specdec.models.frozen import FrozenModel
 from specdec.models.random import random_model
 from specdec.pairs import PretrainedPair
@@ -29,7 +31,10 @@ pytestmark = pytest.mark.slow
 VOCAB, PROMPT, LENGTH = 61, 4, 28
 KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"steps": 3, "output": {"matrix": "own", "vocabulary": 40}},
-    "medusa": {"heads": 2, "output": {"matrix": "shared", "vocabulary": None}},
+    "medusa": {
+        **{"heads": 2, "output": {"matrix": "own", "vocabulary": None}},
+        "loss": {"temperature": 0.5, "label_weight": 1.0},
+    },
     "exit": {
         "head": "transformer",
         "layers": [2],
@@ -61,9 +66,10 @@ def config(kind: str, out: Path, answers: Path) -> dict[str, Any]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model on disk and the greedy answers that it gives to random prompts."""
     folder = tmp_path_factory.mktemp("train")
-    untied = {"tie_word_embeddings": False}
-    model = random_model(vocab_size=VOCAB, max_positions=128, seed=3, options=untied)
+    model = random_model(vocab_size=VOCAB, max_positions=128, seed=3)
     model.save_pretrained(folder / "target")
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # its smallest tokens are the model's
+        shutil.copy(Path(family_path("bundled:target")) / name, folder / "target")
     texts = torch.randint(1, VOCAB, (10, PROMPT), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         while texts.shape[1] < LENGTH:
@@ -98,7 +104,7 @@ def test_a_drafter_learns_and_decoding_accepts_what_was_measured(
     assert all(torch.equal(before[n], w) for n, w in target.state_dict().items())
     (record,) = tmp_path.glob("training*.json")
     curve = json.loads(record.read_text())["curve"]
-    assert curve[-1]["loss"] < 0.6 * curve[0]["loss"]
+    assert curve[-1]["loss"] < 0.8 * curve[0]["loss"]
     assert by_name is not None
     (found,) = by_name.values()
     texts = texts_of(place)
