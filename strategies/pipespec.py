@@ -15,7 +15,7 @@ from specdec.policies.tree_growth import (
     live_requests,
     ready_requests,
 )
-from specdec.sources.model_chain import ModelChain
+from specdec.sources.combined import ModelChain
 from specdec.types import NO_NODE, Candidates, Nodes
 
 if TYPE_CHECKING:

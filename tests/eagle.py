@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.models.eagle import EagleConfig, EagleHead
-from specdec.models.eagle_loading import fit_head, hidden_states, untrained_config
+from specdec.models.eagle_loading import fit_head, untrained_config
+from specdec.models.slicing import hidden_states
 from specdec.pairs import RandomPair
 from tests import toys
 

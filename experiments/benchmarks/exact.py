@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from specdec.certify.exact_dtype import plain_config
+from specdec.certify.numerics import plain_config
 from specdec.config.job import run_job_of
 from specdec.files import write_json
 from specdec.metrics import RequestResult

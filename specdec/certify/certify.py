@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from types import FrameType
 from typing import Any
 
-from specdec.certify.exact_dtype import exact_dtype
 from specdec.certify.invariants import cache_invariant, draft_rows, tree_invariant
 from specdec.certify.laws import distribution
-from specdec.certify.numerics import CannotCompose, numerics
+from specdec.certify.numerics import CannotCompose, exact_dtype, numerics
 from specdec.certify.parity import (
     batch_independence,
     greedy_parity,
@@ -95,38 +94,29 @@ def _run_check(name: str, subject: Subject, crashes: Crashes) -> Check:
         return crashes.check(name, error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where an error was raised: the file and line of the innermost frame, and the error's type."""
-
-    kind: type[BaseException]
-    file: str
-    line: int
-
-
 class Crashes:
     """The distinct errors of one run of checks, in the order in which they occurred."""
 
     def __init__(self) -> None:
-        self._by_place: dict[_Place, Crash] = {}
+        self._by_line: dict[tuple[type[Exception], str, int | None], Crash] = {}
 
     @property
     def found(self) -> tuple[Crash, ...]:
-        return tuple(self._by_place.values())
+        return tuple(self._by_line.values())
 
     def check(self, name: str, error: Exception) -> Check:
         """Returns the failed check that ``error`` ended.
 
-        An error from the same place as an earlier one only refers to the check that describes it.
+        An error from the same line as an earlier one only refers to the check that describes it.
         """
         innermost = traceback.extract_tb(error.__traceback__)[-1]
-        place = _Place(type(error), innermost.filename, innermost.lineno or 0)
-        known = self._by_place.get(place)
+        line = type(error), innermost.filename, innermost.lineno
+        known = self._by_line.get(line)
         if known is not None:
-            self._by_place[place] = replace(known, checks=(*known.checks, name))
+            self._by_line[line] = replace(known, checks=(*known.checks, name))
             return Check(name, False, f"ended by the error of {known.checks[0]}")
         crash = _crash(name, error)
-        self._by_place[place] = crash
+        self._by_line[line] = crash
         return Check(name, False, f"raised {crash.error}{crash.where}")
 
 

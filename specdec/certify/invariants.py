@@ -16,7 +16,7 @@ from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, WITH_HISTORY
 from specdec.certify.observing import ObservedPair, Shadow, Watch, snapshot
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import VOCAB_SIZE, WINDOW, Decoded, Subject, decode_steps
-from specdec.models.slicing import cache_argument, final_norm, layers_name
+from specdec.models.slicing import cache_argument, hidden_states
 from specdec.state import RequestState
 from specdec.types import NO_NODE, Commit, CommitKind, HiddenName, IntArray
 
@@ -342,15 +342,14 @@ def _row_problems(watch: Watch, counted: int) -> Iterator[str]:
         yield f"the draft's passes have {rows} rows, its caches were given {recorded}"
     if rows != counted:
         yield f"the source counts {counted} rows, its model computed {rows}"
-    if watch.records_expansions:
-        in_vain = {
-            (s.request.id, node_id)
-            for s in drafts
-            if s.real and s.request is not None
-            for node_id in s.nodes
-        } - watch.expanded
-        if in_vain:
-            yield f"{len(in_vain)} computed nodes were not asked for: {sorted(in_vain)[:3]}"
+    in_vain = {
+        (s.request.id, node_id)
+        for s in drafts
+        if s.real and s.request is not None
+        for node_id in s.nodes
+    } - watch.expanded
+    if in_vain:
+        yield f"{len(in_vain)} computed nodes were not asked for: {sorted(in_vain)[:3]}"
 
 
 class FreshStates:
@@ -358,36 +357,16 @@ class FreshStates:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._cached: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._device = next(model.parameters()).device
+        self._cached: dict[tuple[HiddenName, tuple[int, ...]], torch.Tensor] = {}
 
     def state(self, tokens: IntArray, name: HiddenName) -> torch.Tensor:
         """Returns [E], the state ``name`` of the last of ``tokens``, int64[T]."""
-        path = tuple(tokens.tolist())
-        if path not in self._cached:
-            self._cached[path] = self._after_layers(path)
-        state = self._cached[path][name.layer]
-        if name.normed:
-            with torch.inference_mode():
-                state = final_norm(self._model)(state)
-        return state
-
-    def _after_layers(self, path: tuple[int, ...]) -> list[torch.Tensor]:
-        states: list[torch.Tensor] = []
-
-        def note(_module: object, _inputs: object, output: object) -> None:
-            rows = output if isinstance(output, torch.Tensor) else output[0]  # type: ignore[index]
-            states.append(rows[0, -1])
-
-        layers = self._model.get_submodule(layers_name(self._model))
-        hooks = [layer.register_forward_hook(note) for layer in layers.children()]
-        device = next(self._model.parameters()).device
-        try:
-            with torch.inference_mode():
-                self._model(torch.tensor([path], device=device), use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return states
+        key = name, tuple(tokens.tolist())
+        if key not in self._cached:
+            path = torch.from_numpy(tokens).to(self._device)[None]
+            self._cached[key] = hidden_states(self._model, path, [name])[0][0, -1]
+        return self._cached[key]
 
 
 def hidden_problems(

@@ -28,7 +28,7 @@ of the vocabulary, M concentrations of the mixture.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,7 +189,8 @@ class _Findings:
         ]
         limit = math.log(2.0 * self.num_tests / FALSE_ALARM)  # of the sum of the e-values
         worst = sorted(self.logs, key=lambda test: -test[1])
-        if worst and log_sum([value for _, value in worst]) >= limit:
+        logs = torch.tensor([value for _, value in worst], dtype=torch.float64)
+        if worst and logs.logsumexp(0) >= limit:
             found = [
                 f"{name}: {10 ** min(value / math.log(10), 300):.0e} times as probable under"
                 " another law"
@@ -394,12 +395,5 @@ def log_evidence(counts: IntArray, law: FloatArray) -> float:
     prior = _CONCENTRATIONS[:, None] * probs  # [M, C]
     mixed = (torch.lgamma(prior + number) - torch.lgamma(prior)).sum(dim=1)
     mixed += torch.lgamma(_CONCENTRATIONS) - torch.lgamma(_CONCENTRATIONS + number.sum())
-    return log_sum(mixed.tolist()) - math.log(len(mixed)) - float((number * probs.log()).sum())
-
-
-def log_sum(logs: Sequence[float]) -> float:
-    """Returns log(sum(exp(logs))) without overflow."""
-    best = max(logs)
-    if math.isinf(best):
-        return best
-    return best + math.log(math.fsum(math.exp(value - best) for value in logs))
+    ratio = mixed.logsumexp(0) - math.log(len(mixed)) - (number * probs.log()).sum()
+    return float(ratio)

@@ -28,11 +28,17 @@ from specdec.models.slicing import cache_argument
 from specdec.pairs import HuggingFacePair
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.sampling.transform import SamplingParams
+from specdec.state import StopRules
 from specdec.types import BoolArray, FloatArray, Lossless
 
 NUM_PROMPTS = 3
 MAX_NEW_TOKENS = 24
 _MAX_PROMPT_TOKENS = 64
+
+NUM_EXACT_PROMPTS = 2
+NUM_EXACT_TOKENS = 160  # per prompt and sampling
+_MAX_EXACT_PROMPT = 96
+_EXACT_SAMPLING = SamplingParams(temperature=1.0)  # draws near a CDF edge show small differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +206,12 @@ def numerics(subject: Subject) -> Check:
         parts.executor.shutdown()
     comparisons = [_compare(subject, pair.target, case, outputs[case.id]) for case in cases]
     if subject.claims is Lossless.LOSSY:
-        return _lossy(comparisons)
+        texts = [c.text for c in comparisons if c.text]
+        if not texts:
+            detail = f"{len(comparisons)} prompts happen to equal plain decoding"
+            return Check("numerics", None, detail)
+        number = f"{len(texts)} of {len(comparisons)} prompts differ"
+        return Check("numerics", False, f"lossy: {number}; {joined_details(texts)}")
     error = max(c.error for c in comparisons)
     ties = [c.text for c in comparisons if c.text and c.tied]
     faults = [c.text for c in comparisons if c.text and not c.tied]
@@ -211,15 +222,6 @@ def numerics(subject: Subject) -> Check:
     equal = f"{len(cases) - len(ties)} equal plain decoding"
     rest = f"{len(ties)} ties: {joined_details(ties)}" if ties else "no ties"
     return Check("numerics", True, f"{label}: {equal}, {rest}; {measured}")
-
-
-def _lossy(comparisons: list[_OutputComparison]) -> Check:
-    texts = [c.text for c in comparisons if c.text]
-    if not texts:
-        detail = f"{len(comparisons)} prompts happen to equal plain decoding"
-        return Check("numerics", None, detail)
-    detail = f"lossy: {len(texts)} of {len(comparisons)} prompts differ; {joined_details(texts)}"
-    return Check("numerics", False, detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,19 +254,27 @@ def _compare(
     at = first_difference(decoded.output, expected.output)
     if at is None:
         return _OutputComparison("", True, error)
-    where = f"{case.label}, token {at}"
+    text = _difference(case, decoded, expected, at)
     if at >= len(decoded.output) or at >= len(expected.output):
-        return _OutputComparison(f"{where}: one output ends", False, error)
+        return _OutputComparison(text, False, error)
     prefix = (*case.prompt, *expected.output[:at])
     logits = processed(single.rows[len(prefix) - 1], case.sampling, prefix)
     draw = target_draw(subject.seed, case.id, len(prefix))
     nearest = distance(logits, case.sampling, draw, decoded.output[at], error)
-    text = (
-        f"{where}: {decoded.output[at]} from {decoded.proposer(at)} instead of"
-        f" {expected.output[at]}, {nearest.kind}"
-        f" {nearest.value:.1e} ({'a tie' if nearest.is_tie else 'beyond'} {nearest.allowance:.1e})"
-    )
+    how = "a tie" if nearest.is_tie else "beyond"
+    text += f", {nearest.kind} {nearest.value:.1e} ({how} {nearest.allowance:.1e})"
     return _OutputComparison(text, nearest.is_tie, error)
+
+
+def _difference(case: Case, decoded: Decoded, expected: Decoded, at: int) -> str:
+    """Describes how an output differs from plain decoding at token ``at``."""
+    where = f"{case.label}, token {at}"
+    if at >= min(len(decoded.output), len(expected.output)):
+        return f"{where}: one output ends"
+    return (
+        f"{where}: {decoded.output[at]} from {decoded.proposer(at)} instead of"
+        f" {expected.output[at]}"
+    )
 
 
 def _limited(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,3 +283,70 @@ def _limited(cfg: Mapping[str, Any]) -> dict[str, Any]:
     limited["data"] = {**cfg["data"], "limit": min(limit or NUM_PROMPTS, NUM_PROMPTS)}
     limited["max_new_tokens"] = min(int(cfg["max_new_tokens"]), MAX_NEW_TOKENS)
     return limited
+
+
+def exact_dtype(subject: Subject) -> Check:
+    """Checks with ``model.exact=true`` that outputs in the configured dtype equal plain decoding.
+
+    Plain decoding here is the preset ``ar`` on the same pair: on one device, or on the same
+    tensor-parallel group, whose sums define the bits. There is no tolerance for ties.
+    """
+    model = subject.cfg["model"]
+    if not model.get("exact"):
+        return Check("exact_dtype", None, "model.exact=false: rounding may decide between tokens")
+    if subject.claims is Lossless.LOSSY:
+        return Check("exact_dtype", None, "a lossy output has no reference")
+    data = {**subject.cfg["data"], "limit": NUM_EXACT_PROMPTS}
+    pair, prompts, _ = prepare({**subject.cfg, "data": data, "max_new_tokens": 1})
+    assert isinstance(pair, HuggingFacePair)
+    room = (pair.max_positions or NUM_EXACT_TOKENS + _MAX_EXACT_PROMPT) - 1
+    longest = min(_MAX_EXACT_PROMPT, max(1, room - NUM_EXACT_TOKENS))
+    stop = StopRules(max_new_tokens=min(NUM_EXACT_TOKENS, room - longest))
+    samplings = [GREEDY]
+    if subject.claims is Lossless.TOKEN:
+        samplings += [_EXACT_SAMPLING if subject.sampling.greedy else subject.sampling]
+    cases = [
+        Case(
+            2 * prompt.id + number,
+            f"prompt {prompt.id}, {'greedy' if params.greedy else 'sampled'}",
+            tuple(prompt.tokens.tolist()[-longest:]),
+            params,
+            stop,
+        )
+        for prompt in prompts[:NUM_EXACT_PROMPTS]
+        for number, params in enumerate(samplings)
+    ]
+    with subject.built(plain_config(subject.cfg), pair) as parts:
+        expected = decode_cases(parts, cases)
+    chunk = int(subject.cfg["prefill_chunk"])
+    with subject.built(subject.cfg, pair) as parts:
+        outputs = decode_cases(parts, cases, batch_size=subject.batch_size, prefill_chunk=chunk)
+    compared = [(case, outputs[case.id], expected[case.id]) for case in cases]
+    problems = [
+        _difference(case, decoded, other, at)
+        for case, decoded, other in compared
+        if (at := first_difference(decoded.output, other.output)) is not None
+    ]
+    num_tokens = sum(len(outputs[case.id].output) for case in cases)
+    detail = f"{pair.dtype}, {torch.get_num_threads()} threads, {num_tokens} tokens"
+    if problems:
+        return Check("exact_dtype", False, f"{detail}: {joined_details(problems)}")
+    return Check("exact_dtype", True, f"{detail}: no difference from plain decoding")
+
+
+def plain_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces the parts of ``cfg`` by those of plain decoding, whose output is the reference.
+
+    Tensor-parallel executors are kept, because the order of their sums is part of the reference.
+    """
+    executor = cfg["executor"]
+    if not executor.get("target_degree"):
+        executor = {"_target_": "specdec.executors.LocalExecutor"}
+    return {
+        **cfg,
+        "source": {"_target_": "specdec.sources.NullSource"},
+        "policy": {"_target_": "specdec.policies.RootOnly"},
+        "verifier": {"_target_": "specdec.verifiers.MatchVerifier"},
+        "executor": executor,
+        "trace": False,
+    }

@@ -7,7 +7,7 @@ are recorded when its row is computed, independently of the cache's own bookkeep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,8 +116,6 @@ class Watch:
         passes: number of rows of each pass, by model name.
         expanded: (request, node id) of the nodes that the source had to expand, and of their
             ancestors.
-        records_expansions: whether ``expanded`` is recorded; a source with ``__slots__`` cannot be
-            observed.
         snapshots: each request's tree when last submitted, see ``snapshot``.
         beyond: (request, node id) -> position of submitted nodes that the request cannot emit,
             being beyond its last position.
@@ -130,7 +128,6 @@ class Watch:
         self.shadows: list[Shadow] = []
         self.passes: dict[str, list[int]] = {}
         self.expanded: set[tuple[int, int]] = set()
-        self.records_expansions = False
         self.snapshots: dict[int, dict[int, tuple[int, int]]] = {}
         self.beyond: dict[tuple[int, int], int] = {}
         self.is_asynchronous = self.in_thread = False
@@ -178,8 +175,8 @@ class Watch:
         if self.is_asynchronous:
             for number, level in enumerate(levels):
                 self._observe_passes(level, proposes=number == 0)
-        _replace(parts.executor, "submit", observed_submit)
-        self.records_expansions = _replace(parts.source, "expand", observed_expand)
+        parts.executor.__dict__["submit"] = observed_submit
+        parts.source.__dict__["expand"] = observed_expand
 
     @property
     def drafts(self) -> list[Shadow]:
@@ -204,8 +201,7 @@ class Watch:
                 self._record_candidates(ticket.nodes, candidates)
             return candidates
 
-        _replace(source, "start", observed_start)
-        _replace(source, "poll", observed_poll)
+        source.__dict__.update(start=observed_start, poll=observed_poll)
 
     def step(self, commits: Sequence[Commit]) -> None:
         """Updates which committed tokens each cache has received, from the commits of a step."""
@@ -249,15 +245,6 @@ class Watch:
             return rows(prefix_tokens=prefix_tokens, tree=tree)
 
         cache.__dict__["rows"] = recorded
-
-
-def _replace(part: object, name: str, function: Callable[..., Any]) -> bool:
-    """Replaces a method of a part by ``function``; returns False if the part has ``__slots__``."""
-    try:
-        setattr(part, name, function)
-    except AttributeError:
-        return False
-    return True
 
 
 class ObservedPair(RandomPair):

@@ -151,7 +151,12 @@ class Subject:
             changes: sections that replace those of the configuration.
         """
         cfg = {**self.small, "model": self.model(kind), **changes}
-        parts = self.build(cfg, pair or self.pair(kind))
+        with self.built(cfg, pair or self.pair(kind)) as parts:
+            yield parts
+
+    @contextmanager
+    def built(self, cfg: Mapping[str, Any], pair: ModelPair) -> Iterator[Parts]:
+        parts = self.build(cfg, pair)
         try:
             yield parts
         finally:
@@ -301,15 +306,22 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
+def _sections(node: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields the mappings of a configuration node, at any depth."""
+    if isinstance(node, Mapping):
+        yield node
+        node = list(node.values())
+    for part in node if isinstance(node, list) else ():
+        yield from _sections(part)
+
+
 def _has_exit(source: Any, kinds: tuple[str, ...] = _EXITS) -> bool:
-    """Whether the ``source`` section has a source of one of ``kinds``, at any depth."""
-    if isinstance(source, list):
-        return any(_has_exit(part, kinds) for part in source)
-    if not isinstance(source, Mapping):
-        return False
-    return str(source.get("_target_", "")).endswith(kinds) or any(
-        _has_exit(part, kinds) for part in source.values()
-    )
+    return any(str(part.get("_target_", "")).endswith(kinds) for part in _sections(source))
+
+
+def _names_middle(source: Any) -> bool:
+    """Whether the ``source`` section runs the middle model."""
+    return any(part.get("model") == "middle" for part in _sections(source))
 
 
 def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -323,15 +335,6 @@ def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
         return cfg
     layers = max(int(model["num_layers"]) // 2, int(model["draft_layers"]))
     return {**cfg, "model": {**model, "middle_layers": layers}}
-
-
-def _names_middle(source: Any) -> bool:
-    """Whether the ``source`` section runs the middle model, at any depth."""
-    if isinstance(source, list):
-        return any(map(_names_middle, source))
-    if not isinstance(source, Mapping):
-        return False
-    return source.get("model") == "middle" or any(map(_names_middle, source.values()))
 
 
 def _shrink_exit(

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -92,24 +93,7 @@ class Prices:
     """Caches costs of a profile in seconds, since a run needs the same few again and again."""
 
     def __init__(self, profile: LatencyProfile, scale: float) -> None:
-        self._of = {kind: _KnownPrices(profile, kind, scale) for kind in Work}
-
-    def seconds(self, kind: Work, num_tokens: int) -> float:
-        return self._of[kind][num_tokens]
-
-    def of(self, kind: Work) -> Mapping[int, float]:
-        return self._of[kind]
-
-
-class _KnownPrices(dict[int, float]):
-    def __init__(self, profile: LatencyProfile, kind: Work, scale: float) -> None:
-        super().__init__()
-        self._profile, self._kind, self._scale = profile, kind, scale
-
-    def __missing__(self, num_tokens: int) -> float:
-        seconds = self._profile.ms(self._kind, num_tokens) * 1e-3 * self._scale
-        self[num_tokens] = seconds
-        return seconds
+        self.seconds = cache(lambda kind, num: profile.ms(kind, num) * 1e-3 * scale)
 
 
 def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:

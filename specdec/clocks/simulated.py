@@ -49,17 +49,6 @@ class SimulatedClock(Clock):
         if (other := time[to]) > time[rank]:
             time[rank] = other
 
-    def fan_out(self, ranks: Sequence[int]) -> None:
-        time = self._time
-        now = time[CONTROLLER]
-        for rank in ranks:
-            if now > time[rank]:
-                time[rank] = now
-
-    def fan_in(self, ranks: Sequence[int]) -> None:
-        time = self._time
-        time[CONTROLLER] = max(time[CONTROLLER], *[time[rank] for rank in ranks])
-
     def barrier(self, ranks: Sequence[int]) -> None:
         latest = max(self._time[CONTROLLER], *(self._time[r] for r in ranks))
         self._time[CONTROLLER] = latest

@@ -95,15 +95,6 @@ class MeasuredClock(WallClock):
     def align(self, rank: int, to: int) -> None:
         """Does nothing."""
 
-    def fan_out(self, ranks: Sequence[int]) -> None:
-        """Does nothing."""
-
-    def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
-        """Does nothing: other ranks charge their own clocks."""
-
-    def fan_in(self, ranks: Sequence[int]) -> None:
-        """Does nothing."""
-
     def follow(self, rank: int, to: int) -> None:
         """Starts this rank's work now, since its message has arrived."""
         self.start(rank)
@@ -197,10 +188,12 @@ class PacedClock(MeasuredClock):
         if num_tokens <= 0:
             return
         rank = self._acting if rank == self.rank else rank
-        if rank != self.rank:
-            self.charge_each((rank,), kind, (num_tokens,))
-            return
         cost = self._prices.seconds(kind, num_tokens)
+        if rank != self.rank:
+            self._plans[rank] = (
+                self._plans[rank] + cost if cost else max(self._plans[rank], self.now())
+            )
+            return
         began, continues = self._watch.take()
         began = max(began, self._not_before)
         done, due = self._watch.now(), began + cost
@@ -232,26 +225,6 @@ class PacedClock(MeasuredClock):
         else:
             at = max(self.now(), self._not_before) if to == self.rank else self._plans[to]
             self._plans[rank] = max(self._plans[rank], at)
-
-    def fan_out(self, ranks: Sequence[int]) -> None:
-        at, plans = max(self.now(), self._not_before), self._plans
-        for rank in ranks:
-            if at > plans[rank]:
-                plans[rank] = at
-
-    def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
-        """Advances the planned times of other ranks."""
-        plans, prices, now = self._plans, self._prices.of(kind), self.now()
-        for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
-            if num_tokens > 0:
-                if cost := prices[num_tokens]:
-                    plans[rank] += cost
-                elif plans[rank] < now:
-                    plans[rank] = now
-
-    def fan_in(self, ranks: Sequence[int]) -> None:
-        plans = self._plans
-        self._not_before = max(self._not_before, *[plans[rank] for rank in ranks])
 
     def follow(self, rank: int, to: int) -> None:
         """Counts this rank's next work from the planned time of ``to``, even if it begins late."""

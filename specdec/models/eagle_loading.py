@@ -13,7 +13,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -32,8 +32,7 @@ from specdec.files import write_bytes, write_json
 from specdec.models.config_values import config_value
 from specdec.models.eagle import EagleConfig, EagleHead, default_layers
 from specdec.models.inspection import read_config
-from specdec.models.slicing import final_norm, layers_name
-from specdec.types import HiddenName
+from specdec.models.slicing import hidden_states
 
 _LEGACY = {
     "midlayer.": "layers.0.",
@@ -464,35 +463,3 @@ def sampled_text(target: PreTrainedModel, sequences: int, length: int, *, seed: 
             probs = logits.softmax(-1).cpu()
             tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=generator)], 1)
     return tokens.to(target.device)
-
-
-def hidden_states(
-    target: PreTrainedModel, tokens: Tensor, names: Sequence[HiddenName]
-) -> tuple[Tensor, Tensor]:
-    """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V].
-
-    They come from transformers' own forward on ``tokens``, int64[B, T].
-    """
-    found: dict[HiddenName, Tensor] = {}
-
-    def note(name: HiddenName) -> Any:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
-            found[name] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    layers: Any = target.get_submodule(layers_name(target))
-    hooks = [
-        (final_norm(target) if name.normed else layers[name.layer]).register_forward_hook(
-            note(name)
-        )
-        for name in names
-    ]
-    try:
-        with torch.no_grad():
-            logits = target(tokens, use_cache=False).logits
-    finally:
-        for handle in hooks:
-            handle.remove()
-    streams = [found[name] for name in names]
-    return torch.cat(streams, -1) if streams else logits[..., :0], logits

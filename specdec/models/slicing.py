@@ -155,3 +155,35 @@ def cache_argument(model: nn.Module) -> str:
 def _of_forward(forward: Callable[..., Any]) -> str:
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), CACHE_ARGUMENTS[-1])
+
+
+def hidden_states(
+    target: PreTrainedModel, tokens: Tensor, names: Sequence[HiddenName]
+) -> tuple[Tensor, Tensor]:
+    """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V].
+
+    They come from transformers' own forward on ``tokens``, int64[B, T].
+    """
+    found: dict[HiddenName, Tensor] = {}
+
+    def note(name: HiddenName) -> Any:
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            found[name] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    layers: Any = target.get_submodule(layers_name(target))
+    hooks = [
+        (final_norm(target) if name.normed else layers[name.layer]).register_forward_hook(
+            note(name)
+        )
+        for name in names
+    ]
+    try:
+        with torch.no_grad():
+            logits = target(tokens, use_cache=False).logits
+    finally:
+        for handle in hooks:
+            handle.remove()
+    streams = [found[name] for name in names]
+    return torch.cat(streams, -1) if streams else logits[..., :0], logits

@@ -81,7 +81,11 @@ class PretrainedPair(HuggingFacePair):
         self.info = self._infos["target"]
         if options.dtype == "auto" and self.device.startswith("cuda"):
             self.dtype = own_dtype(self.info)
-        self._ngram = None if ngram is None else _samples_file(ngram)
+        self._ngram = None if ngram is None else Path(family_path(ngram))
+        if self._ngram is not None and not self._ngram.is_file():
+            raise UserError(
+                f"model.ngram={ngram}: no such file; give a safetensors file of samples"
+            )
         self._weights = Weights()  # parameters in use, which stages share
         self._runs_target = True
 
@@ -244,13 +248,6 @@ def _heads_folder(exit_heads: str) -> Path:
             " or use untrained heads with model.exit_heads=null"
         )
     return folder
-
-
-def _samples_file(ngram: str) -> Path:
-    path = Path(family_path(ngram))
-    if not path.is_file():
-        raise UserError(f"model.ngram={ngram}: no such file; give a safetensors file of samples")
-    return path
 
 
 @cache

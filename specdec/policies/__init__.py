@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from specdec.policies.adaptive import Adaptive, Arm
     from specdec.policies.beam import BestOfBeam
     from specdec.policies.best_first import BestFirst
-    from specdec.policies.chain import Chain
+    from specdec.policies.chain import Chain, RootOnly
     from specdec.policies.fixed_width import FixedWidth
-    from specdec.policies.root_only import RootOnly
     from specdec.policies.static import Static
 
 __getattr__, __dir__ = lazy_exports(__name__)

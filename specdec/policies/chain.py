@@ -83,3 +83,15 @@ def _take_first(tree: TokenTree, tail: IntArray) -> IntArray:
     """Turns the first untaken candidate of ``tail``, int64[1], into a node, if there is one."""
     columns = np.flatnonzero(tree.candidate_logprobs[tail[0]] > -np.inf)
     return tree.take(tail, columns[:1]) if len(columns) else NO_SLOTS
+
+
+class RootOnly(TreePolicy):
+    """Submits each root once and never calls the source (autoregressive decoding, ``ar``)."""
+
+    value_dependent = False
+
+    def held_nodes(self, in_flight: int) -> int:
+        return 1
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        return unsubmitted(ready_requests(state, serial=True))

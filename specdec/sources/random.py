@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,22 +14,19 @@ from specdec.types import Candidates, FloatArray, IntArray, Nodes
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
-_SCORES, _HIT, _PLACE, _SILENT = range(4)  # streams of the hash
+_SCORES, _SILENT = 0, 3  # streams of the hash
 
 
 class RandomSource(TokenSource):
-    """Proposes random candidates, to test losslessness with good, bad and hostile drafts.
+    """Proposes random candidates, to test losslessness with bad drafts.
 
     The candidates come from a keyed hash of the node's token path, so they are the same for every
-    strategy. A fraction ``quality`` of the nodes gets the target's own token among its candidates,
-    at a hashed rank; for the other nodes that token is left out.
+    strategy.
 
     Args:
         sample: sample candidates from a random distribution and return it (for rejection
             verifiers).
         silence: fraction of nodes with count 0.
-        target_token: (request, int64 tokens up to and including the node) -> the target's next
-            token.
     """
 
     @validated
@@ -40,20 +36,14 @@ class RandomSource(TokenSource):
         vocab_size: int,
         sample: bool = False,
         seed: int = 0,
-        quality: Share = 0.0,
         silence: Share = 0.0,
-        target_token: Callable[[RequestState, IntArray], int] | None = None,
     ) -> None:
-        if quality and (target_token is None or sample):
-            raise ValueError(f"quality={quality} needs target_token and sample=false")
         self.gives_probs = sample
         self.vocab_size: int | None = vocab_size
         self.counters = SourceCounters()
         self._num_tokens = vocab_size
         self._seed = seed
-        self._quality = quality
         self._silence = silence
-        self._target_token = target_token
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         paths = [
@@ -83,25 +73,9 @@ class RandomSource(TokenSource):
         return weights / weights.sum()
 
     def _steer(self, request: RequestState, path: IntArray, tokens: IntArray) -> int:
-        """Inserts the target's token into ``tokens`` or removes it, in place; returns the count."""
-        if self._silence and self._draw(_SILENT, request.id, path) < self._silence:
-            return 0
-        if self._target_token is None:
-            return len(tokens)
-        true = self._target_token(request, path)
-        at = np.flatnonzero(tokens == true)
-        if self._draw(_HIT, request.id, path) < self._quality:
-            if not len(at):
-                tokens[int(self._draw(_PLACE, request.id, path) * len(tokens))] = true
-            return len(tokens)
-        if not len(at):
-            return len(tokens)
-        unused = np.setdiff1d(np.arange(self._num_tokens), np.append(tokens, true))
-        if len(unused):
-            tokens[at[0]] = unused[0]
-            return len(tokens)
-        tokens[at[0] : -1] = tokens[at[0] + 1 :]
-        return len(tokens) - 1
+        """Returns how many of a node's candidates ``tokens`` are proposed; may change them."""
+        silent = self._silence and self._draw(_SILENT, request.id, path) < self._silence
+        return 0 if silent else len(tokens)
 
 
 def _digest(path: IntArray) -> np.uint64:

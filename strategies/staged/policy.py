@@ -85,8 +85,11 @@ class StagedTree(TreePolicy):
             tails.append((request, _best_leaves(request.tree, slots, self.extend_leaves)))
         chains: dict[int, list[IntArray]] = {}
         for _ in range(self.extend_depth):
-            tails = [(request, _extendable(request, slots)) for request, slots in tails]
-            tails = [(request, slots) for request, slots in tails if len(slots)]
+            tails = [
+                (request, inside)
+                for request, slots in tails
+                if len(inside := slots[request.tree.positions[slots] < last_position(request)])
+            ]
             if not tails:
                 break
             tails = _extend(state, cheap, tails)
@@ -128,10 +131,6 @@ def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
     leaves = leaves[top_stable(tree.scores.take(leaves), num)]
     leaves.sort()
     return leaves
-
-
-def _extendable(request: RequestState, slots: IntArray) -> IntArray:
-    return slots[request.tree.positions.take(slots) < last_position(request)]
 
 
 def _extend(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.certify.exact_dtype import plain_config
+from specdec.certify.numerics import plain_config
 from tests.distributed.support import MAX_NEW_TOKENS, config, run
 
 pytestmark = pytest.mark.distributed

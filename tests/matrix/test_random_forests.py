@@ -110,16 +110,41 @@ def test_more_random_forests(policy: TreePolicy, setting: Setting) -> None:
     examine(policy, setting)
 
 
+class SteeredSource(RandomSource):
+    """Random candidates, with the target's token for a share of the nodes and never for the others.
+
+    The token comes at a hashed rank.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        super().__init__(
+            vocab_size=pair().vocab_size, seed=setting.draft_seed, silence=setting.silence
+        )
+
+    def _steer(self, request: RequestState, path: IntArray, tokens: IntArray) -> int:
+        if not super()._steer(request, path, tokens):
+            return 0
+        true = next_token(request.id, tuple(path), self.setting.sampling)
+        at = np.flatnonzero(tokens == true)
+        if self._draw(1, request.id, path) < self.setting.quality:
+            if not len(at):
+                tokens[int(self._draw(2, request.id, path) * len(tokens))] = true
+            return len(tokens)
+        if not len(at):
+            return len(tokens)
+        unused = np.setdiff1d(np.arange(self.vocab_size), np.append(tokens, true))
+        if len(unused):
+            tokens[at[0]] = unused[0]
+            return len(tokens)
+        tokens[at[0] : -1] = tokens[at[0] + 1 :]
+        return len(tokens) - 1
+
+
 def examine(policy: TreePolicy, setting: Setting) -> None:
     """Decodes with one strategy, looking at trees and caches after every step."""
     bench = Workbench(pair(), seed=SEED)
-    source = RandomSource(
-        vocab_size=pair().vocab_size,
-        seed=setting.draft_seed,
-        quality=setting.quality,
-        silence=setting.silence,
-        target_token=lambda request, path: next_token(request.id, tuple(path), setting.sampling),
-    )
+    source = SteeredSource(setting)
     parts = bench.parts(
         source=source, policy=policy, verifier=MatchVerifier(), stages=setting.stages
     )

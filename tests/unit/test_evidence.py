@@ -10,7 +10,6 @@ import pytest
 
 from specdec.certify.laws import (
     log_evidence,
-    log_sum,
     partitions,
     wide_evidence,
     wide_pair,
@@ -51,12 +50,6 @@ def test_an_e_value_finds_a_bias_and_a_token_that_cannot_be() -> None:
     assert log_evidence(rng.multinomial(2000, other), law) > math.log(1e9)
     assert log_evidence(np.array([1, 0]), np.array([0.0, 1.0])) == math.inf
     assert log_evidence(np.array([0, 9]), np.array([0.0, 1.0])) == pytest.approx(0.0)
-
-
-def test_logarithms_of_sums() -> None:
-    assert log_sum([0.0, math.log(3.0)]) == pytest.approx(math.log(4.0))
-    assert log_sum([1000.0, 0.0]) == pytest.approx(1000.0)
-    assert log_sum([-math.inf, -math.inf]) == -math.inf
 
 
 def test_wide_tables_have_small_probabilities_and_drafts_of_every_kind() -> None:

@@ -15,7 +15,7 @@ from specdec.attention.exact import BLOCK, Context
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.certify import Check
 from specdec.certify.certify import certify
-from specdec.certify.exact_dtype import plain_config
+from specdec.certify.numerics import plain_config
 from specdec.config.job import run_job_of
 from specdec.pairs import build_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt

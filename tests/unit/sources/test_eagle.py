@@ -20,7 +20,8 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
 from specdec.interfaces import TreePolicy
 from specdec.models.eagle import EagleHead
-from specdec.models.eagle_loading import hidden_states, sampled_text
+from specdec.models.eagle_loading import sampled_text
+from specdec.models.slicing import hidden_states
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sources import EagleSource, MixtureSource, RandomSource
 from specdec.state import DecodeState, RequestState

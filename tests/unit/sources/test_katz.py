@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specdec.sources.katz import KatzModel, discounts
-from specdec.sources.ngram import NGramSource
+from specdec.sources.katz import KatzModel, NGramSource, discounts
 
 from .support import VOCAB, commit, expand, make_request, make_state, open_request
 
