@@ -21,7 +21,7 @@ from specdec.models.execution import Execution
 from specdec.models.quantize import num_bytes
 from specdec.models.runner import ModelRunner
 from specdec.pairs import ModelPair
-from specdec.pairs.replay import ReplayModels
+from specdec.pairs.recorded import ReplayModels
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource, SyntheticSource
 from specdec.types import Answers, Batch, Candidates, Commit, HiddenName, Nodes, Output

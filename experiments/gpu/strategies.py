@@ -15,7 +15,7 @@ from specdec.metrics import RequestResult
 from specdec.metrics.rates import summarise
 from specdec.models.execution import Execution
 from specdec.pairs import build_pair
-from specdec.pairs.replay import ReplayModels
+from specdec.pairs.recorded import ReplayModels
 from specdec.runs.hf_generate import HFBaseline
 from specdec.runs.jobs import build_runner, prepare, stop_rules
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt

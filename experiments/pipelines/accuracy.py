@@ -21,7 +21,7 @@ from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
 from specdec.config.job import run_job_of
 from specdec.pairs.record import Record, read_record
-from specdec.sources.hit_law import SyntheticPair
+from specdec.sources.synthetic import SyntheticPair
 
 _LAW = ("weights", "top1", "decay", "miss")
 

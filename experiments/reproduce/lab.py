@@ -28,7 +28,7 @@ from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.metrics.compare import speed_ratio_interval
 from specdec.models.bundled import family_path
 from specdec.pairs import HuggingFacePair, ModelPair
-from specdec.pairs.replay import ReplayModels
+from specdec.pairs.recorded import ReplayModels
 from specdec.report import RequestWriter, read_requests
 from specdec.runs.jobs import compare_jobs, prepare, run_job, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.clocks.interface import CONTROLLER, Clock, ClockKind
+from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, Timeline
 from specdec.clocks.meter import Meter
 from specdec.clocks.profile import CostCurve, LatencyProfile
 from specdec.clocks.simulated import SimulatedClock
-from specdec.clocks.timeline import Timeline
 from specdec.clocks.wall import MeasuredClock, PacedClock
 from specdec.errors import UserError
 from specdec.parts.build import build_part, locate

@@ -4,9 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from specdec.clocks.interface import CONTROLLER, Clock, ClockKind
+from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, DraftTime, Timeline
 from specdec.clocks.profile import LatencyProfile, Prices, Work
-from specdec.clocks.timeline import DraftTime, Timeline
 
 
 class SimulatedClock(Clock):

@@ -6,10 +6,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter, sleep, time
 
-from specdec.clocks.interface import CONTROLLER, ClockKind, WallClock
+from specdec.clocks.interface import (
+    CONTROLLER,
+    ClockKind,
+    ClockReport,
+    DraftTime,
+    Timeline,
+    WallClock,
+)
 from specdec.clocks.meter import Meter
 from specdec.clocks.profile import LatencyProfile, Prices, Work
-from specdec.clocks.timeline import ClockReport, DraftTime, Timeline
 
 
 class _Stopwatch:

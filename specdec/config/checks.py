@@ -63,7 +63,7 @@ _TAKERS: dict[str, str | type] = {
     "model=pretrained": "specdec.pairs.pretrained.build_pretrained",
     "model=random": "specdec.pairs.random.build_random",
     "model=synthetic": "specdec.pairs.recorded.build_synthetic",
-    "model=replay": "specdec.pairs.replay.build_replay",
+    "model=replay": "specdec.pairs.recorded.build_replay",
     "profiling": "specdec.profiling.options.ProfilingOptions",
 }
 """Section (with ``kind`` or ``_target_`` if it has several) -> class or function for its keys."""

@@ -144,7 +144,7 @@ class ModelPair:
     def sequences(self, model: str) -> Any:
         """Returns the target's given tokens and the ranks of them by "draft" or "middle".
 
-        The result is a ``specdec.sources.hit_law.HiddenPair``, for ``SyntheticSource``.
+        The result is a ``specdec.sources.synthetic.HiddenPair``, for ``SyntheticSource``.
         ``UserError`` if the pair has real models, or no ranks of that model.
         """
         raise UserError(

@@ -30,8 +30,7 @@ from transformers.utils import logging
 from specdec.errors import UserError
 from specdec.models.config_values import config_value
 from specdec.models.inspection import ModelInfo, inspect_model
-from specdec.models.quantize import Quantization, WeightFormat, quantize
-from specdec.models.shares import share_of, share_plan
+from specdec.models.quantize import Quantization, WeightFormat, quantize, share_of, share_plan
 from specdec.models.slicing import layers_name
 
 if TYPE_CHECKING:

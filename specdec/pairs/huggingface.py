@@ -29,9 +29,8 @@ from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
 from specdec.models.loading import DTYPES
 from specdec.models.onnx.support import problem as onnx_problem
-from specdec.models.quantize import num_bytes
+from specdec.models.quantize import num_bytes, sharded
 from specdec.models.runner import ModelRunner, check_family
-from specdec.models.shares import sharded
 from specdec.models.slicing import final_norm
 from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.options import ModelOptions

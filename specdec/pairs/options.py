@@ -34,7 +34,7 @@ _BUILDERS = {
     "pretrained": "specdec.pairs.pretrained.build_pretrained",
     "random": "specdec.pairs.random.build_random",
     "synthetic": "specdec.pairs.recorded.build_synthetic",
-    "replay": "specdec.pairs.replay.build_replay",
+    "replay": "specdec.pairs.recorded.build_replay",
     "table": "specdec.pairs.table.TablePair",
 }
 """``model.kind`` -> function or class that takes the other keys; only that one is imported."""

@@ -29,7 +29,7 @@ from specdec.models.runner import ModelRunner
 from specdec.pairs.options import Device, Dtype
 from specdec.pairs.recorded import RecordedPair
 from specdec.parts.fields import Count, Text, validated
-from specdec.sources.hit_law import HiddenPair
+from specdec.sources.synthetic import HiddenPair
 from specdec.types import IntArray
 
 EDITS = "edits"

@@ -13,7 +13,7 @@ from specdec.fitting.tails import RankTail, class_decays
 from specdec.models.bundled import record_path
 from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import Record, read_record, read_traces
-from specdec.pairs.replay import RecordedSequences, ReplayModels
+from specdec.pairs.recorded import RecordedSequences, ReplayModels
 from specdec.planning.options import PlanOptions
 from specdec.sources.hashing import hash_uniform
 from specdec.types import FloatArray

@@ -8,13 +8,12 @@ if TYPE_CHECKING:
     from specdec.sources.draft_model import DraftModelSource
     from specdec.sources.eagle import EagleSource
     from specdec.sources.early_exit import EarlyExitSource
-    from specdec.sources.hit_law import SyntheticPair
     from specdec.sources.katz import KatzModel, NGramSource
     from specdec.sources.mixture import MixtureSource
     from specdec.sources.null import NullSource
     from specdec.sources.random import RandomSource
     from specdec.sources.suffix_source import PromptLookupSource, SuffixSource
-    from specdec.sources.synthetic import SyntheticSource
+    from specdec.sources.synthetic import SyntheticPair, SyntheticSource
     from specdec.sources.translated import TranslatedSource
 
 __getattr__, __dir__ = lazy_exports(__name__)

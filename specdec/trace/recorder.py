@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specdec.clocks import Clock, ClockReport, Span, Timeline
-from specdec.clocks.timeline import MAX_SPANS
+from specdec.clocks.interface import MAX_SPANS
 from specdec.interfaces import Executor
 from specdec.trace.judgements import Proposal, judgement
 from specdec.types import NO_NODE, NO_TOKEN, Answers, Batch, Commit, Output

@@ -13,7 +13,7 @@ from specdec.config.hydra import compose_config
 from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import ModelPair, RandomPair
 from specdec.pairs.record import Record, record_run
-from specdec.pairs.replay import RecordedSequences, ReplayModels
+from specdec.pairs.recorded import RecordedSequences, ReplayModels
 from specdec.runs.runners import PartsRunner, TokenPrompt, sampling_params
 from specdec.state import StopRules
 

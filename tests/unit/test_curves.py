@@ -12,7 +12,7 @@ from specdec.cli.batch_sizes import compose_curves
 from specdec.metrics import RunTotals, summarise
 from specdec.report.batch_curves import curves_markdown, curves_png
 from specdec.runs.batch_sizes import add_ratios, crossovers
-from strategies.specpipe_db.adaptive_width import _FittedCost
+from strategies.specpipe_db import _FittedCost
 from tests.unit.test_metrics import make_result
 
 WORDS = ["strategies=[ar,specpipe_db]", "executor.stages=8", "clock=simulated", "data.limit=2"]

@@ -25,7 +25,7 @@ from specdec.fitting.em import Size, fit_law
 from specdec.fitting.observations import HEURISTIC, observe, samples_of
 from specdec.fitting.predict import measured
 from specdec.fitting.requests import of_passes
-from specdec.sources.hit_law import MAX_RANK, SyntheticPair
+from specdec.sources.synthetic import MAX_RANK, SyntheticPair
 
 TRUE = HitLaw(
     group_shares=np.array([0.6, 0.4]),

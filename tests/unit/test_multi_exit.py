@@ -21,8 +21,7 @@ from specdec.state import DecodeState, StopRules
 from specdec.testing import Case, ObservedPair, RandomPair, Watch, decode_cases
 from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
-from strategies.multi_exit import MultiExitSource
-from strategies.multi_exit.source import ExitChances, eesd_saving, ppsd_saving
+from strategies.multi_exit import ExitChances, MultiExitSource, eesd_saving, ppsd_saving
 from tests.exits import going_on
 from tests.unit.test_early_exit import SIZES, assert_equal_to_plain, cases, pair, simulated
 

@@ -20,10 +20,11 @@ from specdec.models.quantize import (
     WeightFormat,
     num_bytes,
     quantize,
+    sharded,
+    share_plan,
 )
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
-from specdec.models.shares import sharded, share_plan
 from specdec.models.slicing import shared_copy
 from specdec.tensor_parallel import Collective, HeadSplit
 from specdec.tensor_parallel.cuts import Cut, Piece, even, whole_groups

@@ -20,7 +20,7 @@ from replaying import (
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.pairs.record import read_record, record_request, write_record
-from specdec.pairs.replay import END, ReplayModels, build_replay
+from specdec.pairs.recorded import END, ReplayModels, build_replay
 from specdec.runs.runners import sampling_params
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource

@@ -11,7 +11,7 @@ from replaying import run
 
 from specdec.errors import UserError
 from specdec.pairs.record import read_traces
-from specdec.pairs.replay import ReplayModels, build_replay
+from specdec.pairs.recorded import ReplayModels, build_replay
 
 # Not monotone, as drafts that read the target's hidden states make them: right for 1 token from
 # position 1, but for 4 from position 2.

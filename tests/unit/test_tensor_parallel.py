@@ -18,9 +18,9 @@ from specdec.distributed.collective import RankCollective
 from specdec.distributed.transport import collective_group
 from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import load_model
+from specdec.models.quantize import sharded
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
-from specdec.models.shares import sharded
 from specdec.tensor_parallel import Collective, HeadSplit, collective
 from specdec.tensor_parallel.cuts import Cut, even
 from specdec.tensor_parallel.layers import ColumnLinear, RowLinear

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from specdec.types import Commit, CommitKind, FloatArray
-from strategies.specpipe_db.adaptive_width import RankCalibration
+from strategies.specpipe_db import RankCalibration
 
 SHARES = np.array([0.5, 0.2, 0.1, 0.05])
 NUM_LEVELS = 4000

@@ -1,3 +1,5 @@
+"""SpecPipe with its node budget spent best first, an extension that is not in the paper."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,12 @@
-"""SpecPipe's lossy verifiers (arXiv 2504.04104 v2, 3.4): faster, not distributed as the target.
+"""SpecPipe (arXiv 2504.04104 v2): a pipeline that receives one level of a dynamic tree per step.
 
-For greedy requests ``TokenTree.target_probs`` are those at temperature 1: a one-hot distribution
-would turn either rule into ``match``.
+Token source: a draft model on its own rank (3.3.1). Tree: fixed width (3.3.3). Steps: compute,
+prune, transmit (3.3.2 and Algorithm 1, reconstructed). Deviations are in docs/specpipe.md.
+``pipedec`` is the first version of the paper.
+
+The verifiers are lossy (3.4): faster, not distributed as the target. For greedy requests
+``TokenTree.target_probs`` are those at temperature 1: a one-hot distribution would turn either rule
+into ``match``.
 """
 
 from __future__ import annotations
