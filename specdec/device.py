@@ -1,7 +1,7 @@
 """Moves data between host and device, and stores rows of probabilities [A, V] in compact forms.
 
 With a vocabulary of 128k, a row of float64 takes a megabyte. Verifiers that support
-``SupportProbs`` work on the tokens of positive probability; rows of ``KeptProbs`` stay in another
+``SupportProbs`` work on the tokens of positive probability; rows of ``RemoteProbs`` stay in another
 process until they are read. Both convert to a dense array wherever numpy expects one.
 
 Shape letters: A rows, V vocabulary, W selected rows, S stored entries, N entries of all rows.
@@ -112,7 +112,7 @@ class RowKeeper(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptProbs:
+class RemoteProbs:
     """Normalised probabilities that stay in the process that computed them until they are read.
 
     Attributes:
@@ -134,11 +134,11 @@ class KeptProbs:
     def __len__(self) -> int:
         return len(self.node_ids)
 
-    def __getitem__(self, index: int | slice | npt.NDArray[np.int64]) -> KeptProbs:
+    def __getitem__(self, index: int | slice | npt.NDArray[np.int64]) -> RemoteProbs:
         ids = np.asarray(self.node_ids[index])
-        return KeptProbs(self.keeper, ids, self.vocab_size, self.known)
+        return RemoteProbs(self.keeper, ids, self.vocab_size, self.known)
 
-    def __iter__(self) -> Iterator[KeptProbs]:
+    def __iter__(self) -> Iterator[RemoteProbs]:
         return (self[row] for row in range(len(self)))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> _Array:
@@ -155,7 +155,7 @@ class KeptProbs:
         return known
 
 
-Probs: TypeAlias = _Array | SupportProbs | KeptProbs
+Probs: TypeAlias = _Array | SupportProbs | RemoteProbs
 """Rows of probabilities; all three types convert to an array."""
 
 
@@ -165,8 +165,8 @@ def on_host(probs: Probs) -> _Array:
 
 
 def rows_on_host(rows: Sequence[Probs]) -> _Array:
-    """Stacks single rows of one request to float64[A, V]; one message fetches all ``KeptProbs``."""
-    kept = [row for row in rows if isinstance(row, KeptProbs)]
+    """Stacks single rows of one request to float64[A, V]; one message fetches remote ones."""
+    kept = [row for row in rows if isinstance(row, RemoteProbs)]
     if kept and len(kept) == len(rows):
         return kept[0].keeper.rows(np.array([int(row.node_ids) for row in kept]))
     return np.stack([on_host(row) for row in rows])

@@ -211,7 +211,7 @@ class TreePolicy(_Part, ABC):
     chain_length: int | None = None
     """Draft tokens per verdict if the policy drafts chains, for the speed-up law of early exits."""
 
-    def held_nodes(self, in_flight: int) -> int | None:
+    def max_cached_nodes(self, in_flight: int) -> int | None:
         """Returns the largest number of one request's nodes in the target's cache, with the root.
 
         Counts nodes that were submitted and neither retired nor pruned, on an executor with that

@@ -154,7 +154,7 @@ class RequestState:
         return bool(((self.tree.submitted_at >= 0) & ~self.tree.answered).any())
 
     @property
-    def held_tokens(self) -> int:
+    def num_cached_tokens(self) -> int:
         """Number of KV entries on the target's first stage: prefix tokens and submitted nodes."""
         prefix = self.prefill_sent if not self.output else self.prefix_len
         return prefix + int(np.count_nonzero(self.tree.submitted_at >= 0))
@@ -184,7 +184,7 @@ class Load:
 
     Attributes:
         request_steps: sum over steps of the number of open requests.
-        kv_token_steps: sum over steps of their KV entries (``RequestState.held_tokens``).
+        kv_token_steps: sum over steps of their KV entries (``RequestState.num_cached_tokens``).
         kv_peak_tokens: maximum of these KV entries over the steps.
     """
 
@@ -193,7 +193,7 @@ class Load:
     kv_peak_tokens: int = 0
 
     def count(self, requests: Collection[RequestState]) -> None:
-        num_tokens = sum([request.held_tokens for request in requests])
+        num_tokens = sum([request.num_cached_tokens for request in requests])
         self.request_steps += len(requests)
         self.kv_token_steps += num_tokens
         self.kv_peak_tokens = max(self.kv_peak_tokens, num_tokens)

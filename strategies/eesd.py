@@ -51,7 +51,7 @@ class ThompsonChain(TreePolicy):
     def open(self, request: RequestState) -> None:
         self._outcomes[request.id] = [0, 0]
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.max_gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

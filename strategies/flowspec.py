@@ -101,7 +101,7 @@ class FlowSpec(TreePolicy):
     def open(self, request: RequestState) -> None:
         self._rounds[request.id] = _DraftRound()
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + max(self.segment, self.grown_segment) * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

@@ -18,7 +18,7 @@ from specdec.sources.early_exit import ExitSource
 from specdec.types import BoolArray, Candidates, Commit, IntArray, NodeMap, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.executors.early_exit import ExitFront
+    from specdec.executors.early_exit import FirstStage
     from specdec.executors.models import ModelPair
     from specdec.state import DecodeState, RequestState
 
@@ -38,7 +38,7 @@ class MultiExitSource(ExitSource):
     verifiers stay unbiased.
 
     Args:
-        pair, exit_front, candidates, sample: see ``ExitSource``.
+        pair, make_first_stage, candidates, sample: see ``ExitSource``.
         further_exits: number of layers before each exit after the pair's own; None for one exit at
             twice its depth.
     """
@@ -48,7 +48,7 @@ class MultiExitSource(ExitSource):
         self,
         *,
         pair: ModelPair,
-        exit_front: Callable[[Sequence[int]], ExitFront] | None = None,
+        make_first_stage: Callable[[Sequence[int]], FirstStage] | None = None,
         further_exits: Sequence[Count] | None = None,
         candidates: Count = 16,
         sample: bool = False,
@@ -56,7 +56,7 @@ class MultiExitSource(ExitSource):
         super().__init__(
             pair=pair,
             layers=_exit_layers(pair, further_exits),
-            exit_front=exit_front,
+            make_first_stage=make_first_stage,
             candidates=candidates,
             sample=sample,
         )
@@ -75,7 +75,7 @@ class MultiExitSource(ExitSource):
         placed: list[IntArray] = []
         for at in range(len(self.layers)):
             answer = self._read(state, left, k, at)
-            if self._front is not None:
+            if self._first_stage is not None:
                 self._note(at, left, answer)
             waits = self._prefers_later(state, left, at)
             taken = (answer.counts > 0) & ~waits
@@ -140,7 +140,7 @@ class MultiExitSource(ExitSource):
         return np.array(later_is_better, np.bool_)
 
     def _saving(self, alpha: float, at: int, reach: float) -> float:
-        if self._front is None:
+        if self._first_stage is None:
             return ppsd_saving(alpha, self.layers[at], self._num_layers)
         return eesd_saving(alpha, reach, self.layers[at], self._num_layers)
 

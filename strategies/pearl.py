@@ -69,7 +69,7 @@ class Pearl(TreePolicy):
         self._limit = max_gamma if self.gamma is None else self.gamma
         self._per_step = -(-self._limit // steps)
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self._limit
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

@@ -77,7 +77,7 @@ class PipeInfer(TreePolicy):
     def open(self, request: RequestState) -> None:
         self._requests[request.id] = _Speculation()
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.tokens * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

@@ -48,7 +48,7 @@ class PipelineBestFirst(TreePolicy):
         self.children = children
         self.draft_passes = draft_passes
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.width * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

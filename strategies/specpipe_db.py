@@ -110,7 +110,7 @@ class AdaptiveWidth(TreePolicy):
     def open(self, request: RequestState) -> None:
         self._calibration.open(request.id)
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.width * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

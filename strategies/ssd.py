@@ -105,7 +105,7 @@ class Ssd(TreePolicy):
     def open(self, request: RequestState) -> None:
         self._passes[request.id] = 0
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

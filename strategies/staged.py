@@ -444,8 +444,8 @@ class StagedTree(TreePolicy):
     def open(self, request: RequestState) -> None:
         self.inner.open(request)
 
-    def held_nodes(self, in_flight: int) -> int | None:
-        inner = self.inner.held_nodes(in_flight)
+    def max_cached_nodes(self, in_flight: int) -> int | None:
+        inner = self.inner.max_cached_nodes(in_flight)
         return None if inner is None else inner + self.extend_leaves * self.extend_depth
 
     def check_clock(self, clock: Clock) -> None:

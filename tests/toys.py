@@ -149,7 +149,7 @@ class FreeRunning(TreePolicy):
     def open(self, request: RequestState) -> None:
         self._batches[request.id] = 0
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self._ahead
 
     def select(self, state: DecodeState, source: Any) -> Nodes:
@@ -239,7 +239,7 @@ class LevelWhenKnown(TreePolicy):
         self.children = children
         self.early_events = 0
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.width * in_flight
 
     def select(self, state: DecodeState, source: Any) -> Nodes:

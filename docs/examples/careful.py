@@ -34,7 +34,7 @@ class Careful(TreePolicy):
         self.gamma = gamma
         self.min_prob = min_prob
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         """The root and the chain."""
         return 1 + self.gamma
 

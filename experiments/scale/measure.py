@@ -122,7 +122,9 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
     config = pair.configs[0]
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     slots = (
-        args.context + args.tokens + runner.parts.policy.held_nodes(runner.parts.executor.in_flight)
+        args.context
+        + args.tokens
+        + runner.parts.policy.max_cached_nodes(runner.parts.executor.in_flight)
     )
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head
     itemsize = torch.empty(0, dtype=getattr(torch, pair.dtype)).element_size()

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import Store
-from specdec.attention.tree_attention import ScoreOptions, Step
+from specdec.attention.tree_attention import PassPlan, ScoreOptions
 from specdec.device import to_device
 from specdec.types import IntArray
 
@@ -117,7 +117,7 @@ def context_of(part: RowRange, device: torch.device) -> Context:
     return Context(on_device, num_full, start, to_device(slots, device))
 
 
-class ExactStep(Step):
+class ExactPlan(PassPlan):
     """The plan of one exact pass: ranges of rows in packing order, then padding to ``num_rows``."""
 
     def __init__(

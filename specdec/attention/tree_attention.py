@@ -1,9 +1,9 @@
 """Tree attention over this library's caches, as an attention function that transformers calls.
 
 A pass packs the rows of one or more requests into one sequence [1, sum R]. All layers but attention
-treat rows alike; attention lets each request's rows attend to their own cache. The plan of the pass
-(``Step``) is the keyword argument ``PLAN`` of the model's forward, which transformers passes on to
-every layer and to the attention function. transformers creates no mask for an attention function
+treat rows alike; attention lets each request's rows attend to their own cache. The pass's plan
+(``PassPlan``) is the keyword argument ``PLAN`` of the model's forward, which transformers passes on
+to every layer and to the attention function. transformers creates no mask for an attention function
 without a registered mask function; masks come from the plan.
 
 Shape letters: H query heads, G key/value heads, D head size, R rows of one request in this pass, n
@@ -41,7 +41,7 @@ from specdec.types import HiddenName
 IMPLEMENTATION = "specdec"
 
 PLAN = "specdec_plan"
-"""Name of the keyword argument of a model's forward that takes the ``Step``."""
+"""Name of the keyword argument of a model's forward that takes the ``PassPlan``."""
 
 OPAQUE = "specdec_opaque"
 """The attention function for compiled models, which ``torch.compile`` does not trace into."""
@@ -64,7 +64,7 @@ class ScoreOptions:
     others: dict[str, Any] = field(default_factory=dict)
 
 
-class Step:
+class PassPlan:
     """The plan of one pass, as the attention function and the runner's hooks use it.
 
     ``captured`` maps names to hidden states [1, sum R, E], filled by hooks. ``hidden``, [1, sum R,
@@ -72,7 +72,7 @@ class Step:
     """
 
     def __init__(self, *, first_layer: int, hidden: Tensor | None) -> None:
-        self.cache = StepCache(first_layer=first_layer)
+        self.cache = PassCache(first_layer=first_layer)
         self.captured: dict[HiddenName, Tensor] = {}
         self.hidden = hidden
 
@@ -91,7 +91,7 @@ def tree_attention(
     dropout: float = 0.0,  # noqa: ARG001
     sliding_window: int | None = None,
     softcap: float | None = None,
-    specdec_plan: Step | None = None,
+    specdec_plan: PassPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention of one layer, with the signature that transformers calls.
@@ -113,10 +113,10 @@ AttentionInterface.register(IMPLEMENTATION, tree_attention)
 AttentionInterface.register(OPAQUE, torch.compiler.disable(tree_attention))
 
 
-class StepCache:
+class PassCache:
     """Replaces transformers' cache: records the current layer and returns the rows' keys unchanged.
 
-    ``Step.attend`` writes them into the requests' caches. ``first_layer`` is a global index,
+    ``PassPlan.attend`` writes them into the requests' caches. ``first_layer`` is a global index,
     ``layer`` counts within the slice (-1 before the first layer).
     """
 
@@ -199,7 +199,7 @@ def host_mask(rows: Rows, window: int | None) -> npt.NDArray[Any] | None:
     return mask.float().numpy() if mask.dtype is torch.bfloat16 else mask.numpy()
 
 
-class AttentionStep(Step):
+class AttentionPlan(PassPlan):
     """The plan of one pass that is neither captured nor exact."""
 
     def __init__(

@@ -21,7 +21,7 @@ from specdec.compose.planned import Planned, planned
 from specdec.compose.refusals import check_choice
 from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
-from specdec.executors.layout import FrontPlan
+from specdec.executors.layout import EarlyExitPlan
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.pairs import ModelPair
 from specdec.parts.build import build_part, locate
@@ -42,9 +42,9 @@ RUNTIME = {
     "draws": "source, executor: ``KeyedDraws`` of the run's seed",
     "vocab_size": "source: size of the target's vocabulary",
     "sample": "source: whether candidates are sampled, for verifiers that need their distribution",
-    "exit_front": "source: builds the target's first layers with exit heads, given the number of"
-    " layers before each exit; None where the executor returns exits (``ExitFront``)",
-    "front": "executor: the ``ExitFront`` that the source has built; None without one",
+    "make_first_stage": "source: builds the target's first layers with exit heads (``FirstStage``),"
+    " given the number of layers before each exit; None where the executor returns exits",
+    "first_stage": "executor: the ``FirstStage`` that the source has built; None without one",
     "blocks": "executor: number of blocks of each stage's paged cache (None: not paged), and tokens"
     " per block",
     "over_ranks": "executor: runs the stages of a pipeline on processes"
@@ -100,8 +100,8 @@ def build_parts(
         "draws": lambda: bench.draws,
         "vocab_size": lambda: pair.vocab_size,
         "sample": lambda: judge.needs.draft_probs,
-        "exit_front": lambda: (
-            partial(bench.exit_front, plan) if isinstance(plan, FrontPlan) else None
+        "make_first_stage": lambda: (
+            partial(bench.make_first_stage, plan) if isinstance(plan, EarlyExitPlan) else None
         ),
         "free_rank": lambda: next(free_ranks),
     }

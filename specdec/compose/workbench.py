@@ -22,8 +22,8 @@ from specdec.clocks.meter import Meter
 from specdec.compose import refusals
 from specdec.compose.planned import Planned, planned
 from specdec.errors import UserError
-from specdec.executors import ExitFront, LocalExecutor, PipelineExecutor
-from specdec.executors.layout import FrontPlan, PipelinePlan
+from specdec.executors import FirstStage, LocalExecutor, PipelineExecutor
+from specdec.executors.layout import EarlyExitPlan, PipelinePlan
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models.runner import ModelRunner
@@ -128,7 +128,7 @@ class Workbench:
         self.clock: Clock = MeasuredClock(meter=self.meter) if clock is None else clock
         self.draws = KeyedDraws(seed=seed)
         self.ranks = ranks
-        self._front: ExitFront | None = None
+        self._first_stage: FirstStage | None = None
 
     def runner(self, name: str, plan: ExecutorPlan | None = None) -> ModelRunner:
         """Returns a runner of the "draft" or "middle" model, for ``DraftModelSource``.
@@ -170,16 +170,16 @@ class Workbench:
         """
         return self.pair if self.ranks is None else self.pair.without_target()
 
-    def exit_front(self, plan: FrontPlan, layers: Sequence[int]) -> ExitFront:
+    def make_first_stage(self, plan: EarlyExitPlan, layers: Sequence[int]) -> FirstStage:
         """Returns the target's first layers with their exit heads, shared by source and executor.
 
         ``layers`` has the number of layers before each exit. Only the first call builds.
         """
-        if self._front is None:
-            self._front = ExitFront.of(
+        if self._first_stage is None:
+            self._first_stage = FirstStage.of(
                 plan, layers, pair=self.pair, clock=self.clock, meter=self.meter
             )
-        return self._front
+        return self._first_stage
 
     def release(self) -> None:
         if self.ranks is not None:
@@ -222,7 +222,7 @@ class Workbench:
         serving.budget(policy, plan.in_flight)
         refusals.check_choice(policy, verifier, self.clock)
         refusals.check_source(source, policy, verifier, self.pair.vocab_size)
-        if not isinstance(plan, FrontPlan):  # its executor says itself what it lacks
+        if not isinstance(plan, EarlyExitPlan):  # its executor says itself what it lacks
             refusals.check_executor(source, policy, plan)
         parts = Parts(
             source=source,
@@ -250,7 +250,7 @@ class Workbench:
             "meter": lambda: self.meter,
             "draws": lambda: self.draws,
             "blocks": lambda: blocks,
-            "front": lambda: self._front,
+            "first_stage": lambda: self._first_stage,
             "over_ranks": lambda: (
                 None
                 if ranks is None

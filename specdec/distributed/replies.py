@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from specdec.device import KeptProbs, Probs, RowKeeper, SupportProbs, on_host
+from specdec.device import Probs, RemoteProbs, RowKeeper, SupportProbs, on_host
 from specdec.distributed.messages import HEADER_WORDS, Kind, pack_message
 from specdec.types import (
     Answers,
@@ -159,7 +159,7 @@ def read_answers(
     def probs_of(rows: TreeRows, part: slice) -> Probs | None:
         if len(kept) and not counts[part].any():
             known = _known(rows, kept[part])
-            return KeptProbs(keeper(rows.request), rows.node_ids, vocab_size, known)
+            return RemoteProbs(keeper(rows.request), rows.node_ids, vocab_size, known)
         return None if probs is None else probs[part]
 
     return tuple(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from specdec.executors.early_exit import EarlyExitExecutor, ExitFront
+    from specdec.executors.early_exit import EarlyExitExecutor, FirstStage
     from specdec.executors.exits import ExitHead, ExitReader, ExitStage
     from specdec.executors.local import LocalExecutor
     from specdec.executors.pipeline import PipelineExecutor

@@ -1,11 +1,11 @@
 """Early exit with verification after drafting (EESD): the target's first layers are the draft.
 
-The *front* (layers before the exit, and the exit head) is shared by the source, which drafts with
-it, and the executor, which verifies with the remaining layers. Every row passes every layer once:
-results of drafting are reused, and their keys and values are committed once (PPSD 3.1). The last
-draft token passes the front when it is submitted (Eq. 4 counts gamma E + N layers for an exit after
-E of N layers). With several exits (B.3) the front ends at the last one, and each node has passed
-only the *segments* between exits that were needed so far.
+The *first stage* (layers before the exit, and the exit head) is shared by the source, which drafts
+with it, and the executor, which verifies with the remaining layers. Every row passes every layer
+once: results of drafting are reused, and their keys and values are committed once (PPSD 3.1). The
+last draft token passes the first stage when it is submitted (Eq. 4 counts gamma E + N layers for an
+exit after E of N layers). With several exits (B.3) the first stage ends at the last one, and each
+node has passed only the *segments* between exits that were needed so far.
 
 Shape letters: R rows of a batch, W nodes, E hidden size, V vocabulary.
 """
@@ -23,7 +23,7 @@ import torch
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.errors import UserError
 from specdec.executors.exits import ExitStage
-from specdec.executors.layout import FrontPlan
+from specdec.executors.layout import EarlyExitPlan
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair
 from specdec.executors.stage import Answerer, Stage, StageOutput, row_items
@@ -61,7 +61,7 @@ class _Results:
         self.logits: NodeMap[torch.Tensor] = NodeMap()
 
 
-class ExitFront:
+class FirstStage:
     """The target's first layers with one or more exits, and their results for live nodes.
 
     A node's hidden state after the last segment that it has passed is stored until a later segment
@@ -82,13 +82,13 @@ class ExitFront:
 
     @staticmethod
     def of(
-        plan: FrontPlan,
+        plan: EarlyExitPlan,
         layers: Sequence[int],
         *,
         pair: ModelPair,
         clock: Clock,
         meter: Meter,
-    ) -> ExitFront:
+    ) -> FirstStage:
         """Loads the layers before the last exit, with the exit heads.
 
         ``layers`` has the number of layers before each exit, increasing; the plan prices them.
@@ -102,7 +102,7 @@ class ExitFront:
             )
             for start, layer in pairwise([0, *layers])
         ]
-        return ExitFront(segments=segments, clock=clock)
+        return FirstStage(segments=segments, clock=clock)
 
     def page(self, num_blocks: int, block_tokens: int) -> None:
         """Switches to paged caches of ``num_blocks`` blocks; must precede the first request."""
@@ -230,18 +230,18 @@ class ExitFront:
 
 
 class _WholeTarget(Stage):
-    """Combines the front and the remaining layers into one stage."""
+    """Combines the first stage and the remaining layers into one stage."""
 
-    def __init__(self, front: ExitFront, rest: Stage) -> None:
-        self._parts = (front, rest)
+    def __init__(self, first_stage: FirstStage, rest: Stage) -> None:
+        self._parts = (first_stage, rest)
 
     def open(self, request_id: int, max_len: int) -> None:
         for part in self._parts:
             part.open(request_id, max_len)
 
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
-        front, rest = self._parts
-        return rest.run(batch, front.hidden(batch))
+        first_stage, rest = self._parts
+        return rest.run(batch, first_stage.hidden(batch))
 
     def commit(self, commits: Sequence[Commit]) -> None:
         for part in self._parts:
@@ -256,14 +256,14 @@ class EarlyExitExecutor(LocalExecutor):
     """Verifies drafts of the target's first layers with its remaining layers; latency 1."""
 
     @classmethod
-    def plan(cls, models: ModelPair, *, stages: Count | None = None) -> FrontPlan:
+    def plan(cls, models: ModelPair, *, stages: Count | None = None) -> EarlyExitPlan:
         """Places all layers on the controller's device.
 
         ``stages`` is the number of stages that a latency profile prices. Default: ceil(layers /
         exit layer).
         """
         stages = stages or -(-models.num_layers // models.exit_layer)
-        return FrontPlan.of_stages(models, stages)
+        return EarlyExitPlan.of_stages(models, stages)
 
     @classmethod
     def build(
@@ -276,21 +276,21 @@ class EarlyExitExecutor(LocalExecutor):
         meter: Meter,
         draws: KeyedDraws,
         blocks: Blocks,
-        front: ExitFront | None = None,
+        first_stage: FirstStage | None = None,
     ) -> EarlyExitExecutor:
-        """Loads the layers after the front; ``front`` is created by ``source=early_exit``."""
-        if front is None:
+        """Loads the layers after ``first_stage``, which ``source=early_exit`` has created."""
+        if first_stage is None:
             raise UserError(
                 "executor=early_exit verifies drafts of the target's first layers: use it with"
                 " source=early_exit, or choose executor=local or executor=pipeline"
             )
         num_blocks, block_tokens = blocks
         if num_blocks is not None:
-            front.page(num_blocks, block_tokens)
-        after = front.layers[-1]
+            first_stage.page(num_blocks, block_tokens)
+        after = first_stage.layers[-1]
         bounds = plan.bounds(pair, pair.exit_layer)
         return cls(
-            front=front,
+            first_stage=first_stage,
             rest=pair.stage(after, pair.num_layers, meter).paged(*blocks),
             answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),
             clock=clock,
@@ -298,8 +298,8 @@ class EarlyExitExecutor(LocalExecutor):
         )
 
     def __init__(
-        self, *, front: ExitFront, rest: Stage, answerer: Answerer, clock: Clock, stages: int
+        self, *, first_stage: FirstStage, rest: Stage, answerer: Answerer, clock: Clock, stages: int
     ) -> None:
-        """``rest`` has the layers after ``front``; the clock is charged for it ``stages`` times."""
-        stage = _WholeTarget(front, rest)
+        """``rest`` has the other layers; the clock is charged for it ``stages`` times."""
+        stage = _WholeTarget(first_stage, rest)
         super().__init__(stage=stage, answerer=answerer, clock=clock, stages=stages)

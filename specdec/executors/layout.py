@@ -151,18 +151,18 @@ class PipelinePlan(ExecutorPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontPlan(PipelinePlan):
+class EarlyExitPlan(PipelinePlan):
     """A plan on one device whose first layers draft before the others verify; latency 1.
 
     Its stages exist only in the latency profile that prices them.
     """
 
     @staticmethod
-    def of_stages(models: ModelPair, stages: int) -> FrontPlan:
+    def of_stages(models: ModelPair, stages: int) -> EarlyExitPlan:
         layout = StageLayout(stages=stages)
         layer_bounds(models, layout)  # refuses more stages than layers
         target = Placement(ranks=(CONTROLLER,), weight_bytes=(models.weight_bytes["target"],))
-        return FrontPlan(latency=1, in_flight=1, placements={"target": target}, layout=layout)
+        return EarlyExitPlan(latency=1, in_flight=1, placements={"target": target}, layout=layout)
 
 
 def layer_bounds(

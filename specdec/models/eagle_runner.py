@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec.attention.backends import Attention, attention_kernel
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import CacheSpec
-from specdec.attention.tree_attention import AttentionStep, ScoreOptions
+from specdec.attention.tree_attention import AttentionPlan, ScoreOptions
 from specdec.clocks.meter import Meter
 from specdec.device import model_call, to_device
 from specdec.models.backends.factory import backend_module
@@ -152,7 +152,7 @@ class EagleRunner:
         """Returns states [R, E] and logits [A, U] of one packed pass in PyTorch."""
         tokens = np.concatenate([part.tokens for part in rows])
         positions = np.concatenate([part.positions for part in rows])
-        step = AttentionStep(
+        step = AttentionPlan(
             rows=rows, first_layer=0, attention=self._attention, kernel=self._kernel
         )
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from specdec.attention.backends import Attention
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
-from specdec.attention.tree_attention import ScoreOptions, Step
+from specdec.attention.tree_attention import PassPlan, ScoreOptions
 from specdec.clocks.meter import Meter
 from specdec.device import model_call
 from specdec.errors import UserError
@@ -145,7 +145,7 @@ def _device(model: PreTrainedModel) -> torch.device:
     return next(layers.parameters()).device
 
 
-class Probe(Step):
+class Probe(PassPlan):
     """A plan that records the shapes of keys and rejects unsupported attention arguments.
 
     Attributes:

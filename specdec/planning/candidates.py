@@ -23,7 +23,7 @@ PLAIN = "ar"
 OTHER_PROGRAM = "decoding of another program, which is not simulated"
 """The reason to leave out presets that run another program instead of composing parts."""
 
-_RUNS_MODELS = {"pair", "runner", "exit_front"}  # arguments of sources that run models
+_RUNS_MODELS = {"pair", "runner", "make_first_stage"}  # arguments of sources that run models
 
 SIZES: Mapping[str, tuple[Any, ...]] = {
     "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16),

@@ -126,8 +126,8 @@ class Adaptive(TreePolicy):
         self._lost_s = self._total_s = 0.0
         self._records: dict[int, _Record] = {}
 
-    def held_nodes(self, in_flight: int) -> int | None:
-        sizes = [arm.policy.held_nodes(in_flight) for arm in self._arms]
+    def max_cached_nodes(self, in_flight: int) -> int | None:
+        sizes = [arm.policy.max_cached_nodes(in_flight) for arm in self._arms]
         known = [size for size in sizes if size is not None]
         return max(known) if len(known) == len(sizes) else None
 

@@ -50,7 +50,7 @@ class BestOfBeam(TreePolicy):
         self.children = children
         self.depth = depth
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return self.nodes
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

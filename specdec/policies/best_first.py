@@ -114,7 +114,7 @@ class BestFirst(TreePolicy):
         self._children = children or max(bs, w)
         self.expansions = {"between": 0, "beside": 0}
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return self.bs
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

@@ -35,7 +35,7 @@ class Chain(TreePolicy):
     def __init__(self, *, gamma: DraftCount) -> None:
         self.gamma = self.chain_length = gamma
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.gamma
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
@@ -90,7 +90,7 @@ class RootOnly(TreePolicy):
 
     value_dependent = False
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

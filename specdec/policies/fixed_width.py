@@ -74,7 +74,7 @@ class FixedWidth(TreePolicy):
         self.follows_exits = not self.serial
         self.value_dependent = width > 1 or children > 1
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         if self.depth is not None:
             return 1 + self.depth * self.width
         return 1 + self.width * (self.levels_per_step or 1) * in_flight

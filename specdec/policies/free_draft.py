@@ -35,7 +35,7 @@ class FreePasses(TreePolicy):
     feeds_busy_target = False
     ahead: int
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.ahead
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:

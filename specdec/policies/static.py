@@ -71,7 +71,7 @@ class Static(TreePolicy):
         self._submitted_s: dict[int, float] = {}  # request -> when its last tree was submitted
         self._complete: set[int] = set()  # requests whose tree is completely drafted
 
-    def held_nodes(self, in_flight: int) -> int:
+    def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + sum(itertools.accumulate(self.branching, operator.mul))
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:

@@ -70,12 +70,12 @@ class ServingRules:
         """Returns a new block budget for one run, or None if caches are not paged."""
         if self.kv_tokens is None:
             return None
-        tree_nodes = policy.held_nodes(in_flight)
+        tree_nodes = policy.max_cached_nodes(in_flight)
         if tree_nodes is None:
             raise UserError(
                 f"serving.kv_tokens={self.kv_tokens} admits requests by the blocks they may need,"
                 f" and {type(policy).__name__} does not state the size of its trees: give it a"
-                " method held_nodes(in_flight), or leave serving.kv_tokens null"
+                " method max_cached_nodes(in_flight), or leave serving.kv_tokens null"
             )
         try:
             return BlockBudget(

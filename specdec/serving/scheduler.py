@@ -70,9 +70,9 @@ class FifoScheduler(Scheduler):
         self._state: DecodeState | None = None
         self._turns = Turns(feeding=rules.feeding, in_flight=executor.in_flight, policy=policy)
         self.budget = rules.budget(policy, executor.in_flight)
-        self._tree_nodes = policy.held_nodes(executor.in_flight) or 0
+        self._tree_nodes = policy.max_cached_nodes(executor.in_flight) or 0
         # Where answers come in any order, nodes stay cached until their ancestors are answered too.
-        # Limiting a request's batches keeps its nodes within ``held_nodes``.
+        # Limiting a request's batches keeps its nodes within ``max_cached_nodes``.
         bounded = self.budget is not None and executor.latency is None
         self._max_batches = executor.in_flight if bounded else None
         self.num_steps = 0

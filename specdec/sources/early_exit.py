@@ -25,7 +25,7 @@ from specdec.sources.model_source import ModelSource
 from specdec.types import Candidates, Commit, Needs, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.executors.early_exit import ExitFront
+    from specdec.executors.early_exit import FirstStage
     from specdec.executors.models import ModelPair
     from specdec.interfaces import TreePolicy
     from specdec.state import DecodeState, RequestState
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 class ExitSource(ModelSource):
     """Base of sources that propose candidates of exit heads of the target itself.
 
-    With ``executor=early_exit`` (``exit_front``) expanded nodes are computed at once: draft, then
-    verify. With ``executor=pipeline`` proposals arrive in ``Output.exits`` when a submitted node
-    has passed the exit layer, and the node has count 0 until then: verify while drafting (PPSD
+    With ``executor=early_exit`` (``make_first_stage``) expanded nodes are computed at once: draft,
+    then verify. With ``executor=pipeline`` proposals arrive in ``Output.exits`` when a submitted
+    node has passed the exit layer, and the node has count 0 until then: verify while drafting (PPSD
     4.2).
 
     Args:
         layers: number of layers before each exit, increasing; the first is the pair's own.
-        exit_front: builds the target's first layers with heads after the given layers, shared with
-            the executor; None if the executor returns the exits (a pipeline).
+        make_first_stage: builds the target's first layers with heads after the given layers, shared
+            with the executor; None if the executor returns the exits (a pipeline).
         candidates: maximum number of tokens per node and exit that a pipeline returns.
         sample: sample candidates and return their distribution, for rejection verifiers.
     """
@@ -52,18 +52,18 @@ class ExitSource(ModelSource):
         *,
         pair: ModelPair,
         layers: Sequence[int],
-        exit_front: Callable[[Sequence[int]], ExitFront] | None,
+        make_first_stage: Callable[[Sequence[int]], FirstStage] | None,
         candidates: int,
         sample: bool,
     ) -> None:
         self.layers = tuple(layers)
-        self._front = None if exit_front is None else exit_front(self.layers)
+        self._first_stage = None if make_first_stage is None else make_first_stage(self.layers)
         needs = Needs(real_nodes=True)
-        if self._front is None:
+        if self._first_stage is None:
             needs = Needs(exits=candidates, further_exits=self.layers[1:], real_nodes=True)
         super().__init__(needs=needs, vocab_size=pair.vocab_size, sample=sample)
-        if self._front is not None:
-            self.counters = self._front.counters
+        if self._first_stage is not None:
+            self.counters = self._first_stage.counters
         self._pair = pair
         self._books = [CandidateCache() for _ in self.layers]
 
@@ -74,7 +74,7 @@ class ExitSource(ModelSource):
         head = pair.artefact(HeadWeights, layer=layer)
         size = DTYPES[str(pair.dtype)].itemsize
         layers = pair.weight_bytes["target"] * pair.num_layers / (pair.num_layers + pair.head_cost)
-        before = 0 if self._front is None else round(layers * layer / pair.num_layers)
+        before = 0 if self._first_stage is None else round(layers * layer / pair.num_layers)
         return head.num_parameters * size + before
 
     def open(self, request: RequestState) -> None:
@@ -96,9 +96,9 @@ class ExitSource(ModelSource):
 
     def _read(self, state: DecodeState, nodes: Nodes, k: int, at: int = 0) -> Candidates:
         """Returns candidates of exit number ``at``; count 0 for nodes that have not passed it."""
-        if self._front is None:
+        if self._first_stage is None:
             return self._books[at].recall(nodes, k)
-        known, logits = self._front.logits(state, nodes, at)
+        known, logits = self._first_stage.logits(state, nodes, at)
         if not logits:
             return Candidates.empty(len(nodes))
         found = self._candidates(state, nodes.where(known), torch.stack(logits), k)
@@ -116,14 +116,14 @@ class EarlyExitSource(ExitSource):
         self,
         *,
         pair: ModelPair,
-        exit_front: Callable[[Sequence[int]], ExitFront] | None = None,
+        make_first_stage: Callable[[Sequence[int]], FirstStage] | None = None,
         candidates: Count = 16,
         sample: bool = False,
     ) -> None:
         super().__init__(
             pair=pair,
             layers=(pair.exit_layer,),
-            exit_front=exit_front,
+            make_first_stage=make_first_stage,
             candidates=candidates,
             sample=sample,
         )

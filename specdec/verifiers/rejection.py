@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from specdec.device import KeptProbs, Probs, SupportProbs, on_host
+from specdec.device import Probs, RemoteProbs, SupportProbs, on_host
 from specdec.interfaces import Verifier
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import inverse_cdf
@@ -90,7 +90,7 @@ def _in_sampling_order(tree: TokenTree, slot: int, children: IntArray) -> IntArr
 
 def _prob_of(probs: Probs, token: int) -> float:
     """Returns the probability of a token in one row; 0 beyond the row's vocabulary."""
-    if isinstance(probs, KeptProbs):
+    if isinstance(probs, RemoteProbs):
         return float(probs.of(token))
     if isinstance(probs, SupportProbs):
         return float(probs.values[probs.ids == token].sum())

@@ -25,12 +25,12 @@ def test_the_rows_are_those_of_the_policy(name: str) -> None:
     told = stated(options("policy")[name], "Costs").replace("one row", "1 rows")
     policy = build_part(option("policy", name), {}, "policy")
     if found := re.search(r"(\d+) rows per step", told):
-        held = policy.held_nodes(1 + STEPS) - policy.held_nodes(1)
+        held = policy.max_cached_nodes(1 + STEPS) - policy.max_cached_nodes(1)
         assert int(found[1]) * STEPS == held
     else:
         found = re.search(r"(\d+) rows", told)
         assert found is not None
-        assert int(found[1]) == policy.held_nodes(1)
+        assert int(found[1]) == policy.max_cached_nodes(1)
 
 
 def test_a_preset_has_what_its_parts_say(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ class Greedy(TreePolicy):
     def __init__(self, *, runner: object = None, reach: int, shapes: list[int] | None = None):
         raise AssertionError("checking a configuration must not build anything")
 
-    open = held_nodes = select = overlap = commit = close = (lambda self, *args: None)
+    open = max_cached_nodes = select = overlap = commit = close = (lambda self, *args: None)
 '''
 PRESET = """# @package _global_
 # Mine.

@@ -122,7 +122,7 @@ def random_schedule(seed: int) -> Schedule:
     stages = None if rng.random() < 0.2 else STAGES
     block = int(rng.choice([1, 3, 4]))
     # The largest need: 12 prompt tokens, the new ones, and the policy's largest tree.
-    most = 12 + NEW_TOKENS + new_policy(name, stages).held_nodes(stages or 1)
+    most = 12 + NEW_TOKENS + new_policy(name, stages).max_cached_nodes(stages or 1)
     room = float(rng.choice([1.0, 1.5, 3.0]))  # requests of the largest need that fit
     paged = rng.random() < 0.75
     ids = rng.choice(16, int(rng.integers(2, 6)), replace=False).tolist()

@@ -19,7 +19,7 @@ from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.presets import build
 from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
-from specdec.executors.layout import FrontPlan
+from specdec.executors.layout import EarlyExitPlan
 from specdec.metrics.speedup import expected_accepted
 from specdec.models.exits import (
     HeadWeights,
@@ -175,7 +175,7 @@ class TestHeads:
         files = {"exit_head": kind, "exit_heads": str(tmp_path / "heads")}
         loaded = pretrained(tmp_path / "target", exit_layer=layer, **files)
         bench = Workbench(loaded)
-        front = bench.exit_front(FrontPlan.of_stages(loaded, 2), (layer,))
+        front = bench.make_first_stage(EarlyExitPlan.of_stages(loaded, 2), (layer,))
         case = cases(1)[0]
         request = case.request()
         front.open(request.id, request.num_prompt + request.stop.max_new_tokens)

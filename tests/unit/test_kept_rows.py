@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.device import KeptProbs, on_host, rows_on_host
+from specdec.device import RemoteProbs, on_host, rows_on_host
 from specdec.distributed.kept_rows import KeeperOfRequest, KeptRows
 from specdec.distributed.messages import Kind, OpenedRequest, pack_message
 from specdec.distributed.replies import ReceivedReply, Reply, answers_reply, read_answers
@@ -82,10 +82,10 @@ def test_rows_and_values_have_the_bits_of_the_answers(params, dtype):
     logits = logits_of("plain", rows=batch.num_nodes, vocab=64).to(dtype)
     received, expected = rank.answers(batch, logits)
     for mine, own, rows, sampling in zip(received, expected, batch.trees, params, strict=True):
-        assert isinstance(mine.probs, KeptProbs) == (sampling in (PLAIN, GREEDY))
+        assert isinstance(mine.probs, RemoteProbs) == (sampling in (PLAIN, GREEDY))
         np.testing.assert_array_equal(mine.tokens, own.tokens)
         np.testing.assert_array_equal(on_host(mine.probs), on_host(own.probs))
-        if not isinstance(mine.probs, KeptProbs):
+        if not isinstance(mine.probs, RemoteProbs):
             continue
         dense = on_host(own.probs)
         np.testing.assert_array_equal(rows_on_host(list(mine.probs)), dense)

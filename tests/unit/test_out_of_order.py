@@ -165,10 +165,10 @@ def test_the_output_is_that_of_plain_decoding(
 
 @pytest.mark.parametrize("policy", ["chain", "levels", "two levels"])
 def test_caches_in_pages_are_large_enough(policy: str) -> None:
-    """Admission relies on ``held_nodes``, though answers that wait for their root stay cached."""
+    """Admission relies on ``max_cached_nodes``; answers that wait for their root stay cached."""
     wanted = toys.cases(12)
     chosen = POLICIES[policy]()
-    need = max(len(case.prompt) for case in wanted) + 12 + chosen.held_nodes(3)
+    need = max(len(case.prompt) for case in wanted) + 12 + chosen.max_cached_nodes(3)
     kv_tokens = 2 * 4 * -(-need // 4)  # two of the longest requests, in blocks of 4
     parts = composed(
         toys.pair(),
@@ -180,7 +180,7 @@ def test_caches_in_pages_are_large_enough(policy: str) -> None:
     )
     outputs, seen, state = watched(parts, wanted, 4)
     toys.assert_plain(outputs, wanted)
-    assert seen.in_flight <= chosen.held_nodes(3)
+    assert seen.in_flight <= chosen.max_cached_nodes(3)
     assert state.load.kv_peak_tokens <= kv_tokens
 
 

@@ -58,11 +58,13 @@ def _paged(how: str) -> Parts:
     bench, drafts_first = _bench(), how == "eesd"
     cls = EarlyExitExecutor if drafts_first else PipelineExecutor
     executor = planned(cls, bench.pair, stages=3)
-    bench._front = None
+    bench._first_stage = None
     return bench.parts(
         source=EarlyExitSource(
             pair=bench.pair,
-            exit_front=partial(bench.exit_front, executor.plan) if drafts_first else None,
+            make_first_stage=partial(bench.make_first_stage, executor.plan)
+            if drafts_first
+            else None,
         ),
         policy=Chain(gamma=2) if drafts_first else FixedWidth(width=2, children=2),
         verifier=MatchVerifier(),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specdec.attention.backends import Attention, Kernel, attention_kernel
 from specdec.attention.kv_cache import Rows
 from specdec.attention.kv_storage import Pair
-from specdec.attention.tree_attention import PLAN, AttentionStep, Step, StepCache
+from specdec.attention.tree_attention import PLAN, AttentionPlan, PassCache, PassPlan
 from specdec.device import to_device
 from specdec.models.backends.interface import Backend, ModelSlice, RunnerOutput
 from specdec.models.slicing import cache_argument, final_norm
@@ -45,7 +45,7 @@ class Eager(Backend):
             tokens = np.concatenate([part.tokens for part in rows])
             positions = np.concatenate([part.positions for part in rows])
         device, layers = self.layers.spec.device, self.layers
-        step = AttentionStep(
+        step = AttentionPlan(
             rows=rows,
             first_layer=layers.first_layer,
             attention=self.attention,
@@ -59,7 +59,7 @@ class Eager(Backend):
         return self.compute(step, ids, places, keep)
 
     def compute(
-        self, step: Step, tokens: Tensor, positions: Tensor, keep: int | Tensor | None
+        self, step: PassPlan, tokens: Tensor, positions: Tensor, keep: int | Tensor | None
     ) -> RunnerOutput:
         """Calls the model's forward on tokens and positions int64[R].
 
@@ -85,10 +85,10 @@ class Eager(Backend):
         )
 
 
-class _OpaqueCache(StepCache):
-    """A ``StepCache`` that is not traced: a trace would be specialised on each layer's index."""
+class _OpaqueCache(PassCache):
+    """A ``PassCache`` that is not traced: a trace would be specialised on each layer's index."""
 
-    def __init__(self, cache: StepCache) -> None:
+    def __init__(self, cache: PassCache) -> None:
         self._cache = cache
 
     @torch.compiler.disable
@@ -97,7 +97,7 @@ class _OpaqueCache(StepCache):
 
 
 def forward_inputs(
-    model: PreTrainedModel, step: Step, tokens: Tensor, positions: Tensor
+    model: PreTrainedModel, step: PassPlan, tokens: Tensor, positions: Tensor
 ) -> dict[str, Any]:
     """Returns the arguments of a slice's forward for tokens and positions int64[R].
 

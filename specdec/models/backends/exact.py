@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 from specdec.attention.exact import (
     BLOCK,
     Context,
-    ExactStep,
+    ExactPlan,
     RowRange,
     exact_attention,
     in_pieces,
@@ -118,7 +118,7 @@ class Exact(Backend):
         num_rows = round_up(num, self.counts)
         if hidden is not None:
             hidden = pad(hidden, (0, 0, 0, num_rows - num))[None]
-        step = ExactStep(
+        step = ExactPlan(
             parts=parts, num_rows=num_rows, first_layer=self.layers.first_layer, hidden=hidden
         )
         tokens, positions = (

@@ -29,7 +29,7 @@ from torch import Tensor
 from specdec.attention.backends import Attention, Visibility, dense_attention, folded_heads
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.attention.kv_storage import CacheSpec, Contiguous, layer_views
-from specdec.attention.tree_attention import ScoreOptions, Step
+from specdec.attention.tree_attention import PassPlan, ScoreOptions
 from specdec.clocks import timed_runs
 from specdec.errors import UserError
 from specdec.models.backends.eager import Eager
@@ -179,7 +179,7 @@ class _Shape(NamedTuple):
     wants_logits: bool
 
 
-class _StaticStep(Step):
+class _StaticPlan(PassPlan):
     def __init__(self, shape: _Shape, inputs: Inputs, eager: Eager) -> None:
         super().__init__(first_layer=eager.layers.first_layer, hidden=inputs.hidden)
         self._kernel = eager.kernel
@@ -332,7 +332,7 @@ class Graphs(Backend):
 
 
 def _launch(eager: Eager, shape: _Shape, inputs: Inputs) -> RunnerOutput:
-    step = _StaticStep(shape, inputs, eager)
+    step = _StaticPlan(shape, inputs, eager)
     return eager.compute(step, inputs.tokens, inputs.positions, 0 if shape.wants_logits else None)
 
 
