@@ -40,5 +40,4 @@ class FreeRunning(FreeDraft):
         return True
 
     def _comes_later(self, request: RequestState) -> bool:
-        """Whether the tree has only the root, and a token below it will be drafted."""
         return len(request.tree) == 1 and self.can_draft(request)

@@ -161,7 +161,6 @@ class MedusaSource(ModelSource):
         return np.where((ahead >= 1) & (ahead <= self._heads.num_heads), ahead, 0)
 
     def _compute(self, nodes: Nodes, numbers: Sequence[IntArray]) -> None:
-        """Runs heads that have no logits yet, each once for all requests."""
         missing: dict[int, list[_Last]] = {}
         for (request_id, _), heads in zip(nodes.items, numbers, strict=True):
             last = self._last[request_id]

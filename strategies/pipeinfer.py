@@ -113,7 +113,6 @@ class PipeInfer(TreePolicy):
         self._requests.pop(request_id, None)
 
     def _run(self, request: RequestState) -> IntArray:
-        """Returns the slots of the unsubmitted nodes that may be submitted."""
         tree = request.tree
         sendable = tree.ids <= self._requests[request.id].sendable
         sendable[0] = True
@@ -147,5 +146,4 @@ class PipeInfer(TreePolicy):
 
 
 def _has_room(request: RequestState) -> bool:
-    """Whether a token below the chain's last one could be emitted."""
     return int(request.tree.positions[-1]) < last_position(request)

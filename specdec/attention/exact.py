@@ -242,7 +242,6 @@ class _KeySet:
         return _KeySet(scores, rows, values)
 
     def best(self) -> Tensor:
-        """Returns the largest score of every row, [G, R, P]."""
         return self.rows.amax(-1).amax(2).flatten(1, 2)  # two steps: faster than both at once
 
     def weighted(self, top: Tensor) -> Iterator[Tensor]:

@@ -36,8 +36,6 @@ _LETTERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request of a check."""
-
     id: int  # prompt id, which keys the draws
     label: str  # name in messages
     prompt: tuple[int, ...]  # token ids
@@ -55,8 +53,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The output for a case."""
-
     output: tuple[int, ...]  # token ids
     reason: str | None  # why it ended
     accepted: int = 0  # draft tokens, including hits (next tokens that were in the tree)
@@ -64,7 +60,6 @@ class Decoded:
     origins: tuple[int, ...] = ()  # index of each token's source, ``TARGET_ORIGIN`` for none
 
     def proposer(self, at: int) -> str:
-        """Names the source that proposed output token ``at``."""
         origin = self.origins[at]
         return "the target" if origin == TARGET_ORIGIN else f"source {origin}"
 

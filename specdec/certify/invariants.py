@@ -361,7 +361,6 @@ class FreshStates:
         self._cached: dict[tuple[HiddenName, tuple[int, ...]], torch.Tensor] = {}
 
     def state(self, tokens: IntArray, name: HiddenName) -> torch.Tensor:
-        """Returns [E], the state ``name`` of the last of ``tokens``, int64[T]."""
         key = name, tuple(tokens.tolist())
         if key not in self._cached:
             path = torch.from_numpy(tokens).to(self._device)[None]

@@ -173,8 +173,6 @@ def pair_counts(tokens: IntArray, vocab_size: int) -> Iterator[IntArray]:
 
 @dataclass(slots=True)
 class _Findings:
-    """Results of the tests of one strategy."""
-
     num_tests: int  # planned e-values; those still to come count as 0
     logs: list[tuple[str, float]] = field(default_factory=list)  # (test, log e-value)
     # (test, total variation, bound)
@@ -205,7 +203,6 @@ class _Findings:
 
 
 def distribution(subject: Subject) -> Check:
-    """Checks that sampled output has the distribution of the target."""
     if subject.claims is Lossless.TOKEN:
         return Check("distribution", None, "not needed: lossless token for token")
     exact = subject.claims is Lossless.DISTRIBUTION
@@ -284,7 +281,6 @@ def _test_pairs(
 def _test_wide(
     subject: Subject, vocab_size: int, name: str, changes: dict[str, Any], found: _Findings
 ) -> None:
-    """Tests the law of the token after each row of wide tables."""
     tables = wide_tables(vocab_size)
     pair = wide_pair(tables)
     section = {

@@ -226,8 +226,6 @@ def numerics(subject: Subject) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class _OutputComparison:
-    """One prompt's output compared with plain decoding."""
-
     text: str  # describes the first difference; empty if the outputs are equal
     tied: bool  # whether that difference is a tie
     error: float  # largest change of a logit by batching
@@ -267,7 +265,6 @@ def _compare(
 
 
 def _difference(case: Case, decoded: Decoded, expected: Decoded, at: int) -> str:
-    """Describes how an output differs from plain decoding at token ``at``."""
     where = f"{case.label}, token {at}"
     if at >= min(len(decoded.output), len(expected.output)):
         return f"{where}: one output ends"

@@ -63,7 +63,6 @@ class Shadow:
     heads: tuple[int, ...] | None = None
 
     def record(self, tree: TreeRows) -> None:
-        """Records tree rows that are about to be computed."""
         ids, tokens, parents, positions = (
             tree.node_ids,
             tree.tokens,
@@ -152,7 +151,6 @@ class Watch:
         runner.__dict__.update(new_cache=observed_cache, forward=counted)
 
     def parts(self, parts: Parts, state: DecodeState) -> None:
-        """Observes the expansions of the source and the batches of the executor."""
         self._state = state
         expand, submit = parts.source.expand, parts.executor.submit
 
@@ -248,8 +246,6 @@ class Watch:
 
 
 class ObservedPair(RandomPair):
-    """A random pair whose models are observed."""
-
     _watch: Watch
 
     @classmethod

@@ -44,7 +44,6 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def target_draw(seed: int, prompt_id: int, position: int) -> float:
-    """Returns the uniform draw of the target's token at an absolute position."""
     return reference_draw(seed, prompt_id, position, purpose=0, index=0)
 
 
@@ -146,7 +145,6 @@ def plain_decode(
     sampling: SamplingParams,
     stop: StopRules,
 ) -> Decoded:
-    """Decodes one prompt token by token with the logits of ``logits_of``."""
     tokens, output = list(prompt), list[int]()
     while True:
         logits = processed(logits_of(tuple(tokens)), sampling, tokens)

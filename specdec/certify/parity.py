@@ -162,8 +162,6 @@ def batch_independence(subject: Subject) -> Check:
 
 
 class _Comparison:
-    """Compares the outputs of one check with plain decoding, over several pairs."""
-
     def __init__(self) -> None:
         self.differing: list[str] = []
         self.compared = self.tokens = self.accepted = self.misses = 0

@@ -52,8 +52,6 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """An error that a strategy raised."""
-
     checks: tuple[str, ...]  # names of the checks that it ended
     error: str  # type and message in one line
     part: str  # the part that raised, with class and method; empty if unknown
@@ -75,8 +73,6 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of all checks."""
-
     strategy: str
     claims: Lossless  # what the verifier declares
     checks: tuple[Check, ...]  # in the order in which they ran
@@ -90,12 +86,10 @@ class Report:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the checks that failed."""
         return tuple(check.name for check in self.checks if check.passed is False)
 
     @property
     def verdict(self) -> str:
-        """The conclusion in one line."""
         if self.claims is Lossless.LOSSY:
             return f"{self.strategy} is lossy: its verifier does not keep the target's output"
         if self.failed:
@@ -111,7 +105,6 @@ class Report:
         return pd.DataFrame(rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the content of ``verify.json``."""
         return {
             "lossless": self.lossless,
             "strategy": self.strategy,
@@ -148,7 +141,6 @@ def print_report(
 
 
 def write_report(folder: Path, report: Report, extra: Mapping[str, Any] | None = None) -> Path:
-    """Writes ``verify.json`` atomically; returns its path."""
     return write_json(folder / RESULT_FILE, {**report.as_dict(), **(extra or {})})
 
 

@@ -163,7 +163,6 @@ class Subject:
             parts.executor.shutdown()
 
     def oracle(self, kind: str) -> Oracle:
-        """Returns the reference decoder on the target of a kind of pair."""
         if kind not in self._oracles:
             pair = self.pair(kind)
             assert isinstance(pair, RandomPair)
@@ -171,7 +170,6 @@ class Subject:
         return self._oracles[kind]
 
     def expected(self, kind: str, case: Case) -> Decoded:
-        """Returns the output of plain decoding for a case."""
         return self.oracle(kind).decode(
             prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
         )
@@ -275,7 +273,6 @@ def _shrink(executor: dict[str, Any]) -> int:
 
 
 def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces the models of a configuration by small float64 ones."""
     small = deepcopy(dict(cfg))
     small["trace"] = False
     if small["clock"]["kind"] == "paced":  # makes the same decisions, but does not sleep
@@ -320,7 +317,6 @@ def _has_exit(source: Any, kinds: tuple[str, ...] = _EXITS) -> bool:
 
 
 def _names_middle(source: Any) -> bool:
-    """Whether the ``source`` section runs the middle model."""
     return any(part.get("model") == "middle" for part in _sections(source))
 
 

@@ -89,7 +89,6 @@ class Meter:
         return began
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Counts the block as a declared wait."""
         return _Waiting(self)
 
     @property

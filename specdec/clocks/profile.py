@@ -58,7 +58,6 @@ class CostCurve:
 
     @staticmethod
     def of(curve: Mapping[str, Any]) -> CostCurve:
-        """Converts a curve of a profile's YAML, where tuples are lists."""
         keys: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in curve.items()}
         return CostCurve(**keys)
 

@@ -99,7 +99,6 @@ class EagleConfig:
         return len(self.layers) * self.target_hidden_size
 
     def llama(self) -> LlamaConfig:
-        """Describes the head's layers as transformers' config."""
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,

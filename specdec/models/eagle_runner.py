@@ -183,7 +183,6 @@ class EagleRunner:
         return inputs
 
     def _compare(self, run: Run) -> None:
-        """Compares the results of ``run`` on a small tree with eager ones."""
         generator = torch.Generator().manual_seed(0)
         features = torch.randn(7, self.head.config.feature_size, generator=generator)
         states = torch.randn(3, self.head.config.hidden_size, generator=generator)

@@ -162,7 +162,6 @@ def read_config(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
-    """Refuses models that are not decoder-only language models of transformers."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UserError(

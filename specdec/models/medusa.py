@@ -91,7 +91,6 @@ class MedusaHeads:
             return self._heads[number - 1](hidden.to(self._device))
 
     def _compare(self, onnx: Any, hidden_size: int) -> None:
-        """Compares the logits of a few random states with eager ones."""
         hidden = torch.randn(_SAMPLE, hidden_size, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
             found = [onnx.logits(i + 1, hidden) for i in range(self.num_heads)]

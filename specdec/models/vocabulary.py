@@ -324,7 +324,6 @@ class TranslatedDraft:
 
     @cached_property
     def target_ids(self) -> Tensor:
-        """Returns ``Translation.target_ids``, int64[I]."""
         return torch.from_numpy(self.translation.target_ids).to(self.runner.device)
 
     @cached_property

@@ -77,7 +77,6 @@ class HuggingFacePair(ModelPair):
 
     @property
     def middle(self) -> PreTrainedModel:
-        """The model between draft and target in size."""
         raise UserError(
             "this strategy needs a middle model: give model.middle=PATH (model=random:"
             " model.middle_layers=LAYERS), or use the draft"

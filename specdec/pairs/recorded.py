@@ -243,7 +243,6 @@ class RecordedSequences:
 
     @property
     def chain_only(self) -> bool:
-        """Whether the record is a trace of accepted lengths of chains."""
         return any(request.reach is not None for request in self._requests.values())
 
     def request(self, request_id: int) -> RecordedRequest:

@@ -65,8 +65,6 @@ class GivenTexts:
 
 
 class TranscriptModels(RecordedPair):
-    """A target that writes given texts, and a draft model if one is named."""
-
     hidden: GivenTexts  # type: ignore[assignment]  # without a draft's ranks
     option = "transcript"
 

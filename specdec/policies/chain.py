@@ -72,7 +72,6 @@ def grow_chains(
 
 
 def first_path(tree: TokenTree) -> list[int]:
-    """Returns the slots of the path along first children, from the root down."""
     path = [0]
     while len(tree) > 1 and len(children := tree.children(path[-1])):
         path.append(int(children[0]))

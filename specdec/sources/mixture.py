@@ -92,8 +92,6 @@ class MixtureSource(CombinedSource):
 
 
 class _Member(TokenSource):
-    """One source of a mixture; the mixture opens, commits and closes it."""
-
     def __init__(self, source: TokenSource, number: int) -> None:
         self._source, self._number = source, number
         self.needs, self.counters, self.vocab_size = (

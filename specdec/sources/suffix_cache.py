@@ -51,7 +51,6 @@ class SuffixCache:
 
     @property
     def texts(self) -> tuple[CachedText, ...]:
-        """The cached requests, oldest first."""
         return tuple(self._texts)
 
     def add(self, text: CachedText) -> None:

@@ -373,7 +373,6 @@ class SyntheticSource(TokenSource):
         )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Updates which committed tokens and nodes a draft's cache would have."""
         for commit in commits:
             tables = self._tables.get(commit.request)
             if tables is None:

@@ -115,8 +115,6 @@ def _layer(writer: GraphWriter, index: int, layer: Any, stream: str, embedded: s
 
 
 class OnnxHead:
-    """Runs every pass of a head in one ONNX Runtime session."""
-
     def __init__(self, head: EagleHead, spec: CacheSpec) -> None:
         config = head.config
         reason = problem(config.llama(), spec.dtype, spec.device)
@@ -235,8 +233,6 @@ def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:
 
 
 class OnnxMedusa:
-    """Runs Medusa heads, one at a time."""
-
     def __init__(self, target: PreTrainedModel, heads: Sequence[MedusaHead]) -> None:
         config, weight = target.config.get_text_config(), target.get_output_embeddings().weight
         reason = problem(config, weight.dtype, weight.device)

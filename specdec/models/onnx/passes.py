@@ -116,7 +116,6 @@ class Onnx(Backend):
         return inputs, shapes
 
     def _sample(self, backend: Backend) -> list[Tensor]:
-        """Returns a backend's outputs on a small prompt and tree."""
         places, half = np.arange(_SAMPLE), _SAMPLE // 2
         hidden = None
         if not self.layers.is_first:
