@@ -220,14 +220,14 @@ class ExecutorPlan:
     @property
     def num_ranks(self) -> int:
         """Number of ranks, not counting the controller."""
-        return max(rank for place in self.placements.values() for rank in place.ranks)
+        return max(rank for placement in self.placements.values() for rank in placement.ranks)
 
     @property
     def device_bytes(self) -> dict[int, int]:
         """Maps each rank to the bytes of all weights on it."""
         total: dict[int, int] = {}
-        for place in self.placements.values():
-            for rank, size in zip(place.ranks, place.weight_bytes, strict=True):
+        for placement in self.placements.values():
+            for rank, size in zip(placement.ranks, placement.weight_bytes, strict=True):
                 total[rank] = total.get(rank, 0) + size
         return dict(sorted(total.items()))
 

@@ -311,8 +311,8 @@ def decode_in_full_cache(
     if not serving.get("kv_tokens"):
         return None
     with subject.composed() as parts:
-        held = parts.policy.max_cached_nodes(parts.executor.in_flight) or 0
-    most = max(len(case.prompt) + case.stop.max_new_tokens for case in cases) + held
+        nodes = parts.policy.max_cached_nodes(parts.executor.in_flight) or 0
+    most = max(len(case.prompt) + case.stop.max_new_tokens for case in cases) + nodes
     full = {**serving, "kv_tokens": most, "block_tokens": 1}  # no block has unused room
     with subject.composed(serving=full) as parts:
         return decode_cases(parts, cases, batch_size=len(cases), prefill_chunk=prefill_chunk)

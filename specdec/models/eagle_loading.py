@@ -68,7 +68,7 @@ class HeadFiles:
                 " model.safetensors"
             )
         self.config = read_config(self.folder / "config.json", "give the folder of an EAGLE head")
-        self._places: dict[str, tuple[Path, str]] = {}  # ``EagleHead``'s name -> file, name there
+        self._stored: dict[str, tuple[Path, str]] = {}  # ``EagleHead``'s name -> file, name there
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in _weight_files(self.folder):
             with _opened(path) as file:
@@ -76,12 +76,12 @@ class HeadFiles:
                     own = _own_name(name)
                     if own.startswith(_UNUSED):
                         continue
-                    self._places[own] = (path, name)
+                    self._stored[own] = (path, name)
                     self.shapes[own] = tuple(file.get_slice(name).get_shape())
         self.version: Literal[1, 3] = _version(self.folder, self.config, self.shapes)
 
     def tensor(self, name: str) -> Tensor:
-        path, stored = self._places[name]
+        path, stored = self._stored[name]
         with _opened(path) as file:
             tensor: Tensor = file.get_tensor(stored)
         return tensor

@@ -82,11 +82,11 @@ def load_model(
             that are read are added. None: all are read.
     """
     info = inspect_model(model)
-    kind, place = torch_dtype(dtype), usable_device(device)
+    kind, where = torch_dtype(dtype), usable_device(device)
     config = _config(info)
     if layers is None:
         assert group is None, "shares are read by layers"
-        loaded = quantize(_whole(info, config, kind).to(place), quantization)
+        loaded = quantize(_whole(info, config, kind).to(where), quantization)
         return loaded.requires_grad_(False).eval()
     if config_value(config, "quantization_config"):
         raise UserError(f"{info.path} is quantised; use a checkpoint with unquantised weights")
@@ -98,10 +98,10 @@ def load_model(
     cuts, formats = share_plan(loaded, group, quantization)
     sources = _sources(loaded, info, _needed_names(loaded, *layers), tied)
     weights = Weights() if loaded_before is None else loaded_before
-    _fill(loaded, info, sources, cuts, formats, weights, kind, place)
+    _fill(loaded, info, sources, cuts, formats, weights, kind, where)
     for module in loaded.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(place))
+            setattr(module, name, buffer.to(where))
     return loaded.requires_grad_(False).eval()
 
 

@@ -327,9 +327,9 @@ class HeadPass:
         answered = tree.slots(np.array(list(tree.hidden), np.int64))
         late = [0, *np.flatnonzero(np.isin(tree.parents, answered)).tolist()]
         ids = [int(tree.ids[slot]) for slot in late]
-        held = cache.has(np.array(ids, np.int64))
-        for slot, node, is_held in zip(late, ids, held.tolist(), strict=True):
-            if not is_held or node in draft.true_nodes:
+        cached = cache.has(np.array(ids, np.int64))
+        for slot, node, is_cached in zip(late, ids, cached.tolist(), strict=True):
+            if not is_cached or node in draft.true_nodes:
                 continue
             feature = draft.feature(slot)
             entry = cache.cached_len + int(np.flatnonzero(cache.node_ids == node)[0])

@@ -82,14 +82,14 @@ class TranslatedSource(CachedModelSource):
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
         """Returns bool[W]: whether the draft can continue the nodes' texts."""
         text, most = self._texts[request.id], self._runner.max_positions
-        places = text.places(request.tree, ids)
-        return np.array([text.can_draft(place, most) for place in places], np.bool_)
+        ends = text.ends(request.tree, ids)
+        return np.array([text.can_draft(end, most) for end in ends], np.bool_)
 
     def _plan(self, request: RequestState, ids: IntArray) -> PassWork:
         """Returns the rows of a pass that expands the nodes; its entries are trie nodes."""
         text, cache = self._texts[request.id], self._caches[request.id]
         stored = self._logits[request.id]
-        leaves = [place.leaf for place in text.places(request.tree, ids)]
+        leaves = [end.leaf for end in text.ends(request.tree, ids)]
         new = [leaf for leaf in leaves if leaf not in stored]
         entries = text.rows(text.missing(new, set(cache.node_ids.tolist())))
         prefix = np.array(text.final[cache.cached_len :], np.int64)
@@ -103,7 +103,7 @@ class TranslatedSource(CachedModelSource):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TextEnd:
     """Where a target node's text ends in the trie.
 
     Attributes:
@@ -133,7 +133,7 @@ class DraftText:
 
     Attributes:
         final: draft tokens of the committed text that no further text changes.
-        root: the place of the target tree's root, which is the last token of the prompt at first.
+        root: the end of the target tree's root, which is the last token of the prompt at first.
     """
 
     def __init__(self, translation: Translation, prompt: Iterable[int]) -> None:
@@ -142,44 +142,44 @@ class DraftText:
         self._children: dict[tuple[int, int], int] = {}
         self._next = 1
         self._end = 0  # trie id of the last final token
-        self._places: dict[int, Place] = {}  # target node -> its place
+        self._ends: dict[int, TextEnd] = {}  # target node -> its end
         self._root_id = -1
         tail = translation.translated(prompt)
         num = translation.num_final(tail.tokens)
         self.final: list[int] = list(tail.tokens[:num])
-        self.root = self._placed(self._end, replace(tail, tokens=tail.tokens[num:]))
+        self.root = self._end_of(self._end, replace(tail, tokens=tail.tokens[num:]))
 
     # Places.
 
-    def places(self, tree: TokenTree, ids: IntArray) -> list[Place]:
+    def ends(self, tree: TokenTree, ids: IntArray) -> list[TextEnd]:
         slots = tree.slots(ids)
         assert (slots >= 0).all(), f"nodes {ids} are not in the tree"
-        return [self._place(tree, slot) for slot in slots.tolist()]
+        return [self._text_end(tree, slot) for slot in slots.tolist()]
 
-    def _place(self, tree: TokenTree, slot: int) -> Place:
-        """Finds the place of a target node, from its nearest ancestor with a known place."""
+    def _text_end(self, tree: TokenTree, slot: int) -> TextEnd:
+        """Finds the end of a target node's text, from the nearest ancestor with a known one."""
         missing: list[int] = []
-        found: Place | None = None
+        found: TextEnd | None = None
         ids, parents, tokens = tree.ids, tree.parents, tree.tokens
-        while slot > 0 and (found := self._places.get(int(ids[slot]))) is None:
+        while slot > 0 and (found := self._ends.get(int(ids[slot]))) is None:
             missing.append(slot)
             slot = int(parents[slot])
-        place = self.root if found is None else found
+        end = self.root if found is None else found
         for below in reversed(missing):
-            place = self._below(place, int(tokens[below]))
-            self._places[int(ids[below])] = place
-        return place
+            end = self._below(end, int(tokens[below]))
+            self._ends[int(ids[below])] = end
+        return end
 
-    def can_draft(self, place: Place, max_positions: int) -> bool:
+    def can_draft(self, end: TextEnd, max_positions: int) -> bool:
         """Whether the draft can continue a text: it has tokens, and no character is unfinished."""
-        if place.tail.rest or not place.tail.tokens:
+        if end.tail.rest or not end.tail.tokens:
             return False
-        return self._nodes[place.leaf].position < max_positions
+        return self._nodes[end.leaf].position < max_positions
 
-    def _below(self, place: Place, token: int) -> Place:
-        return self._placed(place.anchor, self._translation.extended(place.tail, token))
+    def _below(self, end: TextEnd, token: int) -> TextEnd:
+        return self._end_of(end.anchor, self._translation.extended(end.tail, token))
 
-    def _placed(self, anchor: int, tail: Tail) -> Place:
+    def _end_of(self, anchor: int, tail: Tail) -> TextEnd:
         """Adds the tail's tokens below ``anchor``, and moves the anchor past the final ones."""
         final = self._translation.num_final(tail.tokens)
         leaf = anchor
@@ -187,7 +187,7 @@ class DraftText:
             if number == final:
                 anchor = leaf
             leaf = self._child(leaf, token)
-        return Place(anchor, replace(tail, tokens=tail.tokens[final:]), leaf)
+        return TextEnd(anchor, replace(tail, tokens=tail.tokens[final:]), leaf)
 
     def _child(self, parent: int, token: int) -> int:
         node = self._children.get((parent, token))
@@ -201,11 +201,11 @@ class DraftText:
 
     # Rows.
 
-    def missing(self, leaves: Sequence[int], held: set[int]) -> list[int]:
-        """Returns ``leaves`` and their ancestors that are not in ``held``, parents first."""
+    def missing(self, leaves: Sequence[int], cached: set[int]) -> list[int]:
+        """Returns ``leaves`` and their ancestors that are not in ``cached``, parents first."""
         needed: set[int] = set()
         for node in leaves:
-            while node in self._nodes and node not in held and node not in needed:
+            while node in self._nodes and node not in cached and node not in needed:
                 needed.add(node)
                 node = self._nodes[node].parent
         return sorted(needed)
@@ -231,17 +231,17 @@ class DraftText:
     def commit(self, commit: Commit) -> Commit:
         """Advances the root, drops what left the tree, and returns the commit in trie nodes."""
         ids = [*commit.retired_ids[1:].tolist(), commit.root_id]
-        place = self.root
+        end = self.root
         for node, token in zip(ids, commit.new_tokens, strict=True):
-            place = self._places.get(node) or self._below(place, token)
-        self.root = place
-        retired = self._path(place.anchor)
+            end = self._ends.get(node) or self._below(end, token)
+        self.root = end
+        retired = self._path(end.anchor)
         tokens = [self._nodes[node].token for node in retired]
-        kept = commit.keeps(np.array(list(self._places), np.int64)).tolist()
-        places = zip(list(self._places.items()), kept, strict=True)
-        self._places = {node: place for (node, place), keep in places if keep}
+        kept = commit.keeps(np.array(list(self._ends), np.int64)).tolist()
+        ends = zip(list(self._ends.items()), kept, strict=True)
+        self._ends = {node: end for (node, end), keep in ends if keep}
         self.final.extend(tokens)
-        self._end = place.anchor
+        self._end = end.anchor
         live = self._live(retired)
         return replace(
             commit,
@@ -260,10 +260,10 @@ class DraftText:
         return path[::-1]
 
     def _live(self, retired: Sequence[int]) -> list[int]:
-        """Drops trie nodes that no place needs; returns the others, sorted."""
+        """Drops trie nodes that no text needs; returns the others, sorted."""
         for node in retired:
             self._drop(node)
-        live = self.missing([p.leaf for p in (self.root, *self._places.values())], set())
+        live = self.missing([p.leaf for p in (self.root, *self._ends.values())], set())
         for node in self._nodes.keys() - set(live):
             self._drop(node)
         return live
