@@ -217,16 +217,14 @@ class SyntheticAnswerer(Answerer):
         self._tokens.pop(request_id, None)
 
 
-class RecordedSequences:
+class RecordedSequences(HiddenPair):
     """Made-up target sequences of recorded lengths, each ending in ``END``, and a recorded draft.
 
-    It implements ``HiddenPair``; its classes are the recorded positions.
+    Its classes are the recorded positions.
 
     Attributes:
         class_logprobs: float64[P, K].
     """
-
-    num_depths = 1
 
     def __init__(self, *, record: Record, seed: int = 0) -> None:
         """Concatenates the requests; ``seed`` is that of tokens and of nodes off the path."""

@@ -79,14 +79,14 @@ class TablePair(ModelPair):
     ) -> ModelStage:
         """Builds a slice of the target; all but the last slice return tokens as hidden states."""
         is_last = last == self.num_layers
-        runner = TableRunner(self.target_table, "target", first, is_last, capture)
+        runner = TableRunner(self.target_table, "target", is_last, capture)
         return ModelStage(runner=cast("ModelRunner", runner))
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
         heads = {}
         for layer in exits:
             table = self.draft_table.lerp(self.target_table, 1 - self.exit_layer / layer)
-            runner = TableRunner(table, "exit", layer)
+            runner = TableRunner(table, "exit")
             heads[layer] = TransformerHead(stage=ModelStage(runner=cast("ModelRunner", runner)))
         captured = [HiddenName(layer - 1) for layer in exits]
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
@@ -203,21 +203,16 @@ class TableRunner:
     Hidden states are the tokens, so a stage that gets another's rows gives wrong answers.
     """
 
-    static = None  # no captured passes
-
     def __init__(
         self,
         table: torch.Tensor,
         name: str,
-        first: int = 0,
         is_last: bool = True,
         captured: Sequence[HiddenName] = (),
     ) -> None:
-        """Stores a table [S, V]; the input is token ids if ``first`` is 0, else hidden states."""
         self._captured = tuple(captured)
         self.name = name
-        self.is_first, self.is_last = first == 0, is_last
-        self.first_layer, self.last_layer, self.num_layers = first, first + 1, 1
+        self.is_last = is_last
         self.vocab_size = table.shape[1]
         self.hidden_size = 1
         self.max_positions = 1 << 20

@@ -39,7 +39,7 @@ _COPIES = "use source=suffix or source=prompt_lookup, or model=tiny or model=hf"
 _DRAFT = "name its folder in model.draft, or use source=suffix or source=prompt_lookup"
 
 
-class GivenTexts:
+class GivenTexts(HiddenPair):
     """Token sequences of requests: prompt, completion, and end-of-sequence tokens without limit."""
 
     def __init__(
@@ -65,7 +65,7 @@ class GivenTexts:
 
 
 class TranscriptModels(RecordedPair):
-    hidden: GivenTexts  # type: ignore[assignment]  # without a draft's ranks
+    hidden: GivenTexts  # without a draft's ranks
     option = "transcript"
 
     @validated
@@ -115,7 +115,7 @@ class TranscriptModels(RecordedPair):
                 " another tokenizer; give them as text, or the draft that belongs to them"
             )
         given = GivenTexts(tokens, vocab_size=size, end=int(end))
-        super().__init__(given, num_layers=num_layers, weight_bytes=(0, weights))  # type: ignore[arg-type]
+        super().__init__(given, num_layers=num_layers, weight_bytes=(0, weights))
         self._facts = about | ({"draft": draft_name or draft} if draft else {})
         self.eos_ids = frozenset({int(end)})
 

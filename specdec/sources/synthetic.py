@@ -13,7 +13,7 @@ nodes, V vocabulary, n positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -44,42 +44,42 @@ _TABLE = 512  # positions tabulated at a time
 _MAX_STALE = 4096  # number of node ids above which those of pruned nodes are dropped
 
 
-class HiddenPair(Protocol):
+class HiddenPair:
     """Hidden target sequences and the draft's ranks of their tokens."""
 
     vocab_size: int
-    num_depths: int
+    num_depths: int = 1
     """Number of distances from the root with different ``ranks``; 1: the root does not matter."""
     class_logprobs: FloatArray
     """float64[C, K]: log probabilities of the candidates by class, decreasing; -inf for none."""
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
         """Returns int64[n]: the hidden sequence of a request at absolute positions."""
-        ...
+        raise NotImplementedError
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
         """Returns int64[n]: the class of the token after each position."""
-        ...
+        raise NotImplementedError
 
     def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
         """Returns int64[n]: number of candidates before the true token; K or more for a miss."""
-        ...
+        raise NotImplementedError
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
         """Returns int64[n]: number of true tokens that begin a chain below a root at the position.
 
         If it is not None, it replaces ``ranks``; for drafts that read the target's hidden states.
         """
-        ...
+        return None
 
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
         """Returns the first candidate and the class after nodes off the target's path, int64[n]."""
-        ...
+        raise NotImplementedError
 
 
-class SyntheticPair:
+class SyntheticPair(HiddenPair):
     """The rank distributions of a synthetic target and draft.
 
     A prompt belongs to a group and a position to a class. At the next position the class stays with
@@ -187,9 +187,6 @@ class SyntheticPair:
         law = self._rank_edges[min(depth, self.num_depths - 1)]
         edges = law[self.classes(request_id, positions)]
         return (edges <= drawn[:, None]).sum(axis=1)
-
-    def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        return None
 
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
