@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
-from specdec.models import shares
 from specdec.models.loading import load_model
 from specdec.models.quantize import (
     Quantization,
@@ -21,6 +20,7 @@ from specdec.models.quantize import (
     num_bytes,
     quantize,
     sharded,
+    share_of,
     share_plan,
 )
 from specdec.models.random import random_model
@@ -220,7 +220,7 @@ FULL = torch.tensor([[1.0, -4.0], [2.0, 3.0], [0.0, 0.0]])
 @needs_torchao
 def test_a_share_has_the_scale_of_a_larger_weight_on_another_rank() -> None:
     full, form = FULL, WeightFormat(Quantization.INT8, 0)
-    share = shares.share_of(full, Cut(1, (Piece(0, 1, 2),)), form, full.dtype, full.device)
+    share = share_of(full, Cut(1, (Piece(0, 1, 2),)), form, full.dtype, full.device)
     assert share.shape == (3, 3)
     assert torch.allclose(share.dequantize()[:, 0], full[:, 0], atol=4 / 127 / 2)
     assert not share.dequantize()[:, 1:].any()
