@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +23,7 @@ from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.report import results
 from specdec.report.results import CONFIG_FILE, Result
+from specdec.runs.conditions import with_pair
 from specdec.runs.jobs import compare_jobs, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, RequestState
@@ -471,6 +472,9 @@ def compare(
     comparison = compose_comparison(words, [Path(folder) for folder in config_dirs])
     if output_dir is None:
         output_dir = comparison.output_dir
+    if pair is not None:
+        jobs = [replace(job, config=with_pair(job.config, pair)) for job in comparison.jobs]
+        comparison = replace(comparison, jobs=tuple(jobs))
     configs, notes = [job.config for job in comparison.jobs], _Notes()
     with _folder(output_dir) as folder, redirect_stdout(StringIO()) as printed:
         write_text(folder / CONFIG_FILE, yaml.safe_dump(plain(comparison.config), sort_keys=False))

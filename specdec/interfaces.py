@@ -91,6 +91,8 @@ class TokenSource(_Part, ABC):
     """Whether candidates are sampled and come with ``Candidates.probs`` (rejection verifiers)."""
     asynchronous: bool = False
     """Whether passes run in the background."""
+    caveat: str = ""
+    """Why its rows are not representative, as a clause: untrained heads. Default: they are."""
     model: str = "draft"
     """Name of the model whose weights a pass reads, for the theoretical memory traffic."""
     members: Sequence[TokenSource] = ()

@@ -98,6 +98,8 @@ class MedusaSource(ModelSource):
     ) -> None:
         self._heads = pair.artefact(MedusaHeads, num_heads=heads, meter=meter)
         self._clock, self._temperature = clock, temperature
+        if not self._heads.trained:
+            self.caveat = "its Medusa heads are untrained (model.exit_heads names a folder of them)"
         super().__init__(
             needs=Needs(hidden=(HiddenName(self._heads.layer),), real_nodes=True),
             vocab_size=self._heads.vocab_size,

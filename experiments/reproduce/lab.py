@@ -29,7 +29,7 @@ from specdec.metrics.compare import speed_ratio_interval
 from specdec.models.bundled import family_path
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.pairs.recorded import ReplayModels
-from specdec.report import RequestWriter, read_requests
+from specdec.report.requests import RequestRecord, RequestWriter, read_requests
 from specdec.runs.jobs import compare_jobs, prepare, run_job, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
@@ -247,7 +247,8 @@ def _decode(
                 results: list[RequestResult] = []
                 totals = runner.run(group, results.append)
                 for i, result in enumerate(results):
-                    writer.write(runner.name, result, totals=totals if i == 0 else None)
+                    counted = totals if i == 0 else None
+                    writer.write(RequestRecord(runner.name, 0, result, counted))
     finally:
         runner.close()
     return getattr(runner.parts.policy, "expansions", None)

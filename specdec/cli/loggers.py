@@ -87,33 +87,34 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def _domains(folder: Path, strategy: str) -> dict[str, float]:
     """Returns the share of drafted tokens by domain, as ``domain/<name>/drafted_share``."""
     from specdec.report.requests import read_requests
-    from specdec.report.trajectories import drafted_by_domain
+    from specdec.report.results import drafted_tokens
 
     records = [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
-    shares = drafted_by_domain(records)
-    return {f"domain/{name}/drafted_share": share for name, share in shares.items()}
+    table = drafted_tokens(records)
+    sums = table[table["domain"] != ""].groupby("domain").sum()
+    shares = sums["drafted"] / sums["tokens"]
+    return {f"domain/{name}/drafted_share": float(share) for name, share in shares.items()}
 
 
 def _rejections(folder: Path) -> dict[str, float]:
     """Counts why draft tokens were rejected, as ``rejections/...``; empty without a trace."""
     from specdec.report.results import read_object
     from specdec.trace.files import TREES_FILE
-    from specdec.trace.rejections import rejections
+    from specdec.trace.rejections import rejection_metrics
 
     trees = read_object(folder / TREES_FILE)
-    rejected = None if trees is None else rejections(trees)
-    figures = {} if rejected is None else rejected.figures()
-    return {f"rejections/{name}": value for name, value in figures.items()}
+    metrics = {} if trees is None else rejection_metrics(trees)
+    return {f"rejections/{name}": value for name, value in metrics.items()}
 
 
 def _curves(row: Mapping[str, Any], folder: Path, strategy: str) -> Iterator[dict[str, Any]]:
     """Yields the points to log, in order: prompt by prompt, then the histograms."""
     from specdec.report.requests import read_requests
-    from specdec.report.results import prompt_metrics
-    from specdec.report.trajectories import drafted_by_prompt
+    from specdec.report.results import drafted_tokens, prompt_metrics
 
     records = [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
-    _, so_far = drafted_by_prompt(records)
+    sums = drafted_tokens(records)[["drafted", "tokens"]].cumsum()
+    so_far = (sums["drafted"] / sums["tokens"]).tolist()
     for done, record in enumerate(records, start=1):
         metrics = _numbers(prompt_metrics(record.result))
         if done <= len(so_far):

@@ -31,7 +31,7 @@ _NUMBER = (r"\d+", "texts=N is a number, text=ID a prompt's id")
 def main(words: Sequence[str]) -> int:
     folder, options = read_folder(words, "report", {"texts": _NUMBER, "text": _NUMBER})
     # Imported here: matplotlib takes a second to import.
-    from specdec.report.page import load_report, text_of, write_report
+    from specdec.report.page import load_report, text_of, write_page
 
     report = load_report(folder)
     if "text" in options:
@@ -48,6 +48,6 @@ def main(words: Sequence[str]) -> int:
             console.print(terminal_text(output, ends))
             console.print()
     num_texts = int(options["texts"][0]) if "texts" in options else 4
-    for path in write_report(report, num_texts=num_texts):
+    for path in write_page(report, num_texts=num_texts):
         print(path)
     return 0

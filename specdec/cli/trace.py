@@ -3,6 +3,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from specdec.cli.arguments import read_folders
@@ -61,15 +62,16 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     from specdec.files import write_bytes, write_text
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE
     from specdec.trace.page import commit_kinds, tree_page
-    from specdec.trace.rejections import rejections, rejections_png
+    from specdec.trace.rejections import rejections_png
     from specdec.trace.timeline import timeline_png
 
     trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
     title = _title(folder)
+    wrapped = fill(title, 150)
     try:
-        picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=title)
+        picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=wrapped)
         page = tree_page(trees, title=title)
-        rejected = rejections(trees)
+        rejected = rejections_png(trees, title=wrapped)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from error
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -80,8 +82,7 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
         folder / TIMELINE_FILE,
     ]
     if rejected is not None:
-        picture = rejections_png(rejected, title=title)
-        paths.insert(2, write_bytes(folder / "rejections.png", picture))
+        paths.insert(2, write_bytes(folder / "rejections.png", rejected))
     return paths
 
 
@@ -164,12 +165,10 @@ def _title(folder: Path) -> str:
     config = _config(folder)
     if not config:
         return folder.name
-    choices, clock = config.get("choices") or {}, config.get("clock") or {}
-    words = [_strategy(folder)]
-    words += [f"{key}={choices[key]}" for key in ("model", "sampling") if key in choices]
+    from specdec.report.results import SUMMARY_FILE, read_object
+    from specdec.report.tables import title_of
+
     stages = (config.get("executor") or {}).get("stages")
-    if stages:
-        words.append(f"{stages} stages")
-    if clock.get("profile") and "_target_" not in clock:
-        words.append(f"{clock['kind']} clock, profile {clock['profile']} x {clock['scale']:g}")
-    return ", ".join(words)
+    name = _strategy(folder) + (f", {stages} stages" if stages else "")
+    conditions = (read_object(folder / SUMMARY_FILE) or {}).get("conditions")
+    return f"{name}: {title_of(conditions)}" if conditions else name

@@ -84,6 +84,17 @@ class ModelPair:
     option: str = ""
     about: Mapping[str, Any] = _NOTHING
 
+    def section(self) -> dict[str, Any]:
+        """Returns a section ``model`` of a configuration that describes this pair.
+
+        It has the names of the models, by which results are labelled: ``target`` and ``draft``.
+        """
+        models = self.about.get("model")
+        models = models if isinstance(models, Mapping) else {}
+        target = models.get("target") or self.about.get("law") or self.option or type(self).__name__
+        draft = models.get("draft") or self.about.get("draft")
+        return {"kind": type(self).__name__, "target": target, "draft": draft}
+
     def stage(
         self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:

@@ -1,19 +1,19 @@
 """Builds one row of a comparison: medians over repeats, ratios to ``ar``, equality of tokens.
 
-``ar`` is plain decoding. Shape letters: P prompts that both strategies have finished.
+``ar`` is plain decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
-from specdec.metrics.paired import paired_figures
 from specdec.metrics.parity import lossless_against
 from specdec.metrics.rates import summarise
 from specdec.metrics.results import RequestResult, Run, RunTotals
@@ -21,6 +21,10 @@ from specdec.metrics.times import decode_phase, decode_speed
 
 _LEVEL = 0.95  # coverage of bootstrap intervals
 _RANGES = ("tokens_per_s", "tbt_ms_mean", "ttft_ms", "overhead_share")
+_SPEEDUPS = (
+    *("speedup_wall", "speedup_wall_range", "speedup_wall_interval", "speedup_theoretical"),
+    *("speedup_prompt_median", "speedup_prompt_median_interval"),
+)
 
 
 def comparison_row(
@@ -29,7 +33,6 @@ def comparison_row(
     ar_runs: Sequence[Run] | None = None,
     *,
     claims: str = "token",
-    disturbed: Sequence[Collection[int]] = (),
 ) -> dict[str, Any]:
     """Returns one row of ``comparison.json`` from the repeats of a strategy.
 
@@ -40,7 +43,6 @@ def comparison_row(
         ar_runs: runs of ``ar`` on the same prompts, by repeat; None if there are none.
         claims: what the verifier promises (``types.Lossless``); tokens are compared only under
             "token".
-        disturbed: see ``paired_figures``.
 
     Raises:
         ValueError: there are no runs, or ``ar`` has another number of repeats.
@@ -53,15 +55,42 @@ def comparison_row(
     for name in _RANGES:
         values = [s[name] for s in summaries if s[name] is not None]
         row[f"{name}_range"] = [min(values), max(values)] if values else None
-    plain = pooled(ar_runs or ())
-    parity = lossless_against(pooled(runs), plain, claims_tokens=str(claims) == "token")
+    ours, plain = ([r for run in each for r in run.results] for each in (runs, ar_runs or ()))
+    parity = lossless_against(ours, plain, claims_tokens=str(claims) == "token")
     row["lossless"] = parity.lossless
     row["num_compared"] = parity.num_compared
     row["num_differing"] = len({d.id for d in parity.differing})
     row["differing"] = [asdict(d) | {"distance": None} for d in parity.differing]
     row["ties"] = []  # it and ``distance`` stay in the files: only ``certify`` measures distances
-    row.update(_speedups(runs, ar_runs, disturbed))
-    return row
+    return row | _speedups(runs, ar_runs)
+
+
+def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, Any]:
+    speedups: dict[str, Any] = dict.fromkeys(_SPEEDUPS)
+    if not ar_runs:
+        return speedups
+    if len(ar_runs) != len(runs):
+        raise ValueError(
+            f"{len(runs)} repeats cannot be paired with {len(ar_runs)} repeats of ar; give every"
+            " strategy the same number of repeats"
+        )
+    pairs = list(zip(runs, ar_runs, strict=True))
+    if any(run.totals.clock != ar.totals.clock for run, ar in pairs):
+        return speedups  # times of different clocks have no ratio
+    speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
+    ratios = [speed / plain for speed, plain in speeds if speed is not None and plain]
+    table = paired_phases(runs, ar_runs)
+    if ratios:
+        speedups["speedup_wall"] = median(ratios)
+        speedups["speedup_wall_range"] = [min(ratios), max(ratios)]
+        speedups["speedup_wall_interval"] = _interval(table.groupby("id").sum(), _pooled_ratio)
+    if len(used := table[(table > 0).all(axis=1)]):
+        prompts = _ratios(used).groupby("id").median()
+        speedups["speedup_prompt_median"] = float(prompts.median())
+        speedups["speedup_prompt_median_interval"] = _interval(prompts.to_frame(), np.median)
+    theories = [t for run, ar in pairs if (t := theoretical_speedup(run, ar)) is not None]
+    speedups["speedup_theoretical"] = median(theories) if theories else None
+    return speedups
 
 
 def theoretical_speedup(run: Run, ar: Run) -> float | None:
@@ -90,87 +119,82 @@ def _turns(totals: RunTotals) -> int:
     return totals.steps - totals.prefill_passes
 
 
+# ---------------------------------------------------------------------- per prompt
+
+
+def paired_phases(runs: Sequence[Run], ar_runs: Sequence[Run]) -> pd.DataFrame:
+    """Returns the decode phases of the prompts that both sides have, in each repeat.
+
+    Columns: ``tokens``, ``seconds``, ``ar_tokens``, ``ar_seconds``; index: repeat and prompt id.
+    """
+    return decode_phases(runs).join(decode_phases(ar_runs).add_prefix("ar_"), how="inner")
+
+
+def decode_phases(runs: Sequence[Run]) -> pd.DataFrame:
+    """Returns ``tokens`` and ``seconds`` of each decode phase; index: repeat and prompt id."""
+    rows = [
+        (repeat, result.id, phase.tokens, phase.seconds)
+        for repeat, run in enumerate(runs)
+        for result in run.results
+        for phase in [decode_phase(result)]
+    ]
+    table = pd.DataFrame(rows, columns=["repeat", "id", "tokens", "seconds"])
+    return table.set_index(["repeat", "id"]).astype(float)
+
+
+def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
+    """float64[P]: ratio of decode speeds per prompt, with repeats pooled."""
+    table = paired_phases(runs, ar_runs).groupby("id").sum()
+    return _ratios(table[(table > 0).all(axis=1)]).to_numpy()
+
+
 def speed_ratio_interval(
     results: Sequence[RequestResult],
     ar_results: Sequence[RequestResult],
     *,
     num_resamples: int = 2000,
-    seed: int = 0,
-) -> tuple[float, float] | None:
-    """Returns the 95 % bootstrap interval of the ratio of decode speeds.
+) -> list[float] | None:
+    """Returns the 95 % bootstrap interval of the ratio of decode speeds over prompts.
 
-    Prompts that both sides have are resampled in pairs, after pooling the repeats of each prompt.
-    Returns None with fewer than two such prompts or without times.
+    The repeats of each prompt are pooled. Returns None with fewer than two prompts that both sides
+    have, or without times.
     """
-    table = _paired(results, ar_results)
-    if len(table) < 2 or not (table.sum(0) > 0).all():
+    ours, plain = (
+        decode_phases([Run(tuple(of), RunTotals())]).groupby("id").sum()
+        for of in (results, ar_results)
+    )
+    return _interval(ours.join(plain.add_prefix("ar_"), how="inner"), _pooled_ratio, num_resamples)
+
+
+def _ratios(table: pd.DataFrame) -> pd.Series:
+    return table["tokens"] / table["seconds"] / (table["ar_tokens"] / table["ar_seconds"])
+
+
+def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
+    tokens, seconds, ar_tokens, ar_seconds = (column.sum(axis=axis) for column in columns)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return tokens / seconds / (ar_tokens / ar_seconds)
+
+
+def _interval(
+    table: pd.DataFrame, statistic: Callable[..., Any], num_resamples: int = 2000
+) -> list[float] | None:
+    """Resamples the rows of a table, whose columns are the arguments of ``statistic``."""
+    from scipy.stats import bootstrap  # takes most of a second to import
+
+    if len(table) < 2 or not (table.sum() > 0).all():
         return None
-    picks = np.random.default_rng(seed).integers(0, len(table), (num_resamples, len(table)))
-    ratios = _ratios(table[picks].sum(1))
-    low, high = np.quantile(ratios, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    return float(low), float(high)
-
-
-def pooled(runs: Sequence[Run]) -> list[RequestResult]:
-    return [result for run in runs for result in run.results]
-
-
-def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
-    """float64[P]: ratio of decode speeds per prompt, with repeats pooled."""
-    return _ratios(_paired(pooled(runs), pooled(ar_runs)))
-
-
-def _paired(
-    results: Sequence[RequestResult], ar_results: Sequence[RequestResult]
-) -> npt.NDArray[np.float64]:
-    """float64[P, 4]: tokens, seconds, ``ar`` tokens and ``ar`` seconds of each prompt."""
-    ours, plain = decoded_by_prompt(results), decoded_by_prompt(ar_results)
-    common = sorted(ours.keys() & plain.keys())
-    return np.array([(*ours[i], *plain[i]) for i in common], np.float64).reshape(-1, 4)
-
-
-def _ratios(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Divides the speeds in rows of ``_paired``; omits rows without tokens or seconds."""
-    table = table[(table > 0).all(1)]
-    return (table[:, 0] / table[:, 1]) / (table[:, 2] / table[:, 3])
-
-
-def decoded_by_prompt(results: Sequence[RequestResult]) -> dict[int, tuple[float, float]]:
-    """Maps each prompt id to the (tokens, seconds) of its decode phases, summed over repeats."""
-    totals: dict[int, tuple[float, float]] = {}
-    for result in results:
-        phase = decode_phase(result)
-        tokens, seconds = totals.get(result.id, (0.0, 0.0))
-        totals[result.id] = (tokens + phase.tokens, seconds + phase.seconds)
-    return totals
-
-
-def _speedups(
-    runs: Sequence[Run], ar_runs: Sequence[Run] | None, disturbed: Sequence[Collection[int]]
-) -> dict[str, Any]:
-    names = ("speedup_wall", "speedup_wall_range", "speedup_wall_interval", "speedup_theoretical")
-    speedups: dict[str, Any] = dict.fromkeys(names) | paired_figures((), ())
-    if not ar_runs:
-        return speedups
-    if len(ar_runs) != len(runs):
-        raise ValueError(
-            f"{len(runs)} repeats cannot be paired with {len(ar_runs)} repeats of ar; give every"
-            " strategy the same number of repeats"
-        )
-    pairs = list(zip(runs, ar_runs, strict=True))
-    if any(run.totals.clock != ar.totals.clock for run, ar in pairs):
-        return speedups  # times of different clocks have no ratio
-    speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
-    ratios = [speed / plain for speed, plain in speeds if speed is not None and plain]
-    if ratios:
-        interval = speed_ratio_interval(pooled(runs), pooled(ar_runs))
-        values = (median(ratios), [min(ratios), max(ratios)], list(interval) if interval else None)
-        speedups |= dict(zip(names, values, strict=False))
-    speedups |= paired_figures(runs, ar_runs, disturbed)
-    theories = [theoretical_speedup(run, ar) for run, ar in pairs]
-    known = [theory for theory in theories if theory is not None]
-    speedups["speedup_theoretical"] = median(known) if known else None
-    return speedups
+    found = bootstrap(
+        [table[name].to_numpy(float) for name in table],
+        statistic,
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        confidence_level=_LEVEL,
+        n_resamples=num_resamples,
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return [float(found.low), float(found.high)] if np.isfinite([*found]).all() else None
 
 
 def _middle(values: list[Any]) -> Any:

@@ -19,10 +19,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """The outcome of comparing outputs with plain decoding token by token.
-
-    ``lossless`` is None if nothing was compared or token parity is not claimed.
-    """
+    """``lossless`` is None if nothing was compared or token parity is not claimed."""
 
     lossless: bool | None
     differing: tuple[Divergence, ...] = ()  # in the order of the prompts
@@ -42,39 +39,27 @@ def lossless_against(
 
     Prompts that only one side has and outputs that end early count as different. Every repeat of a
     prompt is compared with its first ``ar`` result. There is no tolerance for numerical ties
-    (``certify.numerics`` has one).
-
-    Args:
-        claims_tokens: whether the strategy claims token parity; if not, nothing is compared.
+    (``certify.numerics`` has one). Unless ``claims_tokens``, nothing is compared.
 
     Raises:
         ValueError: the ``ar`` results of one prompt differ from each other.
     """
     if not claims_tokens or not ar_rows:
         return Parity(None)
-    expected: dict[int, RequestResult] = {}
+    expected: dict[int, tuple[int, ...]] = {}
     for row in ar_rows:
-        first = expected.setdefault(row.id, row)
-        if first.output != row.output:
+        if expected.setdefault(row.id, row.output) != row.output:
             raise ValueError(
                 f"the ar results of prompt {row.id} differ from each other: the reference is not"
                 " deterministic, so nothing can be compared with it"
             )
-    unseen = expected.keys() - {row.id for row in rows}
-    differing = [Divergence(i, -1, None, None) for i in unseen]
+    missing = expected.keys() - {row.id for row in rows}
+    differing = [Divergence(i, -1, None, None) for i in missing]
     for row in rows:
-        divergence = _divergence(row, expected.get(row.id))
-        if divergence is not None and divergence not in differing:
-            differing.append(divergence)
-    differing.sort(key=lambda d: d.id)
+        plain = expected.get(row.id)
+        at = -1 if plain is None else first_difference(row.output, plain)
+        if at is not None:
+            tokens = (o[at] if o and 0 <= at < len(o) else None for o in (row.output, plain))
+            differing.append(Divergence(row.id, at, *tokens))
+    differing = sorted(dict.fromkeys(differing), key=lambda d: d.id)
     return Parity(not differing, tuple(differing), sum(row.id in expected for row in rows))
-
-
-def _divergence(row: RequestResult, ar_row: RequestResult | None) -> Divergence | None:
-    if ar_row is None:
-        return Divergence(row.id, -1, None, None)
-    at = first_difference(row.output, ar_row.output)
-    if at is None:
-        return None
-    token, ar_token = (o[at] if at < len(o) else None for o in (row.output, ar_row.output))
-    return Divergence(row.id, at, token, ar_token)

@@ -6,16 +6,13 @@ A rate is None if its denominator is zero or if it does not apply to the strateg
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from specdec.metrics.engine_keys import speculative_decoding
+from specdec.metrics.counters import RequestCounters
 from specdec.metrics.loops import loop_share
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.metrics.times import time_metrics
-
-if TYPE_CHECKING:
-    from specdec.metrics.counters import RequestCounters
 
 POSITION_BUCKET = 32
 """Generated tokens per bucket of ``drafted_share_by_position``."""
@@ -25,6 +22,13 @@ LEAST_CONTEXT = 128
 
 MAX_OVERRUN_SHARE = 0.02
 """A paced run counts if at most this share of its pieces of work took longer than planned."""
+
+_WORK = (
+    *("steps", "target_passes", "prefill_passes", "target_rows", "draft_passes", "draft_rows"),
+    *("draft_catch_up_rows", "draft_passes_by_level", "clock", "wall_s", "clock_s", "model_s"),
+    *("model_calls", "wait_s", "latency"),
+)
+"""Counts of ``RunTotals`` that are metrics under the same name."""
 
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
@@ -43,16 +47,9 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         "new_tokens": new_tokens,
         "prompt_tokens": sum(result.num_prompt for result in results),
         "finish_reasons": dict(Counter(result.finish_reason for result in results)),
-        "steps": totals.steps,
+        **{name: getattr(totals, name) for name in _WORK},
         "steps_per_token": _ratio(totals.steps, new_tokens),
-        "target_passes": totals.target_passes,
-        "prefill_passes": totals.prefill_passes,
-        "target_rows": totals.target_rows,
         "rows_per_target_pass": _ratio(totals.target_rows, totals.target_passes),
-        "draft_passes": totals.draft_passes,
-        "draft_rows": totals.draft_rows,
-        "draft_catch_up_rows": totals.draft_catch_up_rows,
-        "draft_passes_by_level": dict(totals.draft_passes_by_level),
         "draft_passes_per_token": _ratio(totals.draft_passes, new_tokens),
         **time_metrics(results, clock_s=totals.clock_s),
         **(acceptance := _acceptance_metrics(results, totals)),
@@ -64,7 +61,6 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         **_cost_metrics(totals),
         "relative_memory_traffic": _ratio(read, new_tokens * totals.target_bytes),
         "loop_share": loop_share(result.output for result in results),
-        "clock": totals.clock,
         "overrun_share": overruns,
         "paced_counts": (overruns or 0.0) <= MAX_OVERRUN_SHARE if paced else None,
     }
@@ -132,13 +128,7 @@ def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> 
 
 def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
     """Maps each bucket's first position to the share of its tokens that a source proposed."""
-    drafted, emitted = Counter[int](), Counter[int]()
-    for result in results:
-        for position, origin in enumerate(result.origins):
-            start = position // POSITION_BUCKET * POSITION_BUCKET
-            emitted[start] += 1
-            drafted[start] += origin >= 0
-    return {start: drafted[start] / emitted[start] for start in sorted(emitted)}
+    return _drafted_by(results, lambda _, i: i // POSITION_BUCKET * POSITION_BUCKET)
 
 
 def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
@@ -146,28 +136,64 @@ def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
 
     Buckets are of context length, which is the number of prompt and output tokens before a token.
     """
+    return _drafted_by(
+        results, lambda r, i: max(LEAST_CONTEXT, 1 << (r.num_prompt + i).bit_length())
+    )
+
+
+def _drafted_by(
+    results: Sequence[RequestResult], bucket_of: Callable[[RequestResult, int], int]
+) -> dict[int, float]:
     drafted, emitted = Counter[int](), Counter[int]()
     for result in results:
-        for context, origin in enumerate(result.origins, start=result.num_prompt):
-            end = max(LEAST_CONTEXT, 1 << context.bit_length())
-            emitted[end] += 1
-            drafted[end] += origin >= 0
-    return {end: drafted[end] / emitted[end] for end in sorted(emitted)}
+        for position, origin in enumerate(result.origins):
+            bucket = bucket_of(result, position)
+            emitted[bucket] += 1
+            drafted[bucket] += origin >= 0
+    return {bucket: drafted[bucket] / emitted[bucket] for bucket in sorted(emitted)}
+
+
+def speculative_decoding(
+    counters: Sequence[RequestCounters], *, whole_tree: bool, each_step: bool = False
+) -> dict[str, Any] | None:
+    """Returns acceptance under the keys of vLLM's ``metrics.speculative_decoding``.
+
+    The keys and definitions are those of vLLM #48915, which SGLang and llama.cpp share, so readers
+    of such objects (``specdec fit``) also read this library's result files. Returns None without
+    draft tokens or unless ``whole_tree`` (see ``RunTotals``).
+
+    Args:
+        each_step: adds ``per_step_accepted`` in the order of the steps; for one request only.
+    """
+    drafted = sum(c.proposed for c in counters)
+    lengths = sum((c.path_lengths for c in counters), Counter[int]())
+    if not whole_tree or not drafted or not lengths:
+        return None
+    steps, accepted = lengths.total(), sum(c.accepted for c in counters)
+    keys = {
+        "mean_acceptance_length": 1 + accepted / steps,
+        "draft_acceptance_rate": accepted / drafted,
+        "acceptance_histogram": [lengths[j + 1] for j in range(max(lengths))],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,  # tree nodes
+        "num_spec_tokens": max((d for c in counters for d in c.judged_by_depth), default=0),
+    }
+    if each_step and len(counters[0].decided) == steps:
+        keys["per_step_accepted"] = [length - 1 for length in counters[0].decided]
+    return keys
 
 
 def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> dict[str, Any]:
-    accepted, judged, paths, origins = (Counter[int]() for _ in range(4))
-    for result in results:
-        if not level_per_step:
-            accepted.update(result.counters.accepted_by_depth)
-            judged.update(result.counters.judged_by_depth)
-        paths.update(result.counters.path_lengths)
-        origins.update(result.origins)
+    paths = sum((r.counters.path_lengths for r in results), Counter[int]())
+    trees = [] if level_per_step else [result.counters for result in results]
+    accepted = sum((c.accepted_by_depth for c in trees), Counter[int]())
+    judged = sum((c.judged_by_depth for c in trees), Counter[int]())
     histograms: dict[str, Mapping[int, float]] = {
         "acceptance_by_depth": {d: accepted[d] / judged[d] for d in judged},
         "judged_by_depth": judged,
         "path_lengths": paths,
-        "tokens_by_origin": origins,
+        "tokens_by_origin": Counter(origin for result in results for origin in result.origins),
         "drafted_share_by_position": drafted_by_position(results),
         "drafted_share_by_context": drafted_by_context(results),
     }
@@ -183,11 +209,6 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
         busy = sorted(totals.stage_busy_s.items())
         bubbles = {str(rank): 1.0 - seconds / totals.clock_s for rank, seconds in busy}
     return {
-        "wall_s": totals.wall_s,
-        "clock_s": totals.clock_s,
-        "model_s": dict(totals.model_s),
-        "model_calls": dict(totals.model_calls),
-        "wait_s": totals.wait_s,
         "overhead_share": overhead / totals.wall_s if known else None,
         "overhead_ms_per_step": _ratio(overhead * 1e3, totals.steps) if known else None,
         "bubble_share": bubbles,
@@ -197,7 +218,6 @@ def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
         "kv_tokens_mean": _ratio(totals.kv_token_steps, totals.steps),
         "kv_tokens_peak": totals.kv_peak_tokens,
         "kv_tokens_budget": totals.kv_budget_tokens,
-        "latency": totals.latency,
     }
 
 

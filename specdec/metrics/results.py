@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from specdec.metrics.counters import RequestCounters
 from specdec.metrics.speedup import SpeedupLaw
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
 
 _HISTOGRAMS = ("accepted_by_depth", "judged_by_depth", "path_lengths")
 _TIME_DIGITS = 7  # 0.1 microseconds, in files
@@ -107,15 +104,24 @@ class RunTotals:
     kv_peak_tokens: int = 0  # the most of them in any step
     kv_budget_tokens: int | None = None  # capacity of a stage's cache; None for no limit
 
-    def add_meter(self, meter: Meter) -> None:
-        _add_into(self.model_s, meter.model_s)
-        _add_into(self.model_calls, meter.calls)
-        self.draft_total_s += meter.draft_s
-        self.wait_s += meter.wait_s
-
     @property
     def total_model_s(self) -> float:
         return sum(self.model_s.values())
+
+    def since(self, before: RunTotals) -> RunTotals:
+        """Subtracts cumulative counts; the result is None where either count is unknown."""
+
+        def difference(name: str) -> Any:
+            count, earlier = getattr(self, name), getattr(before, name)
+            if name in (*_SAME, *_PEAKS):
+                return count
+            if count is None or earlier is None:
+                return None
+            if isinstance(count, Mapping):
+                return {key: number - earlier.get(key, 0) for key, number in count.items()}
+            return count - earlier
+
+        return RunTotals(**{f.name: difference(f.name) for f in fields(self)})
 
     @staticmethod
     def merge(parts: Iterable[RunTotals]) -> RunTotals:
@@ -137,11 +143,9 @@ class RunTotals:
             setattr(merged, name, values[0])
         return merged
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RunTotals:
+        """Inverts ``dataclasses.asdict`` and JSON."""
         law, busy_s = values.get("law"), values.get("stage_busy_s")
         busy_s = busy_s and {int(rank): seconds for rank, seconds in busy_s.items()}
         law = law and SpeedupLaw(**law)
@@ -170,17 +174,10 @@ class Run:
         return Run(tuple(result for result, _ in pairs), totals)
 
 
-def _add_into(total: dict[Any, Any], more: Mapping[Any, Any]) -> None:
-    for key, value in more.items():
-        total[key] = total.get(key, 0) + value
-
-
 def _sum(values: list[Any]) -> Any:
     if any(value is None for value in values):
         return None  # unknown for one part: unknown for all
     if not isinstance(values[0], dict):
         return sum(values)
-    summed: dict[Any, Any] = {}
-    for value in values:
-        _add_into(summed, value)
-    return summed
+    keys = dict.fromkeys(key for value in values for key in value)
+    return {key: sum(value.get(key, 0) for value in values) for key in keys}

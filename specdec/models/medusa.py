@@ -59,6 +59,7 @@ class MedusaHeads:
         if not heads:
             raise UserError("source.heads=0: Medusa needs at least one head")
         self.num_heads = len(heads)
+        self.trained = any(heads)  # from files
         config = target.config.get_text_config()
         self.layer = int(config.num_hidden_layers) - 1
         self.vocab_size = int(config.vocab_size)

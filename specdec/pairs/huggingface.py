@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -85,6 +85,18 @@ class HuggingFacePair(ModelPair):
     @property
     def names(self) -> tuple[str, ...]:
         return ("target", "draft")
+
+    def section(self) -> dict[str, Any]:
+        names = {name: self.model_name(name) for name in self.names}
+        chosen = {"dtype": self.dtype, "device": self.device, "backend": self.backend}
+        return {"kind": type(self).__name__, **names, **asdict(self.options), **chosen}
+
+    def model_name(self, name: str) -> str:
+        """Returns the name of a model ("target", "draft", ...) for labels of results."""
+        config = self.model(name).config
+        return str(
+            config.name_or_path or f"{config.model_type} of {config.num_hidden_layers} layers"
+        )
 
     def model(self, name: str) -> PreTrainedModel:
         model: PreTrainedModel = getattr(self, name)

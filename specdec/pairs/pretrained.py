@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -75,6 +75,8 @@ class PretrainedPair(HuggingFacePair):
             UserError: a path without a usable model, or vocabularies that differ.
         """
         super().__init__(options)
+        self._names = {"target": target, "draft": draft, "middle": middle, "translated": translated}
+        self._files = {"ngram": ngram, "exit_heads": exit_heads, "eagle_head": eagle_head}
         self.heads_folder = None if exit_heads is None else _heads_folder(exit_heads)
         self._eagle = None if eagle_head is None else Path(family_path(eagle_head))
         self._infos = inspect_pair(target=target, draft=draft, middle=middle, translated=translated)
@@ -88,6 +90,12 @@ class PretrainedPair(HuggingFacePair):
             )
         self._weights = Weights()  # parameters in use, which stages share
         self._runs_target = True
+
+    def section(self) -> dict[str, Any]:
+        return {**super().section(), **self._names, **self._files, "kind": "pretrained"}
+
+    def model_name(self, name: str) -> str:
+        return str(self._names[name])
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -94,6 +94,9 @@ class RandomPair(HuggingFacePair):
         self._logits = (logit_scale, logit_step)
         self._eagles: dict[int, EagleHead] = {}
 
+    def model_name(self, name: str) -> str:
+        return f"random {self._family} of {self._layers[name]} layers"
+
     @cached_property
     def target(self) -> PreTrainedModel:
         return quantize(self._new_model("target"), self.options.quantization)

@@ -140,6 +140,7 @@ class TableHeads:
     """Stand-in for ``MedusaHeads``: powers of a table, the distributions of later tokens."""
 
     head_bytes = 0
+    trained = True
 
     def __init__(self, *, table: torch.Tensor, num_heads: int, layer: int) -> None:
         self.num_heads, self.layer, self.vocab_size = num_heads, layer, table.shape[1]

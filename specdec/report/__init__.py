@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from specdec.report.folders import write_comparison, write_run
     from specdec.report.provenance import config_hash
     from specdec.report.requests import RequestWriter, finished, read_requests
     from specdec.report.tables import best_row, markdown_table, print_table

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,16 @@ from rich.text import Text
 
 from specdec.files import write_json
 from specdec.metrics.results import RequestResult
-from specdec.report.plots import png
-
-ENDS_FILE = "token_ends.json"
-"""A run folder's file that maps strategy -> prompt id -> ``token_ends`` of the output."""
+from specdec.report.plots import figure_of, png
+from specdec.report.results import ENDS_FILE
 
 PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 """Background colours of sources 0, 1, ...; tokens of the target have none."""
 
 _TERMINAL = ("blue", "yellow", "green", "magenta", "cyan", "bright_black")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
-
 _FONT: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": 8.0, "va": "center"}
 _WIDE, _HIGH = 0.602 * 8.0 / 72, 1.35 * 8.0 / 72  # a character, inches; it advances 0.602 em
-_MARGIN, _HEAD = 0.15, 0.55  # inches
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +140,7 @@ def origins_png(
     result: RequestResult,
     ends: Sequence[int] | None,
     names: Mapping[int, str],
+    conditions: Mapping[str, Any],
     *,
     title: str = "",
     columns: int = 100,
@@ -151,14 +148,10 @@ def origins_png(
 ) -> bytes:
     """Draws the output as fixed-width text on the colours of its sources.
 
-    Args:
-        ends: ``token_ends`` of the output.
-        names: source index -> name, for the legend.
-        columns: characters per line; longer lines are broken.
-        max_lines: lines to draw; the title states how many more there are.
+    Lines are broken after ``columns`` characters; the title states how many are not drawn.
+    ``names`` maps source indices to names, for the legend.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Rectangle  # takes a second to import
 
     parts = ((p.text.replace("\t", "    "), _color(p.origin)) for p in pieces(result, ends))
     lines = [
@@ -167,36 +160,22 @@ def origins_png(
         for part in line.divide(range(columns, len(line), columns))
     ]
     shown, hidden = lines[:max_lines], len(lines[max_lines:])
-    width, height = columns * _WIDE + 2 * _MARGIN, len(shown) * _HIGH + _HEAD + _MARGIN
-    figure = Figure((width, height), dpi=150)
-    ax = figure.add_axes((0, 0, 1, 1))
-    ax.set(xlim=(0, width), ylim=(height, 0))
+    figure = figure_of(columns * _WIDE + 0.3, len(shown) * _HIGH + 1.3)
+    ax = figure.subplots()
+    ax.set(xlim=(0, columns * _WIDE), ylim=(len(shown) * _HIGH, 0))
     ax.axis("off")
-    for top, line in zip(count(_HEAD, _HIGH), shown, strict=False):
+    for row, line in enumerate(shown):
         for start, end, color in line.spans:
-            corner = _MARGIN + start * _WIDE, top
-            ax.add_patch(Rectangle(corner, (end - start) * _WIDE, _HIGH, color=color, lw=0))
-        ax.text(_MARGIN, top + 0.52 * _HIGH, line.plain, parse_math=False, **_FONT)
-    more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
-    ax.text(_MARGIN, 0.17, f"{title}{more}", fontsize=9, va="center", parse_math=False)
-    keys = []
+            place = (start * _WIDE, row * _HIGH)
+            ax.add_patch(Rectangle(place, (end - start) * _WIDE, _HIGH, color=color, lw=0))
+        ax.text(0, (row + 0.52) * _HIGH, line.plain, parse_math=False, **_FONT)
     for origin, share in shares([result]).items():
         label = f"{names.get(origin, f'source {origin}')} {100 * share:.0f} %"
         color = _color(origin) or "white"
-        keys.append(Patch(facecolor=color, edgecolor="#999999", lw=0.5, label=label))
-    place: dict[str, Any] = {
-        "loc": "upper left",
-        "bbox_to_anchor": (_MARGIN / width, 1 - 0.25 / height),
-    }
-    style: dict[str, Any] = {
-        "fontsize": 7.5,
-        "frameon": False,
-        "borderaxespad": 0,
-        "borderpad": 0,
-        **place,
-    }
-    figure.legend(handles=keys, ncols=max(1, len(keys)), **style)
-    return png(figure)
+        key = Rectangle((-1, -1), 0, 0, fc=color, ec="#999999", lw=0.5, label=label)  # not in view
+        ax.add_patch(key)
+    more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
+    return png(figure, f"{title}{more}", conditions, legend=[ax])
 
 
 def _color(origin: int) -> str:

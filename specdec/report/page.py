@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import yaml
@@ -15,25 +16,20 @@ from specdec.errors import UserError
 from specdec.files import write_bytes, write_text
 from specdec.metrics import RequestResult, comparison_row
 from specdec.report.origins import PALETTE, html_text, origin_names, origins_png, shares
-from specdec.report.result_plots import (
+from specdec.report.plots import (
     Curve,
     acceptance_png,
     prompts_png,
     styles_of,
     throughput_png,
+    trajectory_png,
 )
 from specdec.report.results import Result, baseline_of, read, read_json
-from specdec.report.tables import notes_of, title_of, used_columns
-from specdec.report.trajectories import trajectory_png
+from specdec.report.tables import TITLE_KEYS, notes_of, title_of, used_columns
 from specdec.trace.files import TIMELINE_FILE, TREES_FILE
 from specdec.trace.page import Track, commit_kinds, html_template, tracks_page, tree_page
-from specdec.trace.rejections import rejections, rejections_png
+from specdec.trace.rejections import rejections_png
 from specdec.trace.timeline import timeline_png
-
-_TITLE_KEYS = (
-    *("clock", "clock_profile", "data", "num_prompts", "sampling", "max_new_tokens", "dtype"),
-)
-"""If these conditions differ between runs, the title lists all their values."""
 
 _MAX_TEXTS = 24  # strategies or jobs whose texts are shown
 _MAX_PICTURES = 8  # strategies or jobs whose first text is also drawn as a picture
@@ -62,35 +58,36 @@ def load_report(folder: str | Path) -> ResultsReport:
 
 
 def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges conditions of several runs; drops those that vary unless the title shows them."""
-    shared = dict(conditions[0]) if conditions else {}
-    for key, value in conditions[0].items() if conditions else ():
-        values = list(dict.fromkeys(str(c.get(key)) for c in conditions))
-        if len(values) > 1:
-            shared.pop(key)
-            if key in _TITLE_KEYS:
-                shared[key] = _several(value, values)
+    """Merges conditions of several runs; of those that vary only the title's are kept, joined."""
+    shared: dict[str, Any] = {}
+    for key in dict.fromkeys(key for each in conditions for key in each):
+        values = list(dict.fromkeys(str(each.get(key)) for each in conditions))
+        if len(values) == 1:
+            shared[key] = conditions[0][key]
+        elif key in TITLE_KEYS:
+            mappings = any(isinstance(each.get(key), Mapping) for each in conditions)
+            shared[key] = "several" if mappings else " or ".join(values)
     return shared
 
 
-def _several(value: Any, values: Sequence[str]) -> str:
-    return " or ".join(values) if not isinstance(value, Mapping) else "several"
-
-
-def write_report(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
+def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
     """Writes ``report.html``, with ``num_texts`` texts per strategy, and its pictures."""
     curves = [curve for curve in report.curves if curve.result.records]
-    clock = str(report.conditions.get("clock", "measured"))
     timeline, trees = _trace(report)
-    trajectory = trajectory_png(curves)
-    pictures = {
-        "prompts": prompts_png(curves, clock),
-        "throughput": throughput_png(curves, clock),
-        "acceptance": acceptance_png(curves),
-        **({} if trajectory is None else {"trajectory": trajectory}),
+    drawn: dict[str, bytes | None] = {
+        "prompts": prompts_png(curves, report.conditions),
+        "throughput": throughput_png(curves, report.conditions),
+        "acceptance": acceptance_png(curves, report.conditions),
+        "trajectory": trajectory_png(curves, report.conditions),
         **timeline,
-        **_text_pictures(report),
     }
+    for i, result in enumerate((c.result for c in report.curves[:_MAX_PICTURES]), start=1):
+        for first in result.results[:1]:
+            names, ends = origin_names(result.config), result.ends.get(str(first.id))
+            title = f"{result.name}, prompt {first.id}"
+            picture = origins_png(first, ends, names, result.conditions, title=title)
+            drawn[f"text-{i:02d}-{result.strategy}"] = picture
+    pictures = {name: data for name, data in drawn.items() if data is not None}
     folder = report.folder / "pictures"
     paths = [write_bytes(folder / f"{name}.png", data) for name, data in pictures.items()]
     page = _page(report, pictures, trees, num_texts)
@@ -123,19 +120,9 @@ def _row(curve: Curve) -> Mapping[str, Any]:
         return summary
     claims = str(summary.get("claims", "token"))
     row = comparison_row(curve.result.name, curve.runs, curve.plain or None, claims=claims)
-    # A replay's loop_share is that of the recorded run.
-    return {**row, "loop_share": summary.get("loop_share")}
-
-
-def _text_pictures(report: ResultsReport) -> dict[str, bytes]:
-    """Draws the first output of each strategy in colour, by file name without extension."""
-    pictures = {}
-    for i, result in enumerate((c.result for c in report.curves[:_MAX_PICTURES]), start=1):
-        for first in result.results[:1]:
-            names, ends = origin_names(result.config), result.ends.get(str(first.id))
-            picture = origins_png(first, ends, names, title=f"{result.name}, prompt {first.id}")
-            pictures[f"text-{i:02d}-{result.strategy}"] = picture
-    return pictures
+    # These are not in the counts of requests; a replay's loop_share is that of the recorded run.
+    further = ("loop_share", "runtime", "caveat", "disturbed", "disturbed_because")
+    return {**row, **{name: summary[name] for name in further if name in summary}}
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -149,11 +136,17 @@ def _trace(report: ResultsReport) -> tuple[dict[str, bytes], dict[str, Any]]:
     shown: dict[str, Any] = {}
     for curve in report.curves:
         folder, name = curve.result.folder, curve.result.name
+        title = f"{name}\n{fill(title_of(curve.result.conditions), 150)}"
         trees = read_json(folder / TREES_FILE)
         if not trees or not any(request["steps"] for request in trees["requests"]):
             continue
         if not shown:
-            pictures, shown = _pictures_of(folder, name, trees), {"folder": folder}
+            shown = {"folder": folder}
+            if trace := read_json(folder / TIMELINE_FILE):
+                kinds = commit_kinds(trees)
+                pictures["timeline"] = timeline_png(trace, commits=kinds, title=title)
+            if rejected := rejections_png(trees, title=title):
+                pictures["rejections"] = rejected
         if (folder / TREES_FILE).stat().st_size <= _MAX_TREES_BYTES / 2 or not tracks:
             tracks.append(Track(name, trees, styles[name].color))
         if len(tracks) == 2:
@@ -165,16 +158,6 @@ def _trace(report: ResultsReport) -> tuple[dict[str, bytes], dict[str, Any]]:
         with suppress(ValueError):  # they decode other prompts
             page = tracks_page(tracks, title=" beside ".join(t.title for t in tracks))
     return pictures, {**shown, "page": page}
-
-
-def _pictures_of(folder: Path, name: str, trees: Mapping[str, Any]) -> dict[str, bytes]:
-    trace, found = read_json(folder / TIMELINE_FILE), rejections(trees)
-    pictures = {}
-    if trace:
-        pictures["timeline"] = timeline_png(trace, commits=commit_kinds(trees), title=name)
-    if found is not None:
-        pictures["rejections"] = rejections_png(found, title=name)
-    return pictures
 
 
 def _page(

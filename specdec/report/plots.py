@@ -1,17 +1,25 @@
-"""Plots a comparison or one run as PNG, without opening a window."""
+"""Plots of runs, comparisons and sweeps as PNG, without opening a window.
+
+A strategy or job has one style in all of them. Every title says what the picture is of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
+from statistics import median
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from specdec.metrics.compare import prompt_speedups
-from specdec.metrics.times import decode_phase
-from specdec.report.styles import row_styles
+from specdec.metrics.compare import decode_phases, prompt_speedups
+from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
+from specdec.metrics.times import decode_phase, decode_speed
+from specdec.report.results import Result, drafted_tokens
+from specdec.report.styles import Style, row_styles
 from specdec.report.tables import lossless_label, percent, title_of
 
 if TYPE_CHECKING:
@@ -21,10 +29,39 @@ if TYPE_CHECKING:
     from specdec.metrics.results import RequestResult, Run
 
 Row = Mapping[str, Any]
+FloatArray = npt.NDArray[np.floating[Any]]
 
-_BAD = "#b00020"
 _DPI = 150
-DRAFTED_LABEL = "share of tokens that a source proposed"
+_BAD = "#b00020"
+_DRAFTED = "share of tokens that a source proposed"
+_RATE_TOKENS = 16  # tokens per point of a rate
+_FEW_JUDGED = 20  # depths with fewer judged candidates are drawn hollow
+MAX_CURVES = 20  # more could not be distinguished
+_MAX_DOMAINS = 16
+_FEWEST_PROMPTS = 4  # of a plot over prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The repeats of a strategy or job, drawn in one style.
+
+    ``plain`` has the repeats of plain decoding that it is compared with; it may be empty.
+    """
+
+    result: Result
+    runs: Sequence[Run]
+    plain: Sequence[Run]
+
+    @property
+    def is_plain(self) -> bool:
+        return self.result.strategy == "ar"
+
+    @property
+    def requests(self) -> list[RequestResult]:
+        return [result for run in self.runs for result in run.results]
+
+
+# ---------------------------------------------------------------------- one run or comparison
 
 
 def comparison_png(
@@ -36,12 +73,23 @@ def comparison_png(
 
     Without ``runs``, the repeats of each strategy, the spread over prompts is not drawn.
     """
+    runs = runs or {}
     figure = figure_of(11.0, 2.2 + 0.46 * len(rows))
     speedup, speed, third = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])
     label = "speed-up over ar (tokens per second of decoding, ar = 1)"
     # The numbers stand above the dots, so that they do not read as the value of the last dot.
     _bars(speedup, rows, "speedup_wall", label, "{:.2f}x", missing="", above=11)
-    _spreads(speedup, rows, runs or {})
+    for y, row in enumerate(rows):
+        name, spread = row["strategy"], row.get("speedup_wall_range")
+        if row.get("speedup_wall") is None:
+            continue
+        if runs.get(name) and runs.get("ar") and name != "ar":
+            points = prompt_speedups(runs[name], runs["ar"])
+            jitter = (np.arange(len(points)) % 5 - 2) * 0.06
+            speedup.scatter(points, y + jitter, s=7, color="black", alpha=0.35, lw=0, zorder=3)
+        if spread and spread[0] < spread[1]:
+            speedup.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
+    speedup.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
     _bars(speed, rows, "tokens_per_s", "tokens per second (decoding)", "{:.0f}")
     if any(row.get("hit_rate") is not None for row in rows):
         _bars(third, rows, "hit_rate", "hit rate (share of answers)", "{:.2f}")
@@ -50,13 +98,21 @@ def comparison_png(
         _bars(third, rows, "acceptance_length", label, "{:.2f}")
     for ax in (speedup, speed, third):
         ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)  # room for the numbers at the bars' ends
+    lossy = [row.get("lossless") is False or row.get("claims") == "lossy" for row in rows]
     speedup.set_yticks(range(len(rows)), [_row_label(row) for row in rows])
-    for label, row in zip(speedup.get_yticklabels(), rows, strict=True):
-        label.set_color(_BAD if _is_lossy(row) else "black")
+    for tick, red in zip(speedup.get_yticklabels(), lossy, strict=True):
+        tick.set_color(_BAD if red else "black")
     speedup.set_ylim(len(rows) - 0.5, -0.5)
-    legend = fill(_legend(rows, bool(runs)), 150)
-    figure.supxlabel(legend, fontsize=7.5, color="#444444", x=0.01, ha="left")
-    return png(figure, fill(f"Strategies compared: {title_of(conditions)}", 118), fontsize=11)
+    legend = [
+        "Bars: a colour per strategy, as in all pictures; median over repeats; black line: range"
+        " over repeats",
+        *(["dots: single prompts"] if runs else []),
+        *(["red names: lossy or not lossless"] if any(lossy) else []),
+        *(f"{row['strategy']}: {row['caveat']}" for row in rows if row.get("caveat")),
+    ]
+    text = f"{'; '.join(legend)}. Loops: share of tokens ending an 8-gram generated before."
+    figure.supxlabel(fill(text, 150), fontsize=7.5, color="#444444", x=0.01, ha="left")
+    return png(figure, "Strategies compared", conditions)
 
 
 def run_png(
@@ -65,43 +121,36 @@ def run_png(
     """Plots a run: tokens over time, tokens per answer, acceptance by depth."""
     figure = figure_of(11.0, 3.9)
     emission, paths, depth = figure.subplots(1, 3)
-    shown, name = results[:32], str(summary.get("strategy") or conditions.get("strategy") or "")
+    shown, name = results[:32], str(summary.get("strategy") or "")
     color = row_styles([name])[name].color
-    for result in shown:
-        if result.emitted_s:
-            times = np.asarray(result.emitted_s) - result.admitted_s
-            counts = np.arange(1, len(times) + 1)
-            emission.step(times, counts, where="post", lw=0.9, alpha=0.6, color=color)
+    for result in (r for r in shown if r.emitted_s):
+        times = np.asarray(result.emitted_s) - result.admitted_s
+        counts = np.arange(1, len(times) + 1)
+        emission.step(times, counts, where="post", lw=0.9, alpha=0.6, color=color)
     title = f"{len(shown)} prompt{'s' if len(shown) != 1 else ''}, one line each"
     tidy(emission, xlabel="seconds since admission", ylabel="tokens emitted", title=title)
-    lengths = summary.get("path_lengths") or {}
+    lengths, by_depth = (summary.get(n) or {} for n in ("path_lengths", "acceptance_by_depth"))
     if len(lengths) > 1:
         _histogram(paths, lengths, color)
         title = "accepted path and one more token"
         tidy(paths, xlabel="tokens decided per answer", ylabel="answers", title=title)
     else:
-        _gap_panel(paths, results, color)
-    shares = summary.get("acceptance_by_depth") or {}
-    if any(shares.values()):
-        _histogram(depth, shares, color)
+        gaps = [decode_phase(result).gaps_s for result in results]
+        ms = np.concatenate([np.zeros(0), *gaps]) * 1e3
+        # On a simulated clock gaps may be equal up to rounding: too narrow a range for 40 bins.
+        edges = (ms.min(), max(ms.max(), ms.min() + 1.0)) if len(ms) else None
+        paths.hist(ms, bins=40, range=edges, color=color, alpha=0.85, zorder=2)
+        title = "one token per answer"
+        tidy(paths, xlabel="milliseconds between tokens", ylabel="tokens", title=title)
+    if any(by_depth.values()):
+        _histogram(depth, by_depth, color)
         tidy(depth, xlabel="depth below the root", ylabel="accepted / judged", ylim=(0, 1))
     else:
         shares = summary.get("drafted_share_by_position") or {}
         depth.plot([int(k) for k in shares], list(shares.values()), marker="o", ms=3, color=color)
         end, label = max(map(int, shares), default=0) + 32, "position in the output (tokens)"
-        tidy(depth, xlabel=label, ylabel=DRAFTED_LABEL, xlim=(-2, end), ylim=(0, 1.02))
-    loops = percent(summary.get("loop_share"))
-    title = f"{name}: {title_of(conditions)}" if name else title_of(conditions)
-    return png(figure, f"{fill(title, 118)}\nloop_share {loops}")
-
-
-def _gap_panel(ax: Axes, results: Sequence[RequestResult], color: str) -> None:
-    ms = np.concatenate([np.zeros(0), *(decode_phase(result).gaps_s for result in results)]) * 1e3
-    # On a simulated clock all gaps may be equal up to rounding: too narrow a range for 40 bins.
-    edges = (ms.min(), max(ms.max(), ms.min() + 1.0)) if len(ms) else None
-    ax.hist(ms, bins=40, range=edges, color=color, alpha=0.85, zorder=2)
-    title = "one token per answer"
-    tidy(ax, xlabel="milliseconds between tokens", ylabel="tokens", title=title)
+        tidy(depth, xlabel=label, ylabel=_DRAFTED, xlim=(-2, end), ylim=(0, 1.02))
+    return png(figure, f"{name}, loop_share {percent(summary.get('loop_share'))}", conditions)
 
 
 def _bars(
@@ -125,21 +174,6 @@ def _bars(
     tidy(ax, xlabel=label)
 
 
-def _spreads(ax: Axes, rows: Sequence[Row], runs: Mapping[str, Sequence[Run]]) -> None:
-    """Draws a dot per prompt and a line over the range of repeats, for each row's speed-up."""
-    for y, row in enumerate(rows):
-        name, spread = row["strategy"], row.get("speedup_wall_range")
-        if row.get("speedup_wall") is None:
-            continue
-        if runs.get(name) and runs.get("ar") and name != "ar":
-            points = prompt_speedups(runs[name], runs["ar"])
-            jitter = (np.arange(len(points)) % 5 - 2) * 0.06
-            ax.scatter(points, y + jitter, s=7, color="black", alpha=0.35, lw=0, zorder=3)
-        if spread and spread[0] < spread[1]:
-            ax.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
-    ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
-
-
 def _histogram(ax: Axes, counts: Mapping[str, float], color: str) -> None:
     ax.bar([int(k) for k in counts], list(counts.values()), color=color, alpha=0.85, zorder=2)
     if 0 < len(counts) <= 12:
@@ -147,32 +181,209 @@ def _histogram(ax: Axes, counts: Mapping[str, float], color: str) -> None:
 
 
 def _row_label(row: Row) -> str:
-    loops = row.get("loop_share")
-    label = lossless_label(row)
+    label, loops = lossless_label(row), row.get("loop_share")
     second = f"lossless: {label}" if label[:2] in ("ye", "NO") else label
     second += f", loops {percent(loops)}" if loops is not None else ""
     return f"{row['strategy']}\n{second}"
 
 
-def _legend(rows: Sequence[Row], spread: bool) -> str:
-    text = "Bars: a colour per strategy, as in all pictures; median over repeats"
-    text += "; black line: range over repeats"
-    if spread:
-        text += "; dots: single prompts"
-    if any(_is_lossy(row) for row in rows):
-        text += "; red names: lossy or not lossless"
-    return text + ". Loops: share of tokens ending an 8-gram generated before."
+# ---------------------------------------------------------------------- over prompts and positions
 
 
-def _is_lossy(row: Row) -> bool:
-    return row.get("lossless") is False or row.get("claims") == "lossy"
+def prompts_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> bytes:
+    """Plots each prompt's speed-up over plain decoding, or tokens per second without a baseline."""
+    shown = [c for c in curves if len(c.plain) and not c.is_plain]
+    relative = bool(shown)
+    shown = (shown or [c for c in curves if c.requests])[:MAX_CURVES]
+    figure = figure_of(11.0, 1.5 + 0.42 * max(1, len(shown)))
+    ax: Axes = figure.subplots()
+    styles = styles_of(curves)
+    for y, curve in enumerate(shown):
+        values = prompt_speedups(curve.runs, curve.plain) if relative else _speeds(curve.runs)
+        if not len(values):
+            continue
+        # Spread equal values vertically so that all dots stay visible.
+        offset = (np.argsort(np.argsort(values)) % 5 - 2) * 0.09
+        look = styles[curve.result.name].point()
+        ax.scatter(values, y + offset, s=16, alpha=0.65, lw=0, zorder=3, **look)
+        low, high = np.quantile(values, [0.25, 0.75])
+        middle = table_number(curve, relative=relative) or float(np.median(values))
+        ax.plot([low, high], [y, y], color="black", lw=1.2, zorder=4)
+        ax.plot([middle, middle], [y - 0.28, y + 0.28], color="black", lw=2.0, zorder=4)
+        text = f"{middle:.2f}x" if relative else f"{middle:.0f}"
+        style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}
+        ax.annotate(text, (middle, y - 0.28), (0, 1), textcoords="offset points", **style)
+    ax.set_yticks(range(len(shown)), [c.result.name for c in shown])
+    ax.set_ylim(len(shown) - 0.5, -0.65)
+    label = "tokens per second of decoding"
+    if relative:
+        ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
+        label = "speed-up over ar (ar = 1)"
+    tidy(ax, xlabel=label, xlim=(0, ax.get_xlim()[1] * 1.05))
+    what = "Speed-up" if relative else "Speed"
+    text = f"{what}: dots are prompts, lines their middle half, thick bars the table's number"
+    return png(figure, text, conditions)
+
+
+def table_number(curve: Curve, *, relative: bool) -> float | None:
+    """Returns the number in the table: over all prompts together, the median over repeats."""
+    speeds = [decode_speed(run.results) for run in curve.runs]
+    if relative:
+        plain = [decode_speed(run.results) for run in curve.plain]
+        pairs = zip(speeds, plain, strict=True)
+        speeds = [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
+    known = [speed for speed in speeds if speed is not None]
+    return median(known) if known else None
+
+
+def _speeds(runs: Sequence[Run]) -> FloatArray:
+    """float[P]: tokens per second of each prompt, with repeats pooled."""
+    table = decode_phases(runs).groupby("id").sum()
+    table = table[table["seconds"] > 0]
+    return (table["tokens"] / table["seconds"]).to_numpy()
+
+
+def acceptance_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> bytes:
+    """Plots acceptance by depth below the root, and the share of drafted tokens by position."""
+    figure = figure_of(11.0, 4.0)
+    depth, position = figure.subplots(1, 2)
+    for curve, style in _drawn(curves, plain=False):
+        style |= {"ms": 3, "lw": 1.3}
+        summary = curve.result.summary or {}
+        rates = {int(k): rate for k, rate in (summary.get("acceptance_by_depth") or {}).items()}
+        if rates:
+            depth.plot(list(rates), list(rates.values()), **style)
+            judged = summary.get("judged_by_depth") or {}
+            few = {d: rate for d, rate in rates.items() if judged.get(str(d), 0) < _FEW_JUDGED}
+            hollow = {**style, "ls": "", "mfc": "white", "zorder": 3, "label": None}
+            depth.plot(list(few), list(few.values()), **hollow)
+        if drafted := drafted_by_position(curve.requests):
+            middles = [start + POSITION_BUCKET / 2 for start in drafted]
+            position.plot(middles, list(drafted.values()), **style)
+    if not depth.lines:
+        text = "one level per step: every answer is at depth 0"
+        depth.text(0.5, 0.5, text, ha="center", va="center", transform=depth.transAxes, fontsize=9)
+    depth.locator_params(axis="x", integer=True)
+    label, limits = "depth below the root (draft tokens)", (0, 1.02)
+    tidy(depth, xlabel=label, ylabel="accepted / judged", ylim=limits)
+    _by_position(position, POSITION_BUCKET, _DRAFTED, limits)
+    title = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
+    return png(figure, title, conditions, legend=(depth, position))
+
+
+def throughput_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> bytes:
+    """Plots tokens over time since admission, and tokens per second by position in the output."""
+    figure = figure_of(11.0, 4.0)
+    time, rate = figure.subplots(1, 2)
+    for curve, style in _drawn(curves):
+        seconds = mean_emission(curve.requests)
+        if len(seconds) > 1:
+            counts = np.arange(1, len(seconds) + 1)
+            time.plot(seconds, counts, lw=1.5, **{**style, "marker": ""})
+        positions, speeds = rate_by_position(curve.requests)
+        if len(positions):
+            rate.plot(positions, speeds, ms=3, lw=1.3, **style)
+    tidy(time, xlabel="seconds since admission", ylabel="tokens emitted (mean over prompts)")
+    _by_position(rate, _RATE_TOKENS, "tokens per second", (0, None))
+    return png(figure, "Throughput", conditions, legend=(time, rate))
+
+
+def trajectory_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> bytes | None:
+    """Plots the share of drafted tokens by prompt, in the order of finishing, and by domain.
+
+    Returns None with fewer than four prompts, or if no source drafted.
+    """
+    tables = {
+        curve.result.name: (drafted_tokens(curve.result.records), style)
+        for curve, style in _drawn(curves, plain=False)
+    }
+    if max((len(table) for table, _ in tables.values()), default=0) < _FEWEST_PROMPTS:
+        return None
+    domains = {
+        name: table[table["domain"] != ""].groupby("domain", sort=False).sum()
+        for name, (table, _) in tables.items()
+    }
+    names = list(dict.fromkeys(domain for sums in domains.values() for domain in sums.index))
+    panels = 2 if 1 < len(names) <= _MAX_DOMAINS else 1
+    figure = figure_of(11.0, 4.0)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for table, style in tables.values():
+        at, own = range(1, len(table) + 1), {k: style[k] for k in ("color", "marker")}
+        axes[0].scatter(at, table["drafted"] / table["tokens"], s=10, alpha=0.45, lw=0, **own)
+        so_far = table["drafted"].cumsum() / table["tokens"].cumsum()
+        axes[0].plot(at, so_far, lw=1.5, **{**style, "marker": ""})
+    axes[0].locator_params(axis="x", integer=True)
+    tidy(axes[0], xlabel="prompts finished", ylabel=_DRAFTED, ylim=(0, 1.02))
+    if panels == 2:
+        high, styles = 0.8 / max(1, len(domains)), styles_of(curves)
+        for i, (row, sums) in enumerate(domains.items()):
+            at = [names.index(name) + (i - (len(domains) - 1) / 2) * high for name in sums.index]
+            shares = sums["drafted"] / sums["tokens"]
+            axes[1].barh(at, shares, 0.92 * high, **styles[row].bar())
+        axes[1].set_yticks(range(len(names)), [name.replace("$", r"\$") for name in names])
+        axes[1].set_ylim(len(names) - 0.5, -0.5)
+        tidy(axes[1], xlabel=_DRAFTED, xlim=(0, 1.02), title="by category or data set")
+    title = "Acceptance over the run: dots are prompts, lines all prompts so far"
+    return png(figure, title, conditions, legend=axes[:1])
+
+
+def mean_emission(results: Sequence[RequestResult]) -> FloatArray:
+    """float64[N]: mean over prompts of the seconds from admission to the n-th token.
+
+    N is the largest length that at least half of the prompts reach.
+    """
+    times = [np.asarray(r.emitted_s) - r.admitted_s for r in results if r.emitted_s]
+    if not times:
+        return np.zeros(0)
+    lengths = sorted((len(t) for t in times), reverse=True)
+    length = lengths[(len(lengths) - 1) // 2]
+    return np.stack([t[:length] for t in times if len(t) >= length]).mean(0)
+
+
+def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, FloatArray]:
+    """Returns middle position and tokens per second of each bucket, pooled over prompts.
+
+    Covers the decode phase (``metrics.times.decode_phase``); omits buckets without elapsed time.
+    """
+    gaps = [decode_phase(result).gaps_s for result in results]
+    # The prefill has emitted the tokens before the first gap.
+    lengths = [(len(r.output), len(gap)) for r, gap in zip(results, gaps, strict=True)]
+    at = [np.arange(length - late, length) for length, late in lengths]
+    buckets = np.concatenate([np.zeros(0, np.int64), *at]) // _RATE_TOKENS
+    seconds = np.bincount(buckets, np.concatenate([np.zeros(0), *gaps]))
+    used = np.flatnonzero(seconds > 0)
+    return (used + 0.5) * _RATE_TOKENS, np.bincount(buckets)[used] / seconds[used]
+
+
+def styles_of(curves: Sequence[Curve]) -> dict[str, Style]:
+    """Maps curve names to styles, which are the same in all plots."""
+    return row_styles({curve.result.name: curve.result.strategy for curve in curves})
+
+
+def _drawn(
+    curves: Sequence[Curve], *, plain: bool = True
+) -> Iterator[tuple[Curve, dict[str, Any]]]:
+    """Yields the curves to draw, with arguments of ``Axes.plot``; ``ar`` only if ``plain``."""
+    styles = styles_of(curves)
+    for curve in curves[:MAX_CURVES]:
+        if plain or not curve.is_plain:
+            yield curve, {**styles[curve.result.name].line(), "label": curve.result.name}
+
+
+def _by_position(ax: Axes, bucket: int, ylabel: str, ylim: Any) -> None:
+    """Labels a panel over positions; its axis begins at 0 and ends after the last bucket."""
+    last = max((float(np.max(line.get_xdata())) for line in ax.lines), default=0.0)
+    label = f"position in the output (tokens, buckets of {bucket})"
+    tidy(ax, xlabel=label, ylabel=ylabel, xlim=(0, last + bucket / 2), ylim=ylim)
+
+
+# ---------------------------------------------------------------------- figures
 
 
 def tidy(ax: Axes, **labels: Any) -> None:
     """Applies the common axis style; ``labels`` are arguments of ``Axes.set``."""
     ax.set(**labels)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
+    ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="both" if ax.get_ylabel() else "x", color="#dddddd", lw=0.6, zorder=0)
     ax.tick_params(labelsize=8)
     ax.xaxis.label.set_fontsize(8.5)
@@ -182,15 +393,34 @@ def tidy(ax: Axes, **labels: Any) -> None:
 
 def figure_of(width: float, height: float) -> Figure:
     """Creates an empty figure; width and height are in inches."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # takes a second to import
 
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
-def png(figure: Figure, title: str = "", fontsize: int = 10) -> bytes:
-    """Returns the PNG file of a figure, with a title at the top left."""
-    if title:
-        figure.suptitle(title, fontsize=fontsize, x=0.01, ha="left")
+def png(
+    figure: Figure,
+    title: str = "",
+    conditions: Mapping[str, Any] | None = None,
+    legend: Iterable[Axes] = (),
+) -> bytes:
+    """Returns the PNG file of a figure, with a title at the top left.
+
+    Args:
+        conditions: of the run, which a second line of the title names.
+        legend: axes whose labelled lines get one legend at the bottom.
+    """
+    width = int(13 * figure.get_figwidth())  # characters
+    lines = [title, *([fill(title_of(conditions), width)] if conditions else [])]
+    if text := "\n".join(filter(None, lines)):
+        figure.suptitle(text, fontsize=9, x=0.01, ha="left", parse_math=False)
+    handles: dict[str, Any] = {}
+    for ax in legend:
+        drawn, labels = ax.get_legend_handles_labels()
+        handles |= dict(zip(labels, drawn, strict=True))
+    if handles:
+        style: dict[str, Any] = {"ncols": min(6, len(handles)), "fontsize": 8, "frameon": False}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", **style)
     stream = BytesIO()
     figure.savefig(stream, format="png")
     return stream.getvalue()

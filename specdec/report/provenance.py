@@ -65,11 +65,14 @@ def _versions() -> dict[str, str]:
 
 def _hardware() -> dict[str, Any]:
     """Describes the machine; threads and GPUs only if torch has been imported already."""
-    memory = host_memory()
+    memory, cpu = host_memory(), None
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        cpu = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     facts: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.system(),
-        "cpu": _cpu_model(),
+        "cpu": cpu[1].strip() if cpu else platform.processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "logical_cpus": os.cpu_count(),
         "memory_gib": None if memory is None else round(memory / 2**30, 1),
@@ -96,8 +99,7 @@ def _git_state() -> dict[str, Any] | None:
         return None
     state: dict[str, Any] = {"revision": revision, "dirty": bool(status)}
     if status:
-        diff = _git("diff", "HEAD") or ""
-        state["diff_sha256"] = hashlib.sha256(diff.encode()).hexdigest()
+        state["diff_sha256"] = hashlib.sha256((_git("diff", "HEAD") or "").encode()).hexdigest()
     return state
 
 
@@ -133,14 +135,6 @@ def _git(*arguments: str) -> str | None:
             command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
         ).stdout.strip()
     return None
-
-
-def _cpu_model() -> str:
-    match = None
-    with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1].strip() if match else platform.processor()
 
 
 def host_memory() -> int | None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import UserError
 from specdec.files import parse_json, plain
-from specdec.metrics.contention import CpuTimes
-from specdec.metrics.engine_keys import speculative_decoding
-from specdec.metrics.results import RequestResult, RunTotals
+from specdec.metrics.rates import speculative_decoding
+from specdec.metrics.results import RequestResult, Run, RunTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,9 @@ class RequestRecord:
     result: RequestResult
     totals: RunTotals | None = None  # of the run during this request; None if requests shared steps
     prompt: str = ""  # name such as "humaneval/3", or ""
-    cpu: CpuTimes | None = None  # None if not measured
+    cpu: Mapping[str, Any] | None = None  # see ``runs.cpu_times``; None if not measured
     disturbed: str = ""  # why the times do not count; "" if they do
     category: str = ""  # of the prompt in its data set, or ""
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """(strategy, repeat, prompt id), which identifies the request in a resumed run."""
-        return self.strategy, self.repeat, self.result.id
 
 
 class RequestWriter(AbstractContextManager["RequestWriter"]):
@@ -46,34 +41,22 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         self._stream = self.path.open("a", encoding="utf-8")
         self._stream.truncate(length)
 
-    def write(
-        self,
-        strategy: str,
-        result: RequestResult,
-        *,
-        repeat: int = 0,
-        totals: RunTotals | None = None,
-        prompt: str = "",
-        cpu: CpuTimes | None = None,
-        disturbed: str = "",
-        category: str = "",
-    ) -> None:
-        """Appends one finished request (see ``RequestRecord``) and flushes the file.
-
-        A request that is measured again is appended again; readers use its last line.
-        """
-        line = {"strategy": strategy, "repeat": repeat, "prompt": prompt, **result.to_json()}
-        if category:
-            line["category"] = category
-        line["totals"] = None if totals is None else totals.to_json()
-        # Counts are the same in every attempt and repeat; readers of such objects add them up.
-        if totals is not None and (strategy, result.id) not in self._stated:
-            self._stated.add((strategy, result.id))
+    def write(self, record: RequestRecord) -> None:
+        """Appends one finished request and flushes the file."""
+        result, totals = record.result, record.totals
+        head = {"strategy": record.strategy, "repeat": record.repeat, "prompt": record.prompt}
+        line = {**head, **result.to_json()}
+        if record.category:
+            line["category"] = record.category
+        line["totals"] = None if totals is None else asdict(totals)
+        # Counts are the same in every repeat; readers of such objects add them up.
+        if totals is not None and (record.strategy, result.id) not in self._stated:
+            self._stated.add((record.strategy, result.id))
             line["speculative_decoding"] = speculative_decoding(
                 [result.counters], whole_tree=totals.whole_tree, each_step=True
             )
-        if cpu is not None:
-            line |= {"cpu": cpu.to_json(), "disturbed": disturbed}
+        if record.cpu is not None:
+            line |= {"cpu": record.cpu, "disturbed": record.disturbed}
         self._stream.write(json.dumps(plain(line), allow_nan=False) + "\n")
         self._stream.flush()
 
@@ -85,7 +68,7 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
     """Reads the finished requests; returns an empty list if the file does not exist.
 
     An incomplete last line, left by a killed process, is ignored; any other damaged line is a
-    UserError. Of a request that was measured again only the last line is returned.
+    UserError. Earlier versions measured a request again: of its lines only the last is returned.
     """
     records = []
     for number, line in _complete_lines(Path(path))[0]:
@@ -93,7 +76,7 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
             records.append(_record(line))
         except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
             raise _damaged(path, number) from error
-    return list({record.key: record for record in records}.values())
+    return list({(r.strategy, r.repeat, r.result.id): r for r in records}.values())
 
 
 def finished(path: str | Path, strategy: str, repeat: int = 0) -> dict[int, RequestRecord]:
@@ -101,20 +84,26 @@ def finished(path: str | Path, strategy: str, repeat: int = 0) -> dict[int, Requ
     return {
         record.result.id: record
         for record in read_requests(path)
-        if record.key[:2] == (strategy, repeat) and record.totals is not None
+        if (record.strategy, record.repeat) == (strategy, repeat) and record.totals is not None
     }
 
 
+def runs_of(records: Iterable[RequestRecord]) -> list[Run]:
+    """Returns the repeats with finished prompts of one strategy, for ``metrics.comparison_row``."""
+    repeats: dict[int, list[tuple[RequestResult, RunTotals]]] = {}
+    for record in records:
+        if record.totals is not None:
+            repeats.setdefault(record.repeat, []).append((record.result, record.totals))
+    return [Run.of(counted) for _, counted in sorted(repeats.items())]
+
+
 def _record(line: dict[str, Any]) -> RequestRecord:
-    strategy, repeat, prompt = line.pop("strategy"), line.pop("repeat"), line.pop("prompt")
-    totals = line.pop("totals")
-    totals = None if totals is None else RunTotals.from_json(totals)
-    cpu, disturbed = line.pop("cpu", None), line.pop("disturbed", "")
-    category = line.pop("category", "")
     line.pop("speculative_decoding", None)  # derived from the counters
-    result = RequestResult.from_json(line)
-    times = None if cpu is None else CpuTimes(**cpu)
-    return RequestRecord(strategy, repeat, result, totals, prompt, times, disturbed, category)
+    totals = line.pop("totals")
+    own = {k: line.pop(k) for k in ("strategy", "repeat", "prompt")}
+    own |= {k: line.pop(k) for k in ("cpu", "disturbed", "category") if k in line}
+    totals = None if totals is None else RunTotals.from_json(totals)
+    return RequestRecord(result=RequestResult.from_json(line), totals=totals, **own)
 
 
 def _damaged(path: str | Path, number: int) -> UserError:

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pandas import DataFrame
 
 from specdec.errors import UserError
 from specdec.files import parse_json, parse_yaml
-from specdec.metrics import RequestResult, Run, RunTotals
+from specdec.metrics import RequestResult, Run
 from specdec.metrics.times import decode_phase
-from specdec.report.origins import ENDS_FILE
-from specdec.report.requests import RequestRecord, read_requests
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from specdec.report.requests import RequestRecord, read_requests, runs_of
+from specdec.report.spec_bench import task_of
 
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
 COMPARISON_FILE, REQUESTS_FILE = "comparison.json", "requests.jsonl"
+
+ENDS_FILE = "token_ends.json"
+"""A run folder's file that maps strategy -> prompt id -> ``token_ends`` of the output."""
 
 _SHARED = (
     *("executor", "model", "data", "sampling", "clock", "seed", "batch_size"),
@@ -62,12 +64,7 @@ class Result:
         return [record.result for record in self.records if record.repeat == 0]
 
     def runs(self) -> list[Run]:
-        """Returns the repeats with finished prompts, for ``metrics.comparison_row``."""
-        repeats: dict[int, list[tuple[RequestResult, RunTotals]]] = {}
-        for record in self.records:
-            if record.totals is not None:
-                repeats.setdefault(record.repeat, []).append((record.result, record.totals))
-        return [Run.of(counted) for _, counted in sorted(repeats.items())]
+        return runs_of(self.records)
 
 
 def read(folder: str | Path) -> list[Result]:
@@ -115,7 +112,7 @@ def frame(*folders: str | Path | Result) -> DataFrame:
     ``config.<key>``; every metric of docs/metrics.md by its name. Histograms are mappings.
     Interrupted runs only have the configuration and ``prompts_finished``.
     """
-    return _data_frame(
+    rows = [
         {
             **_identity(result),
             "complete": result.summary is not None,
@@ -124,7 +121,8 @@ def frame(*folders: str | Path | Result) -> DataFrame:
             **{k: v for k, v in (result.summary or {}).items() if k != "conditions"},
         }
         for result in _results(folders)
-    )
+    ]
+    return DataFrame(rows)
 
 
 def prompt_frame(*folders: str | Path | Result) -> DataFrame:
@@ -135,7 +133,7 @@ def prompt_frame(*folders: str | Path | Result) -> DataFrame:
     ``acceptance_length`` (tokens decided per answer), ``drafted_share`` (of its tokens that a
     source proposed); the raw counts (``answers``, ``accepted``, ``hits``, ``misses``, ...).
     """
-    return _data_frame({**head, **prompt_metrics(r)} for head, r in _prompts(folders))
+    return DataFrame([{**head, **prompt_metrics(r)} for head, r in _prompts(folders)])
 
 
 def token_frame(*folders: str | Path | Result) -> DataFrame:
@@ -145,12 +143,19 @@ def token_frame(*folders: str | Path | Result) -> DataFrame:
     generated token), ``token``, ``origin`` (index of the source that proposed it, -1 the target),
     ``emitted_s`` (since the prompt was admitted).
     """
-    names = ("prompt", "position", "token", "origin", "emitted_s")
-    return _data_frame(
-        head | dict(zip(names, (r.id, i, token, origin, at - r.admitted_s), strict=True))
+    names = ("position", "token", "origin", "emitted_s")
+    rows = [
+        {
+            **head,
+            "prompt": r.id,
+            "position": range(len(r.output)),
+            "token": r.output,
+            "origin": r.origins,
+            "emitted_s": [at - r.admitted_s for at in r.emitted_s],
+        }
         for head, r in _prompts(folders)
-        for i, (token, origin, at) in enumerate(zip(r.output, r.origins, r.emitted_s, strict=True))
-    )
+    ]
+    return DataFrame(rows).explode([*names], ignore_index=True).infer_objects()
 
 
 def prompt_metrics(result: RequestResult) -> dict[str, Any]:
@@ -169,6 +174,24 @@ def prompt_metrics(result: RequestResult) -> dict[str, Any]:
         **{name: getattr(c, name) for name in _COUNTS},
         "text": result.text,
     }
+
+
+def drafted_tokens(records: Iterable[RequestRecord]) -> DataFrame:
+    """Returns a pandas frame with one row per finished prompt of the first repeat, in their order.
+
+    Columns: ``domain`` (the category in the data set, in Spec-Bench the task, else the data set; ""
+    if unknown), ``tokens``, ``drafted`` (tokens that a source proposed).
+    """
+    rows = [
+        {
+            "domain": task_of(record.category) or record.prompt.rpartition("/")[0],
+            "tokens": len(record.result.origins),
+            "drafted": sum(origin >= 0 for origin in record.result.origins),
+        }
+        for record in records
+        if record.repeat == 0 and record.result.origins
+    ]
+    return DataFrame(rows, columns=["domain", "tokens", "drafted"])
 
 
 def _read_folder(folder: Path, name: str) -> list[Result]:
@@ -249,10 +272,3 @@ def _flat(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         nested = isinstance(value, Mapping) and value and key != "costs"
         flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return flat
-
-
-def _data_frame(rows: Iterable[dict[str, Any]]) -> DataFrame:
-    # Imported here because objects and reports do not need pandas.
-    import pandas as pd
-
-    return pd.DataFrame(list(rows))

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
 from time import time
 from typing import Any
+
+import pandas as pd
 
 from specdec.data import Prompt
 from specdec.data.prompt import TURN_IDS
@@ -23,8 +24,6 @@ from specdec.metrics.results import RequestResult
 
 ANSWERS_FOLDER = "model_answer"
 """Subfolder of a run or comparison, with a file ``<strategy>.jsonl`` per strategy."""
-
-OVERALL = "overall"
 
 Answer = dict[str, Any]
 _TASK_OF = {category: task for task, categories in TASKS.items() for category in categories}
@@ -46,24 +45,40 @@ def answers_of(
         strategy: the ``model_id`` of the answers.
         decode: token ids -> text without special tokens.
     """
-    turns: list[dict[int, list[RequestResult]]] = []
-    for results in repeats:
-        found: dict[int, list[RequestResult]] = {}
+    turns: list[dict[int, list[RequestResult]]] = [{} for _ in repeats]
+    for found, results in zip(turns, repeats, strict=True):
         for result in sorted(results, key=lambda r: r.id):
             found.setdefault(result.id % TURN_IDS, []).append(result)
-        turns.append(found)
     return [
         {
             "question_id": prompt.question_id,
             "category": prompt.category,
             "answer_id": f"{strategy}-{prompt.question_id}",
             "model_id": strategy,
-            "choices": [_choice(i, found[at], decode) for i, found in enumerate(turns)],
+            "choices": [
+                {
+                    "index": index,
+                    "turns": [decode(turn.output) for turn in found[at]],
+                    "decoding_steps": [turn.counters.answers for turn in found[at]],
+                    "new_tokens": [len(turn.output) for turn in found[at]],
+                    "wall_time": [turn.emitted_s[-1] - turn.admitted_s for turn in found[at]],
+                    "accept_lengths": [length for turn in found[at] for length in _lengths(turn)],
+                }
+                for index, found in enumerate(turns)
+            ],
             "tstamp": time(),
         }
         for at, prompt in prompts.items()
         if prompt.question_id is not None and all(at in found for found in turns)
     ]
+
+
+def _lengths(turn: RequestResult) -> list[int]:
+    """Returns the tokens emitted by each step, without those cut at the end of the answer."""
+    lengths = list(turn.counters.decided)
+    if lengths:
+        lengths[-1] -= turn.counters.cut_tokens
+    return lengths
 
 
 def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Path | None:
@@ -87,60 +102,47 @@ def by_category(
         a mean over steps; ``speedup`` over the baseline, the median over repeats. Empty without
         categories.
     """
-    plain = {answer["question_id"]: answer for answer in baseline or ()}
-    groups: dict[str, list[Answer]] = {}
-    for answer in answers:
-        category: str | None = answer["category"]
-        if category:
-            groups.setdefault(task_of(category), []).append(answer)
-    if groups:
-        groups[OVERALL] = [answer for group in groups.values() for answer in group]
-    return {name: _figures(group, plain) for name, group in groups.items()}
+    table = _table(answers)
+    if table.empty:
+        return {}
+    plain = _table(baseline or ()).reindex(columns=table.columns).set_index(["question", "repeat"])
+    table = table.join(plain["speed"].rename("ar_speed"), on=["question", "repeat"])
+    groups = [*table.groupby("task", sort=False), ("overall", table)]
+    return {str(task): _figures(group) for task, group in groups}
+
+
+def _table(answers: Sequence[Answer]) -> pd.DataFrame:
+    """One row per question and repeat; questions without a category are left out."""
+    rows = [
+        {
+            "question": answer["question_id"],
+            "task": task_of(answer["category"]),
+            "repeat": choice["index"],
+            "speed": sum(choice["new_tokens"]) / max(sum(choice["wall_time"]), 1e-9),
+            "tokens": sum(choice["accept_lengths"]),
+            "steps": len(choice["accept_lengths"]),
+        }
+        for answer in answers
+        if answer["category"]
+        for choice in answer["choices"]
+    ]
+    return pd.DataFrame(rows, columns=["question", "task", "repeat", "speed", "tokens", "steps"])
+
+
+def _figures(group: pd.DataFrame) -> dict[str, Any]:
+    first, speeds = group[group["repeat"] == 0], group.groupby("repeat")[["speed", "ar_speed"]]
+    means = speeds.mean()
+    ratios = means["speed"] / means["ar_speed"]
+    compared = bool(group["ar_speed"].notna().all())
+    steps = int(first["steps"].sum())
+    return {
+        "num_questions": len(first),
+        "tokens_per_s": float(means["speed"].median()),
+        "accept_length": int(first["tokens"].sum()) / steps if steps else None,
+        "speedup": float(ratios.median()) if compared else None,
+    }
 
 
 def task_of(category: str) -> str:
     """Returns Spec-Bench's task of a category; categories of other sets are unchanged."""
     return _TASK_OF.get(category, category)
-
-
-def _choice(
-    index: int, turns: Sequence[RequestResult], decode: Callable[[Sequence[int]], str]
-) -> dict[str, Any]:
-    return {
-        "index": index,
-        "turns": [decode(turn.output) for turn in turns],
-        "decoding_steps": [turn.counters.answers for turn in turns],
-        "new_tokens": [len(turn.output) for turn in turns],
-        "wall_time": [turn.emitted_s[-1] - turn.admitted_s for turn in turns],
-        "accept_lengths": [length for turn in turns for length in _lengths(turn)],
-    }
-
-
-def _lengths(turn: RequestResult) -> list[int]:
-    """Returns the tokens emitted by each step, without those cut at the end of the answer."""
-    lengths = list(turn.counters.decided)
-    if lengths:
-        lengths[-1] -= turn.counters.cut_tokens
-    return lengths
-
-
-def _figures(answers: Sequence[Answer], plain: Mapping[Any, Answer]) -> dict[str, Any]:
-    num_repeats = len(answers[0]["choices"])
-    speeds = [_speed(answers, repeat) for repeat in range(num_repeats)]
-    lengths = [n for answer in answers for n in answer["choices"][0]["accept_lengths"]]
-    compared = [plain[a["question_id"]] for a in answers if a["question_id"] in plain]
-    ratios = []
-    if len(compared) == len(answers):
-        ratios = [speeds[repeat] / _speed(compared, repeat) for repeat in range(num_repeats)]
-    return {
-        "num_questions": len(answers),
-        "tokens_per_s": median(speeds),
-        "accept_length": fmean(lengths) if lengths else None,
-        "speedup": median(ratios) if ratios else None,
-    }
-
-
-def _speed(answers: Sequence[Answer], repeat: int) -> float:
-    """Mean over questions of new tokens per second, all turns of a question together."""
-    choices = [answer["choices"][repeat] for answer in answers]
-    return fmean(sum(c["new_tokens"]) / max(sum(c["wall_time"]), 1e-9) for c in choices)

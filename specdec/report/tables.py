@@ -76,9 +76,9 @@ COLUMNS = (
     metric("target", "passes", "target_passes", 0),
     metric("draft", "passes", "draft_passes", 0),
     Column("overhead", "outside model calls", lambda r: percent(r.get("overhead_share"), 1)),
+    Column("runtime", "runs the models", lambda r: str(r.get("runtime") or NONE), left=True),
     Column("loops", "loop_share", lambda r: percent(r.get("loop_share"))),
 )
-
 
 CATEGORIES = (
     "By category: speed-up over ar (without ar: tokens/s) as Spec-Bench computes it, a mean over"
@@ -105,8 +105,14 @@ def _category_cell(name: str, row: Row) -> str:
 
 
 def used_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[Column]:
-    """Returns the columns with a value in at least one row."""
-    return [column for column in columns if any(column.cell(row) != NONE for row in rows)]
+    """Returns the columns with a value in at least one row; the runtimes only if they differ."""
+    one_runtime = len({row.get("runtime") for row in rows}) < 2
+    return [
+        column
+        for column in columns
+        if not (one_runtime and column.heading == "runtime")
+        if any(column.cell(row) != NONE for row in rows)
+    ]
 
 
 def markdown_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
@@ -116,8 +122,17 @@ def markdown_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in table]
 
 
+_TITLED = (
+    *("target", "draft", "backend", "dtype", "quantization", "sampling", "max_new_tokens"),
+    *("batch_size", "executor"),
+)
+
+TITLE_KEYS = ("clock", "clock_profile", "data", "num_prompts", *_TITLED)
+"""Conditions that ``title_of`` shows."""
+
+
 def title_of(conditions: Mapping[str, Any]) -> str:
-    """Summarises clock, latency profile, data and sampling of a comparison in one line."""
+    """Says in one line of what results are: clock, data, models, their types, sampling, limits."""
     parts = [f"{conditions.get('clock', 'measured')} time"]
     if conditions.get("clock_profile") is not None:
         scale = conditions.get("clock_scale", 1.0)
@@ -127,7 +142,7 @@ def title_of(conditions: Mapping[str, Any]) -> str:
         parts.append(f"data={conditions['data']}" + (f" ({count} prompts)" if count else ""))
     if conditions.get("chat_template"):
         parts.append("chat template applied")
-    for key in ("sampling", "max_new_tokens", "executor", "dtype"):
+    for key in _TITLED:
         if conditions.get(key) is not None:
             parts.append(f"{key}={_inline(conditions[key])}")
     return ", ".join(parts)
@@ -152,35 +167,25 @@ def print_table(
 
 def _print_blocks(rows: Sequence[Row], columns: Sequence[Column], console: Console) -> None:
     first, *others = columns
-    blocks = [[first]]
-    for column in others:
-        narrow = console.is_terminal and console.width < _width(rows, [*blocks[-1], column])
-        if narrow and len(blocks[-1]) > 1:
+    best, blocks = best_row(rows), [[first]]
+    longest = {c: max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns}
+    for column in others:  # of padding two characters, and one between columns
+        width = 2 + sum(longest[c] + 3 for c in (*blocks[-1], column))
+        if console.is_terminal and console.width < width and len(blocks[-1]) > 1:
             blocks.append([first])
         blocks[-1].append(column)
-    for columns in blocks:
-        width, terminal = _width(rows, columns), console.is_terminal
+    for block in blocks:
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+        for column in block:
+            justify: Literal["left", "right"] = "left" if column.left else "right"
+            table.add_column(column.heading, justify=justify, no_wrap=True)
+        for row in rows:
+            style = "bold" if row is best else ("red" if row.get("lossless") is False else None)
+            name, *cells = (column.cell(row) for column in block)
+            table.add_row(f"{name} *" if row is best else name, *cells, style=style)
         # rich assumes 80 characters for files and pipes and would truncate the cells.
-        wide = Console(file=console.file, width=width, force_terminal=terminal)
-        (console if console.width >= width else wide).print(_table(rows, columns))
-
-
-def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    table, best = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False), best_row(rows)
-    for column in columns:
-        justify: Literal["left", "right"] = "left" if column.left else "right"
-        table.add_column(column.heading, justify=justify, no_wrap=True)
-    for row in rows:
-        style = "bold" if row is best else ("red" if row.get("lossless") is False else None)
-        name, *cells = (column.cell(row) for column in columns)
-        table.add_row(f"{name} *" if row is best else name, *cells, style=style)
-    return table
-
-
-def _width(rows: Sequence[Row], columns: Sequence[Column]) -> int:
-    """Returns the width of these columns in characters, including padding."""
-    longest = [max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns]
-    return sum(longest) + 3 * len(columns) + 2  # two characters of padding, one between
+        width = max(console.width, 4 + sum(longest[c] + 3 for c in block))
+        Console(file=console.file, width=width, force_terminal=console.is_terminal).print(table)
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
@@ -206,27 +211,30 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         if row.get("paced_counts") is False
     ]
     notes += [f"{row['strategy']}: {row['caveat']}." for row in rows if row.get("caveat")]
-    notes += _disturbed_note(rows)
+    if disturbed := [row for row in rows if row.get("disturbed")]:
+        text = "{strategy} {disturbed} of {total}"
+        counts = [
+            text.format(**row, total=row["num_prompts"] * row.get("repeats", 1))
+            for row in disturbed
+        ]
+        notes.append(
+            f"DISTURBED measurements: {', '.join(counts)} ({disturbed[0]['disturbed_because']})."
+            " The times may be wrong: end other work on this machine and measure again."
+        )
     notes += _context_notes(rows)
-    few = [
-        row
-        for row in rows
-        if row.get("speedup_wall_interval")
-        and row.get("strategy") != "ar"
-        and row.get("num_prompts", _FEW_PROMPTS) < _FEW_PROMPTS
-    ]
+    others = [row for row in rows if row["strategy"] != "ar"]
+    few = [r for r in others if r.get("speedup_wall_interval") and r["num_prompts"] < _FEW_PROMPTS]
     if few:
-        text = "{} {:.2f}-{:.2f}x"
-        texts = [text.format(row["strategy"], *row["speedup_wall_interval"]) for row in few]
+        text = "{strategy} {speedup_wall_interval[0]:.2f}-{speedup_wall_interval[1]:.2f}x"
         notes.append(
             f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
-            f" {', '.join(texts)}."
+            f" {', '.join(text.format(**row) for row in few)}."
         )
-    medians = [r for r in rows if r.get("speedup_prompt_median_interval") and r["strategy"] != "ar"]
+    medians = [row for row in others if row.get("speedup_prompt_median_interval")]
     if medians:
-        text = "{} {:.2f}x ({:.2f}-{:.2f}x)"
-        figures = ("speedup_prompt_median", "speedup_prompt_median_interval")
-        texts = [text.format(r["strategy"], r[figures[0]], *r[figures[1]]) for r in medians]
+        text = "{0} {1:.2f}x ({2[0]:.2f}-{2[1]:.2f}x)"
+        keys = ("strategy", "speedup_prompt_median", "speedup_prompt_median_interval")
+        texts = [text.format(*(row[key] for key in keys)) for row in medians]
         notes.append(
             f"Medians over prompts of their own `vs ar`, with 95 % intervals: {', '.join(texts)}."
         )
@@ -253,22 +261,6 @@ def _context_notes(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _disturbed_note(rows: Sequence[Row]) -> list[str]:
-    """Names the rows with disturbed measurements in one line; none without such rows."""
-    found = [row for row in rows if row.get("disturbed")]
-    if not found:
-        return []
-    counts = [
-        f"{row['strategy']} {row['disturbed']} of {row['num_prompts'] * row.get('repeats', 1)}"
-        for row in found
-    ]
-    return [
-        f"DISTURBED measurements, also when repeated: {', '.join(counts)}"
-        f" ({found[0]['disturbed_because']}). The times may be wrong: end other work on this"
-        " machine and measure again."
-    ]
-
-
 def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
     columns = used_columns(rows)
     lines = [f"# Comparison: {title_of(conditions)}", ""]
@@ -277,15 +269,18 @@ def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
     if categories := category_columns(rows):
         lines += ["", "## By category", "", CATEGORIES, "", *markdown_lines(categories, rows)]
     meanings = "; ".join(f"{c.heading}: {c.about}" for c in columns if c.about)
-    lines += ["", f"Columns: {meanings}.", "", "## Conditions", ""]
-    lines += [f"- {key}: {_inline(value)}" for key, value in conditions.items()]
-    return "\n".join(lines) + "\n"
+    lines += ["", f"Columns: {meanings}."]
+    return "\n".join([*lines, *conditions_lines(conditions)]) + "\n"
+
+
+def conditions_lines(conditions: Mapping[str, Any]) -> list[str]:
+    items = [f"- {key}: {_inline(value)}" for key, value in conditions.items()]
+    return ["", "## Conditions", "", *items]
 
 
 def _difference(token: Mapping[str, Any]) -> str:
-    if token["position"] < 0:
-        return f"prompt {token['id']} has no answer to compare"
-    text = "prompt {id}, token {position}: {token} instead of {ar_token}"
+    missing, text = "prompt {id} has no answer to compare", "prompt {id}, token {position}: "
+    text = missing if token["position"] < 0 else text + "{token} instead of {ar_token}"
     return text.format(**token)
 
 

@@ -103,10 +103,10 @@ class _Answer:
 class Endpoint:
     """A server that decodes one prompt per call of ``generate``.
 
-    ``pids`` is empty, since the server's CPU time is not measured.
+    ``pids`` is None, since the server's CPU time cannot be measured.
     """
 
-    pids = ()
+    pids = None
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Endpoint:
             cpu_s=0.0,
             prefill_s=0.0,
             rounds=len(tokens) - accepted if drafts else min(max(1, by_chunk), len(tokens)),
-            proposed=drafts.get("draft_tokens", 0),
+            proposed=drafts.get("draft_tokens"),
             accepted=accepted,
             draft_passes=0,
         )
@@ -201,8 +201,8 @@ class Endpoint:
                 for message in _messages(stream):
                     answer.add(message, perf_counter() - start)
         except (OSError, ValueError, LookupError, TypeError) as error:
-            told = error.read().decode() if isinstance(error, urllib.error.HTTPError) else error
-            words = " ".join(str(told).split())[:_SHOWN]
+            reason = error.read().decode() if isinstance(error, urllib.error.HTTPError) else error
+            words = " ".join(str(reason).split())[:_SHOWN]
             raise UserError(f"{self.version} failed: {words}") from error
         if not answer.chunks:
             raise UserError(f"{self.version} sent an empty stream: it must support stream=true")

@@ -107,7 +107,7 @@ def install(name: str, note: Callable[[str], None]) -> None:
         (folder / _DONE).write_text(json.dumps(_contents(runtime, kind)) + "\n")
 
 
-def converted(name: str, model: Path, note: Callable[[str], None]) -> Path:
+def converted(name: str, model: Path, note: Callable[[str], None] = lambda _: None) -> Path:
     """Returns a Hugging Face model's folder in a runtime's format; converts it on first use."""
     runtime = RUNTIMES[name]
     folder = rivals_dir() / "models" / f"{name}-{_fingerprint(model, runtime)}"

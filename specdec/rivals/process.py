@@ -30,7 +30,8 @@ class RivalOutput:
         wall_s, cpu_s: of the request, prefill included; CPU time of all threads.
         prefill_s: part of ``wall_s`` before the first decoding pass; 0 if unknown.
         rounds: target passes that produced tokens.
-        proposed, accepted: draft tokens; 0 without drafts.
+        proposed: draft tokens; 0 without drafts, None if the runtime does not count them.
+        accepted: draft tokens that the target accepted.
     """
 
     tokens: tuple[int, ...]
@@ -39,7 +40,7 @@ class RivalOutput:
     cpu_s: float
     prefill_s: float
     rounds: int
-    proposed: int
+    proposed: int | None
     accepted: int
     draft_passes: int
 
@@ -107,8 +108,8 @@ class RivalProcess:
             reply = {}
         if not reply or "error" in reply:
             self._errors.seek(0)
-            told = reply.get("error") or self._errors.read().decode(errors="replace")
+            reason = reply.get("error") or self._errors.read().decode(errors="replace")
             self.close()
-            words = " ".join(str(told).split())[-_SHOWN:] or "it ended without a message"
+            words = " ".join(str(reason).split())[-_SHOWN:] or "it ended without a message"
             raise UserError(f"{self._title} failed: {words}; leave its rows out")
         return dict(reply)

@@ -6,13 +6,47 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
-from specdec.report.batch_curves import curves_markdown, curves_png
+from specdec.report.plots import figure_of, png, tidy
 from specdec.report.results import read_object
+from specdec.report.styles import row_styles
+from specdec.report.tables import (
+    COLUMNS,
+    NONE,
+    conditions_lines,
+    markdown_lines,
+    metric,
+    percent,
+    title_of,
+    used_columns,
+)
 from specdec.runs.jobs import Progress, compare_jobs
 
 Row = dict[str, Any]
+
+_COLUMNS = tuple(
+    metric(heading, "", key, digits)
+    for heading, key, digits in (
+        ("batch", "batch_size", 0),
+        ("tokens/s", "throughput_tokens_per_s", 1),
+        ("TBT ms", "tbt_ms_mean", 1),
+        ("p50", "tbt_ms_p50", 1),
+        ("p95", "tbt_ms_p95", 1),
+        ("p99", "tbt_ms_p99", 1),
+        ("p99 of requests", "tbt_ms_request_p99", 1),
+        ("TTFT ms", "ttft_ms", 0),
+        ("queue ms", "queue_ms", 0),
+        ("open", "mean_batch", 1),
+        ("KV peak", "kv_tokens_peak", 0),
+        ("x ar", "throughput_over_ar", 2),
+        ("TBT x ar", "tbt_over_ar", 2),
+        ("x cross", "throughput_over_cross", 2),
+        ("TBT x cross", "tbt_over_cross", 2),
+    )
+)
 
 
 def curve_jobs(
@@ -84,15 +118,76 @@ def crossovers(rows: Sequence[Row], cross: str | None) -> dict[str, int | None]:
     Keys are "STRATEGY behind ar" and "STRATEGY behind CROSS". The value is None if the strategy is
     ahead at the largest size.
     """
-    speed = {(r["strategy"], r["batch_size"]): r["throughput_tokens_per_s"] or 0.0 for r in rows}
-    sizes = sorted({size for _, size in speed})
+    table = pd.DataFrame(rows).pivot_table(
+        "throughput_tokens_per_s", "batch_size", "strategy", sort=False
+    )
     crossed: dict[str, int | None] = {}
-    for plain in filter(None, ("ar", cross)):
-        for name in dict.fromkeys(row["strategy"] for row in rows):
-            if name in ("ar", cross) or (plain, sizes[0]) not in speed:
-                continue
-            behind = [n for n in sizes if speed[name, n] < speed[plain, n]]
-            ahead = [n for n in sizes if n not in behind]
-            last_ahead = max(ahead, default=0)
-            crossed[f"{name} behind {plain}"] = next((n for n in behind if n > last_ahead), None)
+    for plain in (name for name in ("ar", cross) if name in table):
+        for name in (name for name in table if name not in ("ar", cross)):
+            ahead = table.index[table[name] >= table[plain]].max()  # NaN if it never is
+            behind = [int(size) for size in table.index if not size <= ahead]
+            crossed[f"{name} behind {plain}"] = min(behind, default=None)
     return crossed
+
+
+def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
+    """Plots throughput against time between tokens, and its p99 over batch sizes, as PNG.
+
+    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2). ``rows`` has one row per
+    strategy and batch size.
+    """
+    figure = figure_of(11.0, 4.8)
+    speed, tail = figure.subplots(1, 2)
+    styles = row_styles(dict.fromkeys(str(row["strategy"]) for row in rows))
+    for name, points in pd.DataFrame(rows).groupby("strategy", sort=False):
+        look = styles[str(name)]
+        style = {**look.line(), "ms": 5, "lw": 1.4, "label": name}
+        if str(name).startswith("ar on "):
+            style |= {"ls": "--", "label": f"{name} (cross-profile)"}
+        speed.plot(points["tbt_ms_mean"], points["throughput_tokens_per_s"], **style)
+        for _, row in points.iterrows():
+            at = (row["tbt_ms_mean"], row["throughput_tokens_per_s"])
+            text = str(row["batch_size"])
+            speed.annotate(text, at, (4, 4), textcoords="offset points", fontsize=7)
+        tail.plot(points["batch_size"], points["tbt_ms_p99"], **style)
+        if "tbt_ms_request_p99" in points:
+            means = points["tbt_ms_request_p99"].astype(float)
+            tail.plot(points["batch_size"], means, color=look.color, ls=":", lw=1.2)
+    tail.set_xscale("log", base=2)
+    sizes = sorted({row["batch_size"] for row in rows})
+    tail.set_xticks(sizes, [str(size) for size in sizes])
+    title = "as Fig. 16; figures beside points: batch size"
+    x, y = "mean time between tokens of a request (ms)", "throughput (tokens per second)"
+    tidy(speed, xlabel=x, ylabel=y, title=title, ylim=(0, None))
+    title = "as Fig. 17: over tokens; dotted: over requests' means"
+    y = "99th percentile of the time between tokens (ms)"
+    tidy(tail, xlabel="batch size", ylabel=y, title=title, ylim=(0, None))
+    tail.legend(fontsize=7.5, frameon=False)
+    loops = percent(next((r["loop_share"] for r in rows if r.get("loop_share") is not None), None))
+    return png(figure, f"Batch sizes compared, loop_share {loops}", conditions)
+
+
+def curves_markdown(
+    rows: Sequence[Row],
+    conditions: Mapping[str, Any],
+    crossed: Mapping[str, int | None],
+    cross: str | None,
+    remarks: Sequence[str] = (),
+) -> str:
+    """Formats the page: every row at every batch size, ratios and conditions.
+
+    ``crossed`` are the ``crossovers``; ``cross`` and ``remarks`` are those of ``curve_jobs``.
+    """
+    columns = [COLUMNS[0], *used_columns(rows, _COLUMNS), COLUMNS[-1]]
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
+    lines = [f"# Batch sizes compared: {title_of(conditions)}", ""]
+    lines += markdown_lines(columns, sorted(rows, key=lambda r: names.index(r["strategy"])))
+    lines += ["", "Ratios are within a batch size; above 1 the row is better."]
+    if cross is not None:
+        lines.append(
+            f"`{cross}` is cross-profile: another engine's stage times, so the ratios over it"
+            " (x cross) mix strategy and engine, as the paper's do."
+        )
+    lines += ["", *remarks, "", "From which batch size on throughput is behind:", ""]
+    lines += [f"- {what}: {NONE if at is None else at}" for what, at in crossed.items()]
+    return "\n".join([*lines, *conditions_lines(conditions)]) + "\n"

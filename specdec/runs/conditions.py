@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ def conditions_of(
     cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
 ) -> dict[str, Any]:
     """Collects the conditions of a run, in which ``cut`` prompts were shortened."""
-    clock, model = cfg.get("clock", {}), cfg["model"]
+    clock, model, models = cfg.get("clock", {}), cfg["model"], pair.section()
     conditions: dict[str, Any] = {
         "clock": clock.get("kind", "measured"),
+        "target": _short(models.get("target")),
+        "draft": _short(models.get("draft")),
         "data": cfg["data"]["name"] if pair.tokenizer is not None else "random tokens",
         "num_prompts": num_prompts,
         "prompts_truncated": cut,
@@ -27,6 +30,7 @@ def conditions_of(
         "batch_size": cfg["batch_size"],
         "model": model["kind"],
         "dtype": pair.dtype if "dtype" in model else None,
+        "quantization": models.get("quantization"),
         "backend": pair.backend,
         "threads": torch.get_num_threads(),
         "repeats": repeats,
@@ -39,15 +43,29 @@ def conditions_of(
     return conditions | pair.conditions()
 
 
-def further_figures(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
-    """Returns metrics that a run does not measure: a replay's ``loop_share``, and ``caveat``.
+def _short(model: str | None) -> str | None:
+    """Shortens a path to its last folder; other names of models are unchanged."""
+    return Path(model).name if model and Path(model).expanduser().exists() else model
 
-    ``loop_share`` is taken from the record, since the tokens of a replay are made up. ``caveat``
-    says why the row's times are not comparable; it is absent if they are.
+
+def with_pair(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
+    """Returns the configuration with the models of a pair that the caller has built."""
+    choices = {**(cfg.get("choices") or {}), "model": type(pair).__name__}
+    return {**cfg, "model": pair.section(), "choices": choices}
+
+
+def further_metrics(cfg: Mapping[str, Any], pair: ModelPair, runner: Runner) -> dict[str, Any]:
+    """Returns metrics that ``summarise`` cannot know.
+
+    ``runtime`` is the program that ran the models; ``loop_share`` of a replay is that of its
+    record, since the tokens of a replay are made up; ``caveat`` says why the row is not comparable
+    or representative, and is absent if it is.
     """
-    text = cfg.get("clock", {}).get("caveat")
+    reasons = [cfg.get("clock", {}).get("caveat")]
+    reasons += [runner.parts.source.caveat] if runner.parts is not None else []
     recorded = {"loop_share": pair.about.get("loop_share")} if pair.about else {}
-    return recorded | ({"caveat": text} if text else {})
+    caveat = "; ".join(filter(None, reasons))
+    return {"runtime": runner.runtime, **recorded, **({"caveat": caveat} if caveat else {})}
 
 
 def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:

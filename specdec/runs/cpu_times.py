@@ -1,128 +1,114 @@
-"""Reads from the operating system the CPU times of a run's processes and of all others."""
+"""Detects other work on the machine during a measurement, from the CPU times of a run's processes.
+
+docs/metrics.md states the rules. A measurement is one prompt decoded once by one strategy.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import Any
 
-from specdec.metrics.contention import CpuTimes
+MAX_WAITING = 0.05  # threads that, on average, waited for a CPU
+MAX_STOLEN_SHARE = 0.10  # of the wall time, in which the host of a virtual machine took the CPUs
+MIN_CPU_SHARE = 0.75  # CPU time per wall time of processes that wait for nothing else
 
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]
-
+_TICK_ERROR_S = 0.02  # the CPU time of other processes is counted in ticks of 10 ms
 _COMPUTING_SHARE = 0.05  # share of the wall time from which a thread counts as computing
-_NANO = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuReading:
-    """Cumulative times at one moment; see ``CpuTimes`` for what None means.
+def disturbance(cpu: Mapping[str, Any]) -> str:
+    """Explains in a clause why a measurement's times do not count; "" if they do.
 
-    Attributes:
-        cpu_s: CPU time of this process.
-        threads: (process id, thread id) -> (CPU seconds, seconds waiting for a CPU), of this
-            process and of the ranks on this machine; empty if the system does not say.
-        busy_s, stolen_s: of all CPUs and processes; time that the hypervisor gave to others.
-        preemptions: involuntary context switches of this process.
+    ``cpu`` is the result of ``CpuMeter.stop``.
     """
-
-    wall_s: float
-    cpu_s: float
-    threads: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    busy_s: float | None = None
-    stolen_s: float | None = None
-    preemptions: int | None = None
-
-
-def read_cpu(ranks: Sequence[int] = (), proc: Path = Path("/proc")) -> CpuReading:
-    """Reads the current times of this process and of the process ids ``ranks``.
-
-    This takes about 20 microseconds per thread on Linux.
-    """
-    own, threads = os.getpid(), dict[tuple[int, int], tuple[float, float]]()
-    for pid in (own, *ranks):
-        for file in (proc / str(pid) / "task").glob("*/schedstat"):
-            try:
-                ran, waited, *_ = file.read_text().split()
-            except (OSError, ValueError):  # the thread has ended, or the kernel does not count
-                continue
-            threads[pid, int(file.parent.name)] = int(ran) * _NANO, int(waited) * _NANO
-    busy_s = stolen_s = None
-    try:
-        ticks = [int(word) for word in (proc / "stat").read_text().split("\n", 1)[0].split()[1:]]
-        user, nice, system, _idle, _disk, irq, softirq, stolen = ticks[:8]
-        per_s = os.sysconf("SC_CLK_TCK")
-        busy_s = (user + nice + system + irq + softirq) / per_s
-        stolen_s = stolen / per_s
-    except (OSError, ValueError):  # not Linux
-        pass
-    switches = None if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-    return CpuReading(
-        wall_s=perf_counter(),
-        cpu_s=process_time(),
-        threads=threads,
-        busy_s=busy_s,
-        stolen_s=stolen_s,
-        preemptions=switches,
-    )
+    wall_s = cpu["wall_s"]
+    if wall_s <= 0:
+        return ""
+    waiting, stolen = ((cpu[name] or 0.0) / wall_s for name in ("delay_s", "stolen_s"))
+    # Threads that have fewer CPUs than they are wait for each other.
+    crowded = cpu["threads"] > cpu["cpus"] and cpu["others_s"] is not None
+    crowded = crowded and cpu["others_s"] <= MAX_WAITING * wall_s + _TICK_ERROR_S
+    if waiting > MAX_WAITING and not crowded:
+        return f"{waiting:.2f} threads on average waited for a CPU"
+    if stolen > MAX_STOLEN_SHARE:
+        return f"the machine's host took the CPUs for {stolen:.0%} of the time"
+    if not cpu["waits"] and cpu["cpu_s"] < MIN_CPU_SHARE * wall_s:
+        return f"no thread had a CPU during {1 - cpu['cpu_s'] / wall_s:.0%} of the time"
+    return ""
 
 
 class CpuMeter:
-    """Measures the CPU times of intervals, each from ``start`` to ``stop``."""
+    """Measures the CPU times of intervals, each from ``start`` to ``stop``.
+
+    Args:
+        pids: the run's other processes on this machine; None if they cannot be read.
+        waits: whether the run also waits for something other than a CPU: a GPU, other machines.
+        proc: Linux's folder of processes.
+    """
 
     def __init__(
-        self,
-        *,
-        ranks: Sequence[int] = (),
-        waits: bool = False,
-        read: Callable[[Sequence[int]], CpuReading] = read_cpu,
-        cpus: int | None = None,
+        self, pids: Sequence[int] | None = (), *, waits: bool = False, proc: Path = Path("/proc")
     ) -> None:
-        """Takes the process ids of the run's other processes on this machine.
-
-        ``waits`` is explained at ``CpuTimes``; ``cpus`` of None asks the system.
-        """
-        self._ranks, self._waits, self._read = tuple(ranks), waits, read
-        self._cpus = cpus or _usable_cpus()
-        self._began: CpuReading | None = None
+        self._pids, self._waits, self._proc = tuple(pids or ()), waits or pids is None, proc
 
     def start(self) -> None:
-        self._began = self._read(self._ranks)
+        self._threads, self._counts = self._read()
 
-    def stop(self) -> CpuTimes:
-        assert self._began is not None, "stop() before start()"
-        before, now = self._began, self._read(self._ranks)
-        wall_s = now.wall_s - before.wall_s
+    def stop(self) -> dict[str, Any]:
+        """Returns the times since ``start``; None where the operating system does not report them.
+
+        Keys: ``wall_s``; ``cpu_s`` over all threads; ``delay_s``, in which threads were ready but
+        had no CPU; ``others_s``, the CPU time of all other processes; ``stolen_s``; ``preemptions``
+        (involuntary context switches); ``threads`` that computed; ``cpus`` that may be used;
+        ``waits``.
+        """
+        threads, counts = self._read()
         spent = [
-            (pid, ran - ran_before, waited - waited_before)
-            for (pid, thread), (ran, waited) in now.threads.items()
-            for ran_before, waited_before in [before.threads.get((pid, thread), (0.0, 0.0))]
+            (pid in self._pids, ran - before[0], waited - before[1])
+            for (pid, thread), (ran, waited) in threads.items()
+            for before in [self._threads.get((pid, thread), (0.0, 0.0))]
         ]
-        cpu_s = now.cpu_s - before.cpu_s
-        cpu_s += sum(ran for pid, ran, _ in spent if pid in self._ranks)
-        busy_s = _difference(now.busy_s, before.busy_s)
-        computing = sum(ran > _COMPUTING_SHARE * wall_s for _, ran, _ in spent)
-        switches = _difference(now.preemptions, before.preemptions)
-        return CpuTimes(
-            wall_s=wall_s,
-            cpu_s=cpu_s,
-            delay_s=sum(waited for *_, waited in spent) if spent else None,
-            others_s=None if busy_s is None else max(0.0, busy_s - cpu_s),
-            stolen_s=_difference(now.stolen_s, before.stolen_s),
-            preemptions=None if switches is None else int(switches),
-            threads=max(1, computing),
-            cpus=self._cpus,
-            waits=self._waits,
-        )
+        cpu = {
+            name: None if value is None or self._counts[name] is None else value - earlier
+            for (name, value), earlier in zip(counts.items(), self._counts.values(), strict=True)
+        }
+        cpu["cpu_s"] += sum(ran for theirs, ran, _ in spent if theirs)
+        busy_s = cpu.pop("busy_s")
+        cpu["delay_s"] = sum(waited for *_, waited in spent) if spent else None
+        cpu["others_s"] = None if busy_s is None else max(0.0, busy_s - cpu["cpu_s"])
+        computing = sum(ran > _COMPUTING_SHARE * cpu["wall_s"] for _, ran, _ in spent)
+        rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in cpu.items()}
+        flags = {"threads": max(1, computing), "cpus": _usable_cpus(), "waits": self._waits}
+        return rounded | flags
 
+    def _read(self) -> tuple[dict[tuple[int, str], tuple[float, float]], dict[str, Any]]:
+        """Returns (process, thread) -> (CPU seconds, seconds waiting), and the other counts.
 
-def _difference(now: float | None, before: float | None) -> float | None:
-    return None if now is None or before is None else now - before
+        This takes about 20 microseconds per thread on Linux.
+        """
+        threads = {}
+        for pid in (os.getpid(), *self._pids):
+            for file in (self._proc / str(pid) / "task").glob("*/schedstat"):
+                with suppress(OSError, ValueError):  # the thread has ended
+                    ran, waited, *_ = map(int, file.read_text().split())
+                    threads[pid, file.parent.name] = ran * 1e-9, waited * 1e-9
+        counts: dict[str, Any] = {"wall_s": perf_counter(), "cpu_s": process_time()}
+        counts |= dict.fromkeys(("busy_s", "stolen_s", "preemptions"))
+        with suppress(OSError, ValueError):  # not Linux
+            ticks = map(int, (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:9])
+            user, nice, system, _idle, _disk, irq, softirq, stolen = ticks
+            per_s = os.sysconf("SC_CLK_TCK")
+            counts["busy_s"] = (user + nice + system + irq + softirq) / per_s
+            counts["stolen_s"] = stolen / per_s
+        with suppress(ImportError):  # not on Windows
+            import resource
+
+            counts["preemptions"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        return threads, counts
 
 
 def _usable_cpus() -> int:

@@ -7,7 +7,7 @@ derived as for every other strategy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -19,7 +19,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as hf_logging
@@ -29,16 +28,8 @@ from specdec.metrics.results import RequestResult, RunTotals
 from specdec.models.quantize import num_bytes
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.parts.fields import Count, Share, validated
-from specdec.runs.runners import (
-    Book,
-    TokenPrompt,
-    result_of,
-    run_one_by_one,
-    sampling_params,
-)
-from specdec.sampling.transform import SamplingParams
+from specdec.runs.runners import OneByOne, TokenPrompt, result_of
 from specdec.state import TARGET_ORIGIN, RequestState, StopRules
-from specdec.types import IntArray, Lossless
 
 HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 
@@ -116,86 +107,39 @@ class Emissions(StoppingCriteria):
 
 
 @dataclass(kw_only=True, eq=False)
-class HFBaseline:
-    """One kind of baseline on one model pair, as a ``Runner`` that decodes prompts one by one.
+class HFBaseline(OneByOne):
+    """One kind of transformers' own decoding on one model pair.
 
     The models have hooks and a neutral ``generation_config`` during ``generate_one`` only.
 
-    Attributes:
-        kind: one of ``HF_KINDS``.
-        draft: for ``hf_assisted`` only.
-        stop: applied token by token to the output of ``generate``.
-        seed: seeds torch's global generator together with the prompt's id. The draws differ from
-            this library's, so tokens are comparable under greedy decoding only.
-        weight_bytes: of target and draft; default: those in memory.
+    ``kind`` is one of ``HF_KINDS``; ``draft`` is for ``hf_assisted`` only. ``stop`` is applied
+    token by token to the output of ``generate``. ``weight_bytes`` default to those in memory.
     """
 
     kind: str
     target: PreTrainedModel
-    stop: StopRules
-    sampling: SamplingParams
-    seed: int = 0
     draft: PreTrainedModel | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
     options: HFOptions = HFOptions()
-    name: str = ""
-    weight_bytes: tuple[int, int] = (0, 0)
 
-    parts = None
-    trace = None
+    runtime = "PyTorch"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind not in HF_KINDS:
             raise ValueError(f"{self.kind!r} is unknown: use one of {', '.join(HF_KINDS)}")
         if (self.draft is not None) != (self.kind == "hf_assisted"):
             needs = "needs" if self.kind == "hf_assisted" else "has no use for"
             raise ValueError(f"{self.kind} {needs} a draft model")
         self.name = self.name or self.kind
-        self.claims = Lossless.TOKEN if self.sampling.greedy else Lossless.DISTRIBUTION
         self._models = {"target": self.target}
         if self.draft is not None:
             self._models["draft"] = self.draft
-        if not any(self.weight_bytes):
-            target_bytes, *draft_bytes = map(num_bytes, self._models.values())
-            self.weight_bytes = target_bytes, sum(draft_bytes)
+        if not self.weight_bytes:
+            self.weight_bytes = {name: num_bytes(model) for name, model in self._models.items()}
         self._config = self._generation_config()
-        self._origin_s = perf_counter()
 
-    @classmethod
-    def of(cls, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> HFBaseline:
-        """Builds the baseline of a configuration whose strategy has kind ``hf``."""
-        name, kind = str(cfg["strategy"]["name"]), cfg["strategy"]["method"]
-        if not isinstance(pair, HuggingFacePair):
-            raise UserError(f"strategy={name} needs real models; use model=tiny or model=hf")
-        return cls(
-            kind=kind,
-            name=name,
-            target=pair.target,
-            draft=pair.draft if kind == "hf_assisted" else None,
-            stop=stop,
-            sampling=sampling_params(cfg["sampling"]),
-            seed=int(cfg["seed"]),
-            tokenizer=pair.tokenizer,
-            options=HFOptions(**cfg["strategy"]["options"]),
-            weight_bytes=(pair.weight_bytes["target"], pair.weight_bytes.get("draft", 0)),
-        )
-
-    def run(
-        self,
-        prompts: Sequence[TokenPrompt],
-        on_finish: Callable[[RequestResult], None],
-        book: Book | None = None,
-    ) -> RunTotals:
-        return run_one_by_one(prompts, lambda p: self.generate_one(p.id, p.tokens), on_finish, book)
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def generate_one(self, prompt_id: int, tokens: IntArray) -> tuple[RequestResult, RunTotals]:
-        """Decodes one prompt (int64[T >= 1]); returns the request and its raw counts."""
-        request = RequestState(
-            request_id=prompt_id, prompt=tokens, stop=self.stop, sampling=self.sampling
-        )
+    def generate_one(self, prompt: TokenPrompt) -> tuple[RequestResult, RunTotals]:
+        tokens, request = prompt.tokens, self.new_request(prompt)
         logs = {name: PassLog() for name in ("target", "draft")}
         emissions = Emissions(request, self._origin_s)
         input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self.target.device)
@@ -210,7 +154,7 @@ class HFBaseline:
         with ExitStack() as stack:
             stack.callback(hf_logging.set_verbosity, hf_logging.get_verbosity())
             hf_logging.set_verbosity_error()
-            self._seed_generator(prompt_id, stack)
+            self._seed_generator(prompt.id, stack)
             for name, model in self._models.items():
                 stack.callback(setattr, model, "generation_config", model.generation_config)
                 model.generation_config = self._neutral_config(name)
@@ -284,9 +228,23 @@ class HFBaseline:
             draft_total_s=draft.seconds,
             model_s={name: log.seconds for name, log in logs.items()},
             model_calls={name: len(log.rows) for name, log in logs.items()},
-            target_bytes=self.weight_bytes[0],
-            draft_bytes=self.weight_bytes[1],
+            target_bytes=self.weight_bytes["target"],
+            draft_bytes=self.weight_bytes.get("draft", 0),
         )
+
+
+def baseline_of_transformers(
+    cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
+) -> HFBaseline:
+    """Builds the baseline of a configuration whose strategy has kind ``hf``."""
+    name, kind = cfg["strategy"]["name"], cfg["strategy"]["method"]
+    if not isinstance(pair, HuggingFacePair):
+        raise UserError(f"strategy={name} needs real models; use model=tiny or model=hf")
+    draft = pair.draft if kind == "hf_assisted" else None
+    options = HFOptions(**cfg["strategy"]["options"])
+    return HFBaseline.of(
+        cfg, pair, stop, kind=kind, target=pair.target, draft=draft, options=options
+    )
 
 
 def _count(request: RequestState, sizes: Sequence[int], rows: Sequence[int]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from specdec.clocks import ClockKind
+from specdec.clocks.timed_runs import timed_run
 from specdec.data import (
     Request,
     fit_prompt,
@@ -21,29 +22,25 @@ from specdec.data import (
 from specdec.data.prompt import TURN_IDS
 from specdec.distributed.rank_groups import rank_logs_in
 from specdec.errors import UserError
-from specdec.files import write_json
-from specdec.metrics import RequestResult, comparison_row, summarise
+from specdec.files import write_bytes, write_json, write_text
+from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import check_recordable, record_run, write_record
-from specdec.report import (
-    RequestWriter,
-    print_table,
-    write_comparison,
-    write_run,
-)
 from specdec.report.origins import write_token_ends
+from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import provenance
+from specdec.report.requests import RequestRecord, RequestWriter, finished, runs_of
 from specdec.report.spec_bench import Answer, answers_of, by_category, write_answers
+from specdec.report.tables import markdown_table, print_table
 from specdec.runs.conditions import (
     conditions_of,
-    further_figures,
+    further_metrics,
     note_levels_on_one_stage,
     note_replay,
     note_unused_options,
 )
-from specdec.runs.dialogues import Dialogues
-from specdec.runs.hf_generate import HFBaseline
-from specdec.runs.measurements import Measurements, meter_of, warm_up
+from specdec.runs.cpu_times import CpuMeter, disturbance
+from specdec.runs.hf_generate import baseline_of_transformers
 from specdec.runs.rival import baseline_of_endpoint, baseline_of_runtime
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_params
 from specdec.serving.arrivals import AT_ONCE
@@ -80,17 +77,19 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     (runner,), pair = decoding.runners, decoding.pair
     if runner.trace is not None:
         _write_trace(runner, pair, output_dir)
-    (run,) = decoding.measured.merged()[runner.name]
+    (run,) = decoding.runs()[runner.name]
     summary = {
         "strategy": runner.name,
         "claims": str(runner.claims),
         **summarise(run.results, run.totals),
+        **decoding.further_metrics(runner, cfg),
+        "by_category": by_category(decoding.answers()[runner.name], None),
     }
-    summary |= further_figures(cfg, pair) | decoding.measured.figures(runner.name)
-    summary["by_category"] = by_category(decoding.answers()[runner.name], None)
     conditions = decoding.conditions(repeats=1)
     _write_provenance(cfg, output_dir)
-    write_run(output_dir, summary, run.results, conditions)
+    write_bytes(output_dir / "run.png", run_png(summary, run.results, conditions))
+    # Written last: a folder with this file is complete.
+    write_json(output_dir / "summary.json", {**summary, "conditions": conditions})
     print_table([summary], conditions)
     return summary
 
@@ -117,32 +116,27 @@ def compare_jobs(
     """
     decoding = _Decoding(cfgs, output_dir, progress, pair)
     decoding.decode(repeats)
-    measured, conditions = decoding.measured, decoding.conditions(repeats)
-    merged = measured.merged()
-    answers = decoding.answers()
+    conditions, runs, answers = decoding.conditions(repeats), decoding.runs(), decoding.answers()
     rows = [
-        comparison_row(
-            r.name,
-            merged[r.name],
-            merged.get("ar"),
-            claims=r.claims,
-            disturbed=measured.disturbed_ids(r.name, "ar"),
-        )
-        | further_figures(cfg, decoding.pair)
-        | measured.figures(r.name)
+        comparison_row(r.name, runs[r.name], runs.get("ar"), claims=r.claims)
+        | decoding.further_metrics(r, cfg)
         | {"by_category": by_category(answers[r.name], answers.get("ar"))}
         for r, cfg in zip(decoding.runners, cfgs, strict=True)
     ]
-    _write_provenance(cfgs[0], output_dir, strategies=list(merged))
-    write_comparison(output_dir, rows, conditions, merged)
+    _write_provenance(cfgs[0], output_dir, strategies=list(runs))
+    comparison = {"rows": rows, "conditions": conditions}
+    write_text(output_dir / "comparison.md", markdown_table(rows, conditions))
+    write_bytes(output_dir / "comparison.png", comparison_png(rows, conditions, runs))
+    write_json(output_dir / "comparison.json", comparison)
     print_table(rows, conditions)
-    return {"rows": rows, "conditions": conditions}
+    return comparison
 
 
 class _Decoding:
-    """Decodes the prompts of the first configuration with every strategy."""
+    """Decodes the prompts of the first configuration with every strategy.
 
-    measured: Measurements
+    ``records`` has the finished requests by strategy, repeat and prompt id.
+    """
 
     def __init__(
         self,
@@ -158,7 +152,9 @@ class _Decoding:
         progress.phase("loading models", None)
         self.pair, self._prompts, self._cut = prepare(self._base, pair)
         self.runners: list[Runner] = []
-        self._dialogues = Dialogues(self._base, self.pair)
+        self.records: dict[str, list[dict[int, RequestRecord]]] = {}
+        data = self._base["data"]
+        self._all_turns = data.get("turns", "first") == "all"
         note_replay(self.pair, progress.note)
         note_unused_options(cfgs, self.pair, progress.note)
 
@@ -177,18 +173,15 @@ class _Decoding:
                 for runner in self.runners:
                     warm_up(runner, self._base, self._prompts)
                     progress.advance(detail=runner.name)
-            num_turns = sum(map(self._dialogues.num_turns, self._prompts))
-            total = repeats * num_turns * len(self.runners)
-            progress.phase("decoding", total)
+            num_turns = sum(map(self._num_turns, self._prompts))
+            progress.phase("decoding", repeats * num_turns * len(self.runners))
             with RequestWriter(self._folder / "requests.jsonl") as writer:
-                self.measured = self._measurements(writer)
                 for repeat in range(repeats):
-                    self._repeat(repeat, self.measured)
-                self.measured.mark()
+                    self._repeat(repeat, writer)
         finally:
             for runner in self.runners:
                 runner.close()
-        results = self.measured.results()
+        results = {n: [r.result for r in runs[0].values()] for n, runs in self.records.items()}
         if base.get("record"):
             self._write_record(results[self.runners[0].name])
         write_token_ends(self._folder, results, self.pair.tokenizer)
@@ -199,60 +192,124 @@ class _Decoding:
     def conditions(self, repeats: int) -> dict[str, Any]:
         return conditions_of(self._base, self.pair, len(self._prompts), self._cut, repeats)
 
+    def runs(self) -> dict[str, list[Run]]:
+        """Returns requests and totals by strategy and repeat."""
+        return {
+            name: runs_of(record for repeat in repeats for record in repeat.values())
+            for name, repeats in self.records.items()
+        }
+
+    def further_metrics(self, runner: Runner, cfg: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what ``summarise`` cannot know, and how many measurements were disturbed."""
+        metrics = further_metrics(cfg, self.pair, runner)
+        records = [r for repeat in self.records[runner.name] for r in repeat.values()]
+        if all(record.cpu is not None for record in records):
+            reasons = [record.disturbed for record in records if record.disturbed]
+            metrics["disturbed"] = len(reasons)
+            metrics["disturbed_because"] = reasons[0] if reasons else None
+        return metrics
+
+    def _repeat(self, repeat: int, writer: RequestWriter) -> None:
+        runners, path = self.runners, writer.path
+        for runner in runners:
+            self.records.setdefault(runner.name, []).append(finished(path, runner.name, repeat))
+            self._progress.advance(len(self.records[runner.name][repeat]))
+        # Prompts run together if they share batches or arrive over time.
+        alone = self._base["batch_size"] == 1 and self._at_once
+        groups = [[prompt] for prompt in self._prompts] if alone else [self._prompts]
+        for number, together in enumerate(groups):
+            shift = (number + repeat) % len(runners)  # rotates which row meets cold caches
+            for runner in [*runners[shift:], *runners[:shift]]:
+                done = self.records[runner.name][repeat]
+                group = [prompt for prompt in together if prompt.id not in done]
+                if group:
+                    self._measure(runner, repeat, group, writer)
+                turn = self._next_turn(together[0], done) if alone else None
+                while turn is not None:
+                    if turn.id not in done:
+                        self._measure(runner, repeat, [turn], writer)
+                    turn = self._next_turn(turn, done)
+
     @property
     def _at_once(self) -> bool:
         """Whether every request is submitted at the start, so that none is waited for."""
         return bool((self._base.get("serving") or {}).get("arrivals", AT_ONCE) == AT_ONCE)
 
-    def _measurements(self, writer: RequestWriter) -> Measurements:
-        sources = {prompt.id: prompt.source for prompt in self._prompts}
-        on_gpu = not str(self.pair.device).startswith("cpu")
-        return Measurements(
-            writer,
-            new_meter=partial(meter_of, waits=on_gpu or not self._at_once),
-            on_finish=lambda name: self._progress.advance(detail=name),
-            source_of=lambda prompt_id: sources.get(prompt_id % TURN_IDS),
+    def _measure(
+        self, runner: Runner, repeat: int, prompts: Sequence[TokenPrompt], writer: RequestWriter
+    ) -> None:
+        """Decodes prompts with a strategy; each is written when it is finished."""
+        meter = None
+        if runner.parts is None or runner.parts.clock.kind is ClockKind.MEASURED:
+            on_gpu = not str(self.pair.device).startswith("cpu")
+            meter = CpuMeter(runner.pids, waits=on_gpu or not self._at_once)
+        sources = {prompt.id: prompt.source for prompt in prompts}
+
+        def book(result: RequestResult, totals: RunTotals) -> None:
+            cpu, source = None if meter is None else meter.stop(), sources[result.id]
+            record = RequestRecord(
+                strategy=runner.name,
+                repeat=repeat,
+                result=result,
+                totals=totals,
+                prompt="" if source is None else source.name,
+                category="" if source is None else source.category,
+                cpu=cpu,
+                disturbed="" if cpu is None else disturbance(cpu),
+            )
+            self.records[runner.name][repeat][result.id] = record
+            writer.write(record)
+            self._progress.advance(detail=runner.name)
+            if meter is not None:
+                meter.start()
+
+        with timed_run():
+            if meter is not None:
+                meter.start()
+            runner.run(prompts, lambda _: None, book)
+
+    def _num_turns(self, prompt: TokenPrompt) -> int:
+        return 1 + (len(prompt.source.later) if self._all_turns and prompt.source else 0)
+
+    def _next_turn(
+        self, prompt: TokenPrompt, done: Mapping[int, RequestRecord]
+    ) -> TokenPrompt | None:
+        """Makes the turn of a dialogue after ``prompt``; None after the last.
+
+        ``done`` has the finished requests of one strategy and repeat by id; later turns are decoded
+        after the strategy's own answers (``data.turns=all``).
+        """
+        turn, first = divmod(prompt.id, TURN_IDS)
+        if turn + 1 >= self._num_turns(prompt):
+            return None
+        data, tokenizer = self._base["data"], self.pair.tokenizer
+        assert prompt.source is not None, "data= has sources"
+        assert tokenizer is not None, "data= has a tokenizer"
+        tokens = prompt_tokens(
+            prompt.source,
+            tokenizer,
+            chat=data["chat"],
+            answers=[self._text(done[first + t * TURN_IDS].result.output) for t in range(turn + 1)],
         )
+        longest = _longest(self._base, self.pair, data.get("max_prompt_tokens"), len(tokens))
+        tokens, _ = fit_prompt(
+            tokens,
+            max_len=longest,
+            truncation=data["truncation"],
+            label=f"turn {turn + 2} of prompt {first} of data={data['name']}",
+        )
+        return TokenPrompt(prompt.id + TURN_IDS, tokens, prompt.source)
 
-    def _repeat(self, repeat: int, measured: Measurements) -> None:
-        runners = self.runners
-        for runner in runners:
-            self._progress.advance(measured.resume(runner.name))
-        # Prompts run together if they share batches or arrive over time.
-        alone = self._base["batch_size"] == 1 and self._at_once
-        groups = [[prompt] for prompt in self._prompts] if alone else [self._prompts]
-        for turn, together in enumerate(groups):
-            shift = (turn + repeat) % len(runners)  # rotates which row meets cold caches
-            for runner in [*runners[shift:], *runners[:shift]]:
-                done = measured.records[runner.name][repeat]
-                group = [prompt for prompt in together if prompt.id not in done]
-                if group:
-                    measured.measure(runner, repeat, group)
-                if alone:
-                    self._further_turns(runner, repeat, together[0])
-        if alone:
-            measured.measure_again(runners, self._prompts, self._dialogues.prompts)
-
-    def _further_turns(self, runner: Runner, repeat: int, prompt: TokenPrompt) -> None:
-        done = self.measured.records[runner.name][repeat]
-        turn = self._dialogues.after(runner.name, prompt, done)
-        while turn is not None:
-            if turn.id not in done:
-                self.measured.measure(runner, repeat, [turn])
-            turn = self._dialogues.after(runner.name, turn, done)
+    def _text(self, tokens: Sequence[int]) -> str:
+        tokenizer: Any = self.pair.tokenizer
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def answers(self) -> dict[str, list[Answer]]:
         """Writes the answers in Spec-Bench's format; returns them by strategy."""
         prompts = {p.id: p.source for p in self._prompts if p.source is not None}
-        tokenizer, found = self.pair.tokenizer, dict[str, list[Answer]]()
-        for name, runs in self.measured.merged().items():
-            assert tokenizer is not None or not prompts, "data= has a tokenizer"
-            found[name] = answers_of(
-                prompts,
-                [run.results for run in runs],
-                name,
-                lambda ids: str(cast(Any, tokenizer).decode(list(ids), skip_special_tokens=True)),
-            )
+        found = {}
+        for name, runs in self.runs().items():
+            found[name] = answers_of(prompts, [run.results for run in runs], name, self._text)
             write_answers(self._folder, name, found[name])
         return found
 
@@ -260,7 +317,8 @@ class _Decoding:
         """Records the draft's ranks by one more pass per prompt, which is outside all metrics."""
         cfg, pair = self._base, self.pair
         self._progress.phase("recording the draft", len(results))
-        model, conditions = cfg["model"], self.conditions(1)
+        models, conditions = pair.section(), self.conditions(1)
+        names = {k: models[k] for k in ("target", "draft") if models.get(k)}
         record = record_run(
             pair=pair,
             prompts={prompt.id: prompt.tokens for prompt in self._prompts},
@@ -268,7 +326,7 @@ class _Decoding:
             sampling=sampling_params(cfg["sampling"]),
             about={
                 "strategy": cfg["strategy"]["name"],
-                "model": {k: model[k] for k in ("kind", "target", "draft") if k in model},
+                "model": {"kind": cfg["model"]["kind"], **names},
                 **{k: v for k, v in conditions.items() if k in _RECORDED_CONDITIONS},
                 "sampling_params": dict(cfg["sampling"]),
                 "provenance": provenance(command=sys.argv, config=cfg),
@@ -281,7 +339,7 @@ class _Decoding:
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
     """Builds the runner of a strategy: this library's for kind ``parts``, else a baseline's."""
     kinds: dict[str, Any] = {
-        "hf": HFBaseline.of,
+        "hf": baseline_of_transformers,
         "rival": baseline_of_runtime,
         "endpoint": baseline_of_endpoint,
     }
@@ -322,19 +380,40 @@ def prepare(
         drawn = rng.integers(1, pair.vocab_size, shape, np.int64)
         return pair, [TokenPrompt(i, row) for i, row in enumerate(drawn)], 0
     request = Request.of(**data)
-    bounds = [b for b in (room, request.max_prompt_tokens) if b is not None]
     prompts, cut = [], 0
     for prompt in load_prompts(request):
         tokens = prompt_tokens(prompt, tokenizer, chat=request.chat)
         tokens, num_cut = fit_prompt(
             tokens,
-            max_len=min(bounds, default=len(tokens)),
+            max_len=_longest(cfg, pair, request.max_prompt_tokens, len(tokens)),
             truncation=request.truncation,
             label=f"prompt {prompt.id} of data={data['name']}",
         )
         cut += num_cut > 0
         prompts.append(TokenPrompt(prompt.id, tokens, prompt))
     return pair, prompts, cut
+
+
+def _longest(cfg: Mapping[str, Any], pair: ModelPair, limit: int | None, length: int) -> int:
+    """Returns the most tokens that a prompt of ``length`` tokens may keep."""
+    positions = pair.max_positions
+    room = None if positions is None else positions - int(cfg["max_new_tokens"])
+    return min((bound for bound in (room, limit) if bound is not None), default=length)
+
+
+def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPrompt]) -> None:
+    """Decodes prompts uncounted, since first calls allocate, compile and capture CUDA graphs.
+
+    With graphs it decodes a whole batch of the longest prompts: each place in a batch has graphs of
+    its own, for contexts up to the length of its request.
+    """
+    first = prompts[:1]
+    if cfg["model"].get("graphs", "off") != "off":
+        longest = sorted(prompts, key=lambda prompt: len(prompt.tokens), reverse=True)
+        first = longest[: int(cfg["batch_size"])]
+    runner.run(first, lambda _: None)
+    if runner.trace is not None:
+        runner.trace.clear()
 
 
 def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:

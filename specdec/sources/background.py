@@ -33,6 +33,7 @@ class Background(TokenSource):
         self._source = source
         self.needs, self.vocab_size = source.needs, source.vocab_size
         self.gives_probs, self.model = source.gives_probs, source.model
+        self.caveat = source.caveat
         self.members, self.cheap = source.members, source.cheap
         self._rank = free_rank
         self._wakeup: threading.Event | None = None

@@ -12,7 +12,7 @@ import numpy as np
 from specdec.clocks import Clock, ClockReport, Span, Timeline
 from specdec.clocks.interface import MAX_SPANS
 from specdec.interfaces import Executor
-from specdec.trace.judgements import Proposal, judgement
+from specdec.trace.rejections import Proposal, judgement
 from specdec.types import NO_NODE, NO_TOKEN, Answers, Batch, Commit, Output
 
 if TYPE_CHECKING:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
+
+import pandas as pd
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,36 +20,32 @@ _COLORS: Mapping[str, str] = {
 }
 """Drafting is compute too, but has its own colour because it runs in parallel with the stages."""
 
-_DPI = 160
 _WIDE_STEPS, _NEAR_STEPS = 90, 9
 _MAX_BARS = 20_000  # more bars could not be distinguished
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A time interval of a rank."""
+def bars_of(trace: Mapping[str, Any]) -> tuple[pd.DataFrame, dict[int, str]]:
+    """Returns the events of a ``trace.json`` ordered by time, and its row labels by rank.
 
-    rank: int
-    phase: str  # key of ``_COLORS``
-    start_ms: float
-    ms: float
-    step: int  # iteration of the decode loop
-    tokens: int  # rows processed; 0 for waits
-
-
-def bars_of(trace: Mapping[str, Any]) -> tuple[list[Bar], dict[int, str]]:
-    """Returns the bars of a ``trace.json`` ordered by time, and its row labels by rank."""
-    labels: dict[int, str] = {}
-    bars = []
-    for event in trace["traceEvents"]:
-        if event["ph"] == "M" and event["name"] == "thread_name":
-            labels[event["tid"]] = event["args"]["name"]
-        if event["ph"] == "X":
-            args = event["args"]
-            phase = "draft" if event["name"] == "draft" else event["cat"]
-            at, ms = event["ts"] / 1e3, event["dur"] / 1e3
-            bars.append(Bar(event["tid"], phase, at, ms, args["step"], args.get("tokens", 0)))
-    return sorted(bars, key=lambda bar: (bar.start_ms, bar.rank)), labels
+    Columns: ``rank``, ``phase`` (key of ``_COLORS``), ``start`` and ``ms`` in milliseconds,
+    ``step``, ``tokens`` (rows processed; 0 for waits).
+    """
+    events = trace["traceEvents"]
+    labels = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    rows = [
+        {
+            "rank": event["tid"],
+            "phase": "draft" if event["name"] == "draft" else event["cat"],
+            "start": event["ts"] / 1e3,
+            "ms": event["dur"] / 1e3,
+            "step": event["args"]["step"],
+            "tokens": event["args"].get("tokens", 0),
+        }
+        for event in events
+        if event["ph"] == "X"
+    ]
+    bars = pd.DataFrame(rows, columns=["rank", "phase", "start", "ms", "step", "tokens"])
+    return bars.sort_values(["start", "rank"], kind="stable"), labels
 
 
 def timeline_png(
@@ -74,27 +70,27 @@ def timeline_png(
     from matplotlib.patches import Patch
 
     bars, labels = bars_of(trace)
-    worked = [bar.step for bar in bars if bar.tokens]
-    first, last = min(worked, default=0), max((bar.step for bar in bars), default=0)
+    worked = bars.loc[bars["tokens"] > 0, "step"]
+    first, last = (int(worked.min()), int(bars["step"].max())) if len(worked) else (0, 0)
     wide = (first, min(last, first + _WIDE_STEPS - 1)) if steps is None else steps
-    if not any(wide[0] <= step <= wide[1] for step in worked):
+    if not worked.between(*wide).any():
         raise ValueError(f"no rank worked in steps {wide[0]} to {wide[1]} (the last is {last})")
     wide = wide[0], min(wide[1], last)
-    near = _detail(wide, commits or {})
-    figure = Figure(figsize=(15.0, 1.9 + 0.42 * len(labels)), dpi=_DPI, layout="constrained")
+    misses = [step for step, kind in (commits or {}).items() if kind == "miss"]
+    figure = Figure(figsize=(15.0, 2.1 + 0.42 * len(labels)), dpi=160, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1.0])
-    clock = trace["otherData"]["clock"]
-    for ax, (first, last) in ((left, wide), (right, near)):
-        _panel(ax, bars, (first, last), commits or {})
-        ax.set_xlabel(f"{clock} time (ms)")
+    for ax, (first, last) in ((left, wide), (right, _detail(wide, misses))):
+        _panel(ax, bars, (first, last), misses)
+        ax.set_xlabel(f"{trace['otherData']['clock']} time (ms)")
         ax.set_title(f"steps {first} to {last}", fontsize=9)
     ranks = sorted(labels)
     left.set_yticks(ranks, [labels[rank] for rank in ranks], fontsize=8)
     left.set_ylim(max(ranks) + 0.6, min(ranks) - 0.6)
     left.set_ylabel("rank")
-    figure.suptitle(title or "Timeline of all ranks", fontsize=11, x=0.01, ha="left")
+    text = title or "Timeline of all ranks"
+    figure.suptitle(text, fontsize=10, x=0.01, ha="left", parse_math=False)
+    used = [phase for phase in _COLORS if phase in set(bars["phase"])]
     names = {"compute": "compute (number: tokens)"}
-    used = [phase for phase in _COLORS if phase in {bar.phase for bar in bars}]
     handles: list[Any] = [Patch(fc=_COLORS[phase], label=names.get(phase, phase)) for phase in used]
     if commits:
         label = "miss: the tree is discarded"
@@ -105,44 +101,35 @@ def timeline_png(
     return stream.getvalue()
 
 
-def _detail(wide: tuple[int, int], commits: Mapping[int, str]) -> tuple[int, int]:
+def _detail(wide: tuple[int, int], misses: list[int]) -> tuple[int, int]:
     """Selects steps around the first miss that is not near the edge, else around the middle."""
     first, last = wide
     half = _NEAR_STEPS // 2
-    misses = [s for s, kind in sorted(commits.items()) if kind == "miss" and first < s < last]
-    inside = [s for s in misses if first + half <= s <= last - half]
+    misses = sorted(step for step in misses if first < step < last)
+    inside = [step for step in misses if first + half <= step <= last - half]
     middle = (inside or misses or [(first + last) // 2])[0]
     start = max(first, min(middle - half, last - _NEAR_STEPS + 1))
     return start, min(last, start + _NEAR_STEPS - 1)
 
 
-def _panel(
-    ax: Axes, bars: Sequence[Bar], steps: tuple[int, int], commits: Mapping[int, str]
-) -> None:
-    work = [bar for bar in bars if bar.tokens and steps[0] <= bar.step <= steps[1]]
-    if not work:
+def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[int]) -> None:
+    work = bars[(bars["tokens"] > 0) & bars["step"].between(*steps)]
+    if work.empty:
         return
-    start = min(bar.start_ms for bar in work)
-    end = max(bar.start_ms + bar.ms for bar in work)
-    shown = [bar for bar in bars if bar.start_ms < end and bar.start_ms + bar.ms > start]
+    start, end = work["start"].min(), (work["start"] + work["ms"]).max()
+    shown = bars[(bars["start"] < end) & (bars["start"] + bars["ms"] > start)][:_MAX_BARS]
     detailed = steps[1] - steps[0] < 2 * _NEAR_STEPS
     edge = {"edgecolor": "white", "linewidth": 0.4} if detailed else {"linewidth": 0}
-    for phase, color in _COLORS.items():
-        by_rank: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-        for bar in shown[:_MAX_BARS]:
-            if bar.phase == phase:
-                by_rank[bar.rank].append((bar.start_ms, bar.ms))
-        for rank, intervals in by_rank.items():
-            ax.broken_barh(intervals, (rank - 0.4, 0.8), facecolors=color, **edge)
-    ends: defaultdict[int, float] = defaultdict(float)
-    for bar in work:
-        ends[bar.step] = max(ends[bar.step], bar.start_ms + bar.ms)
-        if detailed and bar.phase in ("compute", "draft") and bar.ms > 0.04 * (end - start):
-            at = bar.start_ms + bar.ms / 2
-            ax.text(at, bar.rank, str(bar.tokens), ha="center", va="center", fontsize=6, color="w")
-    for step, at in ends.items():
-        if commits.get(step) == "miss":
+    for (phase, rank), own in shown.groupby(["phase", "rank"]):
+        spans = own[["start", "ms"]].to_numpy()
+        ax.broken_barh(spans, (rank - 0.4, 0.8), facecolors=_COLORS[phase], **edge)
+    if detailed:
+        large = work[work["phase"].isin(["compute", "draft"]) & (work["ms"] > 0.04 * (end - start))]
+        style = {"ha": "center", "va": "center", "fontsize": 6, "color": "w"}
+        for bar in large.itertuples():
+            ax.text(bar.start + bar.ms / 2, bar.rank, str(bar.tokens), **style)
+    for step, at in (work["start"] + work["ms"]).groupby(work["step"]).max().items():
+        if step in misses:
             ax.axvline(at, color=_COLORS["prune"], lw=0.8, ls=":", zorder=3)
     ax.set_xlim(start, end)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
+    ax.spines[["top", "right"]].set_visible(False)

@@ -84,9 +84,7 @@ def command(name: str, *words: str) -> int:
 
 
 def lines(path: Path) -> list[dict[str, object]]:
-    """The requests; of a prompt that was measured again, on a busy machine, the last line."""
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return list({line["id"]: line for line in found}.values())
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from specdec.models.backends import graphs
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
-from specdec.runs import jobs, measurements
+from specdec.runs import jobs
 from specdec.runs.jobs import run_job
 from specdec.runs.runners import PartsRunner
 from specdec.types import TreeRows
@@ -84,7 +84,7 @@ def test_runs_capture_nothing(
 @pytest.mark.slow
 def test_captures_in_runs_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: without ``timed_run`` shapes are captured where they first occur."""
-    monkeypatch.setattr(measurements, "timed_run", nullcontext)
+    monkeypatch.setattr(jobs, "timed_run", nullcontext)
     monkeypatch.setattr(jobs, "warm_up", lambda *_: None)
     captures = _captures(monkeypatch)
     _decode(tmp_path, "strategy=best_first", "sampling=t06")

@@ -19,6 +19,7 @@ from specdec.metrics import (
     summarise,
 )
 from specdec.runs.hf_generate import HF_KINDS, HFBaseline, HFOptions
+from specdec.runs.runners import TokenPrompt
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.state import StopRules
 from tests.sampled import sampled
@@ -84,7 +85,7 @@ def run_hf(
 ) -> tuple[list[RequestResult], RunTotals]:
     """Decodes prompts one after the other; kinds without a draft ignore it."""
     baseline = HFBaseline(kind=kind, draft=draft if kind == "hf_assisted" else None, **settings)
-    found = [baseline.generate_one(prompt_id, tokens) for prompt_id, tokens in prompts]
+    found = [baseline.generate_one(TokenPrompt(*prompt)) for prompt in prompts]
     return [result for result, _ in found], RunTotals.merge([totals for _, totals in found])
 
 

@@ -23,8 +23,7 @@ from specdec.clocks import (
 from specdec.interfaces import Executor
 from specdec.metrics import Meter, RequestResult, RunTotals, summarise
 from specdec.report.tables import notes_of
-from specdec.runs.runners import PartsRunner, TokenPrompt
-from specdec.runs.totals import RankCounts, differences
+from specdec.runs.runners import PartsRunner, TokenPrompt, rank_counts
 from specdec.state import StopRules
 from tests.matrix.cells import Cell, config, pair
 
@@ -267,6 +266,10 @@ class NoRanks(Executor):
     submit = collect = None  # type: ignore[assignment]
 
 
+def _counted(clock: PacedClock | SimulatedClock, executor: Executor) -> RunTotals:
+    return RunTotals(**rank_counts(clock, executor)[0])
+
+
 def test_pace_is_summed_over_ranks_and_differences_are_taken() -> None:
     class Ranks(NoRanks):
         pieces = 10
@@ -276,27 +279,26 @@ def test_pace_is_summed_over_ranks_and_differences_are_taken() -> None:
             return [{"clock": asdict(report), "rows": 7, "bytes_sent": 100}]
 
     clock, executor = PacedClock(PROFILE), Ranks()
-    before = RankCounts.of(clock, executor)
+    before = _counted(clock, executor)
     executor.pieces = 14
     clock.start(CONTROLLER)
     clock.charge(CONTROLLER, Work.DRAFT, 1)
-    after = RankCounts.of(clock, executor)
-    totals = RunTotals(**differences(after.counts, before.counts))
+    after = _counted(clock, executor)
+    totals = after.since(before)
     assert totals.paced_pieces == 5
     assert totals.overruns == 0
     assert totals.stage_busy_s == {1: 0.0}
     assert totals.bytes_sent == 0
     simulated = SimulatedClock(PROFILE)
     simulated.charge(2, Work.STAGE, 1)
-    counts = RankCounts.of(simulated, executor).counts
-    assert counts["stage_busy_s"] == {2: 0.01}
+    assert _counted(simulated, executor).stage_busy_s == {2: 0.01}
 
 
 @pytest.mark.parametrize("kind", ["simulated", "paced"])
 def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None:
     """Three drafts of 4 ms in and behind 10 ms of a stage; the fourth has the controller alone."""
     clock = SimulatedClock(PROFILE) if kind == "simulated" else PacedClock(PROFILE)
-    before = RankCounts.of(clock, NoRanks())
+    before = _counted(clock, NoRanks())
     clock.align(1, CONTROLLER)
     clock.charge(1, Work.STAGE, 1)
     clock.start(CONTROLLER)
@@ -308,8 +310,8 @@ def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None
     clock.charge(CONTROLLER, Work.DRAFT, 1)
     clock.drafting = False
     clock.charge(CONTROLLER, Work.HEAD, 1)
-    after = RankCounts.of(clock, NoRanks())
-    totals = RunTotals(**differences(after.counts, before.counts))
+    after = _counted(clock, NoRanks())
+    totals = after.since(before)
     assert totals.draft_total_s == pytest.approx(0.016)
     assert totals.draft_hidden_s == pytest.approx(0.010)
 

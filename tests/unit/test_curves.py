@@ -10,8 +10,7 @@ import pytest
 from experiments.pipelines.batch_ratios import remarks
 from specdec.cli.batch_sizes import compose_curves
 from specdec.metrics import RunTotals, summarise
-from specdec.report.batch_curves import curves_markdown, curves_png
-from specdec.runs.batch_sizes import add_ratios, crossovers
+from specdec.runs.batch_sizes import add_ratios, crossovers, curves_markdown, curves_png
 from strategies.specpipe_db import _FittedCost
 from tests.unit.test_metrics import make_result
 

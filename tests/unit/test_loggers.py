@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.loggers import log_results
-from specdec.trace.judgements import Judgement
+from specdec.trace.rejections import Judgement
 from tests.distributed.processes import wait_until
 from tests.unit.test_results import comparison, config_of  # noqa: F401 - a fixture
 

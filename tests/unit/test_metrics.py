@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -274,6 +275,24 @@ def test_comparison_row_takes_medians_of_paired_repeats() -> None:
     json.dumps(row, allow_nan=False)
 
 
+def test_medians_of_paired_ratios() -> None:
+    """One prompt that took 30 times its time moves the sums, and not the median."""
+    ar, mine = timed_run(0.2), timed_run(0.1)
+    slow = list(ar.results)
+    slow[0] = make_result([[k] for k in range(10)], times=[6.0 * k for k in range(10)])
+    row = comparison_row("x", [mine], [replace(ar, results=tuple(slow))])
+    assert row["speedup_wall"] > 10
+    assert row["speedup_prompt_median"] == pytest.approx(2.0)
+    low, high = row["speedup_prompt_median_interval"]
+    assert low == pytest.approx(2.0)
+    assert high > 2.0
+    assert comparison_row("x", [mine])["speedup_prompt_median"] is None
+    one = [timed_run(gap, prompts=1) for gap in (0.1, 0.4)]
+    row = comparison_row("x", one, [timed_run(0.2, prompts=1)] * 2)
+    assert row["speedup_prompt_median"] == pytest.approx(1.25)
+    assert row["speedup_prompt_median_interval"] is None
+
+
 def test_times_of_two_clocks_are_never_divided() -> None:
     row = comparison_row("x", [timed_run(0.1, clock="simulated")], [timed_run(0.2)])
     assert row["speedup_wall"] is None
@@ -347,4 +366,4 @@ def test_results_and_totals_survive_json() -> None:
     again = RequestResult.from_json(json.loads(json.dumps(result.to_json())))
     assert again == result
     totals = RunTotals(steps=2, stage_busy_s={1: 0.5}, model_s={"target": 1.0})
-    assert RunTotals.from_json(json.loads(json.dumps(totals.to_json()))) == totals
+    assert RunTotals.from_json(json.loads(json.dumps(asdict(totals)))) == totals

@@ -12,16 +12,10 @@ from rich.console import Console
 
 from specdec.files import plain, write_json
 from specdec.metrics import Run, RunTotals, comparison_row
-from specdec.report import (
-    RequestWriter,
-    best_row,
-    finished,
-    print_table,
-    read_requests,
-    write_comparison,
-)
+from specdec.report.plots import comparison_png
 from specdec.report.provenance import provenance, redact
-from specdec.report.tables import notes_of
+from specdec.report.requests import RequestRecord, RequestWriter, finished, read_requests
+from specdec.report.tables import best_row, markdown_table, notes_of, print_table
 from specdec.types import Lossless
 from tests.unit.test_metrics import make_result, timed_run
 
@@ -31,7 +25,7 @@ def test_requests_are_read_back_as_written(tmp_path: Path) -> None:
     result = make_result([[1, 2], [3]], prompt_id=4)
     totals = RunTotals(steps=2, stage_busy_s={1: 0.25})
     with RequestWriter(path) as writer:
-        writer.write("specpipe", result, repeat=1, totals=totals, prompt="stdlib/4")
+        writer.write(RequestRecord("specpipe", 1, result, totals, "stdlib/4"))
         # A reader sees the line during the run.
         (record,) = read_requests(path)
     assert record.result == result
@@ -47,20 +41,20 @@ def test_torn_last_line_is_ignored_and_removed_on_resume(tmp_path: Path, torn: s
     """Appending to an incomplete line would merge two records and lose both."""
     path = tmp_path / "requests.jsonl"
     with RequestWriter(path) as writer:
-        writer.write("ar", make_result([[1]], prompt_id=0), totals=RunTotals())
+        writer.write(RequestRecord("ar", 0, make_result([[1]], prompt_id=0), RunTotals()))
     with path.open("a", encoding="utf-8") as stream:
         stream.write(torn)
     assert list(finished(path, "ar")) == [0]
     with RequestWriter(path) as writer:
-        writer.write("ar", make_result([[1]], prompt_id=1), totals=RunTotals())
-        writer.write("ar", make_result([[1]], prompt_id=2))  # without totals
+        writer.write(RequestRecord("ar", 0, make_result([[1]], prompt_id=1), RunTotals()))
+        writer.write(RequestRecord("ar", 0, make_result([[1]], prompt_id=2)))  # without totals
     assert list(finished(path, "ar")) == [0, 1]
 
 
 def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     with RequestWriter(path) as writer:
-        writer.write("ar", make_result([[1]]))
+        writer.write(RequestRecord("ar", 0, make_result([[1]])))
     path.write_text("{broken\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(ValueError, match="line 1"):
         read_requests(path)
@@ -130,14 +124,11 @@ def test_few_prompts_are_noted_with_their_intervals() -> None:
     assert notes_of([{**row, "num_prompts": 1, "speedup_wall_interval": None}]) == []
 
 
-def test_comparison_folder_holds_json_markdown_and_a_picture(tmp_path: Path) -> None:
+def test_a_comparison_as_markdown_and_picture() -> None:
     rows, runs = make_rows()
-    paths = write_comparison(tmp_path, rows, {"clock": "measured"}, runs)
-    assert [p.name for p in paths] == ["comparison.md", "comparison.png", "comparison.json"]
-    stored = json.loads(paths[2].read_text(encoding="utf-8"))
-    assert [row["strategy"] for row in stored["rows"]] == list(runs)
-    assert stored["rows"][1]["speedup_wall"] == rows[1]["speedup_wall"]
-    assert paths[1].read_bytes().startswith(b"\x89PNG")
+    page = markdown_table(rows, {"clock": "measured"})
+    assert all(f"| {name} |" in page for name in runs)
+    assert comparison_png(rows, {"clock": "measured"}, runs).startswith(b"\x89PNG")
 
 
 def test_provenance_leaks_neither_secrets_nor_folders() -> None:

@@ -23,7 +23,7 @@ from specdec.report.origins import (
     token_ends,
 )
 from specdec.report.page import load_report
-from specdec.report.result_plots import mean_emission, rate_by_position, table_number
+from specdec.report.plots import mean_emission, rate_by_position, table_number
 from specdec.report.tables import notes_of, title_of
 from tests.unit.test_metrics import make_result
 from tests.unit.test_results import comparison, sweep  # noqa: F401 - fixtures

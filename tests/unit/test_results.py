@@ -12,8 +12,9 @@ import yaml
 
 from specdec.files import write_json, write_text
 from specdec.metrics import Run, RunTotals, comparison_row, summarise
-from specdec.report import RequestWriter, results
-from specdec.report.origins import ENDS_FILE
+from specdec.report import results
+from specdec.report.requests import RequestRecord, RequestWriter
+from specdec.report.results import ENDS_FILE
 from tests.unit.test_metrics import make_result
 
 pd = pytest.importorskip("pandas")
@@ -43,7 +44,7 @@ def write(folder: Path, config: Mapping[str, Any], run: Run, *, finished: bool =
     zero = RunTotals(clock="simulated")
     with RequestWriter(folder / "requests.jsonl") as writer:
         for i, result in enumerate(run.results):
-            writer.write(name, result, totals=zero if i else run.totals)
+            writer.write(RequestRecord(name, 0, result, zero if i else run.totals))
     if finished:
         summary = summarise(run.results, run.totals)
         whole = {"strategy": name, "claims": "token", **summary, "conditions": CONDITIONS}
@@ -74,7 +75,7 @@ def comparison(tmp_path: Path) -> Path:
         for name, run in runs.items():
             for i, result in enumerate(run.results):
                 totals = RunTotals(clock="simulated") if i else run.totals
-                writer.write(name, result, totals=totals)
+                writer.write(RequestRecord(name, 0, result, totals))
     rows = [comparison_row(name, [run], [runs["ar"]]) for name, run in runs.items()]
     write_json(folder / "comparison.json", {"rows": rows, "conditions": CONDITIONS})
     return folder

@@ -19,13 +19,12 @@ from specdec.errors import UserError
 from specdec.metrics.rates import summarise
 from specdec.models.bundled import family_path
 from specdec.pairs.pretrained import build_pretrained
-from specdec.rivals import RivalProcess, process
+from specdec.rivals import RivalOutput, RivalProcess, process
 from specdec.rivals.environments import RUNTIMES, converted, python_of
 from specdec.runs import rival
-from specdec.runs.rival import RivalOptions, pass_sizes, runtime_baseline
+from specdec.runs.rival import _count, baseline_of_runtime, pass_sizes
 from specdec.runs.runners import TokenPrompt
-from specdec.sampling.transform import SamplingParams
-from specdec.state import StopRules
+from specdec.state import RequestState, StopRules
 
 WORKERS = Path(rival.__file__).parent.parent / "rivals" / "workers"
 STAND_IN = f"""
@@ -65,17 +64,18 @@ def stand_in(monkeypatch, tmp_path):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setattr(process, "worker_command", lambda name: [sys.executable, str(script)])
-    monkeypatch.setattr(rival, "converted", lambda name, model, note: model)
+    monkeypatch.setattr(rival, "converted", lambda name, model: model)
 
 
 def _baseline(options=None, method="ort_draft", dtype="float32", **stop):
-    return runtime_baseline(
-        name=method,
-        method=method,
-        pair=build_pretrained(target="bundled:target", draft="bundled:draft", dtype=dtype),
-        stop=StopRules(**{"max_new_tokens": 6, **stop}),
-        sampling=SamplingParams(),
-        options=RivalOptions(**(options or {})),
+    return baseline_of_runtime(
+        {
+            "strategy": {"name": method, "method": method, "options": options or {}},
+            "sampling": {},
+            "seed": 0,
+        },
+        build_pretrained(target="bundled:target", draft="bundled:draft", dtype=dtype),
+        StopRules(**{"max_new_tokens": 6, **stop}),
     )
 
 
@@ -143,6 +143,31 @@ def test_onnx_runtime_states_its_passes(monkeypatch, method, stats, rounds):
     assert found["rounds"] == rounds
 
 
+@pytest.mark.parametrize(("method", "proposed"), [("generate", 0), ("draft", 12), ("lookup", None)])
+def test_openvino_s_empty_lookups_are_no_proposals(monkeypatch, method, proposed):
+    """Every round of a lookup counted as a whole draft, also those that had found nothing."""
+    genai = ModuleType("openvino_genai")
+    vars(genai).update(GenerationConfig=Mock(), StreamerBase=object)
+    result = Mock(tokens=[[7, 8, 9, 10]])
+    result.extended_perf_metrics.get_num_accepted_tokens.return_value = 1
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    monkeypatch.setitem(sys.modules, "openvino", Mock())
+    monkeypatch.syspath_prepend(str(WORKERS))
+    spec = importlib.util.spec_from_file_location("decode_openvino", WORKERS / "decode_openvino.py")
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    pipeline = Mock(generate=Mock(return_value=result))
+    options = {"num_draft_tokens": 4, "ngram": 2}
+    worker.STATE.update(pipeline=pipeline, method=method, options=options, eos=[])
+    found = worker.generate([5], 4, {"temperature": 0.0})
+    assert found["proposed"] == proposed
+    output = RivalOutput(**found)
+    request = RequestState(request_id=0, prompt=np.array([5]), stop=StopRules(max_new_tokens=9))
+    _count(request, pass_sizes(output.times_s, output.rounds), output)
+    assert request.counters.proposed == (proposed or 0)
+    assert request.counters.accepted == found["accepted"]
+
+
 def test_counts_agree_with_each_other(stand_in):
     """A run's totals pass the checks of all rates, and give the runtime's own figures."""
     baseline = _baseline()
@@ -176,7 +201,7 @@ def test_stop_rules_cut(stand_in):
 def test_a_runtime_computes_in_the_type_of_the_other_rows(stand_in, dtype, precision):
     """A table compares rows of one type only: what a runtime cannot compute in, it refuses."""
     baseline = _baseline(method="openvino_generate", dtype=dtype)
-    assert baseline.version.split()[-1] == precision
+    assert baseline.runtime.split()[-1] == precision
     baseline.close()
     with pytest.raises(UserError, match=r"float32 or bfloat16, not in model\.dtype=float16"):
         _baseline(method="openvino_generate", dtype="float16")

@@ -11,9 +11,16 @@ import pytest
 from specdec.cli.main import main
 from specdec.files import parse_json
 from specdec.report.requests import RequestRecord, read_requests
-from specdec.report.trajectories import drafted_by_prompt
-from specdec.trace.judgements import Judgement, Proposal, judgement
-from specdec.trace.rejections import REASONS, rejections, rejections_png
+from specdec.report.results import drafted_tokens
+from specdec.trace.rejections import (
+    REASONS,
+    Judgement,
+    Proposal,
+    judgement,
+    judgements,
+    rejection_metrics,
+    rejections_png,
+)
 from tests.unit.test_metrics import make_result
 
 pytestmark = pytest.mark.slow
@@ -34,12 +41,11 @@ RECORDS = [
 ]
 
 
-def test_prompt_by_prompt() -> None:
-    shares, so_far = drafted_by_prompt(RECORDS)
-    assert shares == [0.5, 0.5, 0.0, 1.0]
-    assert so_far == pytest.approx([2 / 4, 3 / 6, 3 / 8, 7 / 12])
-    again = replace(RECORDS[0], repeat=1)
-    assert drafted_by_prompt([*RECORDS, again])[0] == shares, "repeats decode the same tokens"
+def test_drafted_tokens_by_prompt_and_domain() -> None:
+    table = drafted_tokens([*RECORDS, replace(RECORDS[0], repeat=1)])
+    assert table["drafted"].tolist() == [2, 1, 0, 4], "repeats decode the same tokens"
+    assert table["tokens"].tolist() == [4, 2, 2, 4]
+    assert table["domain"].tolist() == ["humaneval", "gsm8k", "gsm8k", "mathematical_reasoning"]
 
 
 def proposal(tokens: list[int], probs: list[float], target: list[float] | None) -> Proposal:
@@ -95,21 +101,23 @@ def test_counts_of_a_trace() -> None:
         Judgement(rank=0, candidates=0, in_tree=False),
     ]
     steps = [{"commit": {"judged": [one.row()]}} for one in rows]
-    found = rejections({"requests": [{"steps": [*steps, {"commit": None}]}]})
-    assert found is not None
-    assert list(found.reasons) == list(REASONS)
-    assert list(found.reasons.values()) == [1, 1, 1, 1]
-    assert {name: counts for name, counts in found.ranks.items() if any(counts)} == {
-        "1": (1, 0),
-        "3-4": (0, 1),
-        "none": (0, 1),
+    trees = {"requests": [{"steps": [*steps, {"commit": None}]}]}
+    table = judgements(trees)
+    assert table["reason"].tolist() == list(REASONS)
+    assert table["bin"].tolist() == ["1", "3-4", "none", "none"]
+    assert table["target_bin"].dropna().tolist() == ["2"]
+    assert rejection_metrics(trees) == {
+        **dict.fromkeys(("share_accepted", "share_no_room"), 0.25),
+        **dict.fromkeys(("share_not_a_candidate", "share_no_proposal"), 0.25),
+        "target_prob_of_rejected": pytest.approx(0.2),
+        "draft_prob_of_rejected": pytest.approx(0.6),
     }
-    assert {n: c for n, c in found.target_ranks.items() if c} == {"2": 1}
-    assert found.target_prob == pytest.approx(0.2)
-    assert found.draft_prob == pytest.approx(0.6)
-    assert found.figures()["share_accepted"] == 0.25
-    assert rejections_png(found).startswith(b"\x89PNG")
-    assert rejections({"requests": [{"steps": [{"commit": {"kind": "hit"}}]}]}) is None
+    png = rejections_png(trees)
+    assert png is not None
+    assert png.startswith(b"\x89PNG")
+    earlier = {"requests": [{"steps": [{"commit": {"kind": "hit"}}]}]}
+    assert rejections_png(earlier) is None
+    assert rejection_metrics(earlier) == {}
 
 
 @pytest.mark.parametrize(
@@ -127,10 +135,9 @@ def test_a_traced_run_agrees_with_its_counts(strategy: str, sampling: str, tmp_p
     words = [f"strategy={strategy}", "model=replay", f"sampling={sampling}", "data.limit=2"]
     words += ["max_new_tokens=24", "clock=simulated", "trace=true", f"output_dir={folder}"]
     assert main(["run", *words]) == 0
-    found = rejections(parse_json((folder / "trees.json").read_bytes()))
-    assert found is not None
+    found = judgements(parse_json((folder / "trees.json").read_bytes()))["reason"]
     counters = [r.result.counters for r in read_requests(folder / "requests.jsonl")]
-    assert sum(found.reasons.values()) == sum(c.accepted + c.answers for c in counters)
-    assert found.reasons[REASONS[0]] == sum(c.accepted + c.hits for c in counters)
+    assert len(found) == sum(c.accepted + c.answers for c in counters)
+    assert (found == REASONS[0]).sum() == sum(c.accepted + c.hits for c in counters)
     assert main(["trace", str(folder)]) == 0
     assert (folder / "rejections.png").is_file()

@@ -69,6 +69,8 @@ def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -
     if method != "generate":
         accepted = int(result.extended_perf_metrics.get_num_accepted_tokens())
         rounds = len(tokens) - accepted
+    # A lookup that finds nothing proposes nothing, and the runtime does not count such rounds.
+    proposed = {"generate": 0, "lookup": None}.get(method, rounds * options["num_draft_tokens"])
     return {
         "tokens": tokens,
         "times_s": times,
@@ -76,7 +78,7 @@ def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -
         "cpu_s": cpu,
         "prefill_s": times[0] if times else 0.0,
         "rounds": rounds,
-        "proposed": rounds * options.get("num_draft_tokens", 0) if method != "generate" else 0,
+        "proposed": proposed,
         "accepted": accepted,
         "draft_passes": rounds * options["num_draft_tokens"] if method == "draft" else 0,
     }
