@@ -317,9 +317,14 @@ def trajectory_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> by
     if panels == 2:
         high, styles = 0.8 / max(1, len(domains)), styles_of(curves)
         for i, (row, sums) in enumerate(domains.items()):
-            at = [names.index(name) + (i - (len(domains) - 1) / 2) * high for name in sums.index]
+            offset = (i - (len(domains) - 1) / 2) * high
             shares = sums["drafted"] / sums["tokens"]
-            axes[1].barh(at, shares, 0.92 * high, **styles[row].bar())
+            axes[1].barh(
+                [names.index(name) + offset for name in sums.index],
+                shares,
+                0.92 * high,
+                **styles[row].bar(),
+            )
         axes[1].set_yticks(range(len(names)), [name.replace("$", r"\$") for name in names])
         axes[1].set_ylim(len(names) - 0.5, -0.5)
         tidy(axes[1], xlabel=_DRAFTED, xlim=(0, 1.02), title="by category or data set")

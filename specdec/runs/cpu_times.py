@@ -72,7 +72,7 @@ class CpuMeter:
             for (pid, thread), (ran, waited) in threads.items()
             for before in [self._threads.get((pid, thread), (0.0, 0.0))]
         ]
-        cpu = {
+        cpu: dict[str, Any] = {
             name: None if value is None or self._counts[name] is None else value - earlier
             for (name, value), earlier in zip(counts.items(), self._counts.values(), strict=True)
         }

@@ -125,7 +125,7 @@ def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[in
         ax.broken_barh(spans, (rank - 0.4, 0.8), facecolors=_COLORS[phase], **edge)
     if detailed:
         large = work[work["phase"].isin(["compute", "draft"]) & (work["ms"] > 0.04 * (end - start))]
-        style = {"ha": "center", "va": "center", "fontsize": 6, "color": "w"}
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "w"}
         for bar in large.itertuples():
             ax.text(bar.start + bar.ms / 2, bar.rank, str(bar.tokens), **style)
     for step, at in (work["start"] + work["ms"]).groupby(work["step"]).max().items():

@@ -79,7 +79,7 @@ def test_the_models_of_a_given_pair_are_filed(tmp_path: Path) -> None:
 def test_pairs_name_their_models() -> None:
     random = RandomPair(family="gpt2", num_layers=3, draft_layers=1, options=ModelOptions())
     cfg = {"model": {"kind": "random", "dtype": "float32"}, "data": {"name": "x"}, "seed": 0}
-    cfg |= {"max_new_tokens": 3, "batch_size": 1, "choices": {"sampling": "t06"}}
+    cfg |= {"max_new_tokens": 3, "batch_size": 1, "sampling": {}, "choices": {"sampling": "t06"}}
     found = conditions_of(cfg, random, 1, 0, 1)
     assert found["target"] == "random gpt2 of 3 layers"
     assert found["draft"] == "random gpt2 of 1 layers"

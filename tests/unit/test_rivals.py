@@ -24,6 +24,7 @@ from specdec.rivals.environments import RUNTIMES, converted, python_of
 from specdec.runs import rival
 from specdec.runs.rival import _count, baseline_of_runtime, pass_sizes
 from specdec.runs.runners import TokenPrompt
+from specdec.sampling.transform import SamplingParams
 from specdec.state import RequestState, StopRules
 
 WORKERS = Path(rival.__file__).parent.parent / "rivals" / "workers"
@@ -162,7 +163,12 @@ def test_openvino_s_empty_lookups_are_no_proposals(monkeypatch, method, proposed
     found = worker.generate([5], 4, {"temperature": 0.0})
     assert found["proposed"] == proposed
     output = RivalOutput(**found)
-    request = RequestState(request_id=0, prompt=np.array([5]), stop=StopRules(max_new_tokens=9))
+    request = RequestState(
+        request_id=0,
+        prompt=np.array([5]),
+        stop=StopRules(max_new_tokens=9),
+        sampling=SamplingParams(),
+    )
     _count(request, pass_sizes(output.times_s, output.rounds), output)
     assert request.counters.proposed == (proposed or 0)
     assert request.counters.accepted == found["accepted"]

@@ -45,7 +45,7 @@ def test_drafted_tokens_by_prompt_and_domain() -> None:
     table = drafted_tokens([*RECORDS, replace(RECORDS[0], repeat=1)])
     assert table["drafted"].tolist() == [2, 1, 0, 4], "repeats decode the same tokens"
     assert table["tokens"].tolist() == [4, 2, 2, 4]
-    assert table["domain"].tolist() == ["humaneval", "gsm8k", "gsm8k", "mathematical_reasoning"]
+    assert table["domain"].tolist() == ["humaneval", "gsm8k", "gsm8k", "math_reasoning"]
 
 
 def proposal(tokens: list[int], probs: list[float], target: list[float] | None) -> Proposal:
