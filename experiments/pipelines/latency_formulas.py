@@ -11,7 +11,7 @@ from experiments.reproduce.findings import Findings, surely
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
 from specdec.clocks.build import build_profile
-from specdec.profiling.equations import StepTimes, pipedec_latency, plain_latency
+from specdec.profiling.trees import StepTimes, pipedec_latency, plain_latency
 
 
 def latency_formulas(item: Item, lab: Lab) -> Findings:

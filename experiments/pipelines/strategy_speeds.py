@@ -22,7 +22,7 @@ from experiments.pipelines.simulated_runs import Bench, Row, print_check
 from experiments.pipelines.theory import crossing, needed_acceptance_length
 from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of
-from specdec.profiling.equations import eq2_tbt
+from specdec.profiling.trees import eq2_tbt
 
 STAGES = 8
 PROFILE = "clock.profile=specpipe_8x3090"

@@ -26,7 +26,7 @@ from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.pacing import add_paced
 from specdec.clocks.build import build_profile
-from specdec.profiling.equations import StepTimes, eq1_tbt, eq2_tbt
+from specdec.profiling.trees import StepTimes, eq1_tbt, eq2_tbt
 
 COLUMNS = (
     *("draft", "row", "TBT ms", "of PP", "steps/token", "hit rate", "accept length"),

@@ -26,12 +26,10 @@ from typing import Any
 
 from specdec.cli.main import main as command
 from specdec.files import write_json, write_text
-from specdec.planning.asked import planning_of
-from specdec.planning.candidates import PLAIN
-from specdec.planning.job import Searched, searched
-from specdec.planning.search import Times
-from specdec.planning.simulate import Candidate
-from specdec.planning.writing import PRESET, write_parts
+from specdec.planning.candidates import PLAIN, Candidate, Times
+from specdec.planning.job import NoProgress, plan_request, searched
+from specdec.planning.report import PRESET, write_parts
+from specdec.planning.search import Search
 from specdec.report.provenance import provenance
 
 _HERE = Path(__file__).parent
@@ -67,14 +65,6 @@ CLUSTERS: Mapping[str, Cluster] = {
 }
 
 
-class _Silent:
-    def phase(self, label: str, total: int | None) -> None: ...
-
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
 def workload(quick: bool) -> list[str]:
     """Words of the command line that plan and runs share."""
     prompts, tokens = (1, 24) if quick else (_PROMPTS, _TOKENS)
@@ -82,19 +72,20 @@ def workload(quick: bool) -> list[str]:
     return [*words, f"data.limit={prompts}", f"max_new_tokens={tokens}"]
 
 
-def planned(cluster: Cluster, folder: Path, quick: bool) -> Searched:
-    """The search of the plan of a cluster."""
+def planned(cluster: Cluster, folder: Path, quick: bool) -> tuple[Search, list[Candidate]]:
+    """The search of the plan of a cluster, and its last candidates."""
     words = [
         *(*workload(quick), f"profile={cluster.profile}", f"devices={cluster.devices}"),
         *(f"link_ms={cluster.link_ms}", "budget_s=60"),
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    return searched(planning_of(words), folder, _Silent())
+    search, _, finalists = searched(plan_request(words), folder, NoProgress())
+    return search, finalists
 
 
-def tried(done: Searched, quick: bool) -> list[Candidate]:
+def tried(search: Search, finalists: Sequence[Candidate], quick: bool) -> list[Candidate]:
     """The fastest candidates of different presets, others, and plain decoding."""
-    ranked = done.search.ranked(done.finalists, done.search.chosen.prompts)
+    ranked = search.ranked(finalists, search.chosen.prompts)
     firsts: dict[str, Candidate] = {}
     for candidate in ranked:
         firsts.setdefault(candidate.name, candidate)
@@ -122,12 +113,12 @@ def run_paced(made: Candidate, cluster: Cluster, folder: Path, quick: bool) -> d
         with redirect_stdout(io.StringIO()):
             status = command(words)
         if status:
-            raise SystemExit(f"{made.told()} on {made.layout.told()} failed: see {folder}")
+            raise SystemExit(f"{made} on {made.layout} failed: see {folder}")
     summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
     return {
         "strategy": made.name,
         "sizes": dict(made.sizes),
-        "layout": made.layout.told(),
+        "layout": str(made.layout),
         "paced_ms": summary["tbt_ms_mean"] / cluster.scale,
         "overrun_share": summary["overrun_share"],
         "loop_share": summary["loop_share"],
@@ -137,11 +128,11 @@ def run_paced(made: Candidate, cluster: Cluster, folder: Path, quick: bool) -> d
 def run_cluster(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     """Planned and paced times of the candidates of a cluster."""
     cluster = CLUSTERS[name]
-    done = planned(cluster, folder / "plan", quick)
+    search, finalists = planned(cluster, folder / "plan", quick)
     rows = []
-    for at, made in enumerate(tried(done, quick)):
-        units = done.search.simulator.units(made, _PROMPTS, done.search.length)
-        ms = 1e3 * Times.of(units, "latency", 1).mean
+    for at, made in enumerate(tried(search, finalists, quick)):
+        units = search.units(made, _PROMPTS)
+        ms = 1e3 * Times.of(units, "latency").mean
         row = run_paced(made, cluster, folder / f"{at}-{made.name}", quick)
         rows.append({"planned_ms": ms, **row})
         print(_line(rows[-1]), flush=True)

@@ -24,11 +24,8 @@ from specdec.config.hydra import compose_config
 from specdec.config.profiles import load_profile
 from specdec.files import write_text
 from specdec.planning.acceptance import OfLaw
-from specdec.planning.candidates import PLAIN, families, with_size
-from specdec.planning.layouts import Layout
-from specdec.planning.machines import Profiled
-from specdec.planning.search import Times
-from specdec.planning.simulate import Simulator
+from specdec.planning.candidates import PLAIN, Simulator, Times, families
+from specdec.planning.machines import Layout, Profiled
 from specdec.report.provenance import provenance
 
 _HERE = Path(__file__).parent
@@ -52,8 +49,8 @@ def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float,
         wanted = law_of(run["middle"]).hit_rate()
         near = min(odds, key=lambda x: abs(law.shifted(float(x)).hit_rate() - wanted))
         top1 = law.shifted(float(near)).section["top1"]
-        law = OfLaw.of({**law.section, "middle_top1": top1}, law.told)
-    machine = Profiled(name="pipespec_70b", profile={"costs": used, "stages": 1}, devices=3)
+        law = OfLaw.of({**law.section, "middle_top1": top1}, law.label)
+    machine = Profiled(name="pipespec_70b", stages=1, by_batch={1: used}, devices=3)
     plain = simulated_ms(law, machine, PLAIN, {}, Layout())
     return plain, simulated_ms(law, machine, run["strategy"], run["sizes"], Layout())
 
@@ -63,14 +60,14 @@ def simulated_ms(
 ) -> float:
     """Milliseconds per token of a preset with some sizes in a layout."""
     pair = law.pair()
-    found, _ = families(law.words, [], [name], pair)
+    found, _ = families(law.overrides, [], [name], pair)
     family = next(family for family in found if family.name == name)
     candidate = family.candidate(machine, layout, batch=1, context=1)
     for key, value in sizes.items():
-        candidate = with_size(candidate, key, value)
+        candidate = candidate.with_size(key, value)
     simulator = Simulator(pair, None, of="published", prompts=_PROMPTS)
     units = simulator.units(candidate, _PROMPTS, _TOKENS)
-    return 1e3 * Times.of(units, "latency", 1).mean
+    return 1e3 * Times.of(units, "latency").mean
 
 
 def predicted_cycle(pipeline: Mapping[str, Any], theory: float) -> float:
@@ -84,8 +81,7 @@ def predicted_cycle(pipeline: Mapping[str, Any], theory: float) -> float:
     law = OfLaw.of({"weights": [1.0], "top1": [hit], "decay": [2.0], "miss": [0.0]})
     times = {"stage": pipeline["cycle_ms"], "draft": pipeline["draft_ms"]}
     costs = {kind: {"tokens": [1], "ms": [ms]} for kind, ms in times.items()}
-    profile = {"costs": costs, "stages": stages}
-    machine = Profiled(name="spd", profile=profile, devices=stages + 1)
+    machine = Profiled(name="spd", stages=stages, by_batch={1: costs}, devices=stages + 1)
     sizes = {"width": 1, "children": 1}
     return simulated_ms(law, machine, "pipedec", sizes, Layout(stages=stages, own_draft=True))
 

@@ -56,8 +56,7 @@ from specdec.metrics import RequestResult
 from specdec.metrics.times import decode_phase
 from specdec.models.bundled import family_path
 from specdec.planning.answer import Recommendation
-from specdec.planning.asked import planning_of
-from specdec.planning.job import plan_job
+from specdec.planning.job import NoProgress, plan_job, plan_request
 from specdec.report.provenance import provenance
 from specdec.runs.interleaved import run_interleaved
 from specdec.runs.jobs import prepare, stop_rules
@@ -150,19 +149,11 @@ def write_pair(name: str, folder: Path) -> Path:
     return there
 
 
-class _Silent:
-    def phase(self, label: str, total: int | None) -> None: ...
-
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
 def run_case(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
     """The plan of a case and the measured times of eight of its candidates."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
-    asked = planning_of(
+    request = plan_request(
         [
             *(*words, f"data.limit={_PLANNED}", "profile=measured"),
             f"batch={case.batch}",
@@ -170,7 +161,7 @@ def run_case(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
         ]
     )
     torch.set_num_threads(case.threads)
-    plan = plan_job(asked, folder, _Silent())
+    plan = plan_job(request, folder, NoProgress())
     choices = tried(plan.choices)
     # Where sizes of few presets are left, the presets as they are fill up the eight.
     for name, sizes, _ in list(choices):

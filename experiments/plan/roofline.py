@@ -1,4 +1,4 @@
-"""Fits the constants of ``specdec.planning.roofline`` to published pass times.
+"""Fits the constants of ``specdec.planning.machines`` to published pass times.
 
     python -m experiments.plan.roofline
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from specdec.data.files import data_folder
-from specdec.planning.roofline import CONSTANTS, Constants, pass_ms
+from specdec.planning.machines import CONSTANTS, Constants, pass_ms
 
 FILE = "acceptance_traces/extracted/pass_times.csv"
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from specdec.cli.arguments import read_arguments
 from specdec.cli.execute import run_in
 from specdec.cli.folders import output_folder
 from specdec.cli.progress import reporting
-from specdec.files import write_text
+from specdec.files import write_json
 
 HELP = """\
 specdec plan [--config-dir DIR] [key=value] ...
@@ -39,34 +39,31 @@ Examples
   specdec plan acceptance=responses.jsonl profile=cluster.yaml batch=1,4,16 context=512,8k
 """
 
-_VERDICT = "check.json"
-
 
 def main(words: Sequence[str]) -> int:
-    from specdec.planning.asked import planning_of
-    from specdec.planning.job import SEARCH_FILE, check_job, plan_job
-    from specdec.planning.writing import PRESET, TABLE_FILE
+    from specdec.planning.job import SEARCH_FILE, check_job, plan_job, plan_request
+    from specdec.planning.report import PRESET, TABLE_FILE
 
     arguments = read_arguments(words, flags=())
-    asked = planning_of(arguments.overrides, arguments.config_dirs)
-    folder = output_folder(asked.output_dir, "plan")
+    request = plan_request(arguments.overrides, arguments.config_dirs)
+    folder = output_folder(request.output_dir, "plan")
 
     def work(progress: object) -> bool:
-        plan = plan_job(asked, folder, progress)  # type: ignore[arg-type]
+        plan = plan_job(request, folder, progress)  # type: ignore[arg-type]
         print((folder / TABLE_FILE).read_text(encoding="utf-8"), end="")
         print(f"{plan.simulated_tokens} tokens simulated in {plan.search_s:.0f} s")
         return True
 
-    done = run_in(folder, asked.claimed, SEARCH_FILE, work, table=TABLE_FILE)
+    done = run_in(folder, request.config, SEARCH_FILE, work, table=TABLE_FILE)
     if done:
         print(f"use it: --config-dir {folder} strategy={PRESET} (clock.profile={PRESET})")
         print(f"results in {folder}")
-    if asked.chosen.check not in ("", "false"):
+    if request.chosen.check not in ("", "false"):
         with reporting() as progress:
-            verdict = check_job(asked, folder, progress)
-        write_text(folder / _VERDICT, json.dumps(verdict.to_json(), indent=1))
+            verdict = check_job(request, folder, progress)
+        write_json(folder / "check.json", asdict(verdict))
         for figure in verdict.figures:
-            print(f"check: {figure.told()}")
+            print(f"check: {figure}")
         for warning in verdict.warnings:
             print(warning)
     return 0

@@ -84,15 +84,14 @@ def profile_config(
 
 def execute(config: dict[str, Any], folder: Path) -> None:
     """Measures, or simulates with an existing profile, unless the folder is complete."""
-    from specdec.profiling.allocation import allocation_job, print_splits
-    from specdec.profiling.job import print_profile, profile_job
+    from specdec.profiling.job import allocation_job, profile_job, profile_text, splits_text
 
     splits = config["profiling"]["devices"] is not None
     job = allocation_job if splits else profile_job
     result = run_in(folder, config, RESULT_FILE, lambda progress: job(config, folder, progress))
     if result is None:
         return
-    (print_splits if splits else print_profile)(result)
+    print((splits_text if splits else profile_text)(result))
     if splits:
         print(f"best: specdec run --config-dir {folder} strategy=swiftspec_best")
     elif config["profiling"]["use"] is None:

@@ -64,7 +64,7 @@ _TAKERS: dict[str, str | type] = {
     "model=random": "specdec.pairs.random.build_random",
     "model=synthetic": "specdec.pairs.recorded.build_synthetic",
     "model=replay": "specdec.pairs.recorded.build_replay",
-    "profiling": "specdec.profiling.options.ProfilingOptions",
+    "profiling": "specdec.profiling.trees.ProfilingOptions",
 }
 """Section (with ``kind`` or ``_target_`` if it has several) -> class or function for its keys."""
 

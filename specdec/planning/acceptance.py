@@ -1,11 +1,14 @@
+"""What is known about which draft tokens the target accepts: a hit law, or the record of a run."""
+
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from scipy.special import expit, logit
 
 from specdec.errors import UserError
 from specdec.fitting import HitLaw, ReadOptions, fit_logs, read_log
@@ -18,81 +21,50 @@ from specdec.planning.options import PlanOptions
 from specdec.sources.hashing import hash_uniform
 from specdec.types import FloatArray
 
-_NOT_WORDS = ("kind", "draft_name", "origin")
+_NOT_KEYS = ("kind", "draft_name", "origin")
 _SHIFT = 7  # stream of the hash that changes a record's ranks
-_LENGTHS = range(17)  # draft tokens of the chains in ``chain_table``
+_LONGEST = 16  # draft tokens of the chains in ``chain_table``
+_EDGE = 1e-9  # hit rates are kept this far from 0 and 1 in log odds
 
 
-class Acceptance(Protocol):
-    """What is known about which draft tokens the target accepts: a hit law, or the record of a run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfLaw:
+    """A hit law.
 
     Attributes:
-        told: text that describes it and its origin.
+        section: keys of ``model=synthetic``.
+        label: describes the law and its origin.
         requests: number of measured requests behind it; 0 if it is assumed or does not say.
         draft_name: a profile must have the time of this draft; None accepts any.
         drawn: whether any number of prompts can be drawn from it.
     """
 
-    @property
-    def told(self) -> str: ...
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def draft_name(self) -> str | None: ...
-
-    @property
-    def drawn(self) -> bool: ...
-
-    @property
-    def words(self) -> list[str]:
-        """Command-line overrides that choose it as the model."""
-        ...
-
-    def pair(self) -> ModelPair:
-        """Returns models that reproduce it."""
-        ...
-
-    def hit_rate(self) -> float:
-        """Returns the share of positions whose first candidate is right."""
-        ...
-
-    def tokens_per_pass(self, draft_tokens: int) -> float:
-        """Returns the expected emitted tokens of a target pass over a chain of draft tokens."""
-        ...
-
-    def shifted(self, odds: float) -> Acceptance:
-        """Returns a copy with ``odds`` added to the log odds that the first candidate is right."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class OfLaw:
-    """A hit law; ``section`` has the keys of ``model=synthetic``."""
-
     section: Mapping[str, Any]
-    told: str
+    label: str
     requests: int = 0
     draft_name: str | None = None
     drawn: bool = True
 
     @staticmethod
-    def of(section: Mapping[str, Any], told: str = "") -> OfLaw:
+    def of(section: Mapping[str, Any], label: str = "") -> OfLaw:
         return OfLaw(
             section={"kind": "synthetic", **section},
-            told=told or f"law of {section.get('origin', 'assumed')}",
+            label=label or f"law of {section.get('origin', 'assumed')}",
             requests=int(section.get("requests", 0)),
             draft_name=section.get("draft_name"),
         )
 
     @property
-    def words(self) -> list[str]:
-        """Leaves out the draft's name, since its time has been looked up before."""
-        keys = {k: v for k, v in self.section.items() if k not in _NOT_WORDS}
+    def overrides(self) -> list[str]:
+        """Overrides of a configuration that choose it as the model.
+
+        Leaves out the draft's name, since its time has been looked up before.
+        """
+        keys = {k: v for k, v in self.section.items() if k not in _NOT_KEYS}
         return ["model=synthetic", *(f"model.{k}={json.dumps(v)}" for k, v in keys.items())]
 
     def pair(self) -> ModelPair:
+        """Returns models that reproduce it."""
         return build_pair({**self.section, "draft_name": None})
 
     @property
@@ -110,14 +82,19 @@ class OfLaw:
         )
 
     def hit_rate(self) -> float:
+        """Returns the share of positions whose first candidate is right."""
         return self.law.hit_rate()
 
     def tokens_per_pass(self, draft_tokens: int) -> float:
+        """Returns the expected emitted tokens of a target pass over a chain of draft tokens."""
         return self.law.tokens_per_pass(draft_tokens)
 
     def shifted(self, odds: float) -> OfLaw:
-        """Changes all classes alike; the ranks below the first keep their distribution."""
-        top1 = _sigmoid(_odds(np.asarray(self.section["top1"], float)) + odds)
+        """Adds to the log odds that the first candidate is right, in all classes alike.
+
+        The ranks below the first keep their distribution.
+        """
+        top1 = _shifted(np.asarray(self.section["top1"], float), odds)
         tails = zip(top1, self.section["decay"], self.section["miss"], strict=True)
         decay = [
             float(class_decays(np.array([rate]), RankTail(decay=at, miss=miss))[0])
@@ -126,43 +103,36 @@ class OfLaw:
         return replace(self, section={**self.section, "top1": top1.tolist(), "decay": decay})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OfRecord:
-    """A recorded run, or a trace of accepted lengths.
-
-    ``path`` and ``method`` say where it is; ``num_layers`` is that of the target.
-    """
+    """A recorded run, or a trace of accepted lengths; ``num_layers`` is that of the target."""
 
     record: Record
     path: str
-    method: str | None
-    told: str
-    requests: int
+    method: str | None = None
     num_layers: int = 80
-    draft_name: str | None = None
+    draft_name: None = None
     drawn: bool = False
 
     @staticmethod
     def of(path: str, method: str | None = None, num_layers: int = 80) -> OfRecord:
         """Reads a record, or a trace if the file is JSON lines."""
-        if path.endswith((".jsonl", ".jsonl.gz")):
-            record = read_traces(path, method)
-        else:
-            record = read_record(record_path(path))
-        return OfRecord(
-            record=record,
-            path=path,
-            method=method,
-            told=f"record of {len(record.requests)} prompts",
-            requests=len(record.requests),
-            num_layers=num_layers,
-        )
+        is_trace = path.endswith((".jsonl", ".jsonl.gz"))
+        record = read_traces(path, method) if is_trace else read_record(record_path(path))
+        return OfRecord(record=record, path=path, method=method, num_layers=num_layers)
 
     @property
-    def words(self) -> list[str]:
-        record, method = json.dumps(self.path), json.dumps(self.method)
-        layers = f"model.num_layers={self.num_layers}"
-        return ["model=replay", f"model.record={record}", f"model.method={method}", layers]
+    def requests(self) -> int:
+        return len(self.record.requests)
+
+    @property
+    def label(self) -> str:
+        return f"record of {self.requests} prompts"
+
+    @property
+    def overrides(self) -> list[str]:
+        keys = {"record": self.path, "method": self.method, "num_layers": self.num_layers}
+        return ["model=replay", *(f"model.{k}={json.dumps(v)}" for k, v in keys.items())]
 
     def pair(self) -> ModelPair:
         return ReplayModels(
@@ -173,27 +143,32 @@ class OfRecord:
         )
 
     def hit_rate(self) -> float:
-        hits = [r.ranks == 0 if r.reach is None else r.reach > 0 for r in self.record.requests]
-        return float(np.concatenate(hits).mean())
-
-    def mean_context(self) -> int:
-        """Returns the mean number of tokens before a decoded one."""
-        each = [r.num_prompt + r.num_output / 2 for r in self.record.requests]
-        return max(1, round(float(np.mean(each))))
+        return float(np.concatenate([reach > 0 for reach in self._reaches()]).mean())
 
     def tokens_per_pass(self, draft_tokens: int) -> float:
         tokens = passes = 0
-        for request in self.record.requests:
-            if request.reach is None:
-                reach = _runs(request.ranks == 0)
-            else:
-                reach = np.asarray(request.reach)
+        for reach in self._reaches():
             at = 0
             while at < len(reach):
                 at += min(int(reach[at]), draft_tokens) + 1
                 passes += 1
             tokens += len(reach)
         return tokens / passes
+
+    def mean_context(self) -> int:
+        """Returns the mean number of tokens before a decoded one."""
+        each = [r.num_prompt + r.num_output / 2 for r in self.record.requests]
+        return max(1, round(float(np.mean(each))))
+
+    def _reaches(self) -> list[np.ndarray]:
+        """Returns int64[L] per request: the first candidates in a row that are right from there."""
+        reaches = []
+        for request in self.record.requests:
+            ends = np.append(np.flatnonzero(request.ranks), len(request.ranks))  # next wrong one
+            at = np.arange(len(request.ranks))
+            runs = ends[np.searchsorted(ends, at)] - at
+            reaches.append(runs if request.reach is None else np.asarray(request.reach))
+        return reaches
 
     def shifted(self, odds: float) -> OfRecord:
         """Sets the ranks of positions, drawn by a keyed hash, to 0 (right) or 1 (wrong).
@@ -202,7 +177,7 @@ class OfRecord:
             UserError: it is a trace, which has no ranks.
         """
         before = self.hit_rate()
-        after = float(_sigmoid(_odds(np.array([before])) + odds)[0])
+        after = float(_shifted(np.array(before), odds))
         changed = []
         for request in self.record.requests:
             if request.reach is not None:
@@ -210,11 +185,24 @@ class OfRecord:
             drawn = hash_uniform(_SHIFT, request.id, np.arange(len(request.ranks)))
             ranks = request.ranks.copy()
             if after > before:
-                ranks[(ranks > 0) & (drawn < (after - before) / max(1.0 - before, 1e-9))] = 0
+                ranks[(ranks > 0) & (drawn < (after - before) / max(1.0 - before, _EDGE))] = 0
             else:
-                ranks[(ranks == 0) & (drawn < (before - after) / max(before, 1e-9))] = 1
+                ranks[(ranks == 0) & (drawn < (before - after) / max(before, _EDGE))] = 1
             changed.append(replace(request, ranks=ranks))
         return replace(self, record=replace(self.record, requests=tuple(changed)))
+
+
+def _shifted(rates: FloatArray, odds: float) -> FloatArray:
+    result: FloatArray = expit(logit(np.clip(rates, _EDGE, 1.0 - _EDGE)) + odds)
+    return result
+
+
+Acceptance = OfLaw | OfRecord
+
+
+def chain_table(acceptance: Acceptance) -> FloatArray:
+    """Returns float64[K + 1], the tokens per pass of chains of 0, 1, ..., K draft tokens."""
+    return np.array([1.0, *map(acceptance.tokens_per_pass, range(1, _LONGEST + 1))])
 
 
 def of_log(chosen: PlanOptions) -> OfLaw:
@@ -236,26 +224,3 @@ def of_model(section: Mapping[str, Any]) -> Acceptance | None:
         layers = int(section.get("num_layers", 80))
         return OfRecord.of(str(section["record"]), section.get("method"), layers)
     return None
-
-
-def chain_table(acceptance: Acceptance, lengths: range = _LENGTHS) -> FloatArray:
-    """Returns float64[len(lengths)], the tokens per pass of chains of 0, 1, ... draft tokens."""
-    return np.array([acceptance.tokens_per_pass(k) if k else 1.0 for k in lengths])
-
-
-def _runs(hits: np.ndarray) -> np.ndarray:
-    """Returns int64[T], the number of right positions in a row from each position."""
-    reach = np.zeros(len(hits) + 1, np.int64)
-    for at in range(len(hits) - 1, -1, -1):
-        reach[at] = reach[at + 1] + 1 if hits[at] else 0
-    return reach[:-1]
-
-
-def _odds(share: np.ndarray) -> np.ndarray:
-    kept = np.clip(share, 1e-9, 1.0 - 1e-9)
-    return np.log(kept) - np.log1p(-kept)
-
-
-def _sigmoid(odds: np.ndarray) -> np.ndarray:
-    result: np.ndarray = 1.0 / (1.0 + np.exp(-odds))
-    return result

@@ -1,16 +1,48 @@
+"""The answer of a finished search: ranking, what decides it, and what would change it."""
+
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from specdec.planning.chains import ChainCell
-from specdec.planning.search import Times, effective, interval
-from specdec.planning.sensitivity import Change
-from specdec.planning.simulate import Candidate, Unit
+from specdec.errors import UserError
+from specdec.planning.acceptance import Acceptance, chain_table
+from specdec.planning.candidates import (
+    OTHER_PROGRAM,
+    PLAIN,
+    Candidate,
+    Simulator,
+    Times,
+    Unit,
+    effective,
+    interval,
+    total,
+)
+from specdec.planning.chains import ChainCell, chain_cell, crossover, engine_flags
+from specdec.planning.machines import DoesNotFit
+from specdec.planning.search import Search
+
+_BATCHES = (1, 4, 16, 64)
+_FEW_UNITS = 4  # units (batches of prompts) at batch sizes that are not ranked
+_SHORT = 32  # tokens per prompt when sizes are screened
+_SCREENED = 3  # candidates that are left after screening
+_CUT = 0.9  # factor of the cost of one kind of work, whose share is sought
+_PROMPTS = 6  # of simulations under changed inputs
+_FINALISTS = 3  # presets that are simulated under changed inputs
+_ODDS = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)
+_LINKS = (0.1, 0.3, 3.0, 10.0, 30.0)
+_HIDDEN = 0.02  # work is called hidden if the time depends on it by less than this share
+_WORK = {
+    **{"stage": "the target's passes", "draft": "drafting", "transfer": "transfers"},
+    **{"prune": "pruning", "head": "the output head", "middle": "the middle model"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +50,10 @@ class Recommendation:
     """A ranked candidate.
 
     Attributes:
-        strategy: name of the preset.
         sizes: keys of its policy that differ from the preset.
-        tokens_per_s: expected speed over all requests of a batch, with its 95 % interval.
-        ms_per_token: expected time per token of one request, with its 95 % interval.
-        gain: speed-up over plain decoding by the plan's objective, with its paired 95 % interval.
+        tokens_per_s: expected speed over all requests of a batch; intervals are of 95 %.
+        ms_per_token: expected time per token of one request.
+        gain: speed-up over plain decoding by the plan's objective, with its paired interval.
         first: share of the resamples in which this candidate is the best.
         tokens_per_answer, hit_rate: emitted tokens and hits per answer of the target.
         memory_gb: gigabytes on the fullest device; None if unknown.
@@ -42,7 +73,7 @@ class Recommendation:
     tokens_per_answer: float
     hit_rate: float
     memory_gb: float | None
-    is_plain: bool = False
+    is_plain: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +82,16 @@ class Plan:
 
     Attributes:
         choices: ranked candidates, fastest first, with plain decoding among them.
-        objective, batch, context, devices: what was planned for.
         acceptance, machine: texts that describe the inputs and their origin.
-        decides: sentences on what the time of the first choice depends on.
-        changes, changes_told: the fastest candidates under other acceptance and links, and
-            sentences that summarise them.
-        chains: the best chain for each batch and context.
+        decides, changes_text: sentences on what the first choice depends on.
+        changes: the fastest candidate under each other acceptance ("hit rate": of the first
+            candidate) and link ("transfers": factor of their time), with its time per token.
         crossover: context -> number of requests from which on plain decoding is best.
-        by_batch: the fastest of the ranked candidates at each batch size.
+        by_batch: the fastest of the ranked candidates at each further batch size.
         engines: engine -> flags for the best chain.
-        memory_limit_gb: memory of a device; None if unknown.
         left_out: preset -> why it was not simulated.
         complete: whether the budget sufficed.
-        notes: limits of this plan.
-        expected: what a real run of the first choice is compared with (``check``).
-        simulated_tokens, search_s: tokens that were simulated, and seconds of the search.
+        expected: what a real run of the first choice is compared with (``check_run``).
         folder: where it is written; empty if nowhere.
     """
 
@@ -77,8 +103,8 @@ class Plan:
     acceptance: str
     machine: str
     decides: tuple[str, ...]
-    changes: tuple[Change, ...]
-    changes_told: tuple[str, ...]
+    changes: tuple[Mapping[str, Any], ...]
+    changes_text: tuple[str, ...]
     chains: tuple[ChainCell, ...]
     crossover: Mapping[int, int | None]
     by_batch: tuple[Mapping[str, Any], ...]
@@ -88,10 +114,10 @@ class Plan:
     complete: bool
     notes: tuple[str, ...]
     expected: Mapping[str, Any]
+    overrides: tuple[str, ...]
     simulated_tokens: int = 0
     search_s: float = 0.0
     folder: str = ""
-    overrides: tuple[str, ...] = field(default_factory=tuple)
 
     @property
     def best(self) -> Recommendation:
@@ -101,101 +127,268 @@ class Plan:
     def frame(self) -> pd.DataFrame:
         return pd.DataFrame([asdict(choice) for choice in self.choices])
 
-    def to_json(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {
-            **values,
-            "choices": [asdict(choice) for choice in self.choices],
-            "changes": [change.to_json() for change in self.changes],
-            "chains": [cell.to_json() for cell in self.chains],
-            "crossover": {str(k): v for k, v in self.crossover.items()},
-        }
 
-
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    candidate: Candidate
-    units: Sequence[Unit]
-    memory_gb: float | None
-
-
-def choices_of(
-    ranked: Sequence[Ranked], *, objective: str, requests: float, drawn: bool, plain: str
-) -> tuple[Recommendation, ...]:
-    """Returns the choices, fastest first; drops a preset that decodes exactly like a faster one.
-
-    All candidates must have results on the same prompts. ``plain`` is the name of plain decoding.
-    """
-    times = [Times.of(r.units, objective, r.candidate.layout.devices) for r in ranked]
-    order = sorted(range(len(ranked)), key=lambda at: times[at].mean)
-    kept: list[int] = []
-    for at in order:
-        same = any(
-            np.array_equal(times[at].above, times[k].above)
-            and np.array_equal(times[at].below, times[k].below)
-            for k in kept
-        )
-        if not same or ranked[at].candidate.name == plain:
-            kept.append(at)
-    num = effective(len(ranked[0].units), requests, drawn)
-    base = next(at for at in kept if ranked[at].candidate.name == plain)
-    drawn_times = {at: times[at].resampled(num) for at in kept}
-    fastest = np.argmin(np.stack([drawn_times[at] for at in kept]), axis=0)
-    return tuple(
-        _choice(
-            ranked[at],
-            num,
-            gain=times[base].mean / times[at].mean,
-            gain_interval=interval(drawn_times[base] / drawn_times[at]),
-            first=float((fastest == place).mean()),
-            is_plain=at == base,
-        )
-        for place, at in enumerate(kept)
-    )
-
-
-def _choice(
-    ranked: Ranked,
-    num: float,
+def conclude(
+    search: Search,
+    acceptance: Acceptance,
+    finalists: Sequence[Candidate],
     *,
-    gain: float,
-    gain_interval: tuple[float, float],
-    first: float,
-    is_plain: bool,
-) -> Recommendation:
-    units, candidate = ranked.units, ranked.candidate
-    together = Times.of(units, "throughput", 1)
-    alone = Times.of(units, "latency", 1)
-    batch = int(candidate.config["batch_size"])
-    # With one request at a time, decode phases alone count, as in ``tokens_per_s`` of a run.
-    speed = alone if batch == 1 else together
-    low, high = interval(1.0 / speed.resampled(num))
-    low_ms, high_ms = interval(1e3 * alone.resampled(num))
-    answers = sum(unit.answers for unit in units)
-    return Recommendation(
-        strategy=candidate.name,
-        sizes=candidate.sizes,
-        layout=candidate.layout.told(),
-        devices=candidate.layout.devices,
-        tokens_per_s=1.0 / speed.mean,
-        tokens_per_s_interval=(low, high),
-        ms_per_token=1e3 * alone.mean,
-        ms_per_token_interval=(low_ms, high_ms),
-        gain=gain,
-        gain_interval=gain_interval,
-        first=first,
-        tokens_per_answer=sum(unit.emitted for unit in units) / max(answers, 1),
-        hit_rate=sum(unit.hits for unit in units) / max(answers, 1),
-        memory_gb=ranked.memory_gb,
-        is_plain=is_plain,
+    path: Path,
+    draft: str,
+    overrides: Sequence[str],
+) -> tuple[Plan, Candidate]:
+    """Returns the plan of a finished search, and its first choice.
+
+    ``finalists`` are the candidates of the last round, plain decoding among them; ``path`` is the
+    file of simulation results; ``draft`` is the draft's path or name, for the flags of engines.
+    """
+    chosen, machine = search.chosen, search.machine
+    batch, context = chosen.batch[0], chosen.context[0]
+    ranked = search.ranked(finalists, chosen.prompts)
+    choices = _choices(search, ranked)
+    winner, units = ranked[0], search.units(ranked[0], chosen.prompts)
+    of_presets: dict[str, Candidate] = {}
+    for candidate in ranked:
+        of_presets.setdefault(candidate.name, candidate)
+    plain = of_presets.pop(PLAIN)
+    others = list(of_presets.values())
+    changes = _changes(search, acceptance, [*others, plain], winner, path)
+    table = chain_table(acceptance)
+    contexts = chosen.context if machine.prices_context else chosen.context[:1]
+    batches = machine.batches or (chosen.batch if len(chosen.batch) > 1 else _BATCHES)
+    cells = (chain_cell(machine, table, b, c) for c in contexts for b in batches)
+    limits = {} if machine.batches else {c: crossover(machine, table, c) for c in contexts}
+    best = chain_cell(machine, table, batch, context)
+    plan = Plan(
+        choices=choices,
+        objective=chosen.objective,
+        batch=batch,
+        context=context,
+        devices=machine.devices,
+        acceptance=f"{acceptance.label}; hit rate {acceptance.hit_rate():.3f}",
+        machine=machine.name,
+        decides=tuple(_decides(search, winner, units, choices)),
+        changes=tuple(changes),
+        changes_text=tuple(_sentences(changes, winner.name, acceptance.hit_rate())),
+        chains=tuple(cell for cell in cells if cell is not None),
+        crossover=limits,
+        by_batch=tuple(_by_batch(search, others, plain)),
+        engines=engine_flags(best, draft, chosen.drafter, winner.config),
+        memory_limit_gb=machine.limit_gb,
+        left_out=search.left_out,
+        complete=search.complete,
+        notes=tuple(_notes(search, acceptance)),
+        expected={
+            "units": [asdict(unit) for unit in units],
+            "requests": acceptance.requests if acceptance.drawn else 0,
+            "error": machine.error,
+        },
+        overrides=tuple(overrides),
     )
+    return plan, winner
 
 
-def compared(first: Recommendation, second: Recommendation) -> str:
-    """Returns a text that compares the first choice with the next preset."""
+def _choices(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendation, ...]:
+    """Drops candidates that decode exactly like a faster one, but not plain decoding."""
+    chosen, machine = search.chosen, search.machine
+    batch, context = chosen.batch[0], chosen.context[0]
+    kept: list[tuple[Candidate, Times]] = []
+    for candidate in ranked:
+        times = search.times(candidate, chosen.prompts)
+        pair = [times.above, times.below]
+        same = any(np.array_equal(pair, [known.above, known.below]) for _, known in kept)
+        if not same or candidate.name == PLAIN:
+            kept.append((candidate, times))
+    num = effective(len(kept[0][1].above), search.requests)
+    drawn = np.stack([times.resampled(num) for _, times in kept])
+    first = np.bincount(drawn.argmin(axis=0), minlength=len(kept)) / drawn.shape[1]
+    base = next(at for at, (candidate, _) in enumerate(kept) if candidate.name == PLAIN)
+    choices = []
+    for at, (candidate, times) in enumerate(kept):
+        units, layout = search.units(candidate, chosen.prompts), candidate.layout
+        # With one request at a time, decode phases alone count, as in ``tokens_per_s`` of a run.
+        alone = Times.of(units, "latency")
+        speed = alone if batch == 1 else Times.of(units, "throughput")
+        choices.append(
+            Recommendation(
+                strategy=candidate.name,
+                sizes=candidate.sizes,
+                layout=str(layout),
+                devices=layout.devices,
+                tokens_per_s=1.0 / speed.mean,
+                tokens_per_s_interval=interval(1.0 / speed.resampled(num)),
+                ms_per_token=1e3 * alone.mean,
+                ms_per_token_interval=interval(1e3 * alone.resampled(num)),
+                gain=kept[base][1].mean / times.mean,
+                gain_interval=interval(drawn[base] / drawn[at]),
+                first=float(first[at]),
+                tokens_per_answer=total(units, "emitted", "answers"),
+                hit_rate=total(units, "hits", "answers"),
+                memory_gb=machine.memory_gb(layout, batch, context),
+                is_plain=at == base,
+            )
+        )
+    return tuple(choices)
 
-    def of(choice: Recommendation) -> str:
-        every = choice.ms_per_token * choice.tokens_per_answer
-        return f"{choice.strategy} {choice.tokens_per_answer:.2f} every {every:.1f} ms"
 
-    return f"tokens per answer of the target: {of(first)}, {of(second)}"
+def _decides(
+    search: Search, winner: Candidate, units: Sequence[Unit], choices: Sequence[Recommendation]
+) -> list[str]:
+    """Says which work the time per token depends on, and compares the first choice with the next.
+
+    The share of a kind of work is from a simulation at 90 % of its cost: (t - t') / (0.1 t). Work
+    that other work hides has 0; the shares sum to 1 if nothing overlaps.
+    """
+    whole = search.times(winner, _PROMPTS).mean
+    shares = {}
+    for kind in winner.config["clock"]["costs"]:
+        less = search.times(winner.rescaled({kind: _CUT}), _PROMPTS).mean
+        shares[kind] = (whole - less) / (whole * (1.0 - _CUT))
+    parts = [
+        f"{100 * share:.0f} % {_WORK.get(kind, kind)}"
+        for kind, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= _HIDDEN
+    ]
+    text = f"its time per token follows {', '.join(parts)}"
+    drafting = sum(unit.draft_s for unit in units)
+    hidden = sum(unit.hidden_s for unit in units) / drafting if drafting else 0.0
+    if shares.get("draft", 1.0) < _HIDDEN and hidden > 0.5:
+        text += f"; {100 * hidden:.0f} % of the drafting is hidden behind the target"
+    other = next((c for c in choices if c.strategy not in (winner.name, PLAIN)), None)
+    if other is None:
+        return [text]
+    compared = []
+    for choice in (choices[0], other):
+        every_ms = choice.ms_per_token * choice.tokens_per_answer
+        compared.append(f"{choice.strategy} {choice.tokens_per_answer:.2f} every {every_ms:.1f} ms")
+    return [text, f"tokens per answer of the target: {', '.join(compared)}"]
+
+
+def _changes(
+    search: Search,
+    acceptance: Acceptance,
+    candidates: Sequence[Candidate],
+    winner: Candidate,
+    path: Path,
+) -> list[dict[str, Any]]:
+    """Simulates the best presets under changed acceptance and transfer times.
+
+    ``candidates`` are of different presets, plain decoding last. Nothing is simulated if the budget
+    is spent or the first choice needs real models.
+    """
+    if winner.decoded:
+        return []
+    if search.out_of_time:
+        search.complete = False
+        return []
+    search.report("sensitivity", len(_ODDS) + len(_LINKS))
+    kept = [candidate for candidate in candidates if not candidate.decoded]
+    kept = [*kept[:_FINALISTS], kept[-1]]
+    changes: list[dict[str, Any]] = []
+
+    def add(
+        what: str, value: float, tried: Sequence[Candidate], times: Callable[..., Times]
+    ) -> None:
+        seconds, best = min(
+            ((times(candidate, _PROMPTS).mean, candidate) for candidate in tried),
+            key=lambda pair: pair[0],
+        )
+        row = {"what": what, "value": value, "label": str(best), "name": best.name}
+        changes.append({**row, "seconds": seconds})
+        search.report("sensitivity", None)
+
+    prompts = _PROMPTS * search.chosen.batch[0]
+    for odds in _ODDS:
+        try:
+            other = acceptance.shifted(odds)
+        except UserError:
+            break  # a trace has no ranks to change
+        simulator = Simulator(other.pair(), path, of=f"odds{odds:+g}", prompts=prompts)
+
+        def shifted(candidate: Candidate, count: int, of: Simulator = simulator) -> Times:
+            units = of.units(candidate, count, search.length)
+            return Times.of(units, search.chosen.objective, candidate.layout.devices)
+
+        add("hit rate", other.hit_rate(), kept, shifted)
+    if any("transfer" in c.config["clock"]["costs"] for c in kept):
+        for factor in _LINKS:
+            add("transfers", factor, [c.rescaled({"transfer": factor}) for c in kept], search.times)
+    return changes
+
+
+def _sentences(changes: Sequence[Mapping[str, Any]], name: str, hit_rate: float) -> list[str]:
+    """Says for each input and direction at which nearest value another preset is first."""
+    forms = {"hit rate": (hit_rate, "{:.2f}", ""), "transfers": (1.0, "{:g}", " times")}
+    texts = []
+    for what, (here, form, unit) in forms.items():
+        rows = sorted((c for c in changes if c["what"] == what), key=itemgetter("value"))
+        if not rows:
+            continue
+        others = []
+        above = [row for row in rows if row["value"] > here]
+        for side in ([row for row in reversed(rows) if row["value"] < here], above):
+            nearest = here
+            for row in side:
+                if row["name"] != name:
+                    at = form.format(row["value"]) + (" times their time" if unit else "")
+                    not_at = form.format(nearest)
+                    others.append(f"{row['label']} is first at {at} (not at {not_at})")
+                    break
+                nearest = row["value"]
+        low, high = (form.format(row["value"]) for row in (rows[0], rows[-1]))
+        if others:
+            texts.append(f"{what}: {'; '.join(others)} (tried {low} to {high}{unit})")
+        else:
+            texts.append(f"{what}: {name} stays first from {low} to {high}{unit}")
+    return texts
+
+
+def _by_batch(
+    search: Search, of_presets: Sequence[Candidate], plain: Candidate
+) -> list[dict[str, Any]]:
+    """Returns the fastest of the ranked presets at the other batch sizes, in its layout.
+
+    Larger batches favour smaller trees, so halved sizes are tried too, first on one batch.
+    """
+    rows = []
+    machine, context = search.machine, search.chosen.context[0]
+    for batch in search.chosen.batch[1:]:
+        screened: list[tuple[float, Candidate]] = []
+        for candidate in (size for best in of_presets for size in (best, *best.smaller())):
+            if search.out_of_time and screened:
+                search.complete = False
+                break
+            with suppress(DoesNotFit, UserError, ValueError):
+                made = candidate.with_batch(machine, batch, context)
+                screened.append((search.times(made, 1, _SHORT).mean, made))
+        try:
+            base = plain.with_batch(machine, batch, context)
+        except DoesNotFit:
+            continue
+        kept = [made for _, made in sorted(screened, key=lambda pair: pair[0])[:_SCREENED]]
+        best = search.ranked([*kept, base], _FEW_UNITS)[0]
+        speed = 1.0 / Times.of(search.units(best, _FEW_UNITS), "throughput").mean
+        plain_s, best_s = (search.times(c, _FEW_UNITS).mean for c in (base, best))
+        row = {"batch": batch, "label": str(best), "tokens_per_s": speed, "gain": plain_s / best_s}
+        rows.append(row)
+    return rows
+
+
+def _notes(search: Search, acceptance: Acceptance) -> list[str]:
+    machine, notes = search.machine, [*search.notes]
+    if not search.complete:
+        notes.append(
+            f"budget_s={search.chosen.budget_s:g} was spent before the search ended: give more, and"
+            " start the same command again to continue"
+        )
+    if acceptance.drawn and not acceptance.requests:
+        notes.append("the law states no requests: intervals are of the simulated prompts alone")
+    if not machine.prices_context:
+        notes.append(f"times of {machine.name} do not depend on the context")
+    if search.unknown:
+        names = ", ".join(search.unknown)
+        notes.append(f"not considered, since their acceptance is unknown here: {names}")
+    others = {k for k, why in search.left_out.items() if why != OTHER_PROGRAM}
+    if others := others - {*search.unknown}:
+        notes.append(f"{len(others)} presets were not simulated: plan.json says why, each")
+    return notes

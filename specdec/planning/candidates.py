@@ -1,29 +1,40 @@
+"""Candidates of a plan: presets in layouts and sizes, and their simulated decoding."""
+
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from specdec.config.job import run_job_of
 from specdec.config.options import options, own_values
 from specdec.config.profile_costs import fit
 from specdec.errors import UserError
+from specdec.metrics import RequestResult, RunTotals
+from specdec.metrics.times import decode_phase
 from specdec.pairs import ModelPair
 from specdec.parts.build import locate
 from specdec.parts.fields import signature_of
 from specdec.parts.suggest import did_you_mean
-from specdec.planning.layouts import Layout
-from specdec.planning.machines import Machine, scaled
-from specdec.planning.simulate import Candidate
+from specdec.planning.machines import Layout, Machine, scaled
+from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.sources import NullSource, SyntheticSource
+from specdec.state import StopRules
+from specdec.types import FloatArray
 
 PLAIN = "ar"
-
 OTHER_PROGRAM = "decoding of another program, which is not simulated"
 """The reason to leave out presets that run another program instead of composing parts."""
 
 _RUNS_MODELS = {"pair", "runner", "make_first_stage"}  # arguments of sources that run models
+_PROMPT_TOKENS = 16
+_DIGITS = 9  # a clock's sums round differently after earlier runs; nanoseconds are reproducible
+_RESAMPLES = 2000
 
 SIZES: Mapping[str, tuple[Any, ...]] = {
     "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16),
@@ -54,14 +65,69 @@ SIZES: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A preset with sizes in a layout, whose costs its ``config`` has.
+
+    Attributes:
+        sizes: keys of the policy that differ from the preset.
+        decoded: whether real models decode it on the simulated clock, since its source reads what
+            no law or record has.
+    """
+
+    name: str
+    layout: Layout
+    config: Mapping[str, Any]
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    decoded: bool = False
+
+    @property
+    def key(self) -> str:
+        """A digest of all that the times depend on."""
+        parts = ("source", "policy", "verifier", "executor", "serving", "seed", "batch_size")
+        values = {part: self.config.get(part) for part in parts}
+        values["costs"] = self.config["clock"]["costs"]
+        return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:20]
+
+    def __str__(self) -> str:
+        sizes = (f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in self.sizes.items())
+        return " ".join([self.name, *sizes])
+
+    def with_size(self, key: str, value: Any) -> Candidate:
+        config = {**self.config, "policy": {**self.config["policy"], key: value}}
+        return replace(self, config=config, sizes={**self.sizes, key: value})
+
+    def with_batch(self, machine: Machine, batch: int, context: int) -> Candidate:
+        """Returns the candidate at another batch size; raises ``DoesNotFit``."""
+        clock = clock_node(machine, self.layout, batch, context)
+        return replace(self, config={**self.config, "batch_size": batch, "clock": clock})
+
+    def rescaled(self, factors: Mapping[str, float]) -> Candidate:
+        """Multiplies the times of some kinds of work."""
+        clock = self.config["clock"]
+        costs = {k: scaled(curve, factors.get(k, 1.0)) for k, curve in clock["costs"].items()}
+        return replace(self, config={**self.config, "clock": {**clock, "costs": costs}})
+
+    def smaller(self) -> list[Candidate]:
+        """Returns variants with one size halved, or halved twice."""
+        policy = self.config["policy"]
+        sizes = [(k, policy[k] // by) for k in SIZES if type(policy.get(k)) is int for by in (2, 4)]
+        return [self.with_size(key, size) for key, size in sizes if size]
+
+
+def clock_node(machine: Machine, layout: Layout, batch: int, context: int) -> dict[str, Any]:
+    costs = machine.costs(layout, batch, context)
+    origin = {"profile": machine.name, "scale": 1.0, "note": machine.note}
+    return {"kind": "simulated", **origin, "costs": costs}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A preset with its composed configuration, before layout and sizes are chosen.
 
     Attributes:
-        config: resolved configuration; candidates replace its executor and clock.
         staged: whether its executor has stages, or is replaced by one that has.
+        copies: whether its executor has copies of the target.
         free: number of models that run on a device of their own by construction.
-        decoded: see ``Candidate``.
     """
 
     name: str
@@ -71,122 +137,94 @@ class Family:
     free: int = 0
     decoded: bool = False
 
-    @property
-    def others(self) -> int:
-        """Devices of models other than target and draft."""
-        return max(self.free - 1, 0)
-
     def candidate(self, machine: Machine, layout: Layout, *, batch: int, context: int) -> Candidate:
-        """Returns the preset in a layout.
-
-        Raises:
-            DoesNotFit: the machine does not have this layout, or it cannot hold the models.
-        """
-        node = executor_node(self.config["executor"], layout)
+        """Returns the preset in a layout; raises ``DoesNotFit``."""
+        node = _executor_node(self.config["executor"], layout)
         clock = clock_node(machine, layout, batch, context)
         config = fit({**self.config, "executor": node, "clock": clock, "batch_size": batch})
         return Candidate(name=self.name, layout=layout, config=config, decoded=self.decoded)
 
 
 def families(
-    words: Sequence[str], extra: Sequence[Path], names: Sequence[str], pair: ModelPair
+    words: Sequence[str],
+    extra: Sequence[Path],
+    names: Sequence[str],
+    pair: ModelPair | None = None,
+    *,
+    measured: bool = False,
 ) -> tuple[list[Family], dict[str, str]]:
-    """Returns the presets that can be composed with a model, and why the others cannot.
+    """Returns the presets that can be simulated, and why the others cannot.
 
-    Plain decoding is always tried, besides the presets ``names`` (empty for all). ``words`` must
-    include the model that reproduces the acceptance, and ``pair`` is that model.
+    Args:
+        words: overrides of the configuration, the model included.
+        names: presets; with ``pair`` plain decoding is added, and empty is all.
+        pair: models that reproduce the acceptance of a draft. None: the real models decode, so
+            sources may read tokens and hidden states.
+        measured: whether real runs correct the costs. If not, and without ``pair``, sources with a
+            model or head of their own are refused, since a profile lacks their times.
     """
     known = options("strategy", extra)
     for name in names:
         if name not in known:
             raise UserError(f"strategies: {name} is unknown: {did_you_mean(name, known)}")
-    run_job_of([*words, f"strategy={PLAIN}", "clock=simulated"], extra)  # raises for bad words
+    if pair is not None:
+        names = [PLAIN, *(names or known)]
+        run_job_of([*words, f"strategy={PLAIN}", "clock=simulated"], extra)  # raises for bad words
     found: list[Family] = []
     left_out: dict[str, str] = {}
-    for name in dict.fromkeys([PLAIN, *(names or known)]):
-        own = own_values(known[name]).get("strategy", {})
-        if own.get("kind", "parts") != "parts":
+    for name in dict.fromkeys(names):
+        if own_values(known[name]).get("strategy", {}).get("kind", "parts") != "parts":
             left_out[name] = OTHER_PROGRAM
             continue
         try:
             config = run_job_of([*words, f"strategy={name}", "clock=simulated"], extra).config
-            sources = list(_sources(_fitted(pair, config)))
-            _check_leaves(sources)
+            source: Any = config["source"]
+            if pair is not None:
+                source = pair.fitted_source(source, config["policy"])
+            sources = list(_sources(source))
+            for cls, has_inner in sources:
+                _check(cls, has_inner, made_up=pair is not None, measured=measured)
         except UserError as error:
             left_out[name] = str(error)
             continue
-        found.append(_family(name, config, sources))
+        copies = "replicas" in (executor := config["executor"])
+        # An executor of one device has no keys; it is replaced by a pipeline.
+        staged = not copies and ("target_degree" in executor or len(executor) == 1)
+        free = sum("free_rank" in signature_of(cls).plain for cls, _ in sources)
+        family = Family(
+            name=name,
+            config=config,
+            staged=staged,
+            copies=copies,
+            free=free,
+            decoded=pair is None,
+        )
+        found.append(family)
     return found, left_out
-
-
-def decoded_families(
-    words: Sequence[str], extra: Sequence[Path], names: Sequence[str], *, measured: bool
-) -> tuple[list[Family], dict[str, str]]:
-    """Returns the presets that models decode on the simulated clock, and why the others cannot.
-
-    ``names`` are presets that a record cannot reproduce, and ``words`` must include the models.
-    Unless real runs correct the costs (``measured``), sources with a model or head of their own are
-    refused, since a profile has the times of target and draft alone.
-    """
-    found: list[Family] = []
-    left_out: dict[str, str] = {}
-    for name in names:
-        try:
-            config = run_job_of([*words, f"strategy={name}", "clock=simulated"], extra).config
-            sources = list(_sources(config["source"]))
-            if not measured:
-                _check_prices(sources)
-        except UserError as error:
-            left_out[name] = str(error)
-            continue
-        found.append(replace(_family(name, config, sources), decoded=True))
-    return found, left_out
-
-
-def _family(name: str, config: Mapping[str, Any], sources: Sequence[tuple[type, bool]]) -> Family:
-    executor = config["executor"]
-    copies = "replicas" in executor
-    # An executor of one device has no keys; it is replaced by a pipeline.
-    staged = not copies and ("target_degree" in executor or len(executor) == 1)
-    free = sum("free_rank" in signature_of(cls).plain for cls, _ in sources)
-    return Family(name=name, config=config, staged=staged, copies=copies, free=free)
-
-
-def _fitted(pair: ModelPair, config: Mapping[str, Any]) -> Any:
-    return pair.fitted_source(config["source"], config["policy"])
 
 
 def _sources(node: Any) -> Iterator[tuple[type, bool]]:
     """Yields each class of a source node with whether it contains other sources."""
-    if isinstance(node, Mapping):
-        inner = [found for value in node.values() for found in _sources(value)]
-        if "_target_" in node:
-            yield locate(node["_target_"], "source"), bool(inner)
-        yield from inner
-    elif isinstance(node, list):
-        for item in node:
-            yield from _sources(item)
+    values = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+    inner = [found for value in values for found in _sources(value)]
+    if isinstance(node, Mapping) and "_target_" in node:
+        yield locate(node["_target_"], "source"), bool(inner)
+    yield from inner
 
 
-def _check_leaves(sources: Sequence[tuple[type, bool]]) -> None:
-    """Refuses sources that propose from tokens or hidden states, which a simulation makes up."""
-    for cls, has_inner in sources:
-        if not has_inner and cls not in (SyntheticSource, NullSource):
-            raise UserError(
-                f"{cls.__name__} reads tokens or hidden states, which a law or record does not have"
-            )
+def _check(cls: type, has_inner: bool, *, made_up: bool, measured: bool) -> None:
+    """Refuses a source that needs what a law, record (``made_up``) or given profile lacks."""
+    if made_up and not has_inner and cls not in (SyntheticSource, NullSource):
+        raise UserError(
+            f"{cls.__name__} reads tokens or hidden states, which a law or record does not have"
+        )
+    if not made_up and not measured and _RUNS_MODELS & {*signature_of(cls).objects}:
+        raise UserError(
+            f"{cls.__name__} has passes of its own, whose time the profile does not have"
+        )
 
 
-def _check_prices(sources: Sequence[tuple[type, bool]]) -> None:
-    """Refuses sources that run models, because the profile may lack the times of their passes."""
-    for cls, _ in sources:
-        if _RUNS_MODELS & {*signature_of(cls).objects}:
-            raise UserError(
-                f"{cls.__name__} has passes of its own, whose time the profile does not have"
-            )
-
-
-def executor_node(node: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+def _executor_node(node: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """Returns a preset's executor in a layout; an executor without keys is kept on one device."""
     if "replicas" in node:
         return {**node, "replicas": layout.replicas, "transport": "in_process"}
@@ -207,58 +245,205 @@ def executor_node(node: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     }
 
 
-def clock_node(machine: Machine, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-    return {
-        "kind": "simulated",
-        "profile": machine.name,
-        "scale": 1.0,
-        "note": machine.note,
-        "costs": machine.costs(layout, batch, context),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Counts of a batch of prompts that were served together.
 
-
-def sized(candidate: Candidate) -> Generator[tuple[str, list[Candidate]], Candidate | None, None]:
-    """Yields each key of the policy that has sizes, with candidates that differ in that key alone.
-
-    The caller sends the best candidate so far, from which the next key is varied.
+    Attributes:
+        tokens, seconds: of the decode phases, summed over requests.
+        emitted, clock_s: all tokens, and the time from start to end.
+        answers, hits: answers of the target, and those of them that were hits.
+        draft_s, hidden_s: seconds of drafting, and seconds of it that overlapped target work.
     """
-    for key, values in SIZES.items():
-        policy = candidate.config["policy"]
-        current = policy.get(key)
-        number = isinstance(current, int | float) and not isinstance(current, bool)
-        if not (number or isinstance(current, list) or current in ("auto", "ratio")):
-            continue
-        variants = [with_size(candidate, key, value) for value in values if value != current]
-        best = yield key, variants
-        candidate = best or candidate
+
+    requests: int
+    tokens: int
+    seconds: float
+    emitted: int
+    clock_s: float
+    answers: int
+    hits: int
+    draft_s: float
+    hidden_s: float
+
+    @property
+    def later_answers(self) -> int:
+        """Decode phases begin with the first answer, which has no time."""
+        return self.answers - self.requests
+
+    @staticmethod
+    def of(results: Sequence[RequestResult], totals: RunTotals) -> Unit:
+        phases = [decode_phase(result) for result in results]
+        return Unit(
+            requests=len(results),
+            tokens=sum(phase.tokens for phase in phases),
+            seconds=round(sum(phase.seconds for phase in phases), _DIGITS),
+            emitted=sum(len(result.output) for result in results),
+            clock_s=round(totals.clock_s, _DIGITS),
+            answers=sum(result.counters.answers for result in results),
+            hits=sum(result.counters.hits for result in results),
+            draft_s=round(totals.draft_total_s, _DIGITS),
+            hidden_s=round(totals.draft_hidden_s or 0.0, _DIGITS),
+        )
 
 
-def smaller(candidate: Candidate) -> list[Candidate]:
-    """Returns variants with one size halved, or halved twice."""
-    found = []
-    for key in SIZES:
-        value = candidate.config["policy"].get(key)
-        if type(value) is int:
-            found += [with_size(candidate, key, size) for size in (value // 2, value // 4) if size]
-    return found
+TIMES = ("seconds", "clock_s", "draft_s", "hidden_s")
 
 
-def with_size(candidate: Candidate, key: str, value: Any) -> Candidate:
-    config = {**candidate.config, "policy": {**candidate.config["policy"], key: value}}
-    return replace(candidate, config=config, sizes={**candidate.sizes, key: value})
+def total(units: Sequence[Unit], above: str, below: str) -> float:
+    """Returns the ratio of two counts, each summed over the units."""
+    return float(
+        sum(getattr(u, above) for u in units) / max(sum(getattr(u, below) for u in units), 1)
+    )
 
 
-def with_batch(candidate: Candidate, machine: Machine, batch: int, context: int) -> Candidate:
-    """Returns the candidate at another batch size; raises ``DoesNotFit`` if memory is too small."""
-    clock = clock_node(machine, candidate.layout, batch, context)
-    return replace(candidate, config={**candidate.config, "batch_size": batch, "clock": clock})
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Time per token of a candidate: float64[U], numerator and denominator by unit."""
+
+    above: FloatArray
+    below: FloatArray
+
+    @staticmethod
+    def of(units: Sequence[Unit], objective: str, devices: int = 1) -> Times:
+        """Computes seconds per token: of one request for "latency", otherwise of all requests.
+
+        "per_device" multiplies them by ``devices``.
+        """
+        alone = objective == "latency"
+        factor = devices if objective == "per_device" else 1
+        above = [u.seconds if alone else u.clock_s * factor for u in units]
+        below = [u.tokens if alone else u.emitted for u in units]
+        return Times(np.array(above, float), np.maximum(np.array(below, float), 1e-9))
+
+    @property
+    def mean(self) -> float:
+        return float(self.above.sum() / self.below.sum())
+
+    def resampled(self, count: float) -> FloatArray:
+        """Returns float64[R], the means over ``count`` units drawn with replacement (bootstrap).
+
+        All candidates get the same draws, so that ratios are paired.
+        """
+        picks = drawn_units(len(self.above), count)
+        means: FloatArray = self.above[picks].sum(axis=1) / self.below[picks].sum(axis=1)
+        return means
 
 
-def rescaled(candidate: Candidate, factors: Mapping[str, float]) -> Candidate:
-    """Multiplies the times of some kinds of work."""
-    clock = candidate.config["clock"]
-    costs = {
-        kind: scaled(curve, factors[kind]) if kind in factors else curve
-        for kind, curve in clock["costs"].items()
-    }
-    return replace(candidate, config={**candidate.config, "clock": {**clock, "costs": costs}})
+def drawn_units(num: int, count: float) -> np.ndarray:
+    """Returns int64[R, max(1, round(count))], units drawn with replacement by a constant seed."""
+    return np.random.default_rng(0).integers(0, num, (_RESAMPLES, max(1, round(count))))
+
+
+def effective(simulated: float, requests: float) -> float:
+    """Returns how many units carry the information of n simulated units of a law of m requests.
+
+    That is 1 / (1 / n + 1 / m). ``requests`` is 0 where the law's own uncertainty is unknown, and
+    for a record, whose prompts are its requests.
+    """
+    return 1.0 / (1.0 / simulated + 1.0 / requests) if requests else float(simulated)
+
+
+def interval(values: FloatArray) -> tuple[float, float]:
+    """Returns the central 95 % of samples."""
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
+
+
+class Simulator:
+    """Decodes candidates; results are stored in a file, so that a search can be resumed.
+
+    ``simulated_tokens`` counts tokens that this object decoded, without results read from the file.
+    """
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        path: Path | None,
+        *,
+        of: str,
+        prompts: int,
+        models: Callable[[], tuple[ModelPair, Sequence[TokenPrompt]]] | None = None,
+    ) -> None:
+        """Reads the results that the file has.
+
+        ``pair`` reproduces the acceptance called ``of`` in the keys of results. ``prompts`` are
+        drawn, or at most taken from a record. ``models`` loads real models, for candidates that no
+        law or record can reproduce, and their prompts in the order of the record.
+        """
+        self._pair, self._path, self._of, self._models = pair, path, of, models
+        self._known: dict[str, Unit] = {}
+        self.simulated_tokens = 0
+        recorded = pair.prompts()
+        if recorded is None:
+            rng = np.random.default_rng(0)
+            drawn = rng.integers(1, pair.vocab_size, (prompts, _PROMPT_TOKENS), np.int64)
+            recorded = list(enumerate(drawn))
+        self._prompts = [TokenPrompt(*prompt) for prompt in recorded[:prompts]]
+        lines = path.read_text("utf-8").splitlines() if path is not None and path.is_file() else ()
+        for line in lines:
+            try:
+                values = json.loads(line)
+                key = values.pop("key")
+                self._known[key] = Unit(**values)
+            except (ValueError, KeyError, TypeError):
+                if line.endswith("}"):  # otherwise cut by an interruption
+                    raise UserError(
+                        f"{path} is damaged: delete it, and start the same command again"
+                    ) from None
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
+    def units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
+        """Returns the results of the first ``count`` units of ``batch_size`` prompts each.
+
+        There are fewer if there are not enough prompts. ``length`` is in tokens per prompt.
+        """
+        batch = int(candidate.config["batch_size"])
+        count = min(count, max(len(self._prompts) // batch, 1))
+        keys = [f"{self._of}:{candidate.key}:{length}:{at}" for at in range(count)]
+        if any(key not in self._known for key in keys):
+            self._decode(candidate, keys, batch, length)
+        return [self._known[key] for key in keys]
+
+    def copy_scaled(self, made: Candidate, slower: Candidate, factor: float) -> None:
+        """Copies results of ``made`` to ``slower``, whose costs are all ``factor`` times as large.
+
+        The schedule is then the same, so every time is ``factor`` times as long.
+        """
+        for key, unit in list(self._known.items()):
+            of, digest, rest = key.split(":", 2)
+            target = f"{of}:{slower.key}:{rest}"
+            if digest == made.key and target not in self._known:
+                times = {name: round(getattr(unit, name) * factor, _DIGITS) for name in TIMES}
+                self._keep(target, replace(unit, **times))
+
+    def _decode(self, candidate: Candidate, keys: Sequence[str], batch: int, length: int) -> None:
+        pair: ModelPair = self._pair
+        prompts: Sequence[TokenPrompt] = self._prompts
+        if candidate.decoded:
+            assert self._models is not None
+            pair, prompts = self._models()
+        stop = StopRules(max_new_tokens=length, eos_ids=pair.eos_ids)
+        runner = PartsRunner(cfg=candidate.config, pair=pair, stop=stop)
+        try:
+            for at, key in enumerate(keys):
+                # A source may remember earlier prompts, so known ones are decoded again.
+                if key in self._known and not candidate.decoded:
+                    continue
+                results: list[RequestResult] = []
+                totals = runner.run(prompts[at * batch : (at + 1) * batch], results.append)
+                if key not in self._known:
+                    unit = Unit.of(results, totals)
+                    self._keep(key, unit)
+                    self.simulated_tokens += unit.emitted
+        finally:
+            runner.close()
+
+    def _keep(self, key: str, unit: Unit) -> None:
+        self._known[key] = unit
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, **asdict(unit)}) + "\n")

@@ -1,29 +1,33 @@
 """Finds how many draft tokens of a chain pay, for each batch size and context, by a formula.
 
 All requests of a batch share each pass, and drafting precedes it (Leviathan et al. 2023, section
-3.3, with measured tokens per pass and times that depend on the rows).
+3.3, with measured tokens per pass and times that depend on the rows). ``engine_flags`` says the
+result in the words of engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from specdec.clocks.profile import CostCurve
-from specdec.planning.layouts import Layout, layouts
-from specdec.planning.machines import DoesNotFit, Machine
+from specdec.planning.machines import DoesNotFit, Layout, Machine, layouts
 from specdec.types import FloatArray
 
 _MOST_REQUESTS = 4096
+_LOOKUP_MAX = 16  # most tokens of a match, as in source=prompt_lookup
+_LOOKUP = "specdec.sources.PromptLookupSource"
+_SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainCell:
-    """The best chain for a batch and a context.
+    """The best chain for a batch and a context, in the layout that is best for it.
 
     ``draft_tokens`` is 0 if plain decoding is best. The speeds are those of all requests together,
-    and ``layout`` is that of the best chain.
+    and ``gain`` is their ratio.
     """
 
     batch: int
@@ -31,14 +35,8 @@ class ChainCell:
     draft_tokens: int
     tokens_per_s: float
     plain_tokens_per_s: float
-    layout: Layout
-
-    @property
-    def gain(self) -> float:
-        return self.tokens_per_s / self.plain_tokens_per_s
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "layout": self.layout.told(), "gain": self.gain}
+    layout: str
+    gain: float
 
 
 def chain_cell(
@@ -48,8 +46,7 @@ def chain_cell(
 
     ``tokens_per_pass`` is float64[K + 1], for chains of 0, 1, ..., K draft tokens.
     """
-    best: tuple[float, int, Layout] | None = None
-    plain = 0.0
+    speeds: dict[tuple[int, str], float] = {}
     for layout in layouts(machine.devices, own_draft=False, staged=True, copies=False):
         try:
             costs = machine.costs(layout, batch, context)
@@ -57,41 +54,33 @@ def chain_cell(
             continue
         for draft_tokens, tokens in enumerate(tokens_per_pass.tolist()):
             seconds = 1e-3 * round_ms(costs, layout, batch, draft_tokens)
-            speed = batch * tokens / seconds
-            if not draft_tokens:
-                plain = max(plain, speed)
-            if best is None or speed > best[0]:
-                best = (speed, draft_tokens, layout)
-    if best is None:
+            speeds[draft_tokens, str(layout)] = batch * tokens / seconds
+    if not speeds:
         return None
+    draft_tokens, label = max(speeds, key=lambda chain: speeds[chain])
+    best = speeds[draft_tokens, label]
+    plain = max(speed for (number, _), speed in speeds.items() if not number)
     return ChainCell(
         batch=batch,
         context=context,
-        draft_tokens=best[1],
-        tokens_per_s=best[0],
+        draft_tokens=draft_tokens,
+        tokens_per_s=best,
         plain_tokens_per_s=plain,
-        layout=best[2],
+        layout=label,
+        gain=best / plain,
     )
 
 
 def round_ms(costs: Mapping[str, Any], layout: Layout, batch: int, draft_tokens: int) -> float:
     """Returns the milliseconds of all draft passes and one target pass over all stages."""
-    curves = {kind: CostCurve.of(curve) for kind, curve in costs.items()}
 
     def ms(kind: str, rows: int) -> float:
-        return curves[kind](rows) if kind in curves else 0.0
+        return CostCurve.of(costs[kind])(rows) if kind in costs else 0.0
 
     rows = batch * (draft_tokens + 1)
     stage = ms("stage", rows) + (ms("transfer", rows) if layout.stages > 1 else 0.0)
     after = ms("head", rows) + (ms("prune", rows) if draft_tokens else 0.0)
     return layout.stages * stage + after + draft_tokens * ms("draft", batch)
-
-
-def chain_cells(
-    machine: Machine, tokens_per_pass: FloatArray, batches: Sequence[int], contexts: Sequence[int]
-) -> list[ChainCell]:
-    found = [chain_cell(machine, tokens_per_pass, b, c) for c in contexts for b in batches]
-    return [cell for cell in found if cell is not None]
 
 
 def crossover(machine: Machine, tokens_per_pass: FloatArray, context: int) -> int | None:
@@ -104,9 +93,37 @@ def crossover(machine: Machine, tokens_per_pass: FloatArray, context: int) -> in
         cell = chain_cell(machine, tokens_per_pass, batch, context)
         if cell is None:
             break
-        if cell.draft_tokens:
-            start = None
-        elif start is None:
-            start = batch
+        start = None if cell.draft_tokens else start or batch
         batch *= 2
     return start
+
+
+def engine_flags(
+    cell: ChainCell | None, draft: str, drafter: str, config: Mapping[str, Any]
+) -> dict[str, str]:
+    """Returns flags of vLLM and SGLang for the best chain, or for a first choice that copies text.
+
+    Names as in vLLM's docs/features/speculative_decoding/configuration.md (9d0e0b83) and SGLang's
+    docs/advanced_features/speculative_decoding.md (067ad4d3). SGLang's n-gram method is left out,
+    since it verifies trees of another shape. ``config`` is that of the first choice.
+    """
+    number = None if cell is None else cell.draft_tokens
+    if config["source"].get("_target_") == _LOOKUP and "gamma" in config["policy"]:
+        number, drafter = int(config["policy"]["gamma"]), "ngram"
+    if number is None:
+        return {}
+    if number == 0:
+        off = "no speculation: plain decoding is faster at this batch and context"
+        return {"vLLM": off, "SGLang": off}
+    lookup = drafter == "ngram"
+    vllm: dict[str, Any] = {"method": drafter, **({} if lookup else {"model": draft})}
+    vllm |= {"num_speculative_tokens": number}
+    vllm |= {"prompt_lookup_max": _LOOKUP_MAX} if lookup else {}
+    flags = {"vLLM": f"--speculative-config '{json.dumps(vllm)}'"}
+    if drafter in _SGLANG:
+        flags["SGLang"] = (
+            f"--speculative-algorithm {_SGLANG[drafter]} --speculative-draft-model-path {draft}"
+            f" --speculative-num-steps {number} --speculative-eagle-topk 1"
+            f" --speculative-num-draft-tokens {number + 1}"
+        )
+    return flags

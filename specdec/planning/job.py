@@ -1,77 +1,153 @@
+"""``specdec plan``: reads the request, measures what has to be measured, searches and answers."""
+
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
+from specdec.config.hydra import parse
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.files import parse_json, write_json
-from specdec.pairs import build_pair
-from specdec.planning.acceptance import OfRecord, chain_table
-from specdec.planning.answer import Plan
-from specdec.planning.asked import Planning, planning_of
-from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, decoded_families, families
+from specdec.planning.acceptance import Acceptance, OfRecord, chain_table, of_log, of_model
+from specdec.planning.answer import Plan, conclude
+from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, Candidate, Simulator, families
 from specdec.planning.chains import chain_cell
-from specdec.planning.checking import PlanVerdict, check_run, units_of_run
-from specdec.planning.conclusion import conclude
-from specdec.planning.controller import with_controller
-from specdec.planning.measuring import Measured, ModelsHere, measured_costs, memory_here
-from specdec.planning.options import MEASURED
+from specdec.planning.check import PlanVerdict, check_run, units_of_run
+from specdec.planning.machines import Machine, Profiled, machine_of
+from specdec.planning.measuring import ModelsHere, calibrated, measured_here
+from specdec.planning.options import MEASURED, PlanOptions, split_words
+from specdec.planning.report import PRESET, RESULT_FILE, write_plan
 from specdec.planning.search import Search
-from specdec.planning.simulate import Candidate, Simulator
-from specdec.planning.trials import TRIALS_FILE, calibrated
-from specdec.planning.writing import PRESET, RESULT_FILE, write_plan
 from specdec.report.provenance import provenance
 from specdec.runs.jobs import Progress, run_job
 
 SEARCH_FILE = "search.json"
 """Its presence in a folder says that the search was complete."""
 
-_MEASURED = "measured.json"
+_EVALUATIONS = "evaluations.jsonl"
 _LENGTH = 64  # tokens per simulated prompt
-_DECODED = 24  # prompts that models decode: as many as candidates are ranked on
-_SAMPLE = 0  # seed of the random sample of prompts
 _UNITS, _FEW_UNITS = 8, 4  # least number of batches, of the ranked size and of the others
+# Prompts that models decode: as many as candidates are ranked on. Data sets are ordered, by
+# difficulty or by source, so their first prompts are not typical.
+_SAMPLE = {"data.limit": 24, "data.sample_seed": 0}
+_REFUSED = {
+    "strategy": "a plan chooses the strategy (strategies=[...] limits the choice)",
+    "clock": "a plan is simulated on profile=",
+    "executor": "a plan chooses the layout (devices= limits it)",
+    "policy": "a plan chooses the sizes",
+    "source": "a plan chooses the source",
+    "batch_size": "use batch=",
+    "record": "a plan records where it has to",
+    "trace": "trace the planned strategy instead",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Searched:
-    """A finished search; ``path`` is the file of simulation results.
+class PlanRequest:
+    """A checked request for a plan.
 
-    ``finalists`` are the candidates of the last round, and plain decoding.
+    Attributes:
+        words: overrides of the configuration, of which ``model`` is that section.
+        extra: further configuration trees.
+        machine, acceptance: None if they have to be measured first.
     """
 
-    asked: Planning
-    search: Search
-    finalists: tuple[Candidate, ...]
-    path: Path
+    chosen: PlanOptions
+    words: tuple[str, ...]
+    extra: tuple[Path, ...]
+    model: Mapping[str, Any]
+    machine: Machine | None
+    acceptance: Acceptance | None
+    output_dir: str | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of config.yaml: everything but ``check``, which may be added later."""
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.chosen).items()}
+        del values["check"]
+        words = [word for word in self.words if not word.startswith("output_dir=")]
+        return {"command": "plan", **values, "overrides": words}
+
+    @property
+    def decoding_words(self) -> list[str]:
+        """Words of a run by models; by default of a small random sample of the prompts."""
+        words = [word for word in self.words if not word.startswith("output_dir=")]
+        missing = (k for k in _SAMPLE if not any(word.startswith(f"{k}=") for word in words))
+        return [*words, *(f"{key}={_SAMPLE[key]}" for key in missing)]
 
 
-def searched(asked: Planning, folder: Path, progress: Progress) -> Searched:
-    """Measures what has to be measured, then searches; resumes from results in ``folder``."""
-    models = ModelsHere(_decoding_words(asked.words), asked.extra, progress)
-    has_models = asked.acceptance is None
-    asked = _with_measured(asked, folder, models)
-    chosen, machine, acceptance = asked.chosen, asked.machine, asked.acceptance
-    assert machine is not None
-    assert acceptance is not None
-    words = [w for w in asked.words if not w.startswith(("model", "output_dir=", "threads="))]
-    path = folder / "evaluations.jsonl"
-    pair = acceptance.pair()
+def plan_request(
+    words: Sequence[str], extra: Sequence[Path] = (), keys: Mapping[str, Any] | None = None
+) -> PlanRequest:
+    """Checks a command before anything is decoded; ``keys`` are options in place of words."""
+    chosen, rest = split_words(words, keys or {})
+    for override in parse(rest):
+        section = str(override.key_or_group).lstrip("+~").partition(".")[0]
+        if section in _REFUSED:
+            raise UserError(f"{override.input_line}: {_REFUSED[section]}; leave it out")
+    job = run_job_of(rest, extra)
+    model = job.config["model"]
+    acceptance = of_log(chosen) if chosen.acceptance else of_model(model)
+    machine, check = None, chosen.check
+    if acceptance is None and model["kind"] not in ("pretrained", "random"):
+        raise UserError(
+            f"model.kind={model['kind']} has no hits of a draft to plan with: use"
+            " model=hf, tiny, replay or a law, or acceptance=FILE"
+        )
+    if chosen.profile != MEASURED:
+        machine = machine_of(
+            chosen, extra, draft_name=acceptance.draft_name if acceptance else None
+        )
+    elif acceptance is not None:
+        raise UserError(
+            "profile=measured measures models, and a law or record has none: use model=hf or"
+            " tiny, or the profile that `specdec profile` has written"
+        )
+    if check == "true" and acceptance is not None:
+        raise UserError(
+            "check=true runs models, and a law or record has none: give check=DIR, the folder of a"
+            " run of the planned strategy"
+        )
+    if check not in ("", "false") and chosen.batch[0] > 1:
+        raise UserError(
+            f"check={check} compares one request at a time, and batch={chosen.batch[0]} was"
+            " planned: plan with batch=1"
+        )
+    if check not in ("", "true", "false"):
+        units_of_run(Path(check).expanduser())
+    return PlanRequest(
+        chosen, tuple(rest), tuple(extra), model, machine, acceptance, job.output_dir
+    )
+
+
+def searched(
+    request: PlanRequest, folder: Path, progress: Progress
+) -> tuple[Search, Acceptance, list[Candidate]]:
+    """Measures what has to be measured, then searches; resumes from results in ``folder``.
+
+    The candidates are those of the last round, and plain decoding.
+    """
+    chosen, extra = request.chosen, request.extra
+    models = ModelsHere(request.decoding_words, extra, progress)
+    acceptance = request.acceptance or _recorded(models, folder)
+    machine = request.machine or _measured(models, acceptance, chosen, folder)
+    words = [w for w in request.words if not w.startswith(("model", "output_dir=", "threads="))]
+    path, pair = folder / _EVALUATIONS, acceptance.pair()
     prompts = max(chosen.prompts, _UNITS * chosen.batch[0], _FEW_UNITS * max(chosen.batch))
-    simulator = Simulator(pair, path, of="plan", prompts=prompts, models=models)
-    found, left_out = families([*words, *acceptance.words], asked.extra, chosen.strategies, pair)
-    here = isinstance(machine, Measured) and machine.devices == 1
+    simulator = Simulator(pair, path, of="plan", prompts=prompts, models=lambda: models.loaded)
+    simulated, left_out = families([*words, *acceptance.overrides], extra, chosen.strategies, pair)
+    calibrates = request.machine is None and machine.devices == 1
     unknown = [name for name, why in left_out.items() if why != OTHER_PROGRAM]
-    if has_models:
-        decoded, reasons = decoded_families(models.words, asked.extra, unknown, measured=here)
-        found, unknown = [*found, *decoded], list(reasons)
-        left_out = {**{k: v for k, v in left_out.items() if v == OTHER_PROGRAM}, **reasons}
+    if request.acceptance is None:
+        decoded, reasons = families(models.words, extra, unknown, measured=calibrates)
+        left_out = {k: v for k, v in left_out.items() if k not in unknown} | reasons
+        simulated, unknown = [*simulated, *decoded], list(reasons)
 
     def report(label: str, total: int | None) -> None:
         if total is None:
@@ -84,109 +160,74 @@ def searched(asked: Planning, folder: Path, progress: Progress) -> Searched:
         machine=machine,
         simulator=simulator,
         chosen=chosen,
-        requests=acceptance.requests / chosen.batch[0],
-        drawn=acceptance.drawn,
+        requests=acceptance.requests / chosen.batch[0] if acceptance.drawn else 0.0,
         length=_LENGTH,
         chain_length=0 if best_chain is None else best_chain.draft_tokens,
         report=report,
         left_out=left_out,
         unknown=unknown,
     )
-    finalists = search.run(found)
-    if here:
+    finalists = search.run(simulated)
+    if calibrates:
         started = monotonic()
-        finalists = calibrated(finalists, search=search, models=models, path=folder / TRIALS_FILE)
+        finalists = calibrated(finalists, search=search, models=models, path=folder / "trials.json")
         search.extend(monotonic() - started)
-    return Searched(asked, search, tuple(finalists), path)
+    return search, acceptance, finalists
 
 
-def plan_job(asked: Planning, folder: Path, progress: Progress) -> Plan:
-    """Searches and writes the plan into ``folder``; resumes an interrupted search."""
-    began = monotonic()
-    done = searched(asked, folder, progress)
-    plan, winner = conclude(done.asked, done.search, done.finalists, done.path)
-    plan = replace(
-        plan,
-        simulated_tokens=done.search.simulator.simulated_tokens,
-        search_s=monotonic() - began,
-        folder=str(folder),
-        overrides=asked.words,
-    )
-    write_plan(folder, plan, winner, provenance(command=sys.argv, config=asked.claimed))
-    if plan.complete:
-        write_json(folder / SEARCH_FILE, {"tokens": plan.simulated_tokens, "s": plan.search_s})
-    return plan
-
-
-def _with_measured(asked: Planning, folder: Path, models: ModelsHere) -> Planning:
-    """Decodes prompts and measures this machine if acceptance or machine are missing."""
-    if asked.acceptance is not None and asked.machine is not None:
-        return asked
-    job = run_job_of([*models.words, f"strategy={PLAIN}", "record=true"], asked.extra)
+def _recorded(models: ModelsHere, folder: Path) -> OfRecord:
+    """Lets the models decode the sample of prompts once."""
+    config = run_job_of([*models.words, f"strategy={PLAIN}", "record=true"], models.extra).config
     run = folder / "record"
     if not (run / "summary.json").is_file():
         run.mkdir(parents=True, exist_ok=True)
-        run_job(job.config, run, models.progress)
-    acceptance = OfRecord.of(str(run / "record.npz"))
-    acceptance = replace(acceptance, num_layers=_layers(asked))
-    machine = asked.machine
-    if machine is None:
-        devices = asked.chosen.devices or 1
-        stages = max(devices - 1, 1)
-        stored = folder / _MEASURED
-        if not stored.is_file():
-            write_json(stored, _measured(models, acceptance, asked.chosen.batch, stages, devices))
-        machine = Measured.of(parse_json(stored.read_bytes()), stages=stages, devices=devices)
-    return replace(asked, acceptance=acceptance, machine=machine)
+        run_job(config, run, models.progress)
+    return OfRecord.of(str(run / "record.npz"), num_layers=models.loaded[0].num_layers)
 
 
 def _measured(
-    models: ModelsHere, acceptance: OfRecord, batches: Sequence[int], stages: int, devices: int
-) -> list[dict[str, Any]]:
-    """Returns the input of ``Measured.of``; for one stage it includes the controller's time."""
-    context = acceptance.mean_context()
-    found = []
-    memory = memory_here(models.pair, devices)
-    for batch in batches:
-        costs = measured_costs(models, stages=stages, requests=batch, context=context)
-        note = "measured here"
-        if stages == 1:
-            costs, note = with_controller(
-                costs, models=models, acceptance=acceptance, batch=batch, length=_LENGTH
-            )
-        found.append({"batch": batch, "costs": costs, "note": note, "memory": memory})
-    return found
+    models: ModelsHere, acceptance: Acceptance, chosen: PlanOptions, folder: Path
+) -> Profiled:
+    assert isinstance(acceptance, OfRecord), "checked by the request"
+    devices, stored = chosen.devices or 1, folder / "measured.json"
+    stages = max(devices - 1, 1)
+    if not stored.is_file():
+        shape = {"stages": stages, "devices": devices, "length": _LENGTH}
+        write_json(stored, measured_here(models, acceptance, batches=chosen.batch, **shape))
+    values = parse_json(stored.read_bytes())
+    by_batch = {int(batch): costs for batch, costs in values.pop("by_batch").items()}
+    known = {"by_batch": by_batch, "batches": tuple(by_batch), **values}
+    return Profiled(name=MEASURED, devices=devices, stages=stages, **known)
 
 
-def _decoding_words(words: Sequence[str]) -> list[str]:
-    """Returns the words of a real run; by default it decodes a small random sample of the prompts.
+def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
+    """Searches and writes the plan into ``folder``; resumes an interrupted search."""
+    began = monotonic()
+    search, acceptance, finalists = searched(request, folder, progress)
+    draft, path = str(request.model.get("draft") or "DRAFT"), folder / _EVALUATIONS
+    plan, winner = conclude(
+        search, acceptance, finalists, path=path, draft=draft, overrides=request.words
+    )
+    tokens, seconds = search.simulator.simulated_tokens, monotonic() - began
+    plan = replace(plan, simulated_tokens=tokens, search_s=seconds, folder=str(folder))
+    write_plan(folder, plan, winner, provenance(command=sys.argv, config=request.config))
+    if plan.complete:
+        write_json(folder / SEARCH_FILE, {"tokens": tokens, "s": seconds})
+    return plan
 
-    Data sets are ordered, by difficulty or by source, so their first prompts are not typical.
-    """
-    kept = [word for word in words if not word.startswith("output_dir=")]
-    defaults = {"data.limit=": _DECODED, "data.sample_seed=": _SAMPLE}
-    asked = tuple(key for key in defaults if any(word.startswith(key) for word in kept))
-    return kept + [f"{key}{value}" for key, value in defaults.items() if key not in asked]
 
-
-def _layers(asked: Planning) -> int:
-    return int(build_pair(asked.config["model"]).num_layers)
-
-
-def check_job(asked: Planning, folder: Path, progress: Progress) -> PlanVerdict:
+def check_job(request: PlanRequest, folder: Path, progress: Progress) -> PlanVerdict:
     """Compares the plan in a folder with a run, which it starts if ``check=true``.
 
     The run uses the wall clock if the profile was measured and one device suffices, otherwise the
     paced clock with the plan's own profile.
     """
-    loaded = parse_json((folder / RESULT_FILE).read_bytes())
-    expected = loaded["expected"]
-    if asked.chosen.check != "true":
-        return check_run(expected, units_of_run(Path(asked.chosen.check).expanduser()))
-    trees = [*asked.extra, folder]
-    words = [*_decoding_words(asked.words), f"strategy={PRESET}"]
-    staged = loaded["choices"][0]["devices"] > 1
-    if asked.chosen.profile == MEASURED and not staged:
+    plan = parse_json((folder / RESULT_FILE).read_bytes())
+    if request.chosen.check != "true":
+        return check_run(plan["expected"], units_of_run(Path(request.chosen.check).expanduser()))
+    words = [*request.decoding_words, f"strategy={PRESET}"]
+    staged = plan["choices"][0]["devices"] > 1
+    if request.chosen.profile == MEASURED and not staged:
         words.append("clock=measured")
     else:
         words += ["clock=paced", f"clock.profile={PRESET}"]
@@ -194,11 +235,13 @@ def check_job(asked: Planning, folder: Path, progress: Progress) -> PlanVerdict:
     run = folder / "check"
     if not (run / "summary.json").is_file():
         run.mkdir(parents=True, exist_ok=True)
-        run_job(run_job_of(words, trees).config, run, progress)
-    return check_run(expected, units_of_run(run))
+        run_job(run_job_of(words, [*request.extra, folder]).config, run, progress)
+    return check_run(plan["expected"], units_of_run(run))
 
 
-class _Silent:
+class NoProgress:
+    """A ``Progress`` that shows nothing."""
+
     def phase(self, label: str, total: int | None) -> None: ...
 
     def advance(self, count: int = 1, detail: str = "") -> None: ...
@@ -230,9 +273,9 @@ def plan(
     for name, value in (("overrides", overrides), ("config_dirs", config_dirs)):
         if isinstance(value, str):
             raise UserError(f"{name}={value!r} must be a list, as in {name}=[{value!r}]")
-    asked = planning_of(list(overrides), [Path(folder) for folder in config_dirs], keys)
+    request = plan_request(list(overrides), [Path(folder) for folder in config_dirs], keys)
     if output_dir is not None:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        return plan_job(asked, Path(output_dir), _Silent())
+        return plan_job(request, Path(output_dir), NoProgress())
     with TemporaryDirectory() as folder:
-        return replace(plan_job(asked, Path(folder), _Silent()), folder="")
+        return replace(plan_job(request, Path(folder), NoProgress()), folder="")

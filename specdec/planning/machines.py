@@ -1,11 +1,23 @@
-"""Prices a cluster's work in a layout, from a latency profile or a described machine."""
+"""Layouts of target and draft on devices, and the machines that price them.
+
+A pass of R rows of a model on d devices of a described machine, which share every layer, takes
+
+    L (layer_ms + [d > 1] reduce_ms) + max(B / (d memory_share bandwidth),
+                                           2 P R / (d flop_share peak)),
+
+with L layers, P parameters and B bytes of weights and of the keys and values that are read.
+``eager_layer_ms`` replaces ``layer_ms`` for engines without captured graphs. The constants are
+fitted to published pass times by ``experiments/plan/roofline.py``, which states the error on models
+that the fit does not use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from math import log
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from specdec.clocks.profile import curve_at
 from specdec.config.options import options, read_yaml
@@ -14,135 +26,223 @@ from specdec.config.profiles import load_profile
 from specdec.errors import UserError
 from specdec.parts.fields import Count, NotNegative, Positive, errors_of, validated
 from specdec.parts.suggest import did_you_mean
-from specdec.planning import roofline
-from specdec.planning.layouts import Layout
 from specdec.planning.options import PlanOptions
 
-CLOCK_ERROR = 0.05
-"""The relative error that is assumed for the times of a measured or given profile."""
-
+_DEGREES = (1, 2, 4, 8, 16)
 _POINTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 """Numbers of rows at which a described machine is priced."""
+
+_LAYERS = (
+    *((0.07, 2), (0.5, 24), (1.2, 16), (3.0, 28), (8.0, 32)),
+    *((13.0, 40), (33.0, 60), (70.0, 80)),
+)
+"""(billions of parameters, layers) of published Llama and Qwen models."""
+
+_ORIGIN = "described machine: roofline, efficiencies fitted to 156 published pass times"
+"""The data of the fit: 16-bit weights of 10 models, 0.07 to 71 billion parameters, on 8 GPUs.
+
+AnthonyHuo/An-Empirical-Study-on-Tree-based-Speculative-Decoding 0428ac25, jianc99/FastHesse,
+swiss-ai/apertus-speculative-decoding, spitzblattr/spec-bench-vllm.
+"""
+
+ERROR = 0.25
+"""Three quarters of the held-out pass times have a smaller relative error; the median is 11 %."""
 
 
 class DoesNotFit(Exception):
     """The machine does not have a layout or cannot hold the models; the message says why."""
 
 
-class Machine(Protocol):
-    """A cluster that prices the work of a layout.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which devices run target and draft.
 
     Attributes:
-        note: origin of the times.
-        error: relative error of the times.
-        prices_context: whether times depend on the context.
-        limit_gb: gigabytes of a device; None if unknown.
-        batches: numbers of requests at a time for which times are known; None for any number.
+        degree: devices that share every layer of a stage (tensor parallelism).
+        draft_degree: devices that share every layer of the draft.
+        replicas: copies of the target.
+        own_draft: whether the draft has devices of its own and works beside the target.
+        others: devices of further models, one each.
     """
 
-    @property
-    def name(self) -> str: ...
+    stages: int = 1
+    degree: int = 1
+    draft_degree: int = 1
+    replicas: int = 1
+    own_draft: bool = False
+    others: int = 0
 
     @property
-    def note(self) -> str: ...
+    def devices(self) -> int:
+        target = self.stages * self.degree * self.replicas
+        return target + (self.draft_degree if self.own_draft else 0) + self.others
 
-    @property
-    def devices(self) -> int: ...
+    def __str__(self) -> str:
+        words = [f"{self.stages} stage{'s' * (self.stages > 1)}"] if self.stages > 1 else []
+        words += [f"TP {self.degree}"] if self.degree > 1 else []
+        words += [f"{self.replicas} copies"] if self.replicas > 1 else []
+        draft = f"draft TP {self.draft_degree}" if self.draft_degree > 1 else "draft"
+        text = " x ".join(words or ["1 device"]) + (f" + {draft}" if self.own_draft else "")
+        return text + (f" + {self.others} more" if self.others else "")
 
-    @property
-    def error(self) -> float: ...
 
-    @property
-    def prices_context(self) -> bool: ...
+def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> list[Layout]:
+    """Returns the layouts of target and draft on ``devices`` devices in total.
 
-    @property
-    def limit_gb(self) -> float | None: ...
-
-    @property
-    def batches(self) -> tuple[int, ...] | None: ...
-
-    def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        """Returns cost curves by kind of work, as in a profile; raises ``DoesNotFit``."""
-        ...
-
-    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
-        """Returns gigabytes on the fullest device; None if unknown."""
-        ...
+    Tensor-parallel degrees divide all devices of the target into stages. Further layouts run the
+    target on one stage, or on pipelines of half, a quarter, ... of the devices. ``staged`` and
+    ``copies`` say whether the executor has stages, or copies of the target on one device each.
+    """
+    found: dict[Layout, None] = {}
+    for draft_degree in _DEGREES if own_draft and staged else (1,):
+        left = devices - (draft_degree if own_draft else 0)
+        if left < draft_degree:
+            continue
+        targets = [Layout(replicas=n) for n in range(2, left + 1)] if copies else [Layout()]
+        if staged and not copies:
+            for degree in (d for d in _DEGREES if d <= left):
+                targets += [Layout(stages=left // degree, degree=degree), Layout(degree=degree)]
+            half = left
+            while half > 2:
+                half //= 2
+                targets.append(Layout(stages=half))
+        for target in targets:
+            found[replace(target, draft_degree=draft_degree, own_draft=own_draft)] = None
+    return list(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profiled:
-    """A latency profile, which has the times of one stage of a target on ``stages`` devices.
+class Machine:
+    """Base of the machines that price the work of a layout.
 
-    With another number of stages a stage has more or fewer layers, and its times are scaled in
-    proportion. Fewer devices than the profile's are assumed not to hold the target. The curve
-    ``transfer`` replaces that of the profile, unless it is None.
+    Attributes:
+        note: origin of the times.
+        error: relative error of the times; 5 % is assumed for measured ones.
+        prices_context: whether times depend on the context.
+        batches: numbers of requests at a time for which times are known; None for any number.
+        limit_gb: gigabytes of a device; None if it and the sizes of the models are unknown.
+        kv_kb: kilobytes of the target's keys and values per token.
     """
 
     name: str
-    profile: Mapping[str, Any]
     devices: int
-    transfer: Mapping[str, Any] | None = None
-    error: float = CLOCK_ERROR
+    note: str = ""
+    error: float = 0.05
     prices_context: bool = False
     batches: tuple[int, ...] | None = None
-
-    @property
-    def note(self) -> str:
-        return str(self.profile.get("note", ""))
-
-    @property
-    def limit_gb(self) -> float | None:
-        return None
-
-    @property
-    def priced(self) -> int:
-        """The number of stages that the profile's target has."""
-        return int(self.profile["stages"])
+    limit_gb: float | None = None
+    target_gb: float = 0.0
+    draft_gb: float = 0.0
+    kv_kb: float = 0.0
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        """Prices a layout; batch and context have no effect."""
-        if layout.stages * layout.degree < self.priced:
+        """Returns cost curves by kind of work, as in a profile; raises ``DoesNotFit``."""
+        raise NotImplementedError
+
+    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
+        """Returns gigabytes of weights, keys and values on the fullest device; None if unknown."""
+        if self.limit_gb is None:
+            return None
+        target = self.target_gb + 1e-6 * self.kv_kb * batch * context
+        target, draft = (
+            target / (layout.stages * layout.degree),
+            self.draft_gb / layout.draft_degree,
+        )
+        return max(target, draft) if layout.own_draft else target + draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled(Machine):
+    """A latency profile, or this machine measured for some numbers of requests at a time.
+
+    With another number of stages a stage has more or fewer layers, and its times are scaled in
+    proportion. Fewer devices than the profile's are assumed not to hold the target.
+
+    Attributes:
+        stages: number of stages of the target that the times are of.
+        by_batch: requests that share a pass -> costs; the nearest one is used.
+        degrees: curves by the number of devices that share a layer, as in a profile.
+        transfer: replaces the profile's curve.
+    """
+
+    stages: int
+    by_batch: Mapping[int, Mapping[str, Any]]
+    degrees: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
+    transfer: Mapping[str, Any] | None = None
+
+    def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
+        used = layout.stages * layout.degree
+        if used < self.stages:
             raise DoesNotFit(
-                f"the target of {self.name} is on {self.priced} devices, and"
-                f" {layout.stages * layout.degree} are taken not to hold it"
+                f"the target of {self.name} is on {self.stages} devices, and"
+                f" {used} are taken not to hold it"
             )
-        costs = {kind: dict(curve) for kind, curve in self.profile["costs"].items()}
+        nearest = min(self.by_batch, key=lambda known: abs(log(known / batch)))
+        costs = {kind: dict(curve) for kind, curve in self.by_batch[nearest].items()}
         for kind, degree in (("stage", layout.degree), ("draft", layout.draft_degree)):
-            curves = self.profile.get("degrees", {}).get(kind, {})
+            curves = self.degrees.get(kind, {})
             known = sorted(int(number) for number in curves)
             if known and known[0] <= degree <= known[-1]:
                 costs[kind] = curve_at(curves, degree)
             elif degree > 1:
                 raise DoesNotFit(f"{self.name} has no time of a {kind} on {degree} devices")
         if "stage" in costs:
-            costs["stage"] = scaled(costs["stage"], self.priced / layout.stages)
-        if self.transfer is not None:
-            costs["transfer"] = dict(self.transfer)
-        return costs
+            costs["stage"] = scaled(costs["stage"], self.stages / layout.stages)
+        return costs if self.transfer is None else {**costs, "transfer": dict(self.transfer)}
 
-    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
-        return None
+
+def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    result = {**curve, "ms": [ms * factor for ms in curve["ms"]]}
+    if "block_ms" in curve:
+        result["block_ms"] = curve["block_ms"] * factor
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """The shares of a data sheet's bandwidth and peak that passes reach, and times per layer.
+
+    ``reduce_ms`` is that of the sums over devices that share a layer.
+    """
+
+    memory_share: float = 0.75
+    flop_share: float = 0.5
+    layer_ms: float = 0.08
+    eager_layer_ms: float = 0.2
+    reduce_ms: float = 0.06
+
+
+CONSTANTS = Constants()
+
+
+def pass_ms(
+    rows: int,
+    *,
+    parameters: float,
+    num_bytes: float,
+    layers: int,
+    bytes_per_s: float,
+    flops_per_s: float,
+    degree: int = 1,
+    eager: bool = False,
+    constants: Constants = CONSTANTS,
+) -> float:
+    """Returns the milliseconds of a pass by the module's formula, where ``degree`` is d.
+
+    ``num_bytes`` includes keys and values; ``bytes_per_s`` and ``flops_per_s`` are limits of one
+    device by its data sheet; ``eager`` is an engine without captured graphs.
+    """
+    reading = num_bytes / (degree * constants.memory_share * bytes_per_s)
+    computing = 2.0 * parameters * rows / (degree * constants.flop_share * flops_per_s)
+    fixed = constants.eager_layer_ms if eager else constants.layer_ms
+    fixed += constants.reduce_ms if degree > 1 else 0.0
+    return fixed * layers + 1e3 * max(reading, computing)
 
 
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The keys of a described machine; those with a default may be left out.
-
-    Attributes:
-        devices: number of devices in total, all alike.
-        memory_gb_s, tflops, memory_gb: bandwidth, peak arithmetic rate for the weights' type, and
-            memory of a device.
-        link_ms, link_gb_s: latency and bandwidth of a transfer between two devices.
-        target_gb, draft_gb: size of the weights; 0 without a draft.
-        weight_bytes: bytes per parameter; 0.5 for 4 bits.
-        kv_kb: kilobytes of the target's keys and values per token; 0 ignores the context.
-        target_layers, draft_layers: None uses those of a published model of that size.
-        graphs: whether the engine captures graphs; without them a layer costs more.
-        boxes: groups of devices; tensor parallelism stays inside one of them.
-        box_link_ms, box_link_gb_s: link between two boxes; None if it is as fast as inside one.
-    """
+    """The keys of a described machine (docs/plan.md); those with a default may be left out."""
 
     devices: Count
     memory_gb_s: Positive
@@ -163,104 +263,72 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
-    """A described machine, priced by ``specdec.planning.roofline``.
+class Described(Machine):
+    """A described machine, priced by the roofline.
 
     All transfers of a step take as long as the slowest, so a pipeline over several boxes pays for
     the link between them.
     """
 
-    name: str
     about: Description
-    devices: int
-    error: float = roofline.ERROR
-    batches: tuple[int, ...] | None = None
-    note: str = field(
-        default=f"described machine: roofline, efficiencies fitted to {roofline.SOURCE}"
-    )
-
-    @property
-    def prices_context(self) -> bool:
-        return self.about.kv_kb > 0
-
-    @property
-    def limit_gb(self) -> float | None:
-        return self.about.memory_gb
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        about = self.about
-        if max(layout.degree, layout.draft_degree) * about.boxes > max(self.devices, 1):
+        about, degree = self.about, max(layout.degree, layout.draft_degree)
+        if degree * about.boxes > self.devices:
             raise DoesNotFit(
                 f"a box has {self.devices // about.boxes} devices, fewer than"
-                f" {max(layout.degree, layout.draft_degree)} that share a layer"
+                f" {degree} that share a layer"
             )
-        held = self.memory_gb(layout, batch, context)
-        if held is not None and held > about.memory_gb:
+        used = self.memory_gb(layout, batch, context)
+        if used is not None and used > about.memory_gb:
             raise DoesNotFit(
-                f"{held:.1f} GB on a device ({layout.told()}), and it has {about.memory_gb:g}"
+                f"{used:.1f} GB on a device ({layout}), and it has {about.memory_gb:g}"
             )
         kv = 1e3 * about.kv_kb * batch * context / layout.stages
-        weights = 1e9 * about.target_gb / layout.stages
-        layers = self._layers(about.target_gb, about.target_layers)
-        limits: dict[str, Any] = {
-            "bytes_per_s": 1e9 * about.memory_gb_s,
-            "flops_per_s": 1e12 * about.tflops,
-            "eager": not about.graphs,
-        }
-        costs = {
-            "stage": _curve(
-                lambda rows: roofline.pass_ms(
-                    rows,
-                    parameters=weights / about.weight_bytes,
-                    num_bytes=weights + kv,
-                    layers=-(-layers // layout.stages),
-                    degree=layout.degree,
-                    **limits,
-                )
-            )
-        }
+        layers = about.target_layers or self._layers(about.target_gb)
+        stage_layers = -(-layers // layout.stages)
+        stage_gb = 1e9 * about.target_gb / layout.stages
+        costs = {"stage": self._passes(stage_gb, stage_layers, layout.degree, kv)}
         if about.draft_gb:
-            costs["draft"] = _curve(
-                lambda rows: roofline.pass_ms(
-                    rows,
-                    parameters=1e9 * about.draft_gb / about.weight_bytes,
-                    num_bytes=1e9 * about.draft_gb,
-                    layers=self._layers(about.draft_gb, about.draft_layers),
-                    degree=layout.draft_degree,
-                    **limits,
-                )
-            )
+            draft_layers = about.draft_layers or self._layers(about.draft_gb)
+            draft_bytes = 1e9 * about.draft_gb
+            costs["draft"] = self._passes(draft_bytes, draft_layers, layout.draft_degree)
         if layout.stages > 1 or layout.own_draft:
-            costs["transfer"] = _curve(lambda rows: self._transfer_ms(layout, layers, rows))
+            costs["transfer"] = self._transfers(layout, layers)
         return costs
 
-    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
-        """Includes weights, keys and values."""
+    def _layers(self, size_gb: float) -> int:
+        """Returns the layers of the published model whose number of parameters is nearest."""
+        billions = size_gb / self.about.weight_bytes
+        return min(_LAYERS, key=lambda known: abs(known[0] / billions - 1.0))[1]
+
+    def _passes(self, weights: float, layers: int, degree: int, kv: float = 0.0) -> dict[str, Any]:
         about = self.about
-        return fullest_gb(
-            layout,
-            target_gb=about.target_gb + 1e-6 * about.kv_kb * batch * context,
-            draft_gb=about.draft_gb,
+        return _curve(
+            lambda rows: pass_ms(
+                rows,
+                parameters=weights / about.weight_bytes,
+                num_bytes=weights + kv,
+                layers=layers,
+                bytes_per_s=1e9 * about.memory_gb_s,
+                flops_per_s=1e12 * about.tflops,
+                degree=degree,
+                eager=not about.graphs,
+            )
         )
 
-    def _layers(self, size_gb: float, stated: int | None) -> int:
-        return stated or roofline.layers_of(1e9 * size_gb / self.about.weight_bytes)
-
-    def _transfer_ms(self, layout: Layout, layers: int, rows: int) -> float:
-        about = self.about
-        crosses = about.boxes > 1 and layout.devices > self.devices // about.boxes
-        slow_ms = about.link_ms if about.box_link_ms is None else about.box_link_ms
-        slow_gb_s = about.link_gb_s if about.box_link_gb_s is None else about.box_link_gb_s
-        latency, speed = (slow_ms, slow_gb_s) if crosses else (about.link_ms, about.link_gb_s)
-        width = roofline.hidden_of(1e9 * about.target_gb / about.weight_bytes, layers)
-        return latency + rows * width * 2.0 / (speed * 1e6)
+    def _transfers(self, layout: Layout, layers: int) -> dict[str, Any]:
+        about, latency, speed = self.about, self.about.link_ms, self.about.link_gb_s
+        if about.boxes > 1 and layout.devices > self.devices // about.boxes:
+            latency = latency if about.box_link_ms is None else about.box_link_ms
+            speed = speed if about.box_link_gb_s is None else about.box_link_gb_s
+        # A layer of width E has about 12 E^2 parameters.
+        width = (1e9 * about.target_gb / about.weight_bytes / (12.0 * layers)) ** 0.5
+        return _curve(lambda rows: latency + rows * width * 2.0 / (speed * 1e6))
 
 
-def fullest_gb(layout: Layout, *, target_gb: float, draft_gb: float) -> float:
-    """Returns gigabytes on the fullest device; ``target_gb`` and ``draft_gb`` are totals."""
-    target = target_gb / (layout.stages * layout.degree)
-    draft = draft_gb / layout.draft_degree
-    return max(target, draft) if layout.own_draft else target + draft
+def _curve(ms: Callable[[int], float]) -> dict[str, Any]:
+    return {"tokens": list(_POINTS), "ms": [round(ms(rows), 6) for rows in _POINTS]}
 
 
 def machine_of(
@@ -287,36 +355,34 @@ def machine_of(
             f"profile={chosen.profile} does not say of how many stages its target is, so it cannot"
             " be split otherwise: add `stages: NUMBER` to a copy of it"
         )
-    priced = int(profile["stages"])
-    transfer = None
-    if chosen.link_ms is not None:
-        transfer = {"tokens": [1], "ms": [chosen.link_ms]}
     if chosen.link_gb_s is not None:
         raise UserError(
             f"link_gb_s={chosen.link_gb_s:g} is for a described machine, whose hidden states have a"
             f" size; profile={chosen.profile} has times: leave it out, or use link_ms"
         )
+    link = chosen.link_ms
     return Profiled(
         name=path.stem if path.is_file() else chosen.profile,
-        profile=profile,
-        devices=chosen.devices or priced + 1,
-        transfer=transfer,
+        devices=chosen.devices or profile["stages"] + 1,
+        note=profile["note"],
+        stages=profile["stages"],
+        by_batch={1: profile["costs"]},
+        degrees=profile.get("degrees", {}),
+        transfer=None if link is None else {"tokens": [1], "ms": [link]},
     )
 
 
 def _described(chosen: PlanOptions, path: Path, loaded: Mapping[str, Any]) -> Described:
-    known = [item.name for item in fields(Description)]
+    known = {item.name: item.default is MISSING for item in fields(Description)}
     for key in loaded:
         if key not in known:
             raise UserError(
                 f"profile={chosen.profile}: {key} is no key of a described machine:"
                 f" {did_you_mean(str(key), known)}"
             )
-    values = {**loaded}
     own = {"devices": chosen.devices, "link_ms": chosen.link_ms, "link_gb_s": chosen.link_gb_s}
-    values |= {key: value for key, value in own.items() if value is not None}
-    needed = [item.name for item in fields(Description) if item.default is MISSING]
-    missing = [name for name in needed if name not in values]
+    values = {**loaded, **{key: value for key, value in own.items() if value is not None}}
+    missing = [name for name, needed in known.items() if needed and name not in values]
     if missing:
         raise UserError(
             f"profile={chosen.profile} describes a machine without {', '.join(missing)}: add them"
@@ -329,15 +395,15 @@ def _described(chosen: PlanOptions, path: Path, loaded: Mapping[str, Any]) -> De
         raise UserError(
             f"profile={chosen.profile}: {about.devices} devices are not {about.boxes} equal boxes"
         )
-    return Described(name=path.stem, about=about, devices=about.devices)
-
-
-def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    result = {**curve, "ms": [ms * factor for ms in curve["ms"]]}
-    if "block_ms" in curve:
-        result["block_ms"] = curve["block_ms"] * factor
-    return result
-
-
-def _curve(ms: Any) -> dict[str, Any]:
-    return {"tokens": list(_POINTS), "ms": [round(ms(rows), 6) for rows in _POINTS]}
+    return Described(
+        name=path.stem,
+        devices=about.devices,
+        note=_ORIGIN,
+        error=ERROR,
+        prices_context=about.kv_kb > 0,
+        limit_gb=about.memory_gb,
+        target_gb=about.target_gb,
+        draft_gb=about.draft_gb,
+        kv_kb=about.kv_kb,
+        about=about,
+    )

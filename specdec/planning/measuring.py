@@ -1,43 +1,64 @@
-"""Measures the passes of a plan's models on this machine, and decodes candidates with them.
+"""Measures a plan's models on this machine: passes, the controller's time, and last candidates.
 
-``profile=measured`` measures passes as ``specdec profile`` does, but over the context of the
-record and over as many requests as are planned for, and adds the controller's own time
-(``specdec.planning.controller``).
+Passes are measured as ``specdec profile`` does, but over the context of the record and over as many
+requests as are planned for. A simulated clock charges passes of models alone; a real step also
+selects nodes, packs rows, draws and judges tokens and moves cache entries. The measured time of
+short runs of a few presets and sizes (``PROBES``), minus the simulated time of the same runs, is
+modelled as a linear combination of passes, requests and rows. Its coefficients, at least 0, are
+added to the cost curves (``with_controller``).
+
+After the search each of the last candidates decodes prompts of the record for real, in turns of a
+fraction of a second with the others, and the same prompts in simulation. The ratio of the two times
+per token then scales all its costs (``calibrated``), so that ranking, intervals and the written
+profile agree with the runs. Since the prompts are the same, the ratio has no variance from prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 
-from specdec.clocks import Work
+from specdec.clocks.profile import CostCurve
 from specdec.clocks.timed_runs import timed_run
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
+from specdec.files import parse_json, write_json
 from specdec.models.loading import DTYPES
 from specdec.pairs import HuggingFacePair
-from specdec.planning.candidates import PLAIN
-from specdec.planning.layouts import Layout
-from specdec.planning.machines import CLOCK_ERROR, Profiled, fullest_gb
-from specdec.planning.simulate import TIMES, Unit, unit_of
-from specdec.profiling.job import profile_of
+from specdec.planning.acceptance import OfRecord
+from specdec.planning.candidates import PLAIN, TIMES, Candidate, Simulator, Times, Unit, total
+from specdec.planning.machines import Layout
+from specdec.planning.search import Search
 from specdec.profiling.limits import kv_bytes
-from specdec.profiling.passes import measure_model
-from specdec.profiling.proposal import costs_node
-from specdec.profiling.transfer import measure_transfer
+from specdec.profiling.passes import costs_node, measure_model, profile_of
 from specdec.report.provenance import host_memory
 from specdec.runs.interleaved import run_interleaved
 from specdec.runs.jobs import Progress, prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
+PROBES: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("ar", {}),
+    ("speculative", {"gamma": 2}),
+    ("speculative", {"gamma": 6}),
+    ("best_first", {"bs": 8, "w": 1, "d": 2}),
+    ("best_first", {}),
+    ("fixed_width", {"width": 4, "depth": 3}),
+)
+"""Presets and sizes to run: few and many rows, and few and many draft passes per target pass."""
+
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
-_REPEATS = 9
+_REPEATS = 9  # of passes
+_UNITS, _ROUNDS = 4, 3  # batches of prompts of a probe, and how often each is run
+_RUNS = 16  # runs of each last candidate, on different prompts as far as possible
+_LEAST_MS = 0.0005  # of the controller's times that are mentioned
+_STEADY = 1.1  # a note is given if plain decoding's fastest run exceeds this times the slowest
 
 
 class ModelsHere:
@@ -53,7 +74,8 @@ class ModelsHere:
         return {**config, "policy": {**config["policy"], **(sizes or {})}}
 
     @cached_property
-    def _loaded(self) -> tuple[HuggingFacePair, list[TokenPrompt]]:
+    def loaded(self) -> tuple[HuggingFacePair, list[TokenPrompt]]:
+        """The models, and the prompts in the order of the record."""
         config = self.config(PLAIN)
         if config.get("threads"):
             torch.set_num_threads(int(config["threads"]))
@@ -62,15 +84,6 @@ class ModelsHere:
         if not isinstance(pair, HuggingFacePair):
             raise UserError("profile=measured measures models: use model=tiny, hf or random")
         return pair, prompts
-
-    @property
-    def pair(self) -> HuggingFacePair:
-        return self._loaded[0]
-
-    @property
-    def prompts(self) -> list[TokenPrompt]:
-        """The prompts, in the order of the record."""
-        return self._loaded[1]
 
     def decode(
         self,
@@ -88,24 +101,26 @@ class ModelsHere:
         ``typical`` combines the runs. ``on_turn`` is called after every unit of every
         configuration. The clock of the configurations is replaced.
         """
-        groups = [self.prompts[at * batch : (at + 1) * batch] for at in range(count)]
+        pair, prompts = self.loaded
+        groups = [prompts[at * batch : (at + 1) * batch] for at in range(count)]
         groups = [group for group in groups if len(group) == batch] or groups[:1]
+        # Prompts to warm up with, reversed so that no source can learn from them.
+        others = [TokenPrompt(prompt.id, prompt.tokens[::-1].copy()) for prompt in groups[0]]
+        changes = {"batch_size": batch, "max_new_tokens": length, "trace": False}
         measured: list[list[list[Unit]]] = [[[] for _ in groups] for _ in configs]
         runners: list[PartsRunner] = []
         try:
             for config in configs:
-                cfg = {**config, "batch_size": batch, "max_new_tokens": length}
-                cfg |= {"clock": {"kind": "measured"}, "trace": False}
-                stop = stop_rules(cfg, self.pair)
-                runners.append(PartsRunner(cfg=cfg, pair=self.pair, stop=stop))
-                runners[-1].run(_others(groups[0]), lambda _: None)
+                cfg = {**config, **changes, "clock": {"kind": "measured"}}
+                runners.append(PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair)))
+                runners[-1].run(others, lambda _: None)
             for turn in range(rounds * len(groups)):
                 unit = turn % len(groups)
                 order = np.roll(np.arange(len(runners)), turn).tolist()
                 with timed_run():
                     done = run_interleaved([runners[at] for at in order], groups[unit])
                 for at, (results, totals) in zip(order, done, strict=True):
-                    measured[at][unit].append(unit_of(results, totals))
+                    measured[at][unit].append(Unit.of(results, totals))
                     on_turn()
         finally:
             for runner in runners:
@@ -113,125 +128,187 @@ class ModelsHere:
         return [[typical(units) for units in of] for of in measured]
 
 
-def _others(group: Sequence[TokenPrompt]) -> list[TokenPrompt]:
-    """Returns prompts to warm up with, reversed so that no source can learn from them."""
-    return [TokenPrompt(prompt.id, prompt.tokens[::-1].copy()) for prompt in group]
-
-
 def typical(units: Sequence[Unit]) -> Unit:
     """Returns the run of median time; for an even number, with mean times of the middle two."""
     ordered = sorted(units, key=lambda unit: unit.clock_s)
     low, high = ordered[(len(units) - 1) // 2], ordered[len(units) // 2]
-    lower, upper = asdict(low), asdict(high)
-    means = {name: (lower[name] + upper[name]) / 2 for name in TIMES}
-    return replace(low, **means)
+    return replace(low, **{name: (getattr(low, name) + getattr(high, name)) / 2 for name in TIMES})
 
 
-def measured_costs(
-    models: ModelsHere, *, stages: int, requests: int, context: int
+def measured_here(
+    models: ModelsHere,
+    acceptance: OfRecord,
+    *,
+    batches: Sequence[int],
+    stages: int,
+    devices: int,
+    length: int,
 ) -> dict[str, Any]:
-    """Returns cost curves of the models on this machine.
+    """Returns fields of ``Profiled``: costs by number of requests, and memory where it is known.
 
-    ``stages`` is that of the target; ``requests`` share a pass, each with ``context`` cached
-    tokens.
+    ``acceptance`` must be the record of the models' prompts. For one stage the costs include the
+    controller's time, from runs of ``length`` tokens per prompt.
     """
-    pair, progress = models.pair, models.progress
-    tokens = sorted({*_TOKENS, requests})
-    progress.phase(f"measuring passes of {requests} request{'s' * (requests > 1)}", None)
-    samples = measure_model(
-        pair,
-        tokens=tokens,
-        repeats=_REPEATS,
-        stages=stages,
-        context=context,
-        requests=requests,
-        on_repeat=lambda kind: progress.advance(detail=kind),
-    )
-    if stages > 1:
-        width = int(pair.target.config.get_text_config().hidden_size)
-        dtype = next(pair.target.parameters()).dtype
-        samples[Work.TRANSFER] = measure_transfer(
-            width=width, dtype=dtype, tokens=tokens, repeats=_REPEATS
+    pair, progress = models.loaded[0], models.progress
+    notes, by_batch = [], {}
+    for batch in batches:
+        progress.phase(f"measuring passes of {batch} request{'s' * (batch > 1)}", None)
+        samples = measure_model(
+            pair,
+            tokens=sorted({*_TOKENS, batch}),
+            repeats=_REPEATS,
+            stages=stages,
+            context=acceptance.mean_context(),
+            requests=batch,
+            transfer=stages > 1,
+            on_repeat=lambda kind: progress.advance(detail=kind),
         )
-    return costs_node(profile_of(samples, name="measured", note=""))
+        costs, note = costs_node(profile_of(samples, name="measured", note="")), "measured here"
+        if stages == 1:
+            costs, note = with_controller(costs, models, acceptance, batch=batch, length=length)
+        by_batch[batch] = costs
+        notes.append(note)
+    return {"by_batch": by_batch, "note": notes[0], **_memory(pair, devices)}
 
 
-def memory_here(pair: HuggingFacePair, devices: int) -> dict[str, float] | None:
-    """Returns what the models occupy on this machine, and what there is; None if that is unknown.
-
-    The keys are target_gb and draft_gb of weights; kv_kb of the target's keys and values per token;
-    and limit_gb of a GPU, or of the processes' equal share of the machine's memory.
-    """
+def _memory(pair: HuggingFacePair, devices: int) -> dict[str, float]:
+    """Returns sizes as fields of ``Machine``; the limit of processes is an equal share each."""
     on_gpu = torch.device(pair.device).type == "cuda"
-    total = torch.cuda.mem_get_info(pair.device)[1] if on_gpu else host_memory()
-    if total is None:
-        return None
+    size = torch.cuda.mem_get_info(pair.device)[1] if on_gpu else host_memory()
+    if size is None:
+        return {}
     config, weights = pair.target.config.get_text_config(), pair.weight_bytes
     return {
         "target_gb": weights["target"] / 1e9,
         "draft_gb": weights.get("draft", 0) / 1e9,
         "kv_kb": pair.num_layers * kv_bytes(config, DTYPES[str(pair.dtype)].itemsize) / 1e3,
-        "limit_gb": round(total / (1 if on_gpu else devices) / 1e9, 1),
+        "limit_gb": round(size / (1 if on_gpu else devices) / 1e9, 1),
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """This machine, measured for some numbers of requests at a time (``by_batch``)."""
+def with_controller(
+    costs: Mapping[str, Any], models: ModelsHere, acceptance: OfRecord, *, batch: int, length: int
+) -> tuple[dict[str, Any], str]:
+    """Adds the controller's time to costs measured on one device; also returns a note on it."""
+    configs = [models.config(name, sizes) for name, sizes in PROBES]
+    count = min(_UNITS, max(acceptance.requests // batch, 1))
+    shape = {"count": count, "length": length}
+    models.progress.phase("measuring the controller", len(configs) * count * _ROUNDS)
+    real = models.decode(
+        configs, batch=batch, **shape, rounds=_ROUNDS, on_turn=models.progress.advance
+    )
+    simulator = Simulator(acceptance.pair(), None, of="controller", prompts=acceptance.requests)
 
-    by_batch: Mapping[int, Profiled]
-    held: Mapping[str, float] | None = None
+    def total_s(units: Sequence[Unit]) -> float:
+        """Returns the seconds of decode phases, or of everything if requests share steps."""
+        return sum(unit.seconds if batch == 1 else unit.clock_s for unit in units)
 
-    @staticmethod
-    def of(entries: Sequence[Mapping[str, Any]], *, stages: int, devices: int) -> Measured:
-        """Expects measurements with the keys ``batch``, ``costs``, ``note`` and ``memory``."""
-        machines = {}
-        for entry in entries:
-            profile = {"costs": entry["costs"], "note": entry["note"], "stages": stages}
-            machine = Profiled(name="measured", profile=profile, devices=devices)
-            machines[int(entry["batch"])] = machine
-        return Measured(machines, entries[0].get("memory"))
-
-    @property
-    def name(self) -> str:
-        return "measured"
-
-    @property
-    def note(self) -> str:
-        return next(iter(self.by_batch.values())).note
-
-    @property
-    def devices(self) -> int:
-        return next(iter(self.by_batch.values())).devices
-
-    @property
-    def error(self) -> float:
-        return CLOCK_ERROR
-
-    @property
-    def prices_context(self) -> bool:
-        """Always False: passes are measured over the context of the record alone."""
-        return False
-
-    @property
-    def limit_gb(self) -> float | None:
-        return None if self.held is None else self.held["limit_gb"]
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        return tuple(self.by_batch)
-
-    def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        """Uses the measurement with the nearest number of requests, on a logarithmic scale."""
-        nearest = min(self.by_batch, key=lambda known: abs(np.log(known / batch)))
-        return self.by_batch[nearest].costs(layout, batch, context)
-
-    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
-        """Includes the weights of all models, and the target's keys and values."""
-        held = self.held
-        if held is None:
-            return None
-        keys_values = 1e-6 * held["kv_kb"] * batch * context
-        return fullest_gb(
-            layout, target_gb=held["target_gb"] + keys_values, draft_gb=held["draft_gb"]
+    def simulated(priced: Mapping[str, Any]) -> np.ndarray:
+        """Returns float64[P], the simulated time of every probe under these costs."""
+        clock = {"kind": "simulated", "profile": "measured", "scale": 1.0, "costs": priced}
+        made = (
+            Candidate(name="", layout=Layout(), config={**c, "batch_size": batch, "clock": clock})
+            for c in configs
         )
+        return np.array([total_s(simulator.units(candidate, **shape)) for candidate in made])
+
+    # Costs of 1 ms per pass, request or row; a request has at least one row.
+    curves = {"pass": {"tokens": [1], "ms": [1.0]}}
+    if batch > 1:
+        shared = [1.0, float(batch), float(batch)]
+        curves["request"] = {"tokens": [1, batch, batch + 1], "ms": shared}
+    curves["row"] = {"tokens": [1, 2], "ms": [1.0, 2.0]}
+    bases = [(kind, what) for kind in ("stage", "draft") if kind in costs for what in curves]
+    counts = np.stack([simulated({kind: curves[what]}) for kind, what in bases], axis=1)
+    measured = np.array([total_s(units) for units in real])
+    # The relative errors of the runs are minimised.
+    added, _ = nnls(counts / measured[:, None], (measured - simulated(costs)) / measured)
+    changed, times = {kind: dict(curve) for kind, curve in costs.items()}, []
+    for (kind, what), ms in zip(bases, added.tolist(), strict=True):
+        shape_of, curve = CostCurve.of(curves[what]), changed[kind]
+        points = zip(curve["tokens"], curve["ms"], strict=True)
+        curve["ms"] = [known + ms * shape_of(rows) for rows, known in points]
+        if ms >= _LEAST_MS:
+            name = "target" if kind == "stage" else kind
+            times.append(f"{ms:.3f} ms of the controller per {name} {what}")
+    time = ", ".join(times) or "no further time of the controller"
+    probes = ", ".join(dict.fromkeys(name for name, _ in PROBES))
+    return changed, f"measured here; with {time}, from runs of {probes}"
+
+
+def calibrated(
+    candidates: Sequence[Candidate], *, search: Search, models: ModelsHere, path: Path
+) -> list[Candidate]:
+    """Scales the candidates' costs to measured runs; drops those that do not run here.
+
+    ``search`` receives the reasons and a note. Ratios that the file ``path`` has (key of a
+    candidate -> ratio of its times, tokens per answer, tokens/s) are not measured again.
+    """
+    known: dict[str, dict[str, Any]] = parse_json(path.read_bytes()) if path.is_file() else {}
+    runnable = []
+    for made in candidates:
+        if made.key not in known:
+            try:
+                models.decode([_real(made, models)], batch=1, count=1, length=2)
+                runnable.append(made)
+            except UserError as error:
+                search.left_out[made.name] = f"{made} does not run here: {error}"
+    if runnable:
+        known |= _trials(runnable, search, models)
+        write_json(path, known)
+    changed, ratios = [], []
+    for made in candidates:
+        if made.key not in known:
+            continue
+        ratios.append(ratio := float(known[made.key]["ratio"]))
+        changed.append(made.rescaled(dict.fromkeys(made.config["clock"]["costs"], ratio)))
+        search.simulator.copy_scaled(made, changed[-1], ratio)
+        speeds = known[made.key].get("tokens_per_s")
+        # A pass of plain decoding costs nearly the same on all prompts.
+        if made.name == PLAIN and speeds and max(speeds) > _STEADY * min(speeds):
+            search.notes.append(
+                f"plain decoding ran at {min(speeds):.4g} to {max(speeds):.4g} tokens/s per request"
+                f" in its {len(speeds)} runs: this machine's speed changes, and tokens/s at another"
+                " time may differ as much; gains were measured in turns of a fraction of a second"
+            )
+    search.notes.append(
+        f"runs of the {len(changed)} best candidates took {min(ratios):.2f} to {max(ratios):.2f} of"
+        " their simulated times on the same prompts; the plan's times are those of the runs"
+    )
+    return changed
+
+
+def _real(made: Candidate, models: ModelsHere) -> dict[str, Any]:
+    """Returns the configuration of a real run, with the candidate's policy and executor."""
+    parts = {part: made.config[part] for part in ("policy", "executor")}
+    return {**models.config(made.name), **parts}
+
+
+def _trials(
+    candidates: Sequence[Candidate], search: Search, models: ModelsHere
+) -> dict[str, dict[str, Any]]:
+    """Returns each candidate's ratio of times, and both tokens per answer, which should agree."""
+    batch = int(candidates[0].config["batch_size"])
+    count = min(_RUNS, max(search.simulator.num_prompts // batch, 1))
+    rounds = _RUNS // count
+    search.report("runs of the best candidates", len(candidates) * count * rounds)
+    real = models.decode(
+        [_real(made, models) for made in candidates],
+        batch=batch,
+        count=count,
+        length=search.length,
+        rounds=rounds,
+        on_turn=lambda: search.report("", None),
+    )
+    rows = {}
+    for made, units in zip(candidates, real, strict=True):
+        measured = Times.of(units, search.chosen.objective, made.layout.devices).mean
+        simulated = search.simulator.units(made, count, search.length)
+        rows[made.key] = {
+            "candidate": str(made),
+            "ratio": measured / search.times(made, count).mean,
+            "tokens_per_answer": total(units, "emitted", "answers"),
+            "simulated_tokens_per_answer": total(simulated, "emitted", "answers"),
+            "tokens_per_s": [round(u.tokens / u.seconds, 2) for u in units if u.seconds > 0.0],
+        }
+    return rows

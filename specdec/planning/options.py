@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -11,14 +12,13 @@ from specdec.errors import UserError
 from specdec.parts.fields import Count, NotNegative, Positive, Text, errors_of, expects, validated
 from specdec.parts.suggest import did_you_mean
 
-Objective = Literal["latency", "throughput", "per_device"]
-Drafter = Literal["draft_model", "eagle", "eagle3", "ngram"]
 Counts = Annotated[
     tuple[Count, ...],
     Field(min_length=1),
     expects("it must be whole numbers of at least 1, as in 1,4,16 or 512,8k"),
 ]
-Names = tuple[Text, ...]
+_LISTS = ("batch", "context", "strategies")
+_TEXTS = ("profile", "acceptance", "method", "check", "objective", "drafter")
 
 MEASURED = "measured"
 """The value of ``profile`` that measures the models of this run on this machine."""
@@ -27,21 +27,14 @@ MEASURED = "measured"
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of ``specdec plan``.
+    """The options of ``specdec plan``, as its help describes them.
 
     Attributes:
         profile: a profile's name or path, the path of a described machine, or "measured".
         devices: number of devices, the draft's included; None: as many as the profile has.
-        link_ms, link_gb_s: latency and bandwidth of a transfer, in place of the profile's.
-        batch: requests at a time; the first one is ranked, the others are in the tables.
-        context: tokens before the output; the first one is ranked.
-        objective: time per token of a request, tokens per second, or tokens per second and device.
+        batch, context: the first one is ranked, the others are in the tables.
         acceptance: an engine's log or trace, in place of a law of ``model=``.
-        method, draft_tokens: as for ``specdec fit``.
-        drafter: the kind of draft that the law or log is of, for the flags of engines.
         strategies: presets to try; empty for all.
-        prompts: most prompts of the last round.
-        budget_s: seconds for simulations; runs with the models may take twice as many in addition.
         check: "true" runs the first choice; a run folder compares its results; empty does neither.
     """
 
@@ -51,20 +44,15 @@ class PlanOptions:
     link_gb_s: Positive | None = None
     batch: Counts = (1,)
     context: Counts = (512,)
-    objective: Objective = "latency"
+    objective: Literal["latency", "throughput", "per_device"] = "latency"
     acceptance: Text | None = None
     method: Text | None = None
     draft_tokens: Count | None = None
-    drafter: Drafter = "draft_model"
-    strategies: Names = ()
+    drafter: Literal["draft_model", "eagle", "eagle3", "ngram"] = "draft_model"
+    strategies: tuple[Text, ...] = ()
     prompts: Annotated[int, Field(ge=4, le=1000)] = 24
     budget_s: Positive = 60.0
     check: str = ""
-
-
-_LISTS = ("batch", "context", "strategies")
-_TEXTS = ("profile", "acceptance", "method", "check", "objective", "drafter")
-_KILO = re.compile(r"(\d+)k")
 
 
 def split_words(
@@ -95,19 +83,17 @@ def split_words(
 def _value(key: str, text: str) -> Any:
     if key in _LISTS:
         items = [item.strip() for item in text.strip("[]").split(",") if item.strip()]
-        return tuple(items) if key == "strategies" else tuple(_number(item) for item in items)
+        return tuple(items if key == "strategies" else map(_number, items))
     return text if key in _TEXTS else _number(text)
 
 
 def _number(text: str) -> Any:
     """Converts a text to a number if it is one; ``8k`` is 8192."""
-    if kilo := _KILO.fullmatch(text):
+    if kilo := re.fullmatch(r"(\d+)k", text):
         return int(kilo[1]) * 1024
     if text in ("null", "none"):
         return None
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text

@@ -1,30 +1,32 @@
 """The search: layouts and sizes by short simulations, then successive halving on prompts.
 
 Candidates are compared on the same prompts. The uncertainty of a ratio is estimated by drawing
-prompts anew (bootstrap), as many as there is information: n simulated prompts of a law that was
-fitted to m requests count as 1 / (1 / n + 1 / m).
+prompts anew (``Times.resampled``), as many as there is information (``effective``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from time import monotonic
-from typing import Any
-
-import numpy as np
 
 from specdec.errors import UserError
-from specdec.planning.candidates import PLAIN, Candidate, Family, sized, with_size
-from specdec.planning.layouts import Layout, layouts
-from specdec.planning.machines import DoesNotFit, Machine
+from specdec.planning.candidates import (
+    PLAIN,
+    SIZES,
+    Candidate,
+    Family,
+    Simulator,
+    Times,
+    Unit,
+    effective,
+    interval,
+)
+from specdec.planning.machines import DoesNotFit, Layout, Machine, layouts
 from specdec.planning.options import PlanOptions
-from specdec.planning.simulate import Simulator, Unit
-from specdec.types import FloatArray
 
-_RESAMPLES = 2000
-_LEVEL = 0.95
 _FIRST = (3, 48)  # prompts and tokens of the first round
 _ROUNDS = ((8, 18), (None, 9))  # prompts (None: all), candidates that are kept
 _BESIDE = 0.2  # from this share of drafting during target work, the draft needs its own device
@@ -36,66 +38,7 @@ _LOOKING = 0.5  # share of that time limit for the first round
 _NO_TIME = "the budget was spent before it was tried"
 _SURE = 3  # decoded candidates that every round of halving evaluates, even beyond that limit
 
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Time per token of a candidate; less is better.
-
-    ``above`` and ``below`` are float64[U], numerator and denominator of the objective by unit,
-    where a unit is a batch of prompts that are served together.
-    """
-
-    above: FloatArray
-    below: FloatArray
-
-    @staticmethod
-    def of(units: Sequence[Unit], objective: str, devices: int) -> Times:
-        """Computes seconds per token: of one request for "latency", otherwise of all requests.
-
-        "per_device" multiplies them by ``devices``.
-        """
-        if objective == "latency":
-            above, below = [u.seconds for u in units], [u.tokens for u in units]
-        else:
-            factor = devices if objective == "per_device" else 1
-            above, below = [u.clock_s * factor for u in units], [u.emitted for u in units]
-        return Times(np.array(above, float), np.maximum(np.array(below, float), 1e-9))
-
-    @property
-    def mean(self) -> float:
-        return float(self.above.sum() / self.below.sum())
-
-    def resampled(self, count: float) -> FloatArray:
-        """Returns float64[R], the means over ``count`` units drawn with replacement.
-
-        All candidates get the same draws, so that ratios are paired.
-        """
-        picks = drawn_units(len(self.above), count)
-        means: FloatArray = self.above[picks].sum(axis=1) / self.below[picks].sum(axis=1)
-        return means
-
-
-def drawn_units(num: int, count: float) -> np.ndarray:
-    """Returns int64[R, max(1, round(count))], units drawn with replacement by a constant seed."""
-    size = max(1, round(count))
-    return np.random.default_rng(0).integers(0, num, (_RESAMPLES, size))
-
-
-def effective(simulated: float, requests: float, drawn: bool) -> float:
-    """Returns how many units the uncertainty corresponds to, by the module's formula.
-
-    ``requests`` is the number of units that a law was fitted to; 0 ignores its uncertainty.
-    ``drawn`` is False for a record, whose prompts are its requests.
-    """
-    if not drawn or not requests:
-        return float(simulated)
-    return 1.0 / (1.0 / simulated + 1.0 / requests)
-
-
-def interval(values: FloatArray) -> tuple[float, float]:
-    """Returns the central 95 % of samples."""
-    low, high = np.quantile(values, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    return float(low), float(high)
+_Tried = dict[str, tuple[float, Candidate]]  # key of a candidate -> its time in the first round
 
 
 @dataclass(slots=True)
@@ -103,19 +46,17 @@ class Search:
     """A search over presets, layouts and sizes.
 
     Attributes:
-        requests, drawn: origin of the acceptance; see ``effective``.
+        requests: number of units that the acceptance was fitted to; see ``effective``.
         length: tokens per prompt.
         chain_length: draft tokens of the best chain by formula, which are tried too.
         report: called with the label and number of steps of a phase, or with a finished step.
-        left_out: preset -> why it is not simulated.
-        unknown: presets whose acceptance no law, record or model here has.
+        left_out: preset -> why it is not simulated; ``unknown`` are those that need models.
     """
 
     machine: Machine
     simulator: Simulator
     chosen: PlanOptions
     requests: float
-    drawn: bool
     length: int
     chain_length: int
     report: Callable[[str, int | None], None]
@@ -137,10 +78,9 @@ class Search:
         self._ends = began + self.chosen.budget_s
         self._tuned_by = began + _TUNING * self.chosen.budget_s
         self.report("layouts", len(families))
-        tried: dict[str, dict[str, tuple[float, Candidate]]] = {}
+        tried: dict[str, _Tried] = {}
         for family in families:
-            found = self._in_layouts(family)
-            if found:
+            if found := self._in_layouts(family):
                 tried[family.name] = found
             self.report(family.name, None)
         if PLAIN not in tried:
@@ -149,15 +89,15 @@ class Search:
                 " devices, or a machine that holds the target"
             )
         plain = _fastest(tried.pop(PLAIN))[0]
-        order = sorted(tried, key=lambda name: min(tried[name].values(), key=_time)[0])
-        best = min((t for found in tried.values() for t, _ in found.values()), default=0.0)
+        order = sorted(tried, key=lambda name: _best_s(tried[name]))
+        best = min(map(_best_s, tried.values()), default=0.0)
         self.report("sizes", len(order))
         decoded = {family.name for family in families if family.decoded}
         for name in order:
-            hopeful = _fastest_time(tried[name]) <= _HOPELESS * best
+            hopeful = _best_s(tried[name]) <= _HOPELESS * best
             if hopeful and name not in decoded:
                 self._tune(tried[name])
-                best = min(best, _fastest_time(tried[name]))
+                best = min(best, _best_s(tried[name]))
             elif name in decoded and not hopeful:
                 self.left_out[name] = f"more than {_HOPELESS} times slower than the best preset"
                 del tried[name]
@@ -168,23 +108,22 @@ class Search:
         return [*self._halved(entered), plain]
 
     def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
-        units = self._units(candidate, count, length or self.length)
+        units = self.units(candidate, count, length)
         return Times.of(units, self.chosen.objective, candidate.layout.devices)
 
-    def _units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
+    def units(self, candidate: Candidate, count: int, length: int | None = None) -> list[Unit]:
         """Returns the results of a candidate; decoding by models does not use up the search's time.
 
         Models decode some hundred tokens per second, which would leave no time to try sizes.
         """
-        if not candidate.decoded:
-            return self.simulator.units(candidate, count, length)
         began = monotonic()
         try:
-            return self.simulator.units(candidate, count, length)
+            return self.simulator.units(candidate, count, length or self.length)
         finally:
-            took = monotonic() - began
-            self._decoding_s += took
-            self.extend(took)
+            if candidate.decoded:
+                took = monotonic() - began
+                self._decoding_s += took
+                self.extend(took)
 
     def ranked(self, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
         return sorted(candidates, key=lambda c: self.times(c, count).mean)
@@ -194,97 +133,89 @@ class Search:
         self._ends += seconds
         self._tuned_by += seconds
 
-    def _decoded_for(self, share: float = 1.0) -> bool:
-        """Returns whether models have decoded for longer than this share of their time limit."""
-        return self._decoding_s > share * _DECODING * self.chosen.budget_s
-
     @property
     def out_of_time(self) -> bool:
         return monotonic() > self._ends
 
-    def _in_layouts(self, family: Family) -> dict[str, tuple[float, Candidate]]:
-        """Tries a preset as it is in every layout that fits; returns key -> (time, candidate)."""
-        batch, context = self.chosen.batch[0], self.chosen.context[0]
-        tried: dict[str, tuple[float, Candidate]] = {}
+    def _decoded_for(self, share: float = 1.0) -> bool:
+        """Returns whether models have decoded for longer than this share of their time limit."""
+        return self._decoding_s > share * _DECODING * self.chosen.budget_s
+
+    def _in_layouts(self, family: Family) -> _Tried:
+        """Tries a preset as it is in every layout that fits."""
+        tried: _Tried = {}
         reasons: list[str] = []
         if family.decoded and self._decoded_for(_LOOKING):
             self.complete = False
             self.left_out[family.name] = _NO_TIME
             return tried
-        for layout in self._layouts(family):
+        others = max(family.free - 1, 0)  # devices of models other than target and draft
+        own_draft = family.free > 0 or self._drafts_beside(family)
+        for layout in self._layouts(family, self.machine.devices - others, own_draft):
             if self.out_of_time and family.name != PLAIN:
                 self.complete = False
                 reasons.append(_NO_TIME)
                 break
             try:
-                made = family.candidate(self.machine, layout, batch=batch, context=context)
-                self._try(made, tried)
+                self._try(self._candidate(family, replace(layout, others=others)), tried)
             except (DoesNotFit, UserError) as error:
                 reasons.append(str(error))
         if not tried:
             self.left_out[family.name] = reasons[0] if reasons else "it fits no layout"
         return tried
 
-    def _tune(self, tried: dict[str, tuple[float, Candidate]]) -> None:
+    def _layouts(self, family: Family, devices: int, own_draft: bool) -> list[Layout]:
+        return layouts(devices, own_draft=own_draft, staged=family.staged, copies=family.copies)
+
+    def _candidate(self, family: Family, layout: Layout) -> Candidate:
+        batch, context = self.chosen.batch[0], self.chosen.context[0]
+        return family.candidate(self.machine, layout, batch=batch, context=context)
+
+    def _drafts_beside(self, family: Family) -> bool:
+        """Simulates briefly, on any layout, whether drafting overlaps with target work."""
+        for layout in self._layouts(family, self.machine.devices, False):
+            with suppress(DoesNotFit, UserError):
+                # Models decode slowly, so this computes the results that the first round reuses.
+                count = _FIRST[0] if family.decoded else 1
+                made = self._candidate(family, layout)
+                units = self.units(made, count, min(_FIRST[1], self.length))
+                drafting = sum(unit.draft_s for unit in units)
+                if sum(unit.hidden_s for unit in units) > _BESIDE * drafting > 0.0:
+                    return True
+        return False
+
+    def _try(self, made: Candidate, tried: _Tried) -> None:
+        count, length = _FIRST
+        tried[made.key] = (self.times(made, count, min(length, self.length)).mean, made)
+
+    def _tune(self, tried: _Tried) -> None:
         """Adds sizes in the best layout, one key after the other, each from the best so far."""
-        keys = sized(_fastest(tried)[0])
-        variants = next(keys, None)
-        while variants is not None:
-            for made in variants[1]:
+        for key, values in SIZES.items():
+            best = _fastest(tried)[0]
+            current = best.config["policy"].get(key)
+            if type(current) not in (int, float, list) and current not in ("auto", "ratio"):
+                continue
+            for value in values:
+                if value == current:
+                    continue
                 if monotonic() > self._tuned_by:
                     self.complete = False
                     return
-                try:
-                    self._try(made, tried)
-                except (UserError, ValueError):
-                    continue  # these sizes do not fit together
-            try:
-                variants = keys.send(_fastest(tried)[0])
-            except StopIteration:
-                return
+                with suppress(UserError, ValueError):  # sizes that do not fit together
+                    self._try(best.with_size(key, value), tried)
 
-    def _entering(self, tried: Mapping[str, tuple[float, Candidate]]) -> list[Candidate]:
+    def _entering(self, tried: _Tried) -> list[Candidate]:
         """Returns the best sizes of a preset; for chains also the length from the formula."""
         kept = _fastest(tried)[:_PER_FAMILY]
         lengths = [c.config["policy"].get("gamma") for c in kept]
         if self.chain_length and type(lengths[0]) is int and self.chain_length not in lengths:
-            kept.append(with_size(kept[0], "gamma", self.chain_length))
+            kept.append(kept[0].with_size("gamma", self.chain_length))
         return kept
-
-    def _layouts(self, family: Family) -> list[Layout]:
-        """Returns layouts on all devices; the draft gets its own if it works beside the target."""
-        shape: Mapping[str, Any] = {"staged": family.staged, "copies": family.copies}
-        own = self._drafts_beside(family)
-        found = layouts(self.machine.devices - family.others, own_draft=own, **shape)
-        return [replace(layout, others=family.others) for layout in found]
-
-    def _drafts_beside(self, family: Family) -> bool:
-        """Simulates briefly, on any layout, whether drafting overlaps with target work."""
-        if family.free:
-            return True
-        batch, context = self.chosen.batch[0], self.chosen.context[0]
-        shape: Mapping[str, Any] = {"staged": family.staged, "copies": family.copies}
-        for layout in layouts(self.machine.devices, own_draft=False, **shape):
-            try:
-                made = family.candidate(self.machine, layout, batch=batch, context=context)
-                # Models decode slowly, so this computes the results that the first round reuses.
-                count = _FIRST[0] if family.decoded else 1
-                units = self._units(made, count, min(_FIRST[1], self.length))
-            except (DoesNotFit, UserError):
-                continue
-            drafting = sum(unit.draft_s for unit in units)
-            if drafting and sum(unit.hidden_s for unit in units) > _BESIDE * drafting:
-                return True
-        return False
-
-    def _try(self, made: Candidate, tried: dict[str, tuple[float, Candidate]]) -> None:
-        count, length = _FIRST
-        tried[made.key] = (self.times(made, count, min(length, self.length)).mean, made)
 
     def _halved(self, entered: Sequence[Candidate]) -> list[Candidate]:
         left = list(entered)
         for prompts, kept in _ROUNDS:
-            count = self.simulator.num_prompts if prompts is None else prompts
+            count = prompts or self.simulator.num_prompts
             self.report(f"{len(left)} candidates on {count} prompts", len(left))
             stay: list[Candidate] = []
             for candidate in left:
@@ -293,7 +224,7 @@ class Search:
                     stay.append(candidate)
                 else:
                     self.complete = False
-                self.report(candidate.told(), None)
+                self.report(str(candidate), None)
             left = self._survivors(stay, count, kept) if stay else []
         return left
 
@@ -307,7 +238,7 @@ class Search:
         """Keeps the best; of those that are worse with 97.5 % certainty, one of each preset."""
         ordered = self.ranked(left, count)
         best = self.times(ordered[0], count)
-        num = effective(len(best.above), self.requests, self.drawn)
+        num = effective(len(best.above), self.requests)
         first = best.resampled(num)
         names: set[str] = set()
         firsts, others = [], []
@@ -322,13 +253,9 @@ class Search:
         return [*firsts[: kept - min(room, len(others))], *others[:room]]
 
 
-def _time(pair: tuple[float, Candidate]) -> float:
-    return pair[0]
-
-
 def _fastest(tried: Mapping[str, tuple[float, Candidate]]) -> list[Candidate]:
-    return [made for _, made in sorted(tried.values(), key=_time)]
+    return [made for _, made in sorted(tried.values(), key=lambda pair: pair[0])]
 
 
-def _fastest_time(tried: Mapping[str, tuple[float, Candidate]]) -> float:
-    return min(tried.values(), key=_time)[0]
+def _best_s(tried: Mapping[str, tuple[float, Candidate]]) -> float:
+    return min(seconds for seconds, _ in tried.values())

@@ -1,34 +1,33 @@
-"""``specdec profile``: measures a latency profile and proposes a tree and grouping for it."""
+"""``specdec profile``: measures latency profiles; proposes trees, groupings and splits."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from specdec.clocks import CostCurve, LatencyProfile, Work
+from specdec.clocks import Work
 from specdec.clocks.build import build_profile
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
 from specdec.pairs import HuggingFacePair
-from specdec.profiling.limits import measure_machine, passes_of, roofline_png
-from specdec.profiling.passes import Sample, measure_model
-from specdec.profiling.proposal import Cell, Workload, costs_node, propose
-from specdec.profiling.transfer import measure_transfer
+from specdec.profiling.limits import bounded, measure_machine, passes_of, roofline_png
+from specdec.profiling.passes import Sample, costs_node, measure_model, profile_of
+from specdec.profiling.trees import Workload, allocate, as_yaml, propose
 from specdec.report.provenance import provenance
-from specdec.report.tables import number, percent
+from specdec.report.tables import percent
 from specdec.runs.jobs import Progress
 
 RESULT_FILE = "profile.json"
-_DIGITS = 4  # decimals of milliseconds in a profile: 0.1 microseconds
+SPLIT_PRESET = "swiftspec_best"
 _PHASES = 4  # stage, prune, head, draft
+_TENTHS: Callable[[Any], str] = "{:,.1f}".format
+_HUNDREDTHS: Callable[[Any], str] = "{:,.2f}".format
 _NOISY = 0.25  # spread of a stage's times above which a warning is printed
 
 
@@ -46,181 +45,191 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     if options.use is not None:
         profile = build_profile({"profile": options.use, **cfg["use"]})
     else:
-        samples = _measure(work, progress)
-        limits = _limits(work, samples, folder)
-        profile = profile_of(samples, name=options.name, note=_note(work))
-        write_text(
-            folder / f"{profile.name}.yaml", profile_yaml(profile, stages=cfg["executor"]["stages"])
+        pair = work.pair
+        if not isinstance(pair, HuggingFacePair):
+            raise UserError(
+                f"model.kind={cfg['model']['kind']}: there is nothing to measure without models:"
+                " use model=tiny, hf or random, or a profile with profiling.use=NAME"
+            )
+        progress.phase("measuring", _PHASES * (options.repeats + 1) + options.transfer)
+        samples = measure_model(
+            pair,
+            stages=work.stages,
+            tokens=options.tokens,
+            repeats=options.repeats,
+            context=options.context,
+            transfer=options.transfer,
+            on_repeat=lambda kind: progress.advance(detail=kind),
         )
+        limits = _limits(work, pair, samples, folder)
+        profile = profile_of(samples, name=options.name, note=_note(work, pair))
+        node = {"note": profile.note, "stages": work.stages, "costs": costs_node(profile)}
+        head = "# Measured by `specdec profile`; milliseconds against tokens.\n"
+        write_text(folder / f"{profile.name}.yaml", head + as_yaml(node))
     trees = len(options.widths) * len(options.children)
     progress.phase("simulating trees", trees + sum(g > 1 for g in options.groups))
     cells = []
     for cell in propose(work, profile):
         cells.append(cell)
-        progress.advance(detail=f"width {cell.width}")
+        progress.advance(detail=f"width {cell['width']}")
     result = {
         "profile": {"name": profile.name, "note": profile.note, "costs": costs_node(profile)},
         "samples": {k.value: [s.to_json() for s in v] for k, v in samples.items()},
         "limits": limits,
-        "cells": [cell.to_json() for cell in cells],
-        "proposal": proposal_of(cells),
+        "cells": cells,
+        "proposal": _proposal(cells),
         "provenance": provenance(command=sys.argv, config=cfg),
     }
     write_json(folder / RESULT_FILE, result)
     return result
 
 
-def profile_of(samples: Mapping[Work, Sequence[Sample]], *, name: str, note: str) -> LatencyProfile:
-    """Builds a latency profile of the medians; kinds of work without samples cost nothing."""
-    costs = {}
-    for kind, of_kind in samples.items():
-        ms = tuple(round(s.median_ms, _DIGITS) for s in of_kind)
-        if any(ms):
-            costs[kind.value] = CostCurve(tokens=tuple(s.tokens for s in of_kind), ms=ms)
-    return LatencyProfile(name=name, costs=costs, note=note)
+def _limits(
+    work: Workload, pair: HuggingFacePair, samples: Mapping[Work, Sequence[Sample]], folder: Path
+) -> dict[str, Any]:
+    """Compares the passes with the machine's measured limits, and draws ``roofline.png``."""
+    passes = passes_of(pair, samples, stages=work.stages, context=work.options.context)
+    weight = next(pair.target.parameters())
+    size = min(work["num_bytes"] for work in passes if work["kind"] == Work.STAGE)
+    machine = measure_machine(num_bytes=size, dtype=weight.dtype, device=weight.device)
+    write_bytes(folder / "roofline.png", roofline_png(machine, passes))
+    return {"machine": machine, "passes": [bounded(work, machine) for work in passes]}
 
 
-def profile_yaml(profile: LatencyProfile, *, stages: int) -> str:
-    """Returns the YAML for ``clock.profile=PATH``; ``stages`` is the measured number of stages."""
-    lines = ["# Measured by `specdec profile`; milliseconds against tokens."]
-    lines += [f"note: {json.dumps(profile.note)}", f"stages: {stages}", "costs:"]
-    for kind, node in costs_node(profile).items():
-        inner = ", ".join(f"{key}: {value}" for key, value in node.items())
-        lines.append(f"  {kind}: {{{inner}}}")
-    return "\n".join(lines) + "\n"
-
-
-def proposal_of(cells: Sequence[Cell]) -> dict[str, Any]:
-    """Returns the fastest cell by the simulator and by Eq. 2, and the range of Eq. 2's error."""
-    best, by_eq2 = min(cells, key=lambda c: c.tbt), min(cells, key=lambda c: c.eq2)
-    simulated, eq2 = (
-        {key: getattr(cell, key) for key in ("width", "children", "stages", "group", "tbt")}
-        for cell in (best, by_eq2)
+def _note(work: Workload, pair: HuggingFacePair) -> str:
+    return (
+        f"measured medians of {work.options.repeats} repeats; model {work.cfg['model']['kind']},"
+        f" {pair.dtype}, {pair.num_layers} layers in {work.stages}"
+        f" stages, the longest one; {work.options.context} tokens of context;"
+        f" {torch.get_num_threads()} threads;"
+        f" device {pair.device}; transfers over gloo on loopback"
     )
-    errors = [cell.to_json()["eq2_error"] for cell in cells]
-    overrides = f"policy.width={best.width} policy.children={best.children}"
-    overrides += f" executor.stages={best.stages}"
-    if best.group > 1:
-        overrides += f" 'executor.groups=[{','.join([str(best.group)] * best.stages)}]'"
+
+
+def _proposal(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the fastest cell by the simulator and by Eq. 2, and the range of Eq. 2's error."""
+    best, by_eq2 = (min(cells, key=itemgetter(key)) for key in ("tbt", "eq2"))
+    keys = ("width", "children", "stages", "group", "tbt")
+    errors = [cell["eq2_error"] for cell in cells]
+    text = "policy.width={width} policy.children={children} executor.stages={stages}"
+    overrides, group = text.format(**best), best["group"]
+    if group > 1:
+        overrides += f" 'executor.groups=[{','.join([str(group)] * best['stages'])}]'"
     return {
-        "simulated": simulated,
-        "eq2": eq2,
-        "eq2_loses": by_eq2.tbt / best.tbt - 1.0,
+        "simulated": {key: best[key] for key in keys},
+        "eq2": {key: by_eq2[key] for key in keys},
+        "eq2_loses": by_eq2["tbt"] / best["tbt"] - 1.0,
         "eq2_error_range": [min(errors), max(errors)],
         "overrides": overrides,
     }
 
 
-def print_profile(result: Mapping[str, Any]) -> None:
-    console = Console(width=120, soft_wrap=True)
-    costs = result["profile"]["costs"]
-    points = sorted({n for curve in costs.values() for n in curve["tokens"]})
-    table = Table("ms at tokens", *map(str, points), box=None, padding=(0, 1))
-    for kind, curve in costs.items():
-        ms = dict(zip(curve["tokens"], curve["ms"], strict=True))
-        table.add_row(kind, *(number(ms.get(n), 2) for n in points))
-    console.print(table)
-    if result["limits"]:
-        _print_limits(result["limits"], console)
+def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[str, Any]:
+    """Writes profile.json (all splits) and strategy/swiftspec_best.yaml (the best) into ``folder``.
+
+    ``cfg`` is as for ``profile_job``. Returns the content of profile.json.
+    """
+    work = Workload.of(cfg, progress)
+    options = work.options
+    use = None if options.use is None else {"name": options.use, **cfg["use"]}
+    runs = len(options.targets) * len(options.bs) * len(options.w)
+    progress.phase("trying splits", runs if use is None else 2 * runs)
+    splits = []
+    for split in allocate(work, use):
+        splits.append(split)
+        progress.advance(detail="{target}:{draft}, d {d}".format(**split))
+    best = max(splits, key=itemgetter("tokens_per_s"))
+    source = "measured on real ranks" if use is None else f"simulated on {options.use}"
+    head = f"The fastest of {len(splits)} splits and trees, {source}, by `specdec profile`."
+    text = f"# @package _global_\n# {head}\n{as_yaml(_split_preset(best))}"
+    write_text(folder / "strategy" / f"{SPLIT_PRESET}.yaml", text)
+    result = {
+        "source": source,
+        "splits": splits,
+        "best": best,
+        "provenance": provenance(command=sys.argv, config=cfg),
+    }
+    write_json(folder / RESULT_FILE, result)
+    return result
+
+
+def _split_preset(split: Mapping[str, Any]) -> dict[str, Any]:
+    parts = {"source": "draft_model", "policy": "swiftspec", "verifier": "match"}
+    parts["executor"] = "tensor_parallel"
+    title = "SwiftSpec, {target} devices for the target and {draft} for the draft".format(**split)
+    return {
+        "defaults": [{f"override /{part}": option} for part, option in parts.items()],
+        "strategy": {"name": SPLIT_PRESET, "title": title, "kind": "parts", "baseline": False},
+        "policy": {key: split[key] for key in ("bs", "w", "d")},
+        "executor": {f"{part}_degree": split[part] for part in ("target", "draft")},
+    }
+
+
+def profile_text(result: Mapping[str, Any]) -> str:
+    """Returns the tables that the command prints."""
+    curves = {k: pd.Series(c["ms"], c["tokens"]) for k, c in result["profile"]["costs"].items()}
+    costs = pd.DataFrame(curves).T.rename_axis("ms at tokens").reset_index()
+    lines = [_table(costs, dict.fromkeys(costs.columns[1:], _HUNDREDTHS))]
+    if limits := result["limits"]:
+        passes, machine = pd.DataFrame(limits["passes"]), limits["machine"]
+        passes[["num_bytes", "flops"]] /= 1e6
+        heads = {"kind": "pass", "num_bytes": "MB", "flops": "MFLOPs", "bound_ms": "least ms"}
+        passes = passes.rename(columns={**heads, "bound": "bound by", "share": "reached"})
+        columns = ["pass", "rows", "MB", "MFLOPs", "ms", "least ms", "bound by", "reached"]
+        forms = dict.fromkeys(("MB", "MFLOPs"), _TENTHS)
+        forms |= dict.fromkeys(("ms", "least ms"), _HUNDREDTHS)
+        lines.append(_table(passes[columns], {**forms, "reached": percent}))
+        lines.append(
+            f"least ms: the longer of the pass's bytes at {machine['bytes_per_s'] / 1e9:.1f} GB/s"
+            f" (copy of {machine['copy_bytes'] / 1e6:.0f} MB, read + written) and its FLOPs at"
+            f" {machine['flops_per_s'] / 1e9:.1f} GFLOP/s (GEMM), both measured; roofline.png"
+        )
     spread = max((s["spread"] for s in result["samples"].get(Work.STAGE, ())), default=0.0)
     if spread > _NOISY:
-        console.print(
+        lines.append(
             f"A stage's times scatter by up to {percent(spread)}: the machine was busy. Measure"
-            " again when it is idle, or with a larger profiling.repeats.",
-            highlight=False,
+            " again when it is idle, or with a larger profiling.repeats."
         )
-    heads = ("width", "children", "stages", "devices/stage", "hit rate", "steps/token", "TBT ms")
-    trees = Table(*heads, "Eq. 1", "Eq. 2", "PipeDec", box=None, padding=(0, 1))
-    for cell in result["cells"]:
-        shape = (str(cell[key]) for key in ("width", "children", "stages", "group"))
-        simulated = (number(cell["steps_per_token"]), number(cell["tbt"]))
-        estimates = (
-            f"{number(cell[k])} ({percent(cell[f'{k}_error'])})" for k in ("eq1", "eq2", "pipedec")
-        )
-        trees.add_row(*shape, percent(cell["hit_rate"]), *simulated, *estimates)
-    console.print(trees)
-    low, high = result["proposal"]["eq2_error_range"]
-    console.print(
+    cells = pd.DataFrame(result["cells"])
+    heads = {"group": "devices/stage", "hit_rate": "hit rate", "steps_per_token": "steps/token"}
+    columns = ["width", "children", "stages", *heads.values(), "TBT ms"]
+    for key, name in (("eq1", "Eq. 1"), ("eq2", "Eq. 2"), ("pipedec", "PipeDec")):
+        pairs = zip(cells[key], cells[f"{key}_error"], strict=True)
+        cells[name] = [f"{ms:,.2f} ({percent(error)})" for ms, error in pairs]
+        columns.append(name)
+    forms = {"hit rate": percent, "steps/token": _HUNDREDTHS, "TBT ms": _HUNDREDTHS}
+    lines.append(_table(cells.rename(columns={**heads, "tbt": "TBT ms"})[columns], forms))
+    proposal = result["proposal"]
+    low, high = proposal["eq2_error_range"]
+    lines += [
         "TBT simulated; in brackets the equations' error against it. They take the simulated hit"
         " rate as p and leave out partial refills (SpecPipe's) or every miss (PipeDec's);"
         f" Eq. 2 is off by {percent(low)} to {percent(high)}.",
-        highlight=False,
-    )
-    loses = result["proposal"]["eq2_loses"]
-    console.print(
-        f"proposed: {result['proposal']['overrides']}"
-        f" (what Eq. 2 would choose is {percent(loses, 1)} slower)",
-        highlight=False,
-    )
+        f"proposed: {proposal['overrides']} (what Eq. 2 would choose is"
+        f" {percent(proposal['eq2_loses'], 1)} slower)",
+    ]
+    return "\n".join(lines)
 
 
-def _print_limits(limits: Mapping[str, Any], console: Console) -> None:
-    machine = limits["machine"]
-    table = Table("pass", "rows", "MB", "MFLOPs", "ms", "least ms", "bound by", "reached", box=None)
-    for work in limits["passes"]:
-        table.add_row(
-            *(work["kind"], str(work["rows"])),
-            *(number(work["num_bytes"] / 1e6, 1), number(work["flops"] / 1e6, 1)),
-            *(number(work["ms"], 2), number(work["bound_ms"], 2), work["bound"]),
-            percent(work["share"]),
-        )
-    console.print(table)
-    console.print(
-        f"least ms: the longer of the pass's bytes at {machine['bytes_per_s'] / 1e9:.1f} GB/s (copy"
-        f" of {machine['copy_bytes'] / 1e6:.0f} MB, read + written) and its FLOPs at"
-        f" {machine['flops_per_s'] / 1e9:.1f} GFLOP/s (GEMM), both measured; roofline.png",
-        highlight=False,
-    )
+def splits_text(result: Mapping[str, Any]) -> str:
+    """Returns the table that the command prints."""
+    splits = pd.DataFrame(result["splits"]).sort_values("tokens_per_s", ascending=False)
+    degrees = splits.target.astype(str) + ":" + splits.draft.astype(str)
+    splits["target:draft"] = degrees + splits.interpolated.map({True: "*", False: ""})
+    heads = {"target_ms": "t target", "draft_ms": "t draft", "acceptance_length": "accepted"}
+    splits = splits.rename(columns={**heads, "tokens_per_s": "tokens/s"})
+    columns = ["target:draft", "bs", "w", "d", *heads.values(), "tokens/s"]
+    forms = {**dict.fromkeys(heads.values(), _HUNDREDTHS), "tokens/s": _TENTHS}
+    between = "; * a degree between two of the profile's" if splits.interpolated.any() else ""
+    source = f"{result['source']}; accepted: emitted tokens per target pass{between}"
+    best = "best: {target}:{draft}, bs {bs}, w {w}, d {d}".format(**result["best"])
+    return "\n".join([_table(splits[columns], forms), source, best])
 
 
-def _limits(
-    work: Workload, samples: Mapping[Work, Sequence[Sample]], folder: Path
-) -> dict[str, Any]:
-    """Compares the passes with the machine's measured limits, and draws ``roofline.png``."""
-    pair = work.pair
-    assert isinstance(pair, HuggingFacePair), "measured"
-    stages, context = int(work.cfg["executor"]["stages"]), work.options.context
-    passes = passes_of(pair, samples, stages=stages, context=context)
-    weight = next(pair.target.parameters())
-    machine = measure_machine(
-        num_bytes=min(p.num_bytes for p in passes if p.kind == Work.STAGE.value),
-        dtype=weight.dtype,
-        device=weight.device,
-    )
-    write_bytes(folder / "roofline.png", roofline_png(machine, passes))
-    return {"machine": asdict(machine), "passes": [p.to_json(machine) for p in passes]}
-
-
-def _measure(work: Workload, progress: Progress) -> dict[Work, list[Sample]]:
-    cfg, options, pair = work.cfg, work.options, work.pair
-    if not isinstance(pair, HuggingFacePair):
-        raise UserError(
-            f"model.kind={cfg['model']['kind']}: there is nothing to measure without models: use"
-            " model=tiny, hf or random, or a profile with profiling.use=NAME"
-        )
-    plan: dict[str, Any] = {"tokens": options.tokens, "repeats": options.repeats}
-    progress.phase("measuring", _PHASES * (options.repeats + 1))
-    samples = measure_model(
-        pair,
-        **plan,
-        stages=int(cfg["executor"]["stages"]),
-        context=options.context,
-        on_repeat=lambda kind: progress.advance(detail=kind),
-    )
-    if options.transfer:
-        progress.phase("measuring transfers", None)
-        width = int(pair.target.config.get_text_config().hidden_size)
-        dtype = next(pair.target.parameters()).dtype
-        samples[Work.TRANSFER] = measure_transfer(width=width, dtype=dtype, **plan)
-    return samples
-
-
-def _note(work: Workload) -> str:
-    cfg, options, pair = work.cfg, work.options, work.pair
-    return (
-        f"measured medians of {options.repeats} repeats; model {cfg['model']['kind']},"
-        f" {pair.dtype}, {pair.num_layers} layers in {cfg['executor']['stages']}"
-        f" stages, the longest one; {options.context} tokens of context;"
-        f" {torch.get_num_threads()} threads;"
-        f" device {pair.device}; transfers over gloo on loopback"
-    )
+def _table(frame: pd.DataFrame, forms: Mapping[Any, Callable[[Any], str]]) -> str:
+    """Formats some columns; missing values are dashes."""
+    cells = {
+        name: ["-" if pd.isna(value) else forms.get(name, str)(value) for value in frame[name]]
+        for name in frame.columns
+    }
+    return pd.DataFrame(cells).to_string(index=False, justify="right")

@@ -1,22 +1,25 @@
-"""Measures the times of a stage, the output head, a draft pass and pruning.
+"""Measures the times of a stage, the output head, a draft pass, pruning and a transfer.
 
 Every repeat covers all numbers of tokens, so that a drift of the machine affects them equally.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from specdec.attention.kv_cache import TreeCache
-from specdec.clocks import Work
+from specdec.clocks import CostCurve, LatencyProfile, Work
 from specdec.clocks.meter import Meter
+from specdec.errors import UserError
 from specdec.executors.stage import InFlight, split_layers
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.pairs import HuggingFacePair
@@ -24,6 +27,52 @@ from specdec.types import NO_NODE, Batch, Commit, CommitKind, IntArray, TreeRows
 
 _CANDIDATES = 16  # per row of a draft pass (SpecPipe, PipeDec: 16 children)
 _PREFILL_ROWS = 256
+_TIMEOUT_S = 180.0  # of all transfers
+_DIGITS = 4  # decimals of milliseconds in a profile: 0.1 microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Repeated measurements of one kind of work on ``tokens`` rows.
+
+    ``ms`` has the milliseconds of each repeat; the head's are differences and may be negative.
+    """
+
+    tokens: int
+    ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        """The time in a profile: the median, or 0 if that is negative."""
+        return max(0.0, median(self.ms))
+
+    @property
+    def spread(self) -> float:
+        """Half of the range over the median; 0 if the median is 0."""
+        return (max(self.ms) - min(self.ms)) / 2 / self.median_ms if self.median_ms else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "median_ms": self.median_ms, "spread": self.spread}
+
+
+def profile_of(samples: Mapping[Work, Sequence[Sample]], *, name: str, note: str) -> LatencyProfile:
+    """Builds a latency profile of the medians; kinds of work without samples cost nothing."""
+    costs = {}
+    for kind, of_kind in samples.items():
+        ms = tuple(round(s.median_ms, _DIGITS) for s in of_kind)
+        if any(ms):
+            costs[kind.value] = CostCurve(tokens=tuple(s.tokens for s in of_kind), ms=ms)
+    return LatencyProfile(name=name, costs=costs, note=note)
+
+
+def costs_node(profile: LatencyProfile) -> dict[str, Any]:
+    """Returns the cost curves by kind of work, as in a profile's YAML."""
+    costs: dict[str, Any] = {}
+    for kind, curve in profile.costs.items():
+        costs[kind] = {"tokens": list(curve.tokens), "ms": list(curve.ms)}
+        if curve.block_tokens:
+            costs[kind] |= {"block_tokens": curve.block_tokens, "block_ms": curve.block_ms}
+    return costs
 
 
 def measure_model(
@@ -34,29 +83,28 @@ def measure_model(
     repeats: int,
     context: int,
     requests: int = 1,
+    transfer: bool = False,
     on_repeat: Callable[[str], None] = lambda _: None,
 ) -> dict[Work, list[Sample]]:
-    """Measures the passes of target and draft.
+    """Measures the passes of target and draft, and transfers of hidden states if asked to.
+
+    The longest of ``stages`` slices of the target is measured. The time of the head is that of the
+    last slice with the logits of all rows minus that of a pass without logits directly before.
 
     Args:
-        stages: number of pipeline stages; the longest slice of the target is measured.
         tokens: numbers of rows per pass, increasing.
         context: committed tokens before the tree.
         requests: number of requests that share a pass, each with its own cache. A pass of fewer
             rows has one row per request.
-
-    Returns:
-        Samples of stage, head, draft and prune. The time of the head is that of the last slice
-        with the logits of all rows minus that of a pass without logits directly before.
     """
     meter = Meter()
     bounds = split_layers(pair.num_layers, stages)
     longest = max(bounds, key=lambda bound: bound[1] - bound[0])
     stage, last = (
-        _Bench(pair.stage(*bound, meter).runner, context, max(tokens), requests)
+        _TimedRunner(pair.stage(*bound, meter).runner, context, max(tokens), requests)
         for bound in (longest, bounds[-1])
     )
-    draft = _Bench(pair.runner("draft", meter), context, max(tokens), requests)
+    draft = _TimedRunner(pair.runner("draft", meter), context, max(tokens), requests)
     kinds = {
         Work.STAGE: stage.layers,
         Work.PRUNE: stage.prune,
@@ -73,25 +121,27 @@ def measure_model(
                     ms[num].append(seconds * 1e3)
             on_repeat(kind.value)
         samples[kind] = [Sample(num, tuple(ms[num])) for num in tokens]
+    if transfer:
+        on_repeat("transfers")
+        width = int(pair.target.config.get_text_config().hidden_size)
+        dtype = next(pair.target.parameters()).dtype
+        samples[Work.TRANSFER] = measure_transfer(
+            width=width, dtype=dtype, tokens=tokens, repeats=repeats
+        )
     return samples
 
 
-class _Bench:
+class _TimedRunner:
     """A slice of a model with one filled cache per request.
 
     The methods return seconds; ``num`` is the number of rows over all requests.
     """
 
-    def __init__(
-        self, runner: ModelRunner, context: int, max_tokens: int, requests: int = 1
-    ) -> None:
-        self._runner = runner
-        self._context = context
+    def __init__(self, runner: ModelRunner, context: int, max_tokens: int, requests: int) -> None:
+        self._runner, self._context, self._step = runner, context, 0
         self._caches: list[TreeCache] = [
             runner.new_cache(context + max_tokens) for _ in range(requests)
         ]
-        self._cache = self._caches[0]
-        self._step = 0
         for cache in self._caches:
             for start in range(0, context, _PREFILL_ROWS):
                 tokens = np.arange(start, min(start + _PREFILL_ROWS, context))
@@ -120,8 +170,8 @@ class _Bench:
 
     def prune(self, num: int) -> float:
         """Times pruning the cache and the rows in flight to half of ``num`` nodes."""
-        rows = _level(num, self._context)
-        self._forward([(self._cache, num)], NO_ROWS)
+        cache = self._caches[0]
+        self._pass(num, NO_ROWS, self._caches[:1])
         self._step += 1
         kept = np.arange(min(1, num - 1), num, 2)
         commit = Commit(
@@ -135,10 +185,11 @@ class _Bench:
             prefix_len=self._context + 1,
             kept_ids=kept,
         )
-        flight = InFlight(Batch(step=0, trees=(rows,)), self._rows_of_ones(num))
+        batch = Batch(step=0, trees=(_level(num, self._context),))
+        flight = InFlight(batch, self._ones(num))
 
         def prune() -> None:
-            self._cache.commit(commit)
+            cache.commit(commit)
             flight.prune({0: commit})
 
         return self._seconds(prune)
@@ -153,26 +204,21 @@ class _Bench:
             cache.truncate(self._context)
         return seconds
 
-    def _pass(self, num: int, logits_rows: IntArray | None) -> torch.Tensor | None:
-        used = self._caches[:num]
-        each, more = divmod(num, len(used))
-        shares = [(cache, each + (at < more)) for at, cache in enumerate(used)]
-        return self._forward(shares, logits_rows)
-
-    def _forward(
-        self, shares: Sequence[tuple[TreeCache, int]], logits_rows: IntArray | None
+    def _pass(
+        self, num: int, logits_rows: IntArray | None, caches: Sequence[TreeCache] = ()
     ) -> torch.Tensor | None:
-        """Runs one pass over the given number of rows of each cache, and returns its logits."""
-        packed = []
-        for cache, num in shares:
-            packed.append(cache.rows(tree=_level(num, self._context)))
-        hidden = self._hidden(sum(num for _, num in shares))
+        """Runs one pass over rows that are spread over the caches, and returns its logits."""
+        used = (caches or self._caches)[:num]
+        each, more = divmod(num, len(used))
+        levels = (_level(each + (at < more), self._context) for at in range(len(used)))
+        packed = [cache.rows(tree=level) for cache, level in zip(used, levels, strict=True)]
+        hidden = self._hidden(num)
         return self._runner.forward(packed, hidden=hidden, logits_rows=logits_rows).logits
 
     def _hidden(self, num: int) -> torch.Tensor | None:
-        return None if self._runner.is_first else self._rows_of_ones(num)
+        return None if self._runner.is_first else self._ones(num)
 
-    def _rows_of_ones(self, num: int) -> torch.Tensor:
+    def _ones(self, num: int) -> torch.Tensor:
         runner = self._runner
         return torch.ones(num, runner.hidden_size, dtype=runner.dtype, device=runner.device)
 
@@ -188,30 +234,55 @@ def _level(num: int, context: int) -> TreeRows:
     return TreeRows.within(prefix_len=context, node_ids=ids, tokens=tokens, parent_ids=parents)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Repeated measurements of one kind of work on ``tokens`` rows.
+def measure_transfer(
+    *, width: int, dtype: torch.dtype, tokens: Sequence[int], repeats: int
+) -> list[Sample]:
+    """Measures half of a round trip between two processes over the pipeline's transport.
 
-    ``ms`` has the milliseconds of each repeat; the head's are differences and may be negative.
+    ``tokens`` are the numbers of rows per message, each of ``width`` values. One measurement before
+    the ``repeats`` is not counted.
     """
+    # Fresh processes: gloo's and torch's threads do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sides = [(rank, store.port, width, dtype, tuple(tokens), repeats) for rank in (0, 1)]
+    with context.Pool(2) as pool:
+        try:
+            times, _ = pool.starmap_async(_side, sides).get(_TIMEOUT_S)
+        except Exception as error:  # the timeout, or an error of either process
+            raise UserError(
+                "two processes on this machine did not exchange messages over gloo on 127.0.0.1"
+                f" within {_TIMEOUT_S:.0f} s ({type(error).__name__}: {error}): leave transfers out"
+                " with profiling.transfer=false"
+            ) from error
+    return [Sample(num, tuple(ms)) for num, ms in zip(tokens, times, strict=True)]
 
-    tokens: int
-    ms: tuple[float, ...]
 
-    @property
-    def median_ms(self) -> float:
-        """The time in a profile: the median, or 0 if that is negative."""
-        return max(0.0, median(self.ms))
+def _side(
+    rank: int, port: int, width: int, dtype: torch.dtype, tokens: tuple[int, ...], repeats: int
+) -> list[list[float]]:
+    """Runs in each process: rank 0 sends and measures, rank 1 sends back."""
+    from specdec.distributed.transport import control_group
 
-    @property
-    def spread(self) -> float:
-        """Half of the range over the median; 0 if the median is 0."""
-        return (max(self.ms) - min(self.ms)) / 2 / self.median_ms if self.median_ms else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "tokens": self.tokens,
-            "median_ms": self.median_ms,
-            "spread": self.spread,
-            "ms": list(self.ms),
-        }
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    group: Any = control_group(store, rank, 2, loopback=True)  # stubs lack send and recv
+    peer = 1 - rank
+    times: list[list[float]] = [[] for _ in tokens]
+    for i in range(repeats + 1):
+        for at, num in enumerate(tokens):
+            rows = torch.ones(num, width, dtype=dtype)
+            received = torch.empty_like(rows)
+            posted = group.recv([received], peer, 0)  # posted ahead, as between stages
+            start = perf_counter()
+            if rank == 1:
+                posted.wait()
+            sent = group.send([rows], peer, 0)
+            if rank == 0:
+                posted.wait()
+                if i:
+                    times[at].append((perf_counter() - start) / 2 * 1e3)
+            sent.wait()
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{peer}"])  # the peer may still be reading
+    return times

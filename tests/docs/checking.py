@@ -14,7 +14,7 @@ from experiments.reproduce.command import KEYS
 from experiments.reproduce.items import all_items, choose
 from specdec.cli.arguments import Arguments, read_arguments, read_folders, read_keys
 from specdec.cli.main import _COMMANDS
-from specdec.planning.asked import planning_of
+from specdec.planning.job import plan_request
 from tests.docs.blocks import ROOT, STANDS_FOR
 
 ELSEWHERE = ("torchrun", "srun", "export", "cp", "git", "cd")
@@ -59,7 +59,7 @@ def _read(words: Sequence[str], *flags: str) -> Arguments:
 
 def _check_plan(words: list[str]) -> None:
     arguments = _read(words)
-    planning_of(arguments.overrides, arguments.config_dirs)
+    plan_request(arguments.overrides, arguments.config_dirs)
 
 
 def _check_trace(words: list[str]) -> None:

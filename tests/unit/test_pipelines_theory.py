@@ -15,7 +15,7 @@ from experiments.pipelines.theory import (
     needed_acceptance_length,
 )
 from specdec.clocks import CostCurve, LatencyProfile
-from specdec.profiling.equations import eq2_tbt
+from specdec.profiling.trees import eq2_tbt
 
 PROFILE = LatencyProfile(
     name="test",

@@ -1,23 +1,33 @@
-"""``specdec plan``: inputs, search, answer, and the check against a run."""
+"""The parts of ``specdec plan``: machines, acceptance, intervals, chains, trials, flags."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from specdec.fitting import HitLaw
 from specdec.metrics.speedup import expected_accepted
 from specdec.planning.acceptance import OfLaw, OfRecord, chain_table
-from specdec.planning.asked import planning_of
-from specdec.planning.chains import chain_cell, crossover, round_ms
-from specdec.planning.layouts import Layout, layouts
-from specdec.planning.machines import DoesNotFit, machine_of
-from specdec.planning.options import PlanOptions, split_words
-from specdec.planning.search import Times, effective, interval
+from specdec.planning.candidates import (
+    PLAIN,
+    Candidate,
+    Simulator,
+    Times,
+    Unit,
+    effective,
+    families,
+    interval,
+)
+from specdec.planning.chains import ChainCell, chain_cell, crossover, engine_flags, round_ms
+from specdec.planning.job import plan_request
+from specdec.planning.machines import DoesNotFit, Layout, Machine, Profiled, layouts, machine_of
+from specdec.planning.measuring import calibrated, typical
+from specdec.planning.options import PlanOptions
+from specdec.planning.search import Search
 
 MACHINE = """\
 devices: 4
@@ -28,82 +38,80 @@ link_ms: 0.05
 link_gb_s: 25
 target_gb: 70
 draft_gb: 2.5
+kv_kb: 320
 """
+LAW = OfLaw.of({"weights": [1.0], "top1": [0.7], "decay": [2.0], "miss": [0.0]})
+COSTS = {
+    "stage": {"tokens": [1, 64], "ms": [6.0, 12.0]},
+    "draft": {"tokens": [1, 64], "ms": [1.0, 2.0]},
+}
+HERE = Profiled(
+    name="measured", devices=1, stages=1, by_batch={1: COSTS}, limit_gb=16.0, target_gb=8.0,
+    draft_gb=1.0, kv_kb=100.0,
+)  # fmt: skip
 
 
 @pytest.fixture
-def machine_file(tmp_path: Path) -> Path:
+def machine(tmp_path: Path) -> Machine:
     path = tmp_path / "cluster.yaml"
     path.write_text(MACHINE)
-    return path
-
-
-def options(**keys: Any) -> PlanOptions:
-    return split_words([], keys)[0]
-
-
-# Inputs
-
-
-# Machines
+    return machine_of(PlanOptions(profile=str(path)))
 
 
 def test_layouts_use_all_devices() -> None:
-    found = list(layouts(8, own_draft=True, staged=True, copies=False))
+    found = layouts(8, own_draft=True, staged=True, copies=False)
     assert all(layout.devices <= 8 for layout in found)
     assert Layout(stages=7, own_draft=True) in found
     assert Layout(stages=1, degree=4, draft_degree=4, own_draft=True) in found
     assert {c.replicas for c in layouts(5, own_draft=True, staged=False, copies=True)} == {2, 3, 4}
 
 
-def test_a_described_machine_is_a_roofline(machine_file: Path) -> None:
-    machine = machine_of(options(profile=str(machine_file)))
-    whole, half = (machine.costs(Layout(stages=s), 1, 512)["stage"]["ms"] for s in (2, 4))
-    assert half[0] == pytest.approx(whole[0] / 2)
+def test_a_described_machine_is_a_roofline(machine: Machine) -> None:
+    whole, half = (machine.costs(Layout(stages=s), 1, 1)["stage"]["ms"] for s in (2, 4))
+    assert half[0] == pytest.approx(whole[0] / 2, rel=1e-4)
     assert whole[0] * 2 > 70.0 / 900.0 * 1e3, "weights are read once per pass"
     assert whole == sorted(whole)
     assert whole[-1] > 4 * whole[0], "large passes are bound by arithmetic"
     with pytest.raises(DoesNotFit, match="GB on a device"):
         machine.costs(Layout(), 1, 512)
-    assert machine.memory_gb(Layout(stages=4), 1, 512) == pytest.approx(70 / 4 + 2.5)
-    assert machine.memory_gb(Layout(stages=2, own_draft=True), 1, 512) == pytest.approx(35.0)
-
-
-def test_context_is_priced_where_the_description_has_its_bytes(machine_file: Path) -> None:
-    machine_file.write_text(MACHINE + "kv_kb: 320\n")
-    machine = machine_of(options(profile=str(machine_file)))
     short, long = (machine.costs(Layout(stages=4), 4, c)["stage"]["ms"][0] for c in (512, 8192))
-    assert long > short
-    assert machine.prices_context
-    grown = 4 * (8192 - 512) * 320e-6 / 4
-    more = machine.memory_gb(Layout(stages=4), 4, 8192)
-    less = machine.memory_gb(Layout(stages=4), 4, 512)
-    assert more is not None
-    assert less is not None
-    assert more - less == pytest.approx(grown)
+    assert long > short, "keys and values are read too"
+
+
+def test_memory_of_a_layout_is_that_of_its_fullest_device() -> None:
+    assert HERE.memory_gb(Layout(), 4, 5000) == pytest.approx(8.0 + 2.0 + 1.0)
+    assert HERE.memory_gb(Layout(stages=4, own_draft=True), 4, 5000) == pytest.approx(10.0 / 4)
+    assert replace(HERE, limit_gb=None).memory_gb(Layout(), 1, 1) is None
 
 
 def test_a_profile_is_scaled_to_other_stages() -> None:
-    machine = machine_of(options(profile="specpipe_8x3090", devices=17))
+    machine = machine_of(PlanOptions(profile="specpipe_8x3090", devices=17))
     eight, sixteen = (machine.costs(Layout(stages=s), 1, 1)["stage"]["ms"][0] for s in (8, 16))
     assert (eight, sixteen) == (36.8, 18.4)
     with pytest.raises(DoesNotFit, match="not to hold it"):
         machine.costs(Layout(stages=4), 1, 1)
 
 
-# Acceptance
-
-
 def test_tokens_per_pass_of_a_constant_law_are_the_formula() -> None:
-    section = {"weights": [1.0], "top1": [0.8], "decay": [2.0], "miss": [0.0]}
-    acceptance = OfLaw.of(section)
-    for gamma, tokens in enumerate(chain_table(acceptance)):
-        assert tokens == pytest.approx(1.0 + expected_accepted(0.8, gamma))
+    for gamma, tokens in enumerate(chain_table(LAW)):
+        assert tokens == pytest.approx(1.0 + expected_accepted(0.7, gamma))
 
 
-def test_shifted_laws_and_records_have_the_hit_rate_that_is_asked_for() -> None:
+def test_tokens_per_pass_of_a_record_are_those_of_its_hits() -> None:
+    record = OfRecord.of("bundled:humaneval")
+    tokens = passes = hits = 0
+    for request in record.record.requests:
+        ranks, at = request.ranks.tolist(), 0
+        while at < len(ranks):
+            accepted = next((i for i, rank in enumerate(ranks[at : at + 3]) if rank), 3)
+            at, passes = at + min(accepted, len(ranks) - at) + 1, passes + 1
+        tokens, hits = tokens + len(ranks), hits + ranks.count(0)
+    assert record.tokens_per_pass(3) == pytest.approx(tokens / passes)
+    assert record.hit_rate() == pytest.approx(hits / tokens)
+
+
+def test_shifted_laws_and_records_have_the_changed_hit_rate() -> None:
     section = {"weights": [0.5, 0.5], "top1": [0.9, 0.4], "decay": [2.0, 2.0], "miss": [0.0, 0.0]}
-    assert isinstance(OfLaw.of(section).law, HitLaw)
     moved = OfLaw.of(section).shifted(-3.0)
     expected = np.mean([1 / (1 + np.exp(3.0) * (1 - p) / p) for p in (0.9, 0.4)])
     assert moved.hit_rate() == pytest.approx(expected)
@@ -115,13 +123,23 @@ def test_shifted_laws_and_records_have_the_hit_rate_that_is_asked_for() -> None:
         assert record.shifted(odds).hit_rate() == pytest.approx(expected, abs=0.03)
 
 
-# Search
+def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
+    """Accepted lengths of a draft that is right at 70 % of the positions, in passes of 5."""
+    rng = np.random.default_rng(0)
+    hits = rng.random((12, 200, 5)) < 0.7
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps((1 + np.cumprod(hits, axis=2).sum(axis=2)).tolist()))
+    words = [f"acceptance={path}", "draft_tokens=5", "profile=specpipe_8x3090"]
+    acceptance = plan_request(words).acceptance
+    assert acceptance is not None
+    assert acceptance.requests == 12
+    assert acceptance.hit_rate() == pytest.approx(0.7, abs=0.03)  # 5 standard errors
+    assert acceptance.tokens_per_pass(5) == pytest.approx(1.0 + expected_accepted(0.7, 5), rel=0.05)
 
 
 def test_intervals_count_the_requests_of_a_law() -> None:
-    assert effective(24, 0, True) == 24
-    assert effective(24, 24, True) == 12
-    assert effective(24, 24, False) == 24
+    assert effective(24, 0) == 24
+    assert effective(24, 24) == 12
     rng = np.random.default_rng(1)
     times = Times(rng.normal(1.0, 0.1, 24), np.ones(24))
     low, high = interval(times.resampled(24))
@@ -135,33 +153,99 @@ def test_intervals_count_the_requests_of_a_law() -> None:
     assert 176 <= covered <= 199
 
 
-def test_the_chain_table_crosses_over_to_plain_decoding(machine_file: Path) -> None:
-    machine = machine_of(options(profile=str(machine_file)))
-    table = chain_table(OfLaw.of({"weights": [1], "top1": [0.6], "decay": [2], "miss": [0]}))
-    one = chain_cell(machine, table, 1, 512)
-    start = crossover(machine, table, 512)
-    assert one is not None
-    assert one.draft_tokens > 0
+def test_the_chain_table_crosses_over_to_plain_decoding(machine: Machine) -> None:
+    table = chain_table(LAW.shifted(-0.5))
+    start = crossover(machine, table, 1)
     assert start is not None
-    at, before = (chain_cell(machine, table, b, 512) for b in (start, start // 2))
+    at, before, one = (chain_cell(machine, table, b, 1) for b in (start, start // 2, 1))
     assert at is not None
     assert before is not None
+    assert one is not None
     assert at.draft_tokens == 0 < before.draft_tokens
-    costs = machine.costs(one.layout, 1, 512)
-    seconds = 1e-3 * round_ms(costs, one.layout, 1, one.draft_tokens)
-    assert one.tokens_per_s == pytest.approx(table[one.draft_tokens] / seconds)
+    times = (
+        table[one.draft_tokens] / round_ms(machine.costs(layout, 1, 1), layout, 1, one.draft_tokens)
+        for layout in layouts(4, own_draft=False, staged=True, copies=False)
+        if str(layout) == one.layout
+    )
+    assert one.tokens_per_s == pytest.approx(1e3 * next(times))
 
 
-def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
-    """Accepted lengths of a draft that is right at 70 % of the positions, in passes of 5."""
-    rng = np.random.default_rng(0)
-    hits = rng.random((12, 200, 5)) < 0.7
-    lengths = 1 + np.cumprod(hits, axis=2).sum(axis=2)
-    path = tmp_path / "log.json"
-    path.write_text(json.dumps(lengths.tolist()))
-    asked = planning_of([f"acceptance={path}", "draft_tokens=5", "profile=specpipe_8x3090"])
-    assert asked.acceptance is not None
-    assert asked.acceptance.requests == 12
-    assert asked.acceptance.hit_rate() == pytest.approx(0.7, abs=0.03)  # 5 standard errors
-    expected = 1.0 + expected_accepted(0.7, 5)
-    assert asked.acceptance.tokens_per_pass(5) == pytest.approx(expected, rel=0.05)
+class SlowMachine:
+    """Real runs that take 1.5 times as long as simulated, and trees 3 times."""
+
+    def __init__(self, simulator: Simulator, made: list[Candidate]) -> None:
+        self.simulator, self.made = simulator, {candidate.name: candidate for candidate in made}
+        self.calls = 0
+
+    def config(self, name: str) -> dict[str, Any]:
+        return {**self.made[name].config, "name": name}
+
+    def decode(self, configs: Any, *, count: int, length: int, **_: Any) -> Any:
+        self.calls += 1
+        factors = {name: 3.0 if name == "fixed_width" else 1.5 for name in self.made}
+        units = (
+            (c["name"], self.simulator.units(self.made[c["name"]], count, length)) for c in configs
+        )
+        return [[scaled(unit, factors[name]) for unit in of] for name, of in units]
+
+
+def scaled(unit: Unit, factor: float) -> Unit:
+    return replace(unit, seconds=unit.seconds * factor, clock_s=unit.clock_s * factor)
+
+
+def test_trials_replace_planned_times_by_those_of_runs(tmp_path: Path) -> None:
+    search = Search(
+        machine=HERE, simulator=Simulator(LAW.pair(), None, of="test", prompts=4),
+        chosen=PlanOptions(profile="measured", prompts=4), requests=0.0, length=24,
+        chain_length=0, report=lambda *_: None,
+    )  # fmt: skip
+    found, _ = families(LAW.overrides, [], ["speculative", "fixed_width"], LAW.pair())
+    made = [family.candidate(HERE, Layout(), batch=1, context=1) for family in found]
+    models: Any = SlowMachine(search.simulator, made)
+    before = {c.name: search.times(c, 4).mean for c in made}
+    path = tmp_path / "trials.json"
+    after = calibrated(made, search=search, models=models, path=path)
+    ratios = {c.name: search.times(c, 4).mean / before[c.name] for c in after}
+    assert ratios == pytest.approx({PLAIN: 1.5, "speculative": 1.5, "fixed_width": 3.0})
+    assert "1.50 to 3.00 of their simulated times" in search.notes[-1]
+    calls = models.calls
+    again = calibrated(made, search=search, models=models, path=path)
+    assert models.calls == calls, "the file has all of them"
+    assert [c.key for c in again] == [c.key for c in after]
+    # What was copied is what a simulation with these costs gives, for chains and for trees.
+    other = Simulator(LAW.pair(), None, of="test", prompts=4)
+    for candidate in after:
+        units = zip(search.units(candidate, 4), other.units(candidate, 4, 24), strict=True)
+        for unit, expected in units:
+            assert (unit.emitted, unit.answers) == (expected.emitted, expected.answers)
+            assert unit.seconds == pytest.approx(expected.seconds, abs=1e-8)
+            assert unit.clock_s == pytest.approx(expected.clock_s, abs=1e-8)
+
+
+def test_repeated_runs_count_by_mean_or_median() -> None:
+    unit = Unit(
+        requests=1, tokens=10, seconds=1.0, emitted=11, clock_s=1.2, answers=4, hits=2, draft_s=0.2,
+        hidden_s=0.0,
+    )  # fmt: skip
+    pair = typical([scaled(unit, 3.0), unit])
+    assert (pair.seconds, pair.clock_s) == pytest.approx((2.0, 2.4))
+    three = typical([scaled(unit, 5.0), unit, scaled(unit, 1.1)])
+    assert (three.seconds, three.clock_s) == pytest.approx((1.1, 1.32))
+
+
+def test_flags_name_the_method_of_the_drafter() -> None:
+    cell = ChainCell(
+        batch=1, context=1, draft_tokens=5, tokens_per_s=2.0, plain_tokens_per_s=1.0, gain=2.0,
+        layout="1 device",
+    )  # fmt: skip
+    chain: dict[str, Any] = {"source": {"_target_": "specdec.sources.DraftModelSource"}}
+    flags = engine_flags(cell, "HEAD", "eagle3", chain)
+    assert '"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 5' in flags["vLLM"]
+    assert "--speculative-algorithm EAGLE3 " in flags["SGLang"]
+    assert '"prompt_lookup_max"' in engine_flags(cell, "HEAD", "ngram", chain)["vLLM"]
+    plain = replace(cell, draft_tokens=0)
+    assert "no speculation" in engine_flags(plain, "HEAD", "eagle", chain)["vLLM"]
+    copied, _ = families(["model=tiny"], [], ["prompt_lookup"])
+    flags = engine_flags(cell, "DRAFT", "draft_model", copied[0].config)
+    assert list(flags) == ["vLLM"], "SGLang's n-grams are trees of another shape"
+    assert '"method": "ngram", "num_speculative_tokens": 8' in flags["vLLM"]

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.plan.published import predicted
 from experiments.plan.roofline import FILE, Timed, fitted, held_out, log_errors, read_times
-from specdec.planning.roofline import CONSTANTS, ERROR
+from specdec.planning.machines import CONSTANTS, ERROR
 
 
 @pytest.fixture

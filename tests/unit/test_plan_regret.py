@@ -1,4 +1,4 @@
-"""The figures of ``experiments.plan.regret``: regret, error, shares, and what is run again."""
+"""The figures of ``experiments.plan.regret``: regret, error, shares."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ def result(first: float, best: float, planned: float) -> dict[str, Any]:
             {"strategy": n, "sizes": s, "planned_tokens_per_s": p, "measured_tokens_per_s": m}
             for n, s, p, m in names
         ],
-        "provenance": {
-            "git": {"revision": "0123456789"},
-            "hardware": {"cpu": "some CPU", "cores": 2},
-        },
     }
 
 
@@ -61,36 +57,6 @@ def test_shares_count_cases_within_the_bars() -> None:
         -0.281,
     ]
     assert told.endswith("gains over plain decoding within 10 % in 0 %")
-
-
-def test_a_second_measurement_is_compared_with_the_first() -> None:
-    """The gain's change is that of the first choice over that of plain decoding."""
-    before, after = result(100.0, 120.0, 95.0), result(110.0, 90.0, 95.0)
-    after["candidates"][2]["measured_tokens_per_s"] = 50.0
-    found = regret_table.changes(before, after)
-    np.testing.assert_allclose(found, (0.1, 0.25, 1.1 / 1.25 - 1.0))
-    told = regret_table.again_shares([(before, after), (before, before)])
-    assert told.startswith("2 cases measured twice: the first choice within 10 % of itself in 50 %")
-    assert told.endswith("plain decoding in 50 %, the gain in 50 %")
-    page = regret_table.table({"one": before}, {}, {"one": after}, {})
-    assert "| one | 100.0 | 110.0 | +10.0 % | +25.0 % | -12.0 % |" in page
-
-
-def test_the_difference_between_the_samples_is_taken_out_of_the_gain() -> None:
-    """A plan whose prompts have 25 % more tokens per answer promises 25 % more."""
-    case = result(100.0, 100.0, 125.0)
-    case["candidates"][2]["planned_tokens_per_s"] = 40.0  # as measured
-    found = {"planned": [300, 100], "run": [240, 100]}
-    assert regret_table.sample_ratio(found) == pytest.approx(1.25)
-    assert regret_table.gain_error(case) == pytest.approx(0.25)
-    assert regret_table.gain_error_of_speed(case, found) == pytest.approx(0.0)
-    told = regret_table.samples_shares([(case, found)])
-    assert "+25.0 % tokens per answer on the plan's prompts" in told
-    assert told.endswith(
-        "+25.0 % off on average and within 10 % in 0 %, without that difference +0.0 % and 100 %"
-    )
-    page = regret_table.table({"one": case}, {}, {}, {"one": found})
-    assert "| one | 3.00 | 2.40 | +25.0 % | +25.0 % | +0.0 % |" in page
 
 
 def _with_turns(speeds: list[float], noise: float, seed: int) -> dict[str, Any]:

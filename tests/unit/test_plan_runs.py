@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import specdec
 from specdec.config.job import run_job_of
 from specdec.planning import Plan, check_run, units_of_run
+from specdec.planning.job import NoProgress
 from specdec.runs.jobs import run_job
 
 pytestmark = pytest.mark.slow
@@ -26,14 +28,6 @@ link_gb_s: 25
 target_gb: 70
 draft_gb: 2.5
 """
-
-
-class _Silent:
-    def phase(self, label: str, total: int | None) -> None: ...
-
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 SMALL = {"strategies": ["speculative"], "prompts": 4}
@@ -78,7 +72,7 @@ def test_the_written_preset_runs_as_planned(planned: Any, tmp_path: Path) -> Non
     plan, folder = planned
     run_planned(folder / "out", tmp_path, "clock.profile=planned")
     verdict = check_run(plan.expected, units_of_run(tmp_path))
-    assert verdict.agrees, verdict.figures
+    assert not verdict.warnings, verdict.figures
 
 
 def run_planned(out: Path, folder: Path, *words: str) -> None:
@@ -86,28 +80,21 @@ def run_planned(out: Path, folder: Path, *words: str) -> None:
     given = any(word.startswith("model=") for word in words)
     model = () if given else (LAW, "model.draft_name=null")
     job = run_job_of([*base, *model, "model.seed=1", *words], [out])
-    run_job(job.config, folder, _Silent())
+    run_job(job.config, folder, NoProgress())
 
 
 def test_a_wrong_profile_is_named(planned: Any, tmp_path: Path) -> None:
     """The first real run has stages that are twice as slow as planned."""
     plan, folder = planned
-    text = (folder / "out" / "profile" / "planned.yaml").read_text()
-    lines = [slower(line) if "stage: {" in line else line for line in text.splitlines()]
+    profile = yaml.safe_load((folder / "out" / "profile" / "planned.yaml").read_text())
+    stage = profile["costs"]["stage"]
+    stage["ms"] = [2.0 * ms for ms in stage["ms"]]
     slow = tmp_path / "slow.yaml"
-    slow.write_text("\n".join(lines))
+    slow.write_text(yaml.safe_dump(profile))
     run_planned(folder / "out", tmp_path / "run", f"clock.profile={slow}")
     verdict = check_run(plan.expected, units_of_run(tmp_path / "run"))
-    assert not verdict.agrees
     assert "times disagree with the profile" in verdict.warnings[0]
     assert not any("acceptance" in warning for warning in verdict.warnings)
-
-
-def slower(line: str) -> str:
-    head, _, ms = line.partition("ms: [")
-    values, end, rest = ms.partition("]")
-    doubled = ", ".join(str(2.0 * float(value)) for value in values.split(","))
-    return f"{head}ms: [{doubled}{end}{rest}"
 
 
 def test_a_wrong_law_is_named(planned: Any, tmp_path: Path) -> None:

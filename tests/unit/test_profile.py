@@ -17,17 +17,24 @@ from specdec.config.profiles import load_profile
 from specdec.errors import UserError
 from specdec.executors.pipeline import StepCharges as StepClock
 from specdec.pairs import RandomPair
-from specdec.profiling.equations import (
+from specdec.pairs.random import build_random
+from specdec.profiling.limits import bounded, passes_of, roofline_png
+from specdec.profiling.passes import (
+    Sample,
+    costs_node,
+    measure_model,
+    measure_transfer,
+    profile_of,
+)
+from specdec.profiling.trees import (
     StepTimes,
+    as_yaml,
+    clock_node,
     eq1_tbt,
     eq2_tbt,
     pipedec_latency,
     plain_latency,
 )
-from specdec.profiling.job import profile_of, profile_yaml
-from specdec.profiling.passes import Sample, measure_model
-from specdec.profiling.proposal import clock_node
-from specdec.profiling.transfer import measure_transfer
 from specdec.report.tables import notes_of
 
 pytestmark = pytest.mark.slow
@@ -51,15 +58,6 @@ def test_equations_by_hand() -> None:
     assert eq1_tbt([7.0] * 5, 0.3) == pytest.approx(eq2_tbt(7.0, 5, 0.3)), "equal for equal stages"
 
 
-def test_the_pinned_profile_gives_the_worked_example_of_the_paper_values() -> None:
-    """54.67 ms at 1.14 steps per token: a step of 48 ms and a hit rate near 0.98."""
-    found = load_profile("specpipe_8x3090")
-    profile = build_profile({"profile": "specpipe_8x3090", **found})
-    times = StepTimes.of(profile, width=64, stages=8)
-    assert max(times.stages) == pytest.approx(48.0)
-    assert eq2_tbt(max(times.stages), 8, hit=0.98) == pytest.approx(54.7, abs=0.1)
-
-
 def test_step_times_of_a_group() -> None:
     """PipeDec 3.1: a group's devices work one after the other, with a transfer between them."""
     times = StepTimes.of(PROFILE, width=64, stages=7, group=2)
@@ -68,12 +66,8 @@ def test_step_times_of_a_group() -> None:
     assert pipedec_latency(times) == pytest.approx(83 + 3)
     slow_draft = StepTimes(stages=(5.0,), compute=5.0, compute_one=4.0, transfer=1.0, draft=17.0)
     assert pipedec_latency(slow_draft) == 17.0
-
-
-def test_plain_decoding_has_a_transfer_less_than_stages() -> None:
-    """PipeDec 2.4: sum of N computations and N - 1 transfers; the answer's way back is left out."""
-    times = StepTimes.of(PROFILE, width=1, stages=7)
-    assert plain_latency(times) == pytest.approx(7 * 30 + 6 * 1)
+    plain = StepTimes.of(PROFILE, width=1, stages=7)
+    assert plain_latency(plain) == pytest.approx(7 * 30 + 6 * 1), "a transfer less than stages"
 
 
 @pytest.mark.parametrize("devices", [2, 3])
@@ -113,7 +107,8 @@ def test_a_profile_s_file_can_be_used_by_path_and_by_name(tmp_path: Path) -> Non
     assert "prune" not in profile.costs, "what costs nothing is not priced"
     path = tmp_path / "profile" / "mine.yaml"
     path.parent.mkdir()
-    path.write_text(profile_yaml(profile, stages=4), encoding="utf-8")
+    node = {"note": profile.note, "stages": 4, "costs": costs_node(profile)}
+    path.write_text(as_yaml(node), encoding="utf-8")
     for found in (load_profile(str(path)), load_profile("mine", [tmp_path])):
         assert found["note"] == profile.note
         again = build_profile({"profile": "mine", **found})
@@ -137,7 +132,7 @@ def test_a_profile_s_file_can_be_used_by_path_and_by_name(tmp_path: Path) -> Non
         (["strategy=eesd", "model.exit_layer=6", "clock.profile=ppsd_vicuna7b"], ""),
     ],
 )
-def test_a_profile_of_other_stages_is_told(words: list[str], share: str) -> None:
+def test_a_profile_of_other_stages_is_noted(words: list[str], share: str) -> None:
     """`ar` on one device took a stage's time for the whole target: SpecPipe looked slower."""
     common = ["clock=simulated", "clock.profile=specpipe_8x3090", "model=tiny"]
     clock = run_job_of([*common, *words]).config["clock"]
@@ -147,7 +142,7 @@ def test_a_profile_of_other_stages_is_told(words: list[str], share: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "noted"),
     [
         (["executor=pipeline", "executor.stages=2"], True),
         (["strategy=swiftspec"], True),
@@ -158,17 +153,20 @@ def test_a_profile_of_other_stages_is_told(words: list[str], share: str) -> None
         (["strategy=hf_generate"], False),
     ],
 )
-def test_a_pipeline_in_one_process_is_told(words: list[str], told: bool) -> None:
+def test_a_pipeline_in_one_process_is_noted(words: list[str], noted: bool) -> None:
     """SpecPipe was "measured" at a fraction of its speed where its stages took turns."""
     clock = run_job_of(["model=random", *words]).config["clock"]
-    assert ("take turns" in clock.get("caveat", "")) == told
+    assert ("take turns" in clock.get("caveat", "")) == noted
 
 
 def test_everything_is_measured_for_every_number_of_tokens() -> None:
     seen: list[str] = []
     samples = measure_model(
         RandomPair(num_layers=5, hidden_size=32),
-        **{"stages": 2, "tokens": [1, 3], "repeats": 2, "context": 5},
+        stages=2,
+        tokens=[1, 3],
+        repeats=2,
+        context=5,
         on_repeat=seen.append,
     )
     assert set(samples) == {Work.STAGE, Work.HEAD, Work.DRAFT, Work.PRUNE}
@@ -217,19 +215,43 @@ def test_a_profile_in_use_is_held_against_the_simulator(
     assert "not run again" in capsys.readouterr().out
 
 
-def test_equal_steps_without_refills_are_exactly_eq_2() -> None:
-    """Plain decoding never hits, so neither equation has a refill to leave out: N steps a token."""
-    clock = SimulatedClock(PROFILE)
-    stages = 6
-    for rank in range(1, stages + 1):
-        clock.align(rank, 0)
-        clock.charge(rank, Work.STAGE, 1)
-        clock.charge(rank, Work.TRANSFER, 1)
-        clock.barrier([rank])
-    assert clock.now() * 1e3 == pytest.approx(eq2_tbt(31.0, stages, hit=0.0))
-
-
 def test_samples_say_how_far_they_scatter() -> None:
     assert Sample(4, (1.0, 2.0, 5.0)).spread == pytest.approx(1.0)
     assert Sample(4, (-1.0, -2.0)).spread == 0.0
     assert np.isclose(Sample(4, (1.0, 3.0)).median_ms, 2.0)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_bytes_and_flops_are_those_by_hand(stages: int) -> None:
+    """Of the longest slice of layers; of the output head alone; of the whole draft."""
+    pair = build_random(num_layers=4, hidden_size=64, vocab_size=61, dtype="float32")
+    kinds = (Work.STAGE, Work.HEAD, Work.DRAFT, Work.PRUNE)
+    context, rows = 20, 3
+    samples = {kind: [Sample(num, (2.0, 4.0, 3.0)) for num in (1, rows)] for kind in kinds}
+    passes = passes_of(pair, samples, stages=stages, context=context)
+    found = {(work["kind"], work["rows"]): work for work in passes}
+    config, layers = pair.target.config, -(-pair.num_layers // stages)
+    weights = sum(p.numel() for p in pair.target.model.layers[:layers].parameters())
+    stage, head = found["stage", rows], found["head", rows]
+    cached = 2 * layers * config.num_key_value_heads * config.head_dim  # numbers per token
+    assert stage["num_bytes"] == 4 * (weights + cached * (context + 2 * rows))
+    attention = 4 * layers * config.num_attention_heads * config.head_dim * rows * (context + rows)
+    assert stage["flops"] == 2 * rows * weights + attention
+    assert (head["num_bytes"], head["flops"]) == (4 * 61 * 64, 2 * rows * 61 * 64)
+    draft = pair.draft
+    both = [*draft.model.layers.parameters(), *draft.get_output_embeddings().parameters()]
+    cached = 2 * len(draft.model.layers) * draft.config.num_key_value_heads * draft.config.head_dim
+    expected = 4 * (sum(p.numel() for p in both) + cached * (context + 2))
+    assert found["draft", 1]["num_bytes"] == expected
+    assert all(work["ms"] == 3.0 for work in passes)
+
+
+def test_the_longer_of_two_times_bounds_a_pass() -> None:
+    machine = {"bytes_per_s": 1e9, "flops_per_s": 2e9}
+    sizes = [(4_000_000, 2_000_000, 8.0), (4_000_000, 12_000_000, 8.0), (1, 1, 0.0)]
+    works = [{"kind": "stage", "rows": 1, "num_bytes": b, "flops": f, "ms": t} for b, f, t in sizes]
+    found = [bounded(work, machine) for work in works]
+    assert [work["bound"] for work in found] == ["bytes", "flops", "bytes"]
+    assert [work["bound_ms"] for work in found[:2]] == pytest.approx([4.0, 6.0])
+    assert [work["share"] for work in found] == [0.5, 0.75, None]
+    assert roofline_png(machine, works).startswith(b"\x89PNG")

@@ -1,0 +1,316 @@
+"""Tries trees, groupings and splits of devices on a profile, beside the papers' estimates.
+
+Letters of the estimates: N stages, w tree width, p probability that the last stage's token is in
+the tree, T time of a step. Both of SpecPipe's equations are reconstructed, because the available
+text has no formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Annotated, Any
+
+import torch
+import yaml
+from pydantic import AfterValidator, Field
+
+from specdec.clocks import LatencyProfile, Work
+from specdec.clocks.build import build_profile
+from specdec.clocks.profile import curve_at
+from specdec.clocks.timed_runs import timed_run
+from specdec.errors import UserError
+from specdec.metrics import RequestResult, RunTotals, summarise
+from specdec.pairs import ModelPair
+from specdec.parts.fields import Count, Text, expects, validated
+from specdec.policies.best_first import UNTIL_READY
+from specdec.profiling.passes import costs_node
+from specdec.runs.jobs import Progress, prepare, stop_rules
+from specdec.runs.runners import PartsRunner, TokenPrompt
+
+
+def _rises(counts: list[int]) -> list[int]:
+    assert all(a < b for a, b in pairwise(counts))
+    return counts
+
+
+_Counts = Annotated[
+    list[Count],
+    Field(min_length=1),
+    AfterValidator(_rises),
+    expects("it must be a list of increasing whole numbers of at least 1"),
+]
+_FileName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9_-]+$"),
+    expects("it must be a name of letters, digits, - and _"),
+]
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilingOptions:
+    """The section ``profiling``, whose keys conf/profiling.yaml describes."""
+
+    name: _FileName
+    use: Text | None
+    tokens: _Counts
+    repeats: Count
+    context: Count
+    transfer: bool
+    widths: _Counts
+    children: _Counts
+    groups: _Counts
+    devices: Annotated[int, Field(ge=2)] | None
+    targets: _Counts
+    bs: _Counts
+    w: _Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The models and prompts of a configuration, to be decoded one by one under changed sections.
+
+    ``cfg`` is the resolved configuration. Its ``batch_size`` and ``trace`` are ignored.
+    """
+
+    cfg: Mapping[str, Any]
+    options: ProfilingOptions
+    pair: ModelPair
+    prompts: Sequence[TokenPrompt]
+
+    @staticmethod
+    def of(cfg: Mapping[str, Any], progress: Progress) -> Workload:
+        """Sets the number of threads and loads the models."""
+        if cfg.get("threads"):
+            torch.set_num_threads(int(cfg["threads"]))
+        progress.phase("loading models", None)
+        pair, prompts, _ = prepare(cfg)
+        return Workload(cfg, ProfilingOptions(**cfg["profiling"]), pair, prompts)
+
+    @property
+    def stages(self) -> int:
+        return int(self.cfg["executor"]["stages"])
+
+    def decode(
+        self, *, policy: Mapping[str, Any], executor: Mapping[str, Any], clock: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Decodes all prompts with these sections and returns the summary.
+
+        On a measured clock the first prompt is decoded once before.
+        """
+        sections = {"policy": policy, "executor": {**self.cfg["executor"], **executor}}
+        cfg = {**self.cfg, **sections, "clock": clock, "batch_size": 1, "trace": False}
+        runner = PartsRunner(cfg=cfg, pair=self.pair, stop=stop_rules(cfg, self.pair))
+        results: list[RequestResult] = []
+        try:
+            if clock["kind"] == "measured":
+                runner.run(self.prompts[:1], lambda _: None)
+            with timed_run():
+                totals = [runner.run([prompt], results.append) for prompt in self.prompts]
+        finally:
+            runner.close()
+        summary = summarise(results, RunTotals.merge(totals))
+        by_level = policy.get("levels_per_step") == 1
+        if not summary["tbt_ms_mean"] or (by_level and summary["hit_rate"] is None):
+            raise UserError(
+                f"max_new_tokens={cfg['max_new_tokens']} is too few for a measurement: raise it"
+            )
+        return summary
+
+
+def clock_node(profile: LatencyProfile) -> dict[str, Any]:
+    origin = {"profile": profile.name, "scale": 1.0, "note": profile.note}
+    return {"kind": "simulated", **origin, "costs": costs_node(profile)}
+
+
+def as_yaml(node: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(node, sort_keys=False, default_flow_style=None, width=1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Times of one pipeline step at a tree width, in milliseconds.
+
+    Attributes:
+        stages: compute, pruning and transfer of each stage; the last includes the output head.
+        compute, compute_one: computation of the longest stage, for a tree level and for one token.
+        transfer, draft: transfer of one tree level, and a draft pass over one.
+    """
+
+    stages: tuple[float, ...]
+    compute: float
+    compute_one: float
+    transfer: float
+    draft: float
+
+    @staticmethod
+    def of(profile: LatencyProfile, *, width: int, stages: int, group: int = 1) -> StepTimes:
+        """Reads the times from a profile of one device.
+
+        ``width`` is in tokens per tree level. ``group`` is the number of devices per stage, which
+        work in sequence within a step (PipeDec's G).
+        """
+        one, all_tokens = profile.ms(Work.STAGE, 1), profile.ms(Work.STAGE, width)
+        transfer = profile.ms(Work.TRANSFER, width)
+        compute = group * all_tokens + (group - 1) * transfer
+        plain = compute + profile.ms(Work.PRUNE, width) + transfer
+        return StepTimes(
+            stages=(*[plain] * (stages - 1), plain + profile.ms(Work.HEAD, width)),
+            compute=compute,
+            compute_one=group * one + (group - 1) * profile.ms(Work.TRANSFER, 1),
+            transfer=transfer,
+            draft=profile.ms(Work.DRAFT, width),
+        )
+
+
+def eq1_tbt(stages: Sequence[float], hit: float) -> float:
+    """SpecPipe Eq. 1 (reconstructed): max_i T_i + (1 - p) times the sum over the other stages.
+
+    ``stages`` are the T_i, and ``hit`` is p. The result has the unit of ``stages``.
+    """
+    longest = max(stages)
+    return longest + (1.0 - hit) * (sum(stages) - longest)
+
+
+def eq2_tbt(step: float, num_stages: int, hit: float) -> float:
+    """SpecPipe Eq. 2 (reconstructed), for equal stages: T (1 + (1 - p) (N - 1))."""
+    return step * (1.0 + (1.0 - hit) * (num_stages - 1))
+
+
+def plain_latency(times: StepTimes) -> float:
+    """PipeDec 2.4, plain decoding: N computations, N - 1 transfers; ``times`` are of width 1."""
+    num = len(times.stages)
+    return num * times.compute + (num - 1) * times.transfer
+
+
+def pipedec_latency(times: StepTimes) -> float:
+    """PipeDec 2.4: max(T_draft, C max T_c + max T_t) with C = T_c(w) / T_c(1).
+
+    It assumes that every token is a hit.
+    """
+    factor = times.compute / times.compute_one if times.compute_one else 1.0
+    return max(times.draft, factor * times.compute_one + times.transfer)
+
+
+def propose(work: Workload, profile: LatencyProfile) -> Iterator[dict[str, Any]]:
+    """Simulates SpecPipe with several trees on a profile of one device.
+
+    Every width with every number of children has one device per stage; the fastest tree is tried in
+    every grouping.
+    """
+    options, devices = work.options, work.stages
+    wrong = [g for g in options.groups if devices % g]
+    if wrong:
+        raise UserError(
+            f"profiling.groups={options.groups}: {wrong[0]} does not divide the"
+            f" executor.stages={devices} devices; name divisors of {devices}"
+        )
+    cells = []
+    for width, children in product(options.widths, options.children):
+        cells.append(_cell(work, profile, width, children, 1))
+        yield cells[-1]
+    best = min(cells, key=lambda cell: cell["tbt"])
+    for group in options.groups:
+        if group > 1:
+            yield _cell(work, profile, best["width"], best["children"], group)
+
+
+def _cell(
+    work: Workload, profile: LatencyProfile, width: int, children: int, group: int
+) -> dict[str, Any]:
+    """Returns the simulated milliseconds between tokens (tbt) and the equations' estimates of it.
+
+    The errors are relative to the simulation, whose hit rate SpecPipe's equations take as p.
+    ``group`` is in devices per stage.
+    """
+    stages = work.stages // group
+    tree = {"width": width, "children": children}
+    # The simulated clock needs all stages in one process.
+    executor = {"stages": stages, "groups": None if group == 1 else [group] * stages}
+    summary = work.decode(
+        policy={"_target_": "specdec.policies.FixedWidth", **tree, "levels_per_step": 1},
+        executor={**executor, "transport": "in_process"},
+        clock=clock_node(profile),
+    )
+    hit_rate, tbt = summary["hit_rate"], summary["tbt_ms_mean"]
+    times = StepTimes.of(profile, width=width, stages=stages, group=group)
+    estimates = {
+        "eq1": eq1_tbt(times.stages, hit_rate),
+        "eq2": eq2_tbt(max(times.stages), stages, hit_rate),
+        "pipedec": pipedec_latency(times),
+    }
+    return {
+        **tree,
+        "stages": stages,
+        "group": group,
+        "hit_rate": hit_rate,
+        "steps_per_token": summary["steps_per_token"],
+        "tbt": tbt,
+        **estimates,
+        "draft_bound": times.draft > times.compute,
+        **{f"{name}_error": value / tbt - 1.0 for name, value in estimates.items()},
+    }
+
+
+def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Decodes all prompts with every combination of split and tree (SwiftSpec 3.1 and 5.5).
+
+    If ``use`` is a latency profile (``name``, ``costs``, ``degrees``), each tree is simulated with
+    d = floor(target time / draft time) and with d + 1. If it is None, decoding runs on real ranks,
+    timed by the wall clock, with as many draft expansions as fit into a target pass; the times of
+    single passes are None then.
+    """
+    options, devices = work.options, work.options.devices or 0
+    wrong = [target for target in options.targets if target >= devices]
+    if wrong:
+        raise UserError(
+            f"profiling.targets={options.targets}: {wrong[0]} of profiling.devices={devices}"
+            f" devices leaves none for the draft: name numbers from 1 to {devices - 1}"
+        )
+    for target, bs, w in product(options.targets, options.bs, options.w):
+        draft = devices - target
+        executor: dict[str, Any] = {"stages": 1, "groups": None, "shared": False}
+        executor |= {"target_degree": target, "draft_degree": draft, "transport": "distributed"}
+        clock: dict[str, Any] = {"kind": "measured"}
+        depths: list[int | str] = [UNTIL_READY]
+        interpolated, target_ms, draft_ms = False, None, None
+        if use is not None:
+            profile, interpolated = _profile(use, target, draft)
+            target_ms, draft_ms = profile.ms(Work.STAGE, bs), profile.ms(Work.DRAFT, w)
+            ratio = max(1, int(target_ms / draft_ms))
+            depths = [ratio, ratio + 1]
+            executor["transport"], clock = "in_process", clock_node(profile)
+        for d in depths:
+            tree: dict[str, Any] = {"bs": bs, "w": w, "d": d}
+            policy = {"_target_": "specdec.policies.BestFirst", **tree, "asynchronous": True}
+            summary = work.decode(policy=policy, executor=executor, clock=clock)
+            yield {
+                "target": target,
+                "draft": draft,
+                **tree,
+                "target_ms": target_ms,
+                "draft_ms": draft_ms,
+                "interpolated": interpolated,
+                "acceptance_length": summary["acceptance_length"],
+                "tokens_per_s": summary["tokens_per_s"],
+            }
+
+
+def _profile(use: Mapping[str, Any], target: int, draft: int) -> tuple[LatencyProfile, bool]:
+    degrees = use.get("degrees") or {}
+    costs, interpolated = dict(use["costs"]), False
+    for kind, degree in (("stage", target), ("draft", draft)):
+        known = sorted(int(number) for number in degrees.get(kind, ()))
+        if not known or not known[0] <= degree <= known[-1]:
+            has = f"it has {known[0]} to {known[-1]}" if known else "it has none by degree"
+            raise UserError(
+                f"profiling.use={use['name']} has no time of a {kind} pass on {degree} devices"
+                f" ({has}): choose other profiling.targets, or a profile with `degrees`, such as"
+                " swiftspec_table1"
+            )
+        costs[kind] = curve_at(degrees[kind], degree)
+        interpolated = interpolated or degree not in known
+    node = {"profile": use["name"], "costs": costs, "note": use.get("note", "")}
+    return build_profile(node), interpolated
