@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from specdec.clocks import Timeline
 from specdec.clocks.wall import MeasuredClock, PacedClock
 from specdec.compose.presets import build
 from specdec.compose.workbench import Workbench
+from specdec.distributed.group import RankGroup
 from specdec.distributed.ranks import Ranks
+from specdec.errors import RankFailure
 from tests import toys
 from tests.distributed.fake_ranks import thread_ranks
 from tests.sampled import sampled
@@ -75,3 +78,21 @@ def test_lossless_beside_ranks(preset: str, kind: str, sizes: tuple[int, int]) -
 def test_lossless_beside_processes(preset: str, keep_ranks: Callable[..., None]) -> None:
     keep_ranks(1)
     decoded(preset, "measured", 1, 3)
+
+
+@pytest.mark.distributed
+def test_a_wait_for_events_ends_when_ranks_are_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sees no reply, as if the ranks were stuck; the limit of ``collect`` holds here too."""
+    model = {"kind": "random", **toys.MODEL}
+    ranks = Ranks(model=model, clock=CLOCKS["measured"], threads=1, timeout_s=1.0)
+    bench = Workbench(toys.pair(), seed=toys.SEED, ranks=ranks)
+    keys = {"executor.stages": 2, "executor.transport": "distributed"}
+    parts = build("amusd", bench, **keys)
+    monkeypatch.setattr(RankGroup, "has_reply", lambda _group, _key: False)
+    start = monotonic()
+    try:
+        with pytest.raises(RankFailure, match=r"nothing has moved for executor\.timeout_s=1 s"):
+            decode_cases(parts, toys.cases(12)[:1])
+    finally:
+        parts.executor.shutdown()
+    assert monotonic() - start < 20.0

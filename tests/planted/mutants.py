@@ -26,23 +26,29 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.planted.certificate import Certificate, certificate
-from tests.planted.warm import ROOT, TIMED_OUT, Pool, Warm
-
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("specdec", "strategies", "conf")
 """Folders of the code that is certified."""
 
 TIMEOUT_S = 600.0
+TIMED_OUT = 124
+"""Status of a process that was ended, as of the command ``timeout``."""
+
 _NOT_LINKED = ("__pycache__", ".git")
 
 
@@ -145,8 +151,28 @@ def overlay(root: Path, file: str, text: str, folder: Path) -> None:
     target.write_text(text, encoding="utf-8")
 
 
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How ``specdec verify`` ended.
+
+    Attributes:
+        status: exit status; ``TIMED_OUT`` if it was ended.
+        checks: names of the failed checks.
+        detail: detail of the first failed check; it begins with "raised" for an error of the
+            strategy.
+        seconds: duration of the command.
+        output: the end of the printed output.
+    """
+
+    status: int
+    checks: tuple[str, ...]
+    detail: str
+    seconds: float
+    output: str
+
+
 def verify(
-    warm: Warm, words: Sequence[str], root: Path, change: tuple[str, str] | None, timeout_s: float
+    words: Sequence[str], root: Path, change: tuple[str, str] | None, timeout_s: float
 ) -> Certificate:
     """``specdec verify`` on the code in ``root``, with another text of one file."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -154,8 +180,38 @@ def verify(
         if change is not None:
             code = folder / "code"
             overlay(root, *change, code)
-        command = ["specdec.cli.main", "verify", "--fail-fast", *words]
-        return certificate(warm, command, folder, code=code, timeout_s=timeout_s)
+        out, printed = folder / "certificate", folder / "printed"
+        module = [sys.executable, "-m", "specdec.cli.main", "verify", "--fail-fast"]
+        given = {"PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        start = time.perf_counter()
+        with printed.open("wb") as file:
+            process = subprocess.Popen(
+                [*module, *words, f"output_dir={out}"],
+                cwd=code,
+                env={**os.environ, **given},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                status = TIMED_OUT
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also ranks that it left behind
+                process.wait()
+        result = out / "verify.json"
+        checks = json.loads(result.read_text("utf-8"))["checks"] if result.is_file() else []
+        failed = [check for check in checks if check["passed"] is False]
+        return Certificate(
+            status=status,
+            checks=tuple(check["name"] for check in failed),
+            detail=failed[0]["detail"] if failed else "",
+            seconds=time.perf_counter() - start,
+            output=printed.read_text("utf-8", errors="replace")[-3000:],
+        )
 
 
 class Run:
@@ -181,7 +237,7 @@ class Run:
             "mutants": known.get("mutants", {}),
         }
 
-    def control(self, warm: Warm, name: str) -> None:
+    def control(self, name: str) -> None:
         """Certifies the code as it is with a command.
 
         Raises:
@@ -190,7 +246,7 @@ class Run:
         words = " ".join(self._content.commands[name])
         if self.results["controls"].get(name, {}).get("arguments") == words:
             return
-        found = verify(warm, self._content.commands[name], self._root, None, self._timeout_s)
+        found = verify(self._content.commands[name], self._root, None, self._timeout_s)
         if found.status:
             raise Unusable(
                 f"command {name}: `specdec verify {words}` returns {found.status} without any"
@@ -210,7 +266,7 @@ class Run:
         change = (mutant.file, mutant.old, mutant.new, lines)
         return hashlib.sha256(repr(change).encode()).hexdigest()[:16]
 
-    def mutant(self, warm: Warm, name: str) -> dict[str, Any]:
+    def mutant(self, name: str) -> dict[str, Any]:
         """Tests a mutant; returns its entry of the results."""
         mutant, key = self._content.mutants[name], self.key(name)
         known = self.results["mutants"].get(name)
@@ -219,7 +275,7 @@ class Run:
         change, seconds = (mutant.file, mutant.applied(self._root)), 0.0
         for command in mutant.verify:
             words = self._content.commands[command]
-            found = verify(warm, words, self._root, change, self._timeout_s)
+            found = verify(words, self._root, change, self._timeout_s)
             seconds, last = seconds + found.seconds, command
             if found.status:
                 break
@@ -228,7 +284,7 @@ class Run:
             "result": result_of(found),
             "command": last,
             "checks": list(found.checks),
-            "raised": found.raised,
+            "raised": found.detail.startswith("raised "),
             "detail": (found.detail or (_last_line(found.output) if found.status else ""))[:300],
             "seconds": round(seconds, 1),
             "revision": self._revision,
@@ -245,7 +301,7 @@ class Run:
 
 def result_of(found: Certificate) -> str:
     """The outcome in words: "found", "survived", "timed out" or "crashed" (no verdict)."""
-    if found.failed:
+    if found.status == 1 and found.checks:
         return "found"
     return {0: "survived", TIMED_OUT: "timed out"}.get(found.status, "crashed")
 
@@ -313,13 +369,13 @@ def main(words: Sequence[str]) -> int:
         line = f"python -m tests.planted.mutants {given.file.name}"
         run = Run(content, given.root, timeout_s=given.timeout, output=given.output, command=line)
         entries = {}
-        with Pool(given.jobs) as pool:
-            for name, entry in zip(names, pool.each(run.mutant, names), strict=True):
+        with ThreadPoolExecutor(given.jobs) as pool:
+            for name, entry in zip(names, pool.map(run.mutant, names), strict=True):
                 entries[name] = entry
                 line = line_of(entry, content.mutants[name])
                 print(f"{name}: {line}", file=sys.stderr, flush=True)
             commands = dict.fromkeys(entry["command"] for entry in entries.values())
-            list(pool.each(run.control, commands))
+            list(pool.map(run.control, commands))
     except Unusable as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2

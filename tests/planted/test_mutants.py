@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted.mutants import (
-    Run,
-    as_expected,
-    read_mutants,
-    report,
-)
-from tests.planted.warm import ROOT, Pool
+from tests.planted.mutants import ROOT, Run, as_expected, read_mutants, report
 
 FILE = Path(__file__).with_name("mutants.yaml")
 RESULTS = FILE.with_suffix(".json")
 MIN_RESULTS = 50  # of the 81 in the file; RESULTS is continued by the command
-SAMPLE = ("residual_not_normalised",)
+SAMPLE = "residual_not_normalised"
 
 
 def test_every_mutant_applies_and_is_python() -> None:
@@ -45,9 +39,7 @@ def test_results_are_those_of_the_file() -> None:
         assert control["arguments"] == " ".join(content.commands[name])
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("planted")
-def test_the_command_finds_some_of_them(pool: Pool) -> None:
+@pytest.mark.distributed  # a process of its own
+def test_the_command_finds_one_of_them() -> None:
     run = Run(read_mutants(FILE), ROOT, timeout_s=300.0, output=None, command="")
-    entries = dict(zip(SAMPLE, pool.each(run.mutant, SAMPLE), strict=True))
-    assert [entry["result"] for entry in entries.values()] == ["found"] * len(SAMPLE), entries
+    assert run.mutant(SAMPLE)["result"] == "found"

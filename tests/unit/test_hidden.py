@@ -25,14 +25,15 @@ def models() -> Pair:
     return Pair()
 
 
-def check_delivery(models: Pair, parts: Parts) -> tuple[int, int]:
+def check_delivery(models: Pair, parts: Parts) -> tuple[int, int, set[int]]:
     """Holds every hidden state that leaves the executor against a fresh forward.
 
     Returns:
-        Tree rows and prompt rows compared.
+        Tree rows and prompt rows compared, and the steps from a node's submission to its early
+        state, as often as there are such states.
     """
     state, collect = parts.new_state(), parts.executor.collect
-    names, compared = parts.executor.hidden, [0, 0]
+    names, compared, delays = parts.executor.hidden, [0, 0], set[int]()
 
     def same(given: torch.Tensor, fresh: torch.Tensor) -> None:
         assert given.shape == fresh.shape
@@ -48,23 +49,33 @@ def check_delivery(models: Pair, parts: Parts) -> tuple[int, int]:
                 for name in names:
                     same(answers.hidden[name][row], fresh[name.layer][-1])
                 compared[0] += 1
+        for early in output.early:
+            request = state.requests[early.request]
+            for row, slot in enumerate(request.tree.slots(early.node_ids).tolist()):
+                fresh = states(models, request.path_tokens(slot))
+                for name, given in early.hidden.items():
+                    same(given[row], fresh[name.layer][-1])
+                compared[0] += 1
+                delays.add(output.step - int(request.tree.submitted_at[slot]))
         for chunk in output.prompts:
             prompt = state.requests[chunk.request].tokens
             fresh = states(models, prompt[: chunk.last_position + 1])
-            for name in names:
-                same(chunk.hidden[name], fresh[name.layer][chunk.start :])
-            compared[1] += chunk.last_position + 1 - chunk.start
+            for name, given in chunk.hidden.items():
+                same(given, fresh[name.layer][chunk.start :])
+                compared[1] += chunk.last_position + 1 - chunk.start
         return output
 
     parts.executor.collect = checked  # type: ignore[method-assign]
     steps(parts, state)
-    return compared[0], compared[1]
+    return compared[0], compared[1], delays
 
 
-def reading(models: Pair, policy: TreePolicy, stages: int | None) -> Parts:
+def reading(
+    models: Pair, policy: TreePolicy, stages: int | None, *, early: tuple[HiddenName, ...] = ()
+) -> Parts:
     """Random guesses, and two layers that somebody needs: one inside, and the last."""
     source = RandomSource(vocab_size=VOCAB, seed=1)
-    source.needs = Needs(hidden=(HiddenName(0), HiddenName(LAYERS - 1)))
+    source.needs = Needs(hidden=(HiddenName(0), HiddenName(LAYERS - 1)), early_hidden=early)
     return Workbench(models, seed=2).parts(
         source=source, policy=policy, verifier=MatchVerifier(), stages=stages
     )
@@ -76,9 +87,20 @@ class TestDelivery:
         self, models: Pair, stages: int | None
     ) -> None:
         policy = Static(branching=[3, 2]) if stages is None else levels()
-        tree_rows, prompt_rows = check_delivery(models, reading(models, policy, stages))
+        tree_rows, prompt_rows, _ = check_delivery(models, reading(models, policy, stages))
         assert tree_rows > 150 if stages is None else tree_rows >= 48  # whole trees, or roots
-        assert prompt_rows == sum(len(case.prompt) - 1 for case in cases())
+        assert prompt_rows == 2 * sum(len(case.prompt) - 1 for case in cases())
+
+    @pytest.mark.parametrize("layer", [1, 2])
+    def test_early_states_arrive_when_their_stage_has_computed_them(
+        self, models: Pair, layer: int
+    ) -> None:
+        """Four stages of one layer; the deep states of a prompt's chunk come with its end."""
+        parts = reading(models, levels(), LAYERS, early=(HiddenName(layer),))
+        tree_rows, prompt_rows, delays = check_delivery(models, parts)
+        assert delays == {layer}
+        assert tree_rows > 96
+        assert prompt_rows == 3 * sum(len(case.prompt) - 1 for case in cases())
 
     def test_shifted_rows_show(self, models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         """Control: rows that belong to their neighbours."""

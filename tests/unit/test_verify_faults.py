@@ -6,8 +6,10 @@ One-line faults are in tests/planted/mutants.yaml.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +20,16 @@ from specdec.certify.certify import certify
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
+from specdec.executors import stage
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.policies import FixedWidth, chain
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sources import DraftModelSource
+from specdec.sources import Background, DraftModelSource
 from specdec.state import DecodeState, StopRules
 from specdec.testing import certify_parts
-from specdec.types import Candidates, Nodes
-from specdec.verifiers import MatchVerifier, rejection
+from specdec.tree import TokenTree
+from specdec.types import Answers, BoolArray, Candidates, IntArray, Nodes
+from specdec.verifiers import MatchVerifier
 
 
 def config(*overrides: str) -> dict:
@@ -157,15 +161,6 @@ def test_a_confident_mixture_is_accounted_for() -> None:
     assert "distinct nodes" in rows.detail
 
 
-@pytest.mark.exhaustive  # tests/planted finds it too
-def test_a_correction_from_the_target_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = config("strategy=speculative", "verifier=rejection")
-    assert certify(cfg, checks=["distribution"]).lossless
-    monkeypatch.setattr(rejection, "_residual", lambda target, draft: target)
-    detail = failed(certify(cfg, checks=["distribution"]), "distribution")
-    assert "total variation" in detail
-
-
 def test_a_breakdown_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self, state, output):  # type: ignore[no-untyped-def]
         raise IndexError("planted")
@@ -206,6 +201,114 @@ def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> 
     shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert shown.count("KeyError: 14 (source DraftModelSource.broken,") == 1
     assert "tracebacks are in verify.json" in shown
+
+
+# Answers, passes and states that come apart from their nodes.
+
+ASYNCHRONOUS = (*("clock=simulated", "clock.profile=swiftspec_table6"), "model.vocab_size=32")
+QUICK = ["greedy_parity", "cache_invariant", "tree_invariant", "draft_rows"]
+
+
+def slots_of_gone(tree: TokenTree, ids: IntArray) -> tuple[BoolArray, IntArray]:
+    """Which nodes have left the tree, and the slots where their ids would have been."""
+    gone = tree.slots(ids) < 0
+    return gone, tree.ids.searchsorted(ids[gone]).clip(max=len(tree) - 1)
+
+
+def answers_of_pruned_nodes(original: Any, fired: list[int]) -> Any:
+    """Are stored in the slots where their ids would have been."""
+
+    def set_answers(self: TokenTree, answers: Answers) -> None:
+        original(self, answers)
+        gone, at = slots_of_gone(self, answers.node_ids)
+        fired.append(len(at))
+        self.answers[at], self.answered[at] = answers.tokens[gone], True
+
+    return set_answers
+
+
+def any_answer_is_the_roots(original: Any, fired: list[int]) -> Any:
+    """One that arrives before the root's."""
+
+    def set_answers(self: TokenTree, answers: Answers) -> None:
+        original(self, answers)
+        if not self.answered[0] and (self.slots(answers.node_ids) > 0).any():
+            fired.append(1)
+            self.answers[0], self.answered[0] = answers.tokens[0], True
+
+    return set_answers
+
+
+def commits_during_a_pass_are_forgotten(original: Any, fired: list[int]) -> Any:
+    def commit(self: Any, commits: Any, output: Any) -> None:
+        if self._last is not None and not self._last.done():
+            fired.append(len(commits))
+        else:
+            original(self, commits, output)
+
+    return commit
+
+
+def candidates_of_pruned_nodes(original: Any, fired: list[int]) -> Any:
+    """Are stored in the slots where their ids would have been."""
+
+    def set_candidates(self: DecodeState, nodes: Nodes, candidates: Candidates) -> None:
+        original(self, nodes, candidates)
+        for request_id, ids, rows in nodes.packed():
+            if (request := self.requests.get(request_id)) is not None:
+                gone, at = slots_of_gone(request.tree, ids)
+                fired.append(len(at))
+                part = candidates.take(rows.start + np.flatnonzero(gone))
+                request.tree.set_candidates(at, part, slice(None))
+
+    return set_candidates
+
+
+def states_of_another_node(original: Any, fired: list[int]) -> Any:
+    """The hidden states of a batch's rows are exchanged, over all of its requests."""
+
+    def by_item(batch: Any, captured: Any) -> Any:
+        fired.append(int(batch.num_tokens > 1))
+        return original(batch, {name: rows.roll(1, 0) for name, rows in captured.items()})
+
+    return by_item
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "owner", "name", "words"),
+    [
+        (answers_of_pruned_nodes, TokenTree, "set_answers", ("strategy=dsi", *ASYNCHRONOUS)),
+        (any_answer_is_the_roots, TokenTree, "set_answers", ("strategy=dsi", *ASYNCHRONOUS)),
+        (commits_during_a_pass_are_forgotten, Background, "commit", ("strategy=amusd",)),
+        (
+            candidates_of_pruned_nodes,
+            DecodeState,
+            "set_candidates",
+            ("strategy=amusd", *ASYNCHRONOUS),
+        ),
+        (
+            states_of_another_node,
+            stage,
+            "_by_item",
+            ("strategy=specpipe", "source=eagle", "source.early=true", "executor.stages=3"),
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_comes_apart_from_its_node_is_found(
+    fault: Callable[[Any, list[int]], Any],
+    owner: Any,
+    name: str,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Answers in any order, passes that run beside the loop, hidden states before the answers."""
+    fired: list[int] = []
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name), fired))
+    report = certify(config(*words), checks=QUICK)
+    assert sum(fired), "the planted code had no effect"
+    assert report.failed, report.as_dict()
 
 
 # Long requests, last places.
