@@ -44,17 +44,6 @@ def test_two_level_equals_one_softmax(dtype, heads, groups):
     assert (result - expected).abs().max() < TOLERANCE[dtype]
 
 
-def test_two_level_needs_the_merge():
-    """Control: weighting both parts equally gives other values."""
-    query, stored, mask, expected = _problem(torch.float64)
-    prefix, tree = (tuple(t[:, :, part] for t in stored) for part in (slice(14), slice(14, None)))
-    halves = (
-        capped_attention(query, *prefix, None, None, None),
-        capped_attention(query, *tree, mask[:, 14:], None, None),
-    )
-    assert ((halves[0] + halves[1]) / 2 - expected).abs().max() > 1e-2
-
-
 def test_two_level_without_the_cpu_kernel():
     """The implementation for other devices gives the same values."""
     query, stored, mask, expected = _problem(torch.float64)
@@ -132,17 +121,3 @@ def test_chunked_prefill_equals_whole():
     )
     rows = cache.rows(prefix_tokens=tokens[15:17], tree=root)
     assert (runner.forward([rows]).logits - whole[15:]).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_other_types(dtype):
-    """Lower precision works, with errors of its rounding only."""
-    exact = random_model("llama", dtype="float64", num_layers=2, scale=0.1)
-    model = random_model("llama", dtype=dtype, num_layers=2, scale=0.1)
-    logits = []
-    for each in (exact, model):
-        runner = ModelRunner(model=each, name="target", meter=Meter())
-        logits.append(runner.forward([grown(runner, runner.new_cache(8))]).logits.double())
-    # Twenty roundings in a row, relative to the largest logit.
-    bound = 20 * torch.finfo(getattr(torch, dtype)).eps * logits[0].abs().max()
-    assert (logits[0] - logits[1]).abs().max() < bound

@@ -76,21 +76,6 @@ class TestLaws:
                 expected = stopped + gamma * alpha**gamma
                 assert expected_accepted(alpha, gamma) == pytest.approx(expected)
 
-    def test_limits_that_the_paper_states(self) -> None:
-        assert laws.eq6_speedup(1.0, 3, 24) == pytest.approx(8.0)
-        assert laws.eq6_speedup(0.0, 3, 24) == pytest.approx(1.0)
-        assert laws.eq6_speedup(0.0, 9, 24) == pytest.approx(24 / 27)  # E does not divide N
-        assert laws.eq4_speedup(0.0, 5, 3, 24) == pytest.approx(24 / 39)
-        assert laws.eq7_gain(0.6, 5, 3, 24) > 1.0
-        assert laws.eq7_gain(1.0, 5, 3, 24) == pytest.approx((5 + 8) / 6)  # printed: 5 + 8
-        rates = [laws.eq5_acceptance(0.7, gamma) for gamma in range(1, 11)]
-        assert rates == sorted(rates, reverse=True)
-        assert rates[0] == pytest.approx(0.7)
-
-    def test_eq4_is_eq3_with_times_in_layers(self) -> None:
-        by_time = laws.eq3_speedup(0.6, 5, target_one=24.0, target_gamma=24.0, draft_one=3.0)
-        assert laws.eq4_speedup(0.6, 5, 3, 24) == pytest.approx(by_time)
-
     def test_shallow_stages_join_eq6_where_a_stage_is_an_exit(self) -> None:
         for alpha in (0.0, 0.5, 1.0):
             deep = laws.eq6_speedup(alpha, 3, 24)

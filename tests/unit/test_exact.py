@@ -133,25 +133,6 @@ def test_requests_that_share_a_pass_do_not_matter():
         assert torch.equal(ours, theirs)
 
 
-def test_chosen_logits_keep_their_order():
-    runner, tokens = _runner(), _tokens(100)
-    every = _chunks(runner, tokens, 100)
-    chosen = np.array([99, 3, 70, 3])
-    cache = runner.new_cache(8)
-    assert torch.equal(
-        runner.forward([cache.rows(prefix_tokens=tokens)], logits_rows=chosen).logits, every[chosen]
-    )
-
-
-def test_slices_of_layers_give_the_whole_models_bits():
-    runner, tokens = _runner(), _tokens(90)
-    front, back = _runner(last_layer=1), _runner(first_layer=1)
-    caches = [stage.new_cache(8) for stage in (front, back)]
-    hidden = front.forward([caches[0].rows(prefix_tokens=tokens)]).hidden
-    logits = back.forward([caches[1].rows(prefix_tokens=tokens)], hidden=hidden).logits
-    assert torch.equal(logits, _plain(runner, tokens))
-
-
 def test_without_it_the_bits_differ():
     """Control: the passes above differ where nothing is padded or ordered."""
     runner, tokens = _runner(execution=PLAIN), _tokens()

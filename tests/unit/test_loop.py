@@ -94,15 +94,6 @@ def alone() -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("batch_size", [1, 3, 5])
-def test_a_request_decodes_the_same_alone_and_in_any_batch(
-    name: str, batch_size: int, alone: dict[int, list[int]]
-) -> None:
-    found = serve(name, Work(PROMPTS, batch_size=batch_size, prefill_chunk=3))
-    assert outputs(found) == alone
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
 def test_cancelling_one_request_disturbs_no_other(name: str, alone: dict[int, list[int]]) -> None:
     found = serve(name, Work(PROMPTS, batch_size=5, cancel_after={3: 4, 5: 5}))
     assert found[3].finish_reason == found[5].finish_reason == "cancelled"
@@ -111,19 +102,6 @@ def test_cancelling_one_request_disturbs_no_other(name: str, alone: dict[int, li
     for request_id in (3, 5):
         cut = found[request_id].output
         assert cut == alone[request_id][: len(cut)]
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_eos_inside_a_path_ends_the_request(name: str, alone: dict[int, list[int]]) -> None:
-    """transformers 5.x missed an end token inside an accepted block once; token by token rules."""
-    eos = alone[3][5]
-    stop = StopRules(max_new_tokens=10, eos_ids=frozenset([eos]))
-    expected = outputs(serve("ar", Work(PROMPTS, stop=stop)))
-    assert expected[3][-1] == eos
-    assert len(expected[3]) < 10
-    found = serve(name, Work(PROMPTS, stop=stop, batch_size=2))
-    assert outputs(found) == expected
-    assert found[3].finish_reason == "eos"
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

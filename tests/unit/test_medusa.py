@@ -32,14 +32,14 @@ from specdec.clocks.meter import Meter
 from specdec.compose.presets import build
 from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
-from specdec.interfaces import TokenSource, TreePolicy
+from specdec.interfaces import TreePolicy
 from specdec.models.frozen import FrozenModel
 from specdec.models.medusa import MedusaHeads, read_medusa
 from specdec.pairs import build_pair
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
-from specdec.sources import EarlyExitSource, MixtureSource, RandomSource
+from specdec.sources import EarlyExitSource, RandomSource
 from specdec.state import RequestState
-from specdec.testing import Oracle, TablePair, decode_cases
+from specdec.testing import TablePair, decode_cases
 from specdec.train.drafter import OutputOptions
 from specdec.train.heads import MedusaDrafter, MedusaSpec
 from specdec.types import HiddenName, Needs
@@ -84,14 +84,11 @@ def head_source(bench: Workbench) -> MedusaSource:
     return MedusaSource(pair=bench.pair, clock=bench.clock, meter=bench.meter, heads=HEADS)
 
 
-def built(
-    models: Pair, policy: TreePolicy, stages: int | None = None, *, mixed: bool = False
-) -> Parts:
+def built(models: Pair, policy: TreePolicy, stages: int | None = None) -> Parts:
     bench = Workbench(models, seed=2)
-    source: TokenSource = head_source(bench)
-    if mixed:
-        source = MixtureSource(sources=[source, RandomSource(vocab_size=VOCAB)], confident=None)
-    return bench.parts(source=source, policy=policy, verifier=MatchVerifier(), stages=stages)
+    return bench.parts(
+        source=head_source(bench), policy=policy, verifier=MatchVerifier(), stages=stages
+    )
 
 
 POLICIES: dict[str, tuple[Callable[[], TreePolicy], int | None]] = {
@@ -158,22 +155,8 @@ def rejecting_p_value() -> float:
     return least_p_value(parts, 300, num_tokens=3, batch_size=150)
 
 
-class TestLossless:
-    @pytest.mark.parametrize("name", POLICIES)
-    def test_equals_plain_decoding(self, models: Pair, name: str) -> None:
-        policy, stages = POLICIES[name]
-        parts = built(models, policy(), stages, mixed=name == "best first")
-        oracle = Oracle(models.target, seed=2)
-        found = decode_cases(parts, cases(), batch_size=2, prefill_chunk=3)
-        for case in cases():
-            expected = oracle.decode(
-                prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
-            )
-            assert found[case.id].output == expected.output
-        assert sum(decoded.accepted for decoded in found.values()) >= 5
-
-    def test_sampled_candidates_keep_the_law(self) -> None:
-        assert rejecting_p_value() > FALSE_ALARM
+def test_sampled_candidates_keep_the_law() -> None:
+    assert rejecting_p_value() > FALSE_ALARM
 
 
 # Weights, refusals.

@@ -22,7 +22,6 @@ from specdec.testing import Case, ObservedPair, RandomPair, Watch, decode_cases
 from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
 from strategies.multi_exit import ExitChances, MultiExitSource, eesd_saving, ppsd_saving
-from tests.exits import going_on
 from tests.unit.test_early_exit import SIZES, assert_equal_to_plain, cases, pair, simulated
 
 pytestmark = pytest.mark.slow
@@ -32,6 +31,20 @@ TURNS = (
     ServingRules(feeding=Feeding.ITERATION),
     ServingRules(prefill_first=True),
 )
+
+
+def going_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Fills with whether each node that is asked at the first exit goes on to the next."""
+    found: list[bool] = []
+    right = MultiExitSource._prefers_later
+
+    def goes_on(self: MultiExitSource, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
+        mask = right(self, state, nodes, at)
+        found.extend(mask.tolist() if at == 0 else [])
+        return mask
+
+    monkeypatch.setattr(MultiExitSource, "_prefers_later", goes_on)
+    return found
 
 
 def chosen_by(

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 from specdec.attention.kv_storage import BlockPool
 from specdec.attention.tree_attention import host_mask
@@ -21,7 +20,7 @@ from specdec.models.onnx import graph as onnx_graph
 from specdec.models.onnx import session as onnx_session
 from specdec.models.onnx import support
 from specdec.models.random import random_model
-from specdec.models.runner import NO_ROWS, ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.pairs.random import build_random
 from specdec.tensor_parallel import Collective
 from specdec.types import NO_NODE, HiddenName, TreeRows
@@ -131,22 +130,6 @@ def test_paged_caches():
         return runner.new_cache(4, pool)
 
     assert max(_errors(model, (0, 2, 4), make_cache=paged)) < TOLERANCE
-
-
-def test_logits_of_some_rows():
-    """Rows of several requests in any order, and none."""
-    model = random_model("llama", **SIZES)
-    (runner,) = _runners(model, (0, LAYERS), "onnx")
-    prompts = [np.arange(3, 9), np.arange(20, 24)]
-
-    def logits(chosen):
-        rows = [runner.new_cache(4).rows(prefix_tokens=prompt) for prompt in prompts]
-        return runner.forward(rows, logits_rows=chosen).logits
-
-    every = logits(None)
-    for chosen in ([9, 0, 7], [5], [1, 2], [3, 9]):
-        assert torch.equal(logits(np.array(chosen)), every[chosen])
-    assert logits(NO_ROWS) is None
 
 
 @pytest.mark.parametrize(

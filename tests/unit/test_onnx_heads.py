@@ -16,7 +16,6 @@ from specdec.errors import UserError
 from specdec.models.eagle import EagleConfig
 from specdec.models.eagle_runner import EagleRunner, rewritten
 from specdec.models.medusa import MedusaHeads
-from specdec.models.onnx import session as onnx_session
 from specdec.models.random import random_model
 from specdec.pairs.random import build_random
 from specdec.types import TreeRows
@@ -103,31 +102,6 @@ def _error(runners) -> float:
 @pytest.mark.parametrize("variant", eagle.VARIANTS)
 def test_equals_eager(variant):
     assert _error(_runners(_head(variant))) < TOLERANCE
-
-
-def test_adjacent_rows_share_a_call(monkeypatch):
-    """Corrected entries, new ones and nodes of one request are one session call."""
-    runner, _ = _runners(_head("eagle3"))
-    calls = []
-    run = onnx_session.CacheSession.run
-    monkeypatch.setattr(
-        onnx_session.CacheSession, "run", lambda *args: (calls.append(len(args[1])), run(*args))
-    )
-    cache = runner.new_cache(4)
-    _pass(runner, [cache.rows(prefix_tokens=np.arange(4))], range(4), seed=0)
-    rows = [rewritten(cache, np.array([7, 8]), 2), cache.rows(prefix_tokens=np.array([9]))]
-    rows.append(
-        cache.rows(
-            tree=TreeRows.within(
-                prefix_len=5,
-                node_ids=np.array([0]),
-                tokens=np.array([5]),
-                parent_ids=np.array([-1]),
-            )
-        )
-    )
-    _pass(runner, rows, range(4), seed=1)
-    assert calls[-2:] == [4, 4]
 
 
 @pytest.mark.parametrize(

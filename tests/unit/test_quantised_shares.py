@@ -27,7 +27,7 @@ from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.models.slicing import shared_copy
 from specdec.tensor_parallel import Collective, HeadSplit
-from specdec.tensor_parallel.cuts import Cut, Piece, even, whole_groups
+from specdec.tensor_parallel.cuts import Cut, Piece, whole_groups
 from tests.pretrained import pretrained
 from tests.shares import run_group
 from tests.stored import stored_parts
@@ -129,16 +129,6 @@ def _with_padding(values: Tensor, piece: Piece, padding: int) -> Tensor:
     return torch.cat([values[piece.start : piece.stop], torch.full((piece.pad,), padding)])
 
 
-def test_shares_of_whole_groups_are_left_as_they_are() -> None:
-    assert whole_groups((Piece(64, 128, 0), Piece(128, 192, 0)), 256, 64) is None
-    assert whole_groups((Piece(64, 96, 0), Piece(96, 128, 64)), 256, 64) is None
-    assert whole_groups((Piece(3, 5, 0),), 8, 0) is None
-    assert whole_groups((Piece(32, 96, 0),), 256, 64) is not None  # begins inside a group
-    assert whole_groups((Piece(0, 32, 32),), 256, 64) is not None  # a group with zeros in it
-    pieces = [even(384, rank=rank, size=2, unit=128) for rank in range(2)]
-    assert pieces == [Piece(0, 256, 0), Piece(256, 384, 128)]
-
-
 TOLERANCE = 2e-5
 """Of logits up to about 1 in float32: sums of at most 128 terms in another order."""
 
@@ -200,18 +190,6 @@ def test_a_share_keeps_no_more_memory_than_its_own(kind: str, tmp_path: Path) ->
     # int8: every rank has the scales of all rows of o_proj and down_proj. int4: three groups of
     # the MLP on two ranks, of which one is padded.
     assert whole < total < 1.3 * whole
-
-
-@needs_torchao
-@pytest.mark.parametrize("family", ["gemma2", "phi3", "opt", "starcoder2", "qwen3"])
-def test_other_plans(family: str) -> None:
-    """Gathered outputs, split inputs, biases; a degree that divides nothing."""
-    options = {"num_layers": 2, "hidden_size": 64, "scale": 0.1}
-    model = random_model(family, **options)
-    for kind in KINDS:
-        expected = logits_of(quantize(random_model(family, **options), kind))
-        for logits in run_group(3, lambda group, kind=kind: share_logits(model, group, kind)):
-            assert (logits - expected).abs().max() < TOLERANCE * max(1, expected.abs().max())
 
 
 FULL = torch.tensor([[1.0, -4.0], [2.0, 3.0], [0.0, 0.0]])

@@ -7,18 +7,13 @@ import importlib.util
 import pytest
 import torch
 
-from specdec.compose.workbench import Workbench
+import specdec
 from specdec.models.exits import head_model, untrained_head
 from specdec.models.loading import load_model
 from specdec.models.quantize import num_bytes, quantize
 from specdec.models.random import random_model
 from specdec.pairs.random import build_random
-from specdec.policies import Chain, RootOnly
 from specdec.profiling.limits import work_of
-from specdec.sampling.transform import SamplingParams
-from specdec.sources import DraftModelSource, NullSource
-from specdec.state import RequestState, StopRules
-from specdec.verifiers import MatchVerifier
 from tests.pretrained import pretrained
 from tests.stored import stored_parts
 
@@ -51,26 +46,15 @@ def test_layers_are_quantised_and_nothing_else(kind, steps):
 
 @needs_torchao
 def test_a_quantised_pair_decodes_losslessly():
+    """Over captured passes, too."""
     pair = build_random(
         num_layers=2, hidden_size=64, dtype="float32", quantization="int8", graphs="replay"
     )
-    outputs = []
-    for policy in (RootOnly(), Chain(gamma=3)):
-        bench = Workbench(pair, seed=3)
-        plain = isinstance(policy, RootOnly)
-        source = NullSource() if plain else DraftModelSource(runner=bench.draft_runner())
-        parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier())
-        request = RequestState(
-            request_id=0,
-            prompt=torch.arange(3, 9).numpy(),
-            stop=StopRules(max_new_tokens=16),
-            sampling=SamplingParams(),
-        )
-        with torch.inference_mode():
-            for _ in parts.decode(parts.new_state(), [request]):
-                pass
-        outputs.append(list(request.output))
-    assert outputs[0] == outputs[1]
+    plain, ours = (
+        specdec.generate([3, 4, 5], overrides=[f"strategy={name}", "max_new_tokens=16"], pair=pair)
+        for name in ("ar", "speculative")
+    )
+    assert plain.tokens == ours.tokens
     assert pair.weight_bytes["target"] < num_bytes(
         build_random(num_layers=2, hidden_size=64, dtype="float32").target
     )

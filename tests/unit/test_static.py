@@ -63,17 +63,6 @@ def test_an_arena_is_used_again_and_its_past_is_not_seen():
     assert (found - plain.forward([rows]).logits).abs().max() < 1e-12
 
 
-def test_two_requests_at_a_time_have_two_arenas():
-    """Each is replayed separately, with the other's rows in the same pass."""
-    model = random_model("llama", dtype="float64", num_layers=2)
-    plain, static = _runner(model, Execution()), _runner(model)
-    found = []
-    for runner in (plain, static):
-        rows = [grown(runner, runner.new_cache(8), prefix=5 + s, nodes=3, seed=s) for s in (1, 2)]
-        found.append(runner.forward(rows, logits_rows=np.array([4, 0])).logits)
-    assert (found[0] - found[1]).abs().max() < 1e-12
-
-
 def test_a_cache_outgrows_its_arena():
     model = random_model("llama", dtype="float64", num_layers=2)
     plain, static = _runner(model, Execution()), _runner(model)

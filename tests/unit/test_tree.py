@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -313,25 +311,6 @@ def test_trees_beyond_the_first_capacity_equal_the_reference() -> None:
     check_equal(pair.tree, pair.ref)
 
 
-def test_best_subgraph_is_the_best_of_all_connected_ones() -> None:
-    """By enumeration of every node set of a 10-node tree, not by the argument about scores."""
-    rng = np.random.default_rng(5)
-    for _ in range(20):
-        tree = TokenTree(token=0, position=0)
-        for token in range(9):
-            tree.append(rng.integers(0, len(tree), 1), np.array([token]), -rng.exponential(size=1))
-        for num in range(1, 11):
-            connected = [
-                (0, *rest)
-                for rest in itertools.combinations(range(1, 10), num - 1)
-                if all(tree.parents[i] in (0, *rest) for i in rest)
-            ]
-            best = max(sum(tree.scores[list(nodes)]) for nodes in connected)
-            chosen = best_nodes(tree, tree.scores, num)
-            assert tuple(chosen.tolist()) in connected
-            assert sum(tree.scores[chosen]) == pytest.approx(best, rel=0, abs=1e-12)
-
-
 def test_missing_ancestors_are_those_outside_a_cache() -> None:
     """Against a walk up every path; an ancestor above a cached node counts as cached."""
     rng = np.random.default_rng(3)
@@ -379,14 +358,3 @@ def test_top_selections_break_ties_by_index(values: list[float], num: int) -> No
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:num]
     assert top_stable(array, num).tolist() == order
     assert top_set(array, num).tolist() == sorted(order)
-
-
-@pytest.mark.parametrize("size", [300, 600, 1000])
-def test_top_selections_of_large_arrays(size: int) -> None:
-    """The partition path, with ties at the cut and beyond."""
-    rng = np.random.default_rng(size)
-    values = rng.integers(-20, 1, size).astype(np.float64)
-    for num in (0, 1, 17, size - 1, size, size + 5):
-        order = sorted(range(size), key=lambda i: (-values[i], i))[:num]
-        assert top_stable(values, num).tolist() == order
-        assert top_set(values, num).tolist() == sorted(order)

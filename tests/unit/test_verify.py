@@ -24,14 +24,12 @@ from specdec.certify.oracle import (
     processed,
     reference_probs,
     reference_token,
-    target_draw,
 )
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.pairs import RandomPair
 from specdec.policies import Chain
-from specdec.sampling.keyed_draws import KeyedDraws, Purpose
-from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
 from specdec.state import StopRules
 from specdec.testing import assert_lossless_parts, certify_parts
@@ -53,28 +51,6 @@ def config(*overrides: str) -> dict:
 
 
 # The reference.
-
-
-def test_the_reference_draws_what_the_library_draws() -> None:
-    for seed, prompt, position in [(0, 0, 1), (7, 3, 400), (2**40 + 5, 2**33 + 1, 12)]:
-        expected = KeyedDraws(seed=seed).uniform(prompt, np.array([position]), Purpose.TARGET)
-        assert target_draw(seed, prompt, position) == expected[0]
-
-
-@pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.parametrize("step", [0.0, 0.5], ids=["plain", "ties"])
-def test_the_reference_filters_as_the_library_does(name: str, step: float) -> None:
-    rng = np.random.default_rng(5)
-    logits = rng.normal(size=(200, 11)) * 2.0
-    if step:
-        logits = np.round(logits / step) * step
-    transform = SamplingTransform(PARAMS[name])
-    uniforms = rng.random(200)
-    expected = transform.probs(torch.from_numpy(logits))
-    tokens = transform.sample(torch.from_numpy(logits), uniforms)
-    for row, probs, draw, token in zip(logits, expected, uniforms, tokens, strict=True):
-        np.testing.assert_allclose(reference_probs(row, PARAMS[name]), probs, atol=1e-12)
-        assert reference_token(row, PARAMS[name], draw) == token
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

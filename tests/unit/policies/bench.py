@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -366,3 +367,23 @@ def best_first(
                 scores[(*leaf, token)] = scores[leaf] + logprob
         rounds += 1
     return sorted(scores, key=lambda c: -scores[c])[:bs]
+
+
+class Until(Events):
+    """Events of a target that is ready when ``ready`` says so; no pass runs free."""
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self.running = []
+        self._ready = ready
+
+    def ready(self) -> bool:
+        return self._ready()
+
+    def start(self, *given: Any, **keys: Any) -> Any:
+        raise AssertionError("no pass runs free")
+
+    next = next_draft = start
+
+
+READY = Until(lambda: True)
+BUSY = Until(lambda: False)

@@ -7,8 +7,17 @@ import pytest
 
 from specdec.policies import BestFirst
 
-from .bench import TableSource, best_first, children_of, new_request, new_state, run, score
-from .readiness import READY, Until
+from .bench import (
+    READY,
+    TableSource,
+    Until,
+    best_first,
+    children_of,
+    new_request,
+    new_state,
+    run,
+    score,
+)
 from .test_shapes import ROOT, chosen_contexts, select_once
 
 

@@ -9,8 +9,7 @@ from specdec.policies import FixedWidth
 from strategies.specpipe_bf import PipelineBestFirst
 from tests.matrix.cells import Cell, config, decode, plain, runner
 
-from .bench import Context, TableSource, children_of, new_request, new_state, run, score
-from .readiness import READY
+from .bench import READY, Context, TableSource, children_of, new_request, new_state, run, score
 
 ROOT = (1, 2, 3)
 WIDTH, CHILDREN = 5, 3

@@ -13,6 +13,8 @@ from specdec.types import Candidates, Nodes
 from strategies.staged import StagedTree
 
 from .bench import (
+    BUSY,
+    READY,
     Context,
     Selection,
     TableSource,
@@ -23,7 +25,6 @@ from .bench import (
     run,
     score,
 )
-from .readiness import BUSY, READY
 
 ROOT = (1, 2, 3)
 NUM_TOKENS = 50

@@ -16,7 +16,6 @@ from .support import (
     VOCAB,
     commit,
     expand,
-    expansions,
     make_request,
     make_runner,
     make_state,
@@ -50,74 +49,6 @@ def assert_answers(state, items, candidates, k, transforms):
                 candidates.logprobs[row, :valid], logprobs[0, :valid], atol=1e-10
             )
             row += 1
-
-
-class Mirror:
-    """Counts, independently, the rows that expanding and committing ought to cost."""
-
-    def __init__(self, request):
-        self.request = request
-        self.entries = set()
-        self.cached = 0
-        self.rows = 0
-        self.catch_up = 0
-
-    def expand(self, slots):
-        tree = self.request.tree
-        self.catch_up += self.request.prefix_len - self.cached
-        self.rows += self.request.prefix_len - self.cached
-        self.cached = self.request.prefix_len
-        wanted = {int(tree.ids[s]) for slot in slots for s in tree.path(slot)}
-        self.rows += len(wanted - self.entries)
-        self.entries |= wanted
-
-    def commit(self, decided):
-        position = decided.prefix_len - len(decided.retired_ids)
-        for node_id in decided.retired_ids.tolist():
-            if self.cached == position and node_id in self.entries:
-                self.cached += 1
-            position += 1
-        self.entries &= set(decided.kept_ids.tolist())
-        if self.cached < decided.prefix_len:
-            assert not self.entries, "a kept node has its ancestors"
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_caches_and_counts_over_random_trees_and_commits(seed):
-    rng = np.random.default_rng(seed)
-    runner = make_runner(MODEL)
-    source, state, mirrors = DraftModelSource(runner=runner, prefill_chunk=16), make_state(), {}
-    for request_id in (4, 9):
-        request = make_request(request_id, rng.integers(0, VOCAB, rng.integers(1, 40)))
-        mirrors[request_id] = Mirror(open_request(state, source, request))
-    honest = source.commit
-
-    def checked(commits, output):
-        honest(commits, output)
-        for decided in commits:
-            mirrors[decided.request].commit(decided)
-            assert_prefix_is_fresh(source, state.requests[decided.request], runner)
-
-    source.commit = checked
-    for wanted, _, _ in expansions(state, source, rng, rounds=7):
-        for request_id, slots in wanted.items():
-            mirrors[request_id].expand(slots)
-    assert source.counters.rows == sum(m.rows for m in mirrors.values())
-    assert source.counters.catch_up_rows == sum(m.catch_up for m in mirrors.values())
-
-
-def assert_prefix_is_fresh(source, request, runner):
-    cache = source._caches[request.id]
-    assert cache.cached_len <= request.prefix_len
-    if not cache.cached_len:
-        return
-    fresh = runner.new_cache(cache.cached_len)
-    rows = fresh.rows(prefix_tokens=request.tokens[: cache.cached_len])
-    runner.forward([rows], logits_rows=np.zeros(0, np.int64))
-    length = cache.cached_len
-    torch.testing.assert_close(
-        cache.storage[:, :, :, :length], fresh.storage[:, :, :, :length], rtol=0, atol=1e-12
-    )
 
 
 def test_a_long_prompt_catches_up_in_chunks():

@@ -73,9 +73,6 @@ def built(policy: TreePolicy, stages: int | None = None) -> Parts:
 
 POLICIES: dict[str, tuple[Callable[[], TreePolicy], int | None]] = {
     "chain": (lambda: Chain(gamma=4), None),
-    "static": (lambda: Static(branching=[3, 2, 1]), None),
-    "fixed width": (lambda: FixedWidth(width=4, children=3, levels_per_step=None, depth=3), None),
-    "best first": (lambda: BestFirst(bs=8, w=3, d=3), None),
     "static over stages": (lambda: Static(branching=[3, 2, 1]), 3),
     "levels over stages": (
         lambda: FixedWidth(width=4, children=3, levels_per_step=1, depth=None),
