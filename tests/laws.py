@@ -13,7 +13,7 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.pairs import build_pair
 from specdec.pairs.recorded import SyntheticModels
 from specdec.sampling.transform import SamplingParams
-from specdec.state import RequestState, StopRules
+from specdec.state import StopRules
 from specdec.testing import Case
 from tests import toys
 
@@ -43,13 +43,3 @@ def one_class(alpha: float) -> SyntheticModels:
 def one_class_bench(alpha: float, target: float, draft: float) -> Workbench:
     """``one_class`` on a simulated clock; times of a target or stage pass and of a draft pass."""
     return Workbench(one_class(alpha), clock=toys.simulated(target, draft))
-
-
-def greedy_request(number: int, num_tokens: int) -> RequestState:
-    """A greedy request with a prompt of one token."""
-    return RequestState(
-        request_id=number,
-        prompt=np.array([1]),
-        stop=StopRules(max_new_tokens=num_tokens),
-        sampling=SamplingParams(),
-    )

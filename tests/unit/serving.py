@@ -15,11 +15,12 @@ from specdec.policies import FixedWidth, RootOnly, Static
 from specdec.sampling.transform import SamplingParams
 from specdec.serving import Feeding, ServingRules
 from specdec.sources import DraftModelSource
-from specdec.state import RequestState, StopRules
+from specdec.state import RequestState
 from specdec.types import IntArray
 from specdec.verifiers import MatchVerifier
 from strategies.specpipe_bf import PipelineBestFirst
 from strategies.specpipe_db import AdaptiveWidth
+from tests.states import new_request
 
 SEED = 5
 NEW_TOKENS = 5
@@ -46,11 +47,11 @@ def prompts() -> tuple[IntArray, ...]:
 
 
 def request(request_id: int, sampling: int, arrival_s: float = 0.0) -> RequestState:
-    return RequestState(
-        request_id=request_id,
-        prompt=prompts()[request_id % len(prompts())],
-        stop=StopRules(max_new_tokens=NEW_TOKENS),
-        sampling=SAMPLINGS[sampling],
+    return new_request(
+        request_id,
+        prompts()[request_id % len(prompts())],
+        NEW_TOKENS,
+        SAMPLINGS[sampling],
         arrival_s=arrival_s,
     )
 

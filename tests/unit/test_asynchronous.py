@@ -20,7 +20,8 @@ from specdec.types import Batch, Output
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd, fan_outs
 from tests import toys
-from tests.laws import greedy_request, one_class, one_class_bench
+from tests.laws import one_class, one_class_bench
+from tests.states import new_request
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,7 @@ def decoded(
 
     In a batch, where the rounds of all requests coincide, the time per token of each of them.
     """
-    requests = [greedy_request(number, NUM_TOKENS) for number in range(num_requests)]
+    requests = [new_request(number, (1,), NUM_TOKENS) for number in range(num_requests)]
     for _ in parts.decode(parts.new_state(), requests, batch_size=batch_size):
         pass
     if batch_size > 1:
@@ -96,7 +97,7 @@ def test_pearl_pre_verifies_after_a_miss_and_post_verifies_after_a_hit() -> None
         submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
-    for commits in parts.decode(parts.new_state(), [greedy_request(1, NUM_TOKENS)]):
+    for commits in parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)]):
         kinds += [commit.kind for commit in commits]
     assert rows[0] == 1
     wanted = {"miss": 1, "hit": 4}
@@ -204,7 +205,7 @@ def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
 
     parts.executor.submit = submitting  # type: ignore[method-assign]
     parts.executor.collect = collecting  # type: ignore[method-assign]
-    steps = parts.decode(parts.new_state(), [greedy_request(1, NUM_TOKENS)])
+    steps = parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)])
     kinds = [commit.kind for commits in steps for commit in commits]
     before = [passes[0], *np.subtract(passes[2::2], passes[1:-1:2]).tolist()]
     beside = np.subtract(passes[1::2], passes[::2]).tolist()
@@ -247,6 +248,6 @@ def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
         submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
-    for _ in parts.decode(parts.new_state(), [greedy_request(1, NUM_TOKENS)]):
+    for _ in parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)]):
         pass
     assert lonely <= 2 if wait else lonely > 50

@@ -1,35 +1,178 @@
-"""Draft passes that run beside the loop, on simulated, paced and measured clocks."""
+"""Draft passes that run beside the loop, and what happens while the target works, in order.
+
+Passes of the fake source take 3 ms; the fake target is due when the tests say so.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
-from free_drafts import (
-    DRAFT,
-    DRAFT_RANK,
-    PASS_S,
-    PROFILE,
-    TARGET,
-    TIMEOUT_S,
-    Held,
-    Silent,
-    Source,
-    new_state,
-    nodes,
-)
+import torch
 
-from specdec.clocks import CONTROLLER, MeasuredClock, PacedClock, SimulatedClock, Work
+from specdec.clocks import (
+    CONTROLLER,
+    Clock,
+    CostCurve,
+    LatencyProfile,
+    MeasuredClock,
+    PacedClock,
+    SimulatedClock,
+    Work,
+)
+from specdec.interfaces import Executor, TokenSource
 from specdec.sources.background import Background
 from specdec.sources.events import LoopEvents
-from specdec.types import Candidates, Commit, CommitKind, Event, Output
+from specdec.state import DecodeState, RequestState
+from specdec.types import (
+    Candidates,
+    Commit,
+    CommitKind,
+    EarlyHidden,
+    Event,
+    EventKind,
+    Exits,
+    HiddenName,
+    Nodes,
+    Output,
+)
+from tests.states import new_request, new_state
+
+PASS_S = 0.003
+DRAFT_RANK = 5
+PROFILE = LatencyProfile(name="test", costs={"draft": CostCurve(tokens=(1,), ms=(1000 * PASS_S,))})
+NAME = HiddenName(2)
+TIMEOUT_S = 30.0
+
+
+class Source(TokenSource):
+    """Proposes the tokens 10, 11, ... for every node, and records its calls in ``log``."""
+
+    def __init__(self) -> None:
+        self.log: list[object] = []
+        self.outputs: list[Output] = []
+        self.threads: set[int] = set()
+
+    def open(self, request: RequestState) -> None:
+        self.log.append(f"open {request.id}")
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        self.threads.add(threading.get_ident())
+        state.clock.start(CONTROLLER)
+        state.clock.charge(CONTROLLER, Work.DRAFT, len(nodes))
+        self.log.append(tuple((i, *ids.tolist()) for i, ids in nodes.items))
+        shape = (len(nodes), k)
+        tokens = np.broadcast_to(np.arange(10, 10 + k), shape).copy()
+        counts = np.full(len(nodes), k)
+        return Candidates(tokens=tokens, logprobs=np.full(shape, -1.0), counts=counts)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        self.log.append(f"commit {[c.request for c in commits]}")
+        self.outputs.append(output)
+
+    def close(self, request_id: int) -> None:
+        self.log.append(f"close {request_id}")
+
+
+class Held(Source):
+    """A source whose passes wait until they are let go, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
+        self.contexts: list[list[int]] = []
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        self.began.release()
+        assert self.go.acquire(timeout=TIMEOUT_S)
+        request = state.requests[nodes.items[0][0]]
+        self.contexts.append(request.path_tokens(len(request.tree) - 1).tolist())
+        return super().expand(state, nodes, k)
+
+
+class Target(Executor):
+    """The executor's part in events: ready at ``at``, with outputs that arrive before."""
+
+    can_poll = True
+    submit = collect = lambda *given, **keys: None  # type: ignore[assignment]
+
+    def __init__(self, clock: Clock, at: float, early: Iterable[tuple[float, Output]] = ()) -> None:
+        self._clock = clock
+        self._at = at
+        self._early = list(early)
+
+    def ready(self) -> bool:
+        return self._clock.now() >= self._at
+
+    def due_s(self) -> float | None:
+        return min([self._at, *(at for at, _ in self._early)])
+
+    def poll(self) -> Output | None:
+        if not self._early or self._early[0][0] > self._clock.now():
+            return None
+        return self._early.pop(0)[1]
+
+
+class Silent(Executor):
+    """An executor without a time, which cannot be polled."""
+
+    submit = collect = lambda *given, **keys: None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.is_ready = False
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+
+def state_of(clock: Clock, num_requests: int = 1) -> DecodeState:
+    """Requests 7, 8, ... with a root (id 0) and two children (ids 1 and 2)."""
+    requests = [new_request(7 + i, (1, 2), 99) for i in range(num_requests)]
+    for request in requests:
+        request.tree.append(np.array([0, 0]), np.array([3, 4]), np.full(2, -1.0))
+    return new_state(*requests, clock=clock)
+
+
+def nodes(*ids: int, request: int = 7) -> Nodes:
+    return Nodes(((request, np.array(ids)),))
+
+
+def early_output(*ids: int, request: int = 7) -> Output:
+    states = torch.tensor(ids, dtype=torch.float64)[:, None]
+    early = EarlyHidden(request=request, node_ids=np.array(ids), hidden={NAME: states})
+    exits = Exits(
+        request=request, node_ids=np.array(ids), candidates=Candidates.empty(len(ids)), layer=2
+    )
+    return Output(step=0, early=(early,), exits=(exits,))
+
+
+def simulated(
+    at: float = 1.0, early: Iterable[tuple[float, Output]] = (), *, beside: bool = True
+) -> tuple[DecodeState, Source, LoopEvents]:
+    """State, source and events on a simulated clock; the draft has a device where ``beside``."""
+    state, source = state_of(SimulatedClock(PROFILE)), Source()
+    drafting = Background(source=source, free_rank=DRAFT_RANK) if beside else source
+    return state, source, LoopEvents(state, drafting, Target(state.clock, at, early))  # type: ignore
+
+
+def drain(state: DecodeState, events: LoopEvents, num: int) -> list[tuple[EventKind, float]]:
+    """The next events, with their times in ms."""
+    found = []
+    for _ in range(num):
+        kind = events.next().kind
+        found.append((kind, round(1e3 * state.clock.now(), 6)))
+    return found
+
+
+DRAFT, EARLY, TARGET = EventKind.DRAFT, EventKind.EARLY, EventKind.TARGET
 
 
 class TestBackgroundOnPlannedTime:
     def test_passes_follow_each_other_and_never_begin_before_they_are_started(self) -> None:
-        state = new_state(SimulatedClock(PROFILE))
+        state = state_of(SimulatedClock(PROFILE))
         source = Background(source=Source(), free_rank=DRAFT_RANK)
         due = [source.start(state, nodes(i), 1).due_s for i in (1, 2)]
         assert due == pytest.approx([0.003, 0.006])
@@ -39,7 +182,7 @@ class TestBackgroundOnPlannedTime:
         assert source.start(state, nodes(1), 1).due_s == pytest.approx(0.023), "from now"
 
     def test_a_result_is_there_when_the_pass_has_ended_and_not_before(self) -> None:
-        state = new_state(SimulatedClock(PROFILE))
+        state = state_of(SimulatedClock(PROFILE))
         source = Background(source=Source(), free_rank=DRAFT_RANK)
         ticket = source.start(state, nodes(1), 2)
         state.clock.wait_until(0.0029)
@@ -52,7 +195,7 @@ class TestBackgroundOnPlannedTime:
             source.poll(ticket)
 
     def test_expand_waits_for_the_passes_before_it_and_for_its_own(self) -> None:
-        state = new_state(SimulatedClock(PROFILE))
+        state = state_of(SimulatedClock(PROFILE))
         source = Background(source=Source(), free_rank=DRAFT_RANK)
         ticket = source.start(state, nodes(1), 2)
         assert source.expand(state, nodes(2), 2).tokens.tolist() == [[10, 11]]
@@ -61,14 +204,14 @@ class TestBackgroundOnPlannedTime:
 
     def test_the_draft_has_its_own_rank_on_the_clock(self) -> None:
         clock = SimulatedClock(PROFILE)
-        state, source = new_state(clock), Background(source=Source(), free_rank=DRAFT_RANK)
+        state, source = state_of(clock), Background(source=Source(), free_rank=DRAFT_RANK)
         source.start(state, nodes(1), 2)
         clock.charge(CONTROLLER, Work.DRAFT, 1)  # the controller works meanwhile
         assert dict(clock.busy_s) == pytest.approx({DRAFT_RANK: PASS_S, CONTROLLER: PASS_S})
         assert not clock.busy(DRAFT_RANK)
 
     def test_paced_passes_end_at_their_planned_times(self) -> None:
-        state, source = new_state(PacedClock(PROFILE)), Source()
+        state, source = state_of(PacedClock(PROFILE)), Source()
         events = LoopEvents(state, Background(source=source, free_rank=DRAFT_RANK), Silent())  # type: ignore
         began = state.clock.now()
         first, second = events.start(nodes(1), 2), events.start(nodes(2), 2)
@@ -106,7 +249,7 @@ class TestBackgroundInAThread:
             source.go.release()
 
     def test_a_pass_runs_beside_the_caller_over_the_trees_as_they_were(self, held: Held) -> None:
-        state = new_state(MeasuredClock())
+        state = state_of(MeasuredClock())
         source = Background(source=held, free_rank=DRAFT_RANK)
         ticket = source.start(state, nodes(2), 2)
         assert ticket.due_s is None
@@ -122,7 +265,7 @@ class TestBackgroundInAThread:
         assert threading.get_ident() not in held.threads
 
     def test_what_is_said_during_a_pass_is_heard_after_it(self, held: Held) -> None:
-        state = new_state(MeasuredClock(), num_requests=2)
+        state = state_of(MeasuredClock(), num_requests=2)
         source = Background(source=held, free_rank=DRAFT_RANK)
         source.open(state.requests[7])
         assert held.log == ["open 7"], "at once while nothing runs"
@@ -141,7 +284,7 @@ class TestBackgroundInAThread:
 
     def test_a_later_pass_knows_of_commits_during_an_earlier_one(self, held: Held) -> None:
         """A draft that never pauses: its cache once fell behind the trees that it was given."""
-        state = new_state(MeasuredClock())
+        state = state_of(MeasuredClock())
         source = Background(source=held, free_rank=DRAFT_RANK)
         first = source.start(state, nodes(1), 2)
         assert held.began.acquire(timeout=TIMEOUT_S)
@@ -160,7 +303,7 @@ class TestBackgroundInAThread:
 
         inner = Source()
         inner.expand = fails  # type: ignore[method-assign]
-        state, source = new_state(MeasuredClock()), Background(source=inner, free_rank=DRAFT_RANK)
+        state, source = state_of(MeasuredClock()), Background(source=inner, free_rank=DRAFT_RANK)
         with pytest.raises(ArithmeticError, match="in the thread"):
             source.expand(state, nodes(1), 2)
         events = LoopEvents(state, source, Silent())  # type: ignore[arg-type]
@@ -171,7 +314,7 @@ class TestBackgroundInAThread:
         assert inner.log == ["close 7"], "the caller may clean up"
 
     def test_events_wait_for_whichever_comes_first(self, held: Held) -> None:
-        state, target = new_state(MeasuredClock()), Silent()
+        state, target = state_of(MeasuredClock()), Silent()
         events = LoopEvents(state, Background(source=held, free_rank=DRAFT_RANK), target)  # type: ignore
         ticket = events.start(nodes(1), 2)
         assert held.began.acquire(timeout=TIMEOUT_S)
@@ -196,8 +339,107 @@ class TestBackgroundInAThread:
 
         wakeup = Wakeup()
         source.set_wakeup(wakeup)
-        ticket = source.start(new_state(MeasuredClock()), nodes(1), 2)
+        ticket = source.start(state_of(MeasuredClock()), nodes(1), 2)
         held.go.release()
         assert wakeup.wait(TIMEOUT_S)
         assert results == [True]
         assert source.poll(ticket) is not None
+
+
+class TestSimulatedEvents:
+    def test_they_come_in_the_order_of_their_times(self) -> None:
+        early = [(0.005, early_output(0)), (0.007, early_output(1))]
+        state, _, events = simulated(0.010, early)
+        first, second = events.start(nodes(1), 2), events.start(nodes(2), 2)
+        assert state.clock.now() == 0.0, "the passes take no time of the controller"
+        assert events.running == [first, second]
+        assert drain(state, events, 6) == [
+            (DRAFT, 3.0), (EARLY, 5.0), (DRAFT, 6.0), (EARLY, 7.0), (TARGET, 10.0), (TARGET, 10.0),
+        ]  # fmt: skip
+        assert events.running == []
+
+    def test_at_one_time_drafts_are_first_and_the_target_is_last(self) -> None:
+        state, _, events = simulated(PASS_S, [(PASS_S, early_output(0))])
+        events.start(nodes(1), 2)
+        assert drain(state, events, 4) == [(DRAFT, 3.0), (EARLY, 3.0), (TARGET, 3.0), (TARGET, 3.0)]
+
+    def test_what_happened_while_the_policy_was_busy_is_kept(self) -> None:
+        state, _, events = simulated(0.002, [(0.001, early_output(0))])
+        tickets = [events.start(nodes(1), 2), events.start(nodes(2), 2)]
+        state.clock.wait_until(0.008)
+        found = [events.next() for _ in range(4)]
+        assert found[:2] == [Event(DRAFT, ticket) for ticket in tickets], "as they began"
+        assert [event.kind for event in found[2:]] == [EARLY, TARGET]
+        assert state.clock.now() == 0.008
+
+    def test_a_pass_may_outlive_its_step(self) -> None:
+        state, _, events = simulated(0.002)
+        ticket = events.start(nodes(0), 2)
+        assert drain(state, events, 1) == [(TARGET, 2.0)]
+        assert events.running == [ticket]
+        assert not state.requests[7].tree.expanded.any()
+        events._executor._at = 0.004  # the next step
+        assert drain(state, events, 2) == [(DRAFT, 3.0), (TARGET, 4.0)]
+        assert state.requests[7].tree.expanded[0]
+
+    def test_candidates_are_stored_where_their_nodes_live(self) -> None:
+        state, _, events = simulated(0.010)
+        tree = state.requests[7].tree
+        ticket = events.start(nodes(1, 2), 3)
+        tree.reroot(1)  # node 2 is pruned while the pass runs
+        assert not tree.expanded.any()
+        assert events.next() == Event(DRAFT, ticket)
+        assert (tree.ids.tolist(), tree.expanded.tolist()) == ([1], [True])
+        assert tree.candidate_tokens.tolist() == [[10, 11, 12]]
+
+    def test_a_pass_over_a_closed_request_is_dropped(self) -> None:
+        state, _, events = simulated(0.010)
+        events.start(nodes(1, 2), 3)
+        del state.requests[7]
+        assert drain(state, events, 2) == [(DRAFT, 3.0), (TARGET, 10.0)]
+
+    def test_early_states_go_to_the_tree_and_exits_to_the_source(self) -> None:
+        output = early_output(0, 2, 99)
+        state, source, events = simulated(0.010, [(0.001, output)])
+        assert drain(state, events, 1) == [(EARLY, 1.0)]
+        assert source.log == ["commit []"]
+        assert source.outputs == [output]
+        found = state.requests[7].tree.hidden
+        assert {i: float(rows[NAME]) for i, rows in found.items()} == {0: 0.0, 2: 2.0}
+
+    def test_a_source_that_is_not_asynchronous_takes_its_time_at_once(self) -> None:
+        state, _, events = simulated(0.002, beside=False)
+        first = events.start(nodes(1), 2)
+        second = events.start(nodes(2), 2)
+        assert state.clock.now() == 2 * PASS_S
+        found = [events.next() for _ in range(3)]
+        assert found == [Event(DRAFT, first), Event(DRAFT, second), Event(TARGET)]
+        assert state.clock.now() == 2 * PASS_S
+
+    def test_drafting_is_marked_as_such(self) -> None:
+        state, source, events = simulated()
+        marks: list[bool] = []
+        right = source.expand
+
+        def noting(view: DecodeState, asked: Nodes, k: int) -> Candidates:
+            marks.append(view.clock.drafting and view.meter.drafting)
+            return right(view, asked, k)
+
+        source.expand = noting  # type: ignore[method-assign]
+        events.start(nodes(1), 2)
+        assert marks == [True]
+        assert not state.clock.drafting
+
+    def test_a_part_that_is_due_and_silent_is_an_error_and_no_hang(self) -> None:
+        state, _, events = simulated(0.002)
+        events._executor.ready = lambda: False  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match=r"nothing happened at 0\.002 s"):
+            events.next()
+        assert state.clock.now() == 0.002
+
+    def test_with_nothing_else_to_wait_for_collect_is_the_one_that_waits(self) -> None:
+        """An executor may need its ``collect`` to notice that a rank has failed."""
+        state = state_of(SimulatedClock(PROFILE))
+        events = LoopEvents(state, Source(), Silent())  # type: ignore[arg-type]
+        assert events.next() == Event(TARGET)
+        assert not events.ready()

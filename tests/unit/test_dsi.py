@@ -22,8 +22,9 @@ from specdec.executors import replicas
 from specdec.executors.replicas import ReplicasExecutor
 from specdec.types import Batch
 from tests import toys
-from tests.laws import greedy_request, one_class, one_class_bench
+from tests.laws import one_class, one_class_bench
 from tests.sampled import sampled
+from tests.states import new_request
 from tests.unit.test_asynchronous import decoded
 
 pytestmark = pytest.mark.slow
@@ -92,7 +93,7 @@ def test_copies_work_at_the_same_time_and_answers_overtake() -> None:
         submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
-    for _ in parts.decode(parts.new_state(), [greedy_request(1, 200)]):
+    for _ in parts.decode(parts.new_state(), [new_request(1, (1,), 200)]):
         pass
     assert {*rows} <= {1, 2}  # a root, a block, or both
     assert clock.timeline is not None

@@ -32,13 +32,14 @@ from specdec.models.slicing import final_norm
 from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams
 from specdec.sources.early_exit import ppsd_law
-from specdec.state import RequestState, StopRules
+from specdec.state import StopRules
 from specdec.testing import Case, ObservedPair, Oracle, RandomPair, Watch, decode_cases
 from specdec.train.drafter import OutputOptions, as_stored
 from specdec.train.heads import ExitDrafter, ExitSpec
 from specdec.types import Nodes
 from tests.pretrained import pretrained
 from tests.shapes import saved_llama
+from tests.states import new_request
 
 pytestmark = pytest.mark.slow
 
@@ -110,12 +111,7 @@ def simulated(models: RandomPair, build: object, **options: object) -> tuple[Par
     """Decodes one prompt on a clock that charges 1 s per stage; emission times."""
     clock = SimulatedClock(PROFILE)
     parts = build(Workbench(models, seed=1, clock=clock), **options)  # type: ignore[operator]
-    request = RequestState(
-        request_id=1,
-        prompt=np.array([3]),
-        stop=StopRules(max_new_tokens=24),
-        sampling=SamplingParams(temperature=0.4),
-    )
+    request = new_request(1, (3,), 24, SamplingParams(temperature=0.4))
     with torch.inference_mode():
         for _ in parts.decode(parts.new_state(), [request]):
             pass

@@ -17,8 +17,8 @@ from specdec.policies import Chain, FixedWidth, RootOnly
 from specdec.sampling.transform import SamplingParams
 from specdec.serving import ServingRules
 from specdec.sources import EarlyExitSource, NullSource
-from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
+from tests.states import new_request
 
 NEW_TOKENS = 6
 NUM_REQUESTS = 5
@@ -35,12 +35,7 @@ def _bench() -> Workbench:
 
 def _decoded(parts: Parts) -> dict[int, tuple[int, ...]]:
     requests = [
-        RequestState(
-            request_id=i,
-            prompt=np.arange(1 + 2 * i, dtype=np.int64),
-            stop=StopRules(max_new_tokens=NEW_TOKENS),
-            sampling=SamplingParams(temperature=0.8 * (i % 2)),
-        )
+        new_request(i, np.arange(1 + 2 * i), NEW_TOKENS, SamplingParams(temperature=0.8 * (i % 2)))
         for i in range(NUM_REQUESTS)
     ]
     for _ in parts.decode(parts.new_state(), requests, batch_size=3):

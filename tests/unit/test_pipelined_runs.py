@@ -15,7 +15,8 @@ from experiments.open.time_laws import flowspec_time, pipeinfer_time
 from specdec.compose.presets import build
 from specdec.compose.workbench import Parts
 from specdec.types import Batch
-from tests.laws import greedy_request, one_class, one_class_bench
+from tests.laws import one_class, one_class_bench
+from tests.states import new_request
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,7 @@ def milliseconds_per_token(
     parts: Parts, num_requests: int = NUM_REQUESTS, num_tokens: int = NUM_TOKENS
 ) -> float:
     """Of requests that share every step; their rows cost nothing."""
-    requests = [greedy_request(number, num_tokens) for number in range(num_requests)]
+    requests = [new_request(number, (1,), num_tokens) for number in range(num_requests)]
     for _ in parts.decode(parts.new_state(), requests, batch_size=num_requests):
         pass
     return 1e3 * float(np.mean([r.emitted_s[-1] for r in requests])) / num_tokens
@@ -44,7 +45,7 @@ def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str
         submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
-    for commits in parts.decode(parts.new_state(), [greedy_request(1, num_tokens)]):
+    for commits in parts.decode(parts.new_state(), [new_request(1, (1,), num_tokens)]):
         kinds.append("".join(commit.kind for commit in commits))
     return list(zip(sizes, kinds, strict=True))
 

@@ -18,7 +18,7 @@ from specdec.types import Batch
 from specdec.verifiers import MatchVerifier
 from strategies.pipespec import FreeChain
 from tests import toys
-from tests.laws import greedy_request
+from tests.states import new_request
 from tests.unit.test_asynchronous import NUM_TOKENS, decoded
 
 pytestmark = pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_chain_of_four_models() -> None:
 
 
 def run(parts: Parts) -> RequestState:
-    one = greedy_request(1, NUM_TOKENS)
+    one = new_request(1, (1,), NUM_TOKENS)
     for _ in parts.decode(parts.new_state(), [one]):
         pass
     return one

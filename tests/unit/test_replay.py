@@ -17,15 +17,13 @@ from replaying import (
     shifted,
 )
 
-from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.pairs.record import read_record, record_request, write_record
 from specdec.pairs.recorded import END, ReplayModels, build_replay
 from specdec.runs.runners import sampling_params
-from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import DraftModelSource
-from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import Answers, Nodes, Output, Verdict
+from tests.states import new_request, new_state
 
 pytestmark = pytest.mark.slow
 
@@ -60,15 +58,9 @@ def test_an_entry_is_what_expand_would_answer(sampling: str) -> None:
     cfg = composed(("strategy=speculative", *SAMPLINGS[sampling]))
     (prompt, _), (entry, _) = PROMPTS, recorded(sampling).requests
     results, _ = run(pair(), ("strategy=ar", *SAMPLINGS[sampling]))
-    request = RequestState(
-        request_id=prompt.id,
-        prompt=prompt.tokens,
-        stop=StopRules(max_new_tokens=NUM_TOKENS),
-        sampling=sampling_params(cfg["sampling"]),
-    )
-    state = DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
+    request = new_request(prompt.id, prompt.tokens, NUM_TOKENS, sampling_params(cfg["sampling"]))
+    state = new_state(request)
     source = DraftModelSource(runner=pair().runner("draft", Meter()))
-    state.requests[request.id] = request
     source.open(request)
     for i, token in enumerate(results[0].output):
         got = source.expand(state, Nodes(((request.id, request.tree.ids[:1]),)), 32)

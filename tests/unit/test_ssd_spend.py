@@ -11,7 +11,7 @@ from specdec.pairs import build_pair
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd
 from tests import toys
-from tests.laws import greedy_request
+from tests.states import new_request
 from tests.unit.test_asynchronous import decoded, hit_rate
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def test_scores_are_spent_on_the_most_probable_outcomes() -> None:
         outcomes=8,
         spend="scores",
     )
-    one, checked = greedy_request(1, 60), 0
+    one, checked = new_request(1, (1,), 60), 0
     collect = parts.executor.collect
 
     def looking(**keys: bool):

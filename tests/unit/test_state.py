@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specdec.clocks import MeasuredClock
-from specdec.clocks.meter import Meter
-from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
 from specdec.types import Answers, CommitKind, Nodes, Output, Verdict
+from tests.states import new_state
 
 PIECES = {10: "a", 11: "b", 12: "ST", 13: "OP", 14: "x", 15: "END", 16: "S", 17: "TOP!"}
 
@@ -23,7 +21,7 @@ def one_request(stop: StopRules) -> tuple[DecodeState, RequestState]:
     request = RequestState(
         request_id=7, prompt=np.array([1, 2, 3]), stop=stop, sampling=SamplingParams()
     )
-    state = DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
+    state = new_state()
     state.requests[7] = request
     return state, request
 

@@ -12,8 +12,8 @@ from specdec.pairs import RandomPair
 from specdec.policies import BestFirst
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import PromptLookupSource, SuffixSource
-from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
+from tests.states import new_request
 
 NUM_TOKENS = 24
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95)]
@@ -56,9 +56,7 @@ def run(pair, source, sampling, *, order=None, batch=1, stages=None) -> Run:
     )
     wanted = prompts()
     requests = [
-        RequestState(
-            request_id=i, prompt=p, stop=StopRules(max_new_tokens=NUM_TOKENS), sampling=sampling
-        )
+        new_request(i, p, NUM_TOKENS, sampling)
         for i, p in (wanted if order is None else [wanted[at] for at in order])
     ]
     for _ in parts.decode(parts.new_state(), requests, batch_size=batch):

@@ -5,35 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specdec.clocks import MeasuredClock
-from specdec.clocks.meter import Meter
 from specdec.interfaces import Verifier
-from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.processors import HistoryTracker
 from specdec.sampling.transform import SamplingParams
-from specdec.state import DecodeState, RequestState, StopRules, batch_of
+from specdec.state import DecodeState, RequestState, batch_of
 from specdec.tree import TokenTree
 from specdec.types import Answers, Candidates, CommitKind, Nodes, Output, Verdict
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies.medusa import TypicalVerifier
 from strategies.specpipe import RelaxedVerifier, StrictVerifier
+from tests.states import new_request, new_state
 
 VOCAB = 4
 ALL = [MatchVerifier, RejectionVerifier, RelaxedVerifier, StrictVerifier, TypicalVerifier]
 
 
-def new_state(
-    prompt=(1, 2), request_id: int = 0, max_new_tokens: int = 1000, **sampling
-) -> tuple[DecodeState, RequestState]:
-    request = RequestState(
-        request_id=request_id,
-        prompt=np.array(prompt),
-        stop=StopRules(max_new_tokens=max_new_tokens),
-        sampling=SamplingParams(**sampling),
-    )
-    state = DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
-    state.requests[request.id] = request
-    return state, request
+def a_request(prompt=(1, 2), **sampling) -> tuple[DecodeState, RequestState]:
+    request = new_request(0, prompt, 1000, SamplingParams(**sampling))
+    return new_state(request), request
 
 
 def grow(tree: TokenTree, rng: np.random.Generator, num: int) -> None:
@@ -73,7 +62,7 @@ def verdicts_of(verifier: Verifier, state: DecodeState, *answers: Answers) -> li
 def cases(num: int, nodes: int = 14):
     for seed in range(num):
         rng = np.random.default_rng(seed)
-        state, request = new_state(temperature=1.0)
+        state, request = a_request(temperature=1.0)
         grow(request.tree, rng, nodes)
         slots = answered_set(request.tree, rng)
         answers = answers_for(request.tree, slots, rng)
@@ -121,7 +110,7 @@ def test_a_walk_ends_where_no_answer_is(verifier):
 
 
 def test_a_level_per_step_pipeline_accepts_nothing_and_hits_a_waiting_child():
-    state, request = new_state()
+    state, request = a_request()
     tree = request.tree
     tree.append(np.zeros(3, np.int64), np.array([5, 6, 7]), np.log([0.5, 0.3, 0.2]))
     answers = Answers(request=0, node_ids=tree.ids[:1].copy(), tokens=np.array([6]))
@@ -134,7 +123,7 @@ def test_a_level_per_step_pipeline_accepts_nothing_and_hits_a_waiting_child():
 
 @pytest.mark.parametrize("cls", ALL)
 def test_answers_without_a_live_root_give_no_verdict(cls):
-    state, request = new_state(temperature=1.0)
+    state, request = a_request(temperature=1.0)
     slot = request.tree.append(np.array([0]), np.array([3]), np.zeros(1))
     probs = np.full((1, VOCAB), 0.25)
     tokens = np.array([1])
@@ -187,7 +176,7 @@ def test_answers_may_arrive_in_any_order(cls):
         verdicts = []
         for in_pieces in (False, True):
             rng = np.random.default_rng(seed)
-            state, request = new_state(temperature=1.0)
+            state, request = a_request(temperature=1.0)
             sampled_tree(request.tree, rng)
             slots = answered_set(request.tree, rng)
             answers = answers_for(request.tree, slots, rng)
@@ -213,7 +202,7 @@ def test_answers_may_arrive_in_any_order(cls):
 
 
 def test_rejection_refuses_children_out_of_sampling_order():
-    state, request = new_state(temperature=1.0)
+    state, request = a_request(temperature=1.0)
     candidates = Candidates(
         tokens=np.array([[2, 1]]), logprobs=np.log([[0.5, 0.5]]), counts=np.array([2]),
         probs=np.array([[0, 0.5, 0.5, 0]]),
@@ -232,7 +221,7 @@ def test_rejection_refuses_children_out_of_sampling_order():
 
 def lossy_case(probs, tokens=(0, 1, 2), draft=(0.2, 0.5, 0.3), own_token=3):
     """A root with three children, only the root answered."""
-    state, request = new_state(temperature=1.0)
+    state, request = a_request(temperature=1.0)
     request.tree.append(np.zeros(3, np.int64), np.array(tokens), np.log(draft))
     answers = Answers(
         request=0, node_ids=np.array([0]), tokens=np.array([own_token]), probs=np.array([probs])
@@ -248,7 +237,7 @@ def test_relaxed_takes_the_child_the_target_likes_best():
     ):
         (verdict,) = verdicts_of(RelaxedVerifier(), *lossy_case(probs))
         assert (verdict.next_token, verdict.num_verified) == (expected, 2)
-    state, _ = new_state(temperature=1.0)
+    state, _ = a_request(temperature=1.0)
     leaf = Answers(
         request=0, node_ids=np.array([0]), tokens=np.array([3]), probs=np.full((1, 4), 0.25)
     )
@@ -276,7 +265,7 @@ def test_typical_compares_with_the_entropy_and_takes_the_longest_path():
     ):
         (verdict,) = verdicts_of(TypicalVerifier(), *lossy_case(probs))
         assert verdict.next_token == expected
-    state, request = new_state(temperature=1.0)
+    state, request = a_request(temperature=1.0)
     tree = request.tree
     tree.append(np.array([0, 0]), np.array([0, 1]), np.log([0.5, 0.5]))
     tree.append(np.array([1, 1, 2]), np.array([2, 3, 0]), np.log([0.5] * 3))
@@ -296,7 +285,7 @@ def test_histories_follow_the_tree_through_commits():
     kinds = []
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        state, request = new_state(prompt=(3, 1, 2), temperature=1.0)
+        state, request = a_request(prompt=(3, 1, 2), temperature=1.0)
         book = HistoryTracker()
         book.open(0, request.tokens)
         for _ in range(6):

@@ -14,15 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from specdec.clocks import MeasuredClock
-from specdec.clocks.meter import Meter
 from specdec.interfaces import Events, Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.policies.tree_growth import last_position
-from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sampling.transform import SamplingParams
 from specdec.serving.scheduler import FifoScheduler
-from specdec.state import DecodeState, RequestState, StopRules
+from specdec.state import DecodeState, RequestState
 from specdec.types import (
     NO_NODE,
     Answers,
@@ -34,6 +30,7 @@ from specdec.types import (
     Output,
     Verdict,
 )
+from tests.states import new_request, new_state
 
 VOCAB = 20
 Context = tuple[int, ...]
@@ -268,26 +265,6 @@ def tree_contexts(request: RequestState) -> dict[Context, bool]:
     }
 
 
-def new_request(
-    request_id: int, prompt: Sequence[int] = (1, 2, 3), max_new_tokens: int = 40
-) -> RequestState:
-    return RequestState(
-        request_id=request_id,
-        prompt=np.array(prompt),
-        stop=StopRules(max_new_tokens=max_new_tokens),
-        sampling=SamplingParams(),
-    )
-
-
-def new_state(*requests: RequestState) -> DecodeState:
-    """A state whose requests are live and whose prefill has been sent."""
-    state = DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
-    for request in requests:
-        request.prefill_sent = request.num_prefill
-        state.requests[request.id] = request
-    return state
-
-
 @dataclass
 class Run:
     requests: list[RequestState]
@@ -312,7 +289,7 @@ def run(
     requests = [
         new_request(i, range(i, i + 1 + 3 * i), max_new_tokens) for i in range(num_requests)
     ]
-    state = DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
+    state = new_state()
     executor = FakeExecutor(state, latency)
     scheduler = FifoScheduler(
         requests=requests,

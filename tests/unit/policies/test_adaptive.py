@@ -10,10 +10,9 @@ from specdec.compose.workbench import Workbench
 from specdec.pairs.recorded import RecordedPair
 from specdec.policies import Adaptive, Arm, BestFirst, Chain, RootOnly
 from specdec.policies.adaptive import _Mean
-from specdec.sampling.transform import SamplingParams
 from specdec.sources import MixtureSource, NullSource, SyntheticPair, SyntheticSource
-from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
+from tests.states import new_request
 
 NUM_TOKENS = 300
 DEAR = LatencyProfile(  # a target pass of one row takes 10 ms, each further row 0.5
@@ -51,13 +50,7 @@ def seconds(policy, law, *, num_requests=2, batch=1, mixed=True) -> tuple[float,
     source = MixtureSource(sources=[NullSource(), draft]) if mixed else draft
     parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier())
     requests = [
-        RequestState(
-            request_id=i,
-            prompt=hidden.tokens(i, np.arange(4)),
-            stop=StopRules(max_new_tokens=NUM_TOKENS),
-            sampling=SamplingParams(),
-        )
-        for i in range(num_requests)
+        new_request(i, hidden.tokens(i, np.arange(4)), NUM_TOKENS) for i in range(num_requests)
     ]
     for _ in parts.decode(parts.new_state(), requests, batch_size=batch):
         pass

@@ -11,10 +11,9 @@ from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Workbench
 from specdec.pairs import build_pair
 from specdec.policies import Static
-from specdec.sampling.transform import SamplingParams
 from specdec.sources import SyntheticSource
-from specdec.state import RequestState, StopRules
 from specdec.verifiers import MatchVerifier
+from tests.states import new_request
 
 from .bench import run
 
@@ -42,12 +41,7 @@ def simulated(
         verifier=MatchVerifier(),
         stages=STAGES,
     )
-    request = RequestState(
-        request_id=3,
-        prompt=np.arange(1, 9),
-        stop=StopRules(max_new_tokens=60),
-        sampling=SamplingParams(),
-    )
+    request = new_request(3, np.arange(1, 9), 60)
     for _ in parts.decode(parts.new_state(), [request]):
         pass
     gaps = np.diff(np.unique(request.emitted_s)) * 1e3

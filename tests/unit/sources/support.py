@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.interfaces import TokenSource
 from specdec.models.execution import Execution
 from specdec.models.runner import ModelRunner
-from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sampling.transform import SamplingParams
-from specdec.state import DecodeState, RequestState, StopRules
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
-from specdec.types import Answers, Candidates, Commit, IntArray, Nodes, Output, Verdict
+from specdec.types import Answers, Candidates, Commit, Nodes, Output, Verdict
+from tests.states import new_request, new_state
 
 VOCAB = 32
 
@@ -53,28 +52,12 @@ def make_onnx_runner(*, max_positions: int = 256) -> ModelRunner:
     return ModelRunner(model=model, name="draft", meter=Meter(), execution=onnx)
 
 
-def make_state(seed: int = 0) -> DecodeState:
-    return DecodeState(draws=KeyedDraws(seed=seed), clock=MeasuredClock(), meter=Meter())
-
-
-def make_request(
-    request_id: int,
-    prompt: Sequence[int] | IntArray,
-    *,
-    max_new_tokens: int = 200,
-    sampling: SamplingParams | None = None,
-) -> RequestState:
-    request = RequestState(
-        request_id=request_id,
-        prompt=np.asarray(prompt, np.int64),
-        stop=StopRules(max_new_tokens=max_new_tokens),
-        sampling=sampling or SamplingParams(),
-    )
-    request.prefill_sent = request.num_prefill
-    return request
+make_state = new_state
+make_request = partial(new_request, max_new_tokens=200)
 
 
 def open_request(state: DecodeState, source: TokenSource, request: RequestState) -> RequestState:
+    request.prefill_sent = request.num_prefill
     state.requests[request.id] = request
     source.open(request)
     return request

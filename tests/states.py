@@ -1,0 +1,40 @@
+"""Requests, and states whose requests are live, for tests of single parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.clocks import Clock, MeasuredClock
+from specdec.clocks.meter import Meter
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.sampling.transform import SamplingParams
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.types import IntArray
+
+
+def new_request(
+    request_id: int,
+    prompt: Sequence[int] | IntArray = (1, 2, 3),
+    max_new_tokens: int = 40,
+    sampling: SamplingParams | None = None,
+    *,
+    arrival_s: float = 0.0,
+) -> RequestState:
+    return RequestState(
+        request_id=request_id,
+        prompt=np.asarray(prompt, np.int64),
+        stop=StopRules(max_new_tokens=max_new_tokens),
+        sampling=sampling or SamplingParams(),
+        arrival_s=arrival_s,
+    )
+
+
+def new_state(*requests: RequestState, seed: int = 0, clock: Clock | None = None) -> DecodeState:
+    """The prompts of the requests have been sent to the target."""
+    state = DecodeState(draws=KeyedDraws(seed=seed), clock=clock or MeasuredClock(), meter=Meter())
+    for request in requests:
+        request.prefill_sent = request.num_prefill
+        state.requests[request.id] = request
+    return state
