@@ -15,6 +15,7 @@ from specdec.pairs.recorded import SyntheticModels
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
 from specdec.testing import Case
+from specdec.types import Batch
 from tests import toys
 
 
@@ -43,3 +44,16 @@ def one_class(alpha: float) -> SyntheticModels:
 def one_class_bench(alpha: float, target: float, draft: float) -> Workbench:
     """``one_class`` on a simulated clock; times of a target or stage pass and of a draft pass."""
     return Workbench(one_class(alpha), clock=toys.simulated(target, draft))
+
+
+def submitted_nodes(parts: Parts) -> list[int]:
+    """Fills with the number of nodes of each batch that the executor is given."""
+    sizes: list[int] = []
+    submit = parts.executor.submit
+
+    def noting(batch: Batch) -> None:
+        sizes.append(batch.num_nodes)
+        submit(batch)
+
+    parts.executor.submit = noting  # type: ignore[method-assign]
+    return sizes

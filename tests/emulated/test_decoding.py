@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,3 +164,41 @@ def _sliced(runner: ModelRunner, hidden: torch.Tensor) -> torch.Tensor:
     logits = runner.forward([cache.rows(tree=tree)], hidden=hidden[7:]).logits
     assert logits is not None
     return logits
+
+
+# Passes without graphs make their masks on the device, once per pass, from the rows' bits.
+
+LONG = TokenPrompt(7, 7 * np.arange(300) % 11 + 1)
+CHUNK = 16
+
+
+def decoded_long(emulation: Device | None = None, **model: Any) -> list[int]:
+    """Tokens of the long prompt, prefilled in chunks, without graphs; forgets copies of loading."""
+    values = config(Cell("draft_model", "static", "match", "local", "greedy"))
+    values["model"].update(model, max_positions=512)
+    values["serving"] = deepcopy(base()["serving"])
+    values["prefill_chunk"] = values["source"]["prefill_chunk"] = CHUNK
+    stop = StopRules(max_new_tokens=4)
+    runner = PartsRunner(cfg=values, pair=build_pair(values["model"]), stop=stop)
+    if emulation is not None:
+        emulation.to_device.clear()
+        emulation.waits.clear()
+    outputs: list[int] = []
+    runner.run([LONG], lambda result: outputs.extend(result.output))
+    runner.close()
+    return outputs
+
+
+def on_the_device(**model: Any) -> tuple[list[int], Device]:
+    with emulated() as device:
+        return decoded_long(device, device="cuda", **model), device
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["dense", "two_level"])
+def test_no_mask_is_copied(attention):
+    """Copies to the device are of tokens, positions and bits: no row of the context among them."""
+    tokens, device = on_the_device(attention=attention)
+    assert tokens == decoded_long(device="cpu", attention=attention)
+    assert max(device.to_device) <= CHUNK * CHUNK  # bits of a chunk's rows
+    assert set(device.waits) <= {"a copy to the host"}

@@ -1,4 +1,6 @@
-"""Decoding where logits lie on an accelerator: the same tokens, and only a few numbers come back.
+"""Decoding where logits lie on an accelerator: only a few numbers come back.
+
+That they give the host's tokens is in tests/unit/test_sampling.py and tests/emulated.
 
 The accelerator is the CPU under another name: the selection on a device's tensors runs on ordinary
 ones. What a real device would have to wait for is counted.
@@ -9,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import pytest
 import torch
@@ -22,20 +23,13 @@ from specdec.state import StopRules
 from tests.matrix.cells import (
     MAX_NEW_TOKENS,
     Cell,
-    all_cells,
     config,
-    cover,
     decode,
-    runner,
 )
-from tests.matrix.outcomes import runs
-from tests.sampled import sampled
 
 VOCABULARY = 1000
 SPARE = sampling.SPARE
 SELECTED = 2 * (80 + SPARE)  # of a row with ``t06``
-NUM_PARTS = 8  # of the sample, which is composed when the first one runs
-
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount")
 """Operations whose result's value or shape the host has to wait for."""
 
@@ -46,14 +40,12 @@ STRATEGIES = {
     "specinfer": ("draft_model", "static", "rejection"),
 }
 
-# In one group: a process composes each cell once.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("matrix")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All logits count as logits on an accelerator; composed are the cells without that."""
-    chosen()
+    """All logits count as logits on an accelerator."""
     monkeypatch.setattr(sampling, "on_accelerator", lambda tensor: True)
 
 
@@ -95,31 +87,6 @@ def counted() -> Iterator[Copies]:
         for name in ("numpy", "tolist", "__array__"):
             patch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
         yield copies
-
-
-@cache
-def chosen() -> tuple[Cell, ...]:
-    """Every source with every verifier, and every sampling."""
-    cells = [
-        cell
-        for cell in all_cells()
-        if cell.policy == "static"  # composing all cells would take longer than decoding some
-        and cell.executor == ("early_exit" if cell.source == "early_exit" else "local")
-    ]
-    return tuple(cover(cells, lambda c: {(c.source, c.verifier), c.sampling}, runs))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("there")
-@pytest.mark.parametrize("part", sampled(range(NUM_PARTS), every=2))
-def test_tokens_are_the_hosts(part: int) -> None:
-    """Of every verifier: rejection and the lossy rules draw by the same keys."""
-    assert len(chosen()) >= NUM_PARTS
-    for cell in chosen()[part::NUM_PARTS]:
-        found = decode(runner(config(cell)))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampling, "on_accelerator", lambda tensor: False)
-            assert found == decode(runner(config(cell))), cell
 
 
 @pytest.mark.usefixtures("there")

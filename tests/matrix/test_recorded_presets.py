@@ -104,27 +104,3 @@ def totals(recorded: Record) -> Counter[str]:
             total["tokens"] += len(tokens)
             total[reason] += 1
     return total
-
-
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("7 tokens", "13 53 24 length"),
-        ("7 tokens", "13 53 eos"),
-        ("times_us", "10700*2 100.5"),
-        ("times_us", "10700*3 100.50001"),
-        ("executor", "rows=3"),
-        ("executor", ""),
-        ("stage_rows", "1 2"),
-    ],
-)
-def test_a_difference_is_told(name: str, changed: str) -> None:
-    kept = {"7 tokens": "13 53 24 eos", "times_us": "10700*3 100.5", "executor": "passes=1 rows=3"}
-    lines = differences(kept, {**kept, name: changed})
-    assert len(lines) == 3
-    assert lines[0].startswith(f"{name}: ")
-    assert lines[2].split("now")[1].strip() == changed
-
-
-def test_rounding_is_no_difference() -> None:
-    assert not differences({"times_us": "10700*3 100.5"}, {"times_us": "10700*3 100.50000001"})

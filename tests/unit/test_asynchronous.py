@@ -20,7 +20,7 @@ from specdec.types import Batch, Output
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd, fan_outs
 from tests import toys
-from tests.laws import one_class, one_class_bench
+from tests.laws import one_class, one_class_bench, submitted_nodes
 from tests.states import new_request
 
 pytestmark = pytest.mark.slow
@@ -88,15 +88,7 @@ def test_pearls_law_at_its_ends(alpha: float, tokens_per_round: float) -> None:
 def test_pearl_pre_verifies_after_a_miss_and_post_verifies_after_a_hit() -> None:
     """Rows of each pass: the root alone, or the gamma tokens of the round before."""
     parts = build("pearl", one_class_bench(0.7, 10.0, 2.0), gamma=4)
-    rows: list[int] = []
-    kinds: list[str] = []
-    submit = parts.executor.submit
-
-    def noting(batch: Batch) -> None:
-        rows.append(batch.num_nodes)
-        submit(batch)
-
-    parts.executor.submit = noting  # type: ignore[method-assign]
+    rows, kinds = submitted_nodes(parts), list[str]()
     for commits in parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)]):
         kinds += [commit.kind for commit in commits]
     assert rows[0] == 1
@@ -239,15 +231,8 @@ def test_amusd_takes_the_time_of_its_law(alpha: float, target: float, draft: flo
 def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
     """Batches of the root alone: none but at the end of a text, or one after every miss."""
     parts = build("amusd", one_class_bench(0.7, 10.0, 3.0), wait=wait)
-    lonely = 0
-    submit = parts.executor.submit
-
-    def noting(batch: Batch) -> None:
-        nonlocal lonely
-        lonely += batch.num_nodes == 1
-        submit(batch)
-
-    parts.executor.submit = noting  # type: ignore[method-assign]
+    sizes = submitted_nodes(parts)
     for _ in parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)]):
         pass
+    lonely = sizes.count(1)
     assert lonely <= 2 if wait else lonely > 50

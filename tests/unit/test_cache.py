@@ -145,17 +145,6 @@ def test_random_scripts(runner, seed):
         script.check()
 
 
-def test_nothing_in_place_is_copied(runner, monkeypatch):
-    """A commit that keeps the first entries in order moves no key or value."""
-    cache = runner.new_cache(16)
-    ids = np.arange(3)
-    runner.forward([cache.rows(prefix_tokens=ids + 3)], logits_rows=NO_ROWS)
-    runner.forward([cache.rows(tree=tree_of(ids, ids - 1, 3))])
-    monkeypatch.setattr(cache, "_copy_slots", lambda *_: pytest.fail("moved"))
-    cache.commit(_commit(retired=[0], kept=[1, 2], prefix_len=4))
-    assert (cache.cached_len, cache.node_ids.tolist()) == (4, [1, 2])
-
-
 def test_holes_are_filled_from_the_end(runner):
     """Of ten siblings below the root, only those beyond the new end move."""
     cache = runner.new_cache(16)
@@ -212,28 +201,6 @@ def test_ids_far_apart_and_out_of_order(runner):
     assert rows.visible.tolist() == [[True, False, True]]
     asked = np.array([90_000, 70_010, 70_000, 3, 1 << 40])
     assert cache.has(asked).tolist() == [True, True, True, False, False]
-
-
-def test_misuse_is_an_assertion(runner):
-    """Orphans that do not continue the prefix, duplicate nodes, prefix tokens below a tree."""
-    cache, one, two = runner.new_cache(8), np.array([1]), np.array([1, 2])
-    with pytest.raises(AssertionError, match="do not continue"):  # the prefix is empty
-        cache.rows(tree=tree_of(two, two - 1, 1))
-    whole = tree_of(np.arange(3), np.array([-1, 0, 1]), 0)
-    cache = runner.new_cache(8)
-    with pytest.raises(AssertionError, match="do not continue"):  # the middle one is missing
-        cache.rows(tree=whole.take(np.array([0, 2])))
-    cache = runner.new_cache(8)
-    with pytest.raises(AssertionError, match="children before parents"):
-        cache.rows(tree=whole.take(np.array([0, 2, 1])))
-    cache = runner.new_cache(8)
-    cache.rows(tree=whole)
-    with pytest.raises(AssertionError, match="has an entry already"):
-        cache.rows(tree=whole.take(two))
-    with pytest.raises(AssertionError, match="committed tokens are missing"):
-        cache.rows(prefix_tokens=one)
-    with pytest.raises(ValueError, match="capacity 0"):
-        runner.new_cache(0)
 
 
 def tree_of(ids, parents, prefix_len):

@@ -19,7 +19,6 @@ from specdec.models.inspection import inspect_model
 from specdec.models.loading import load_model
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
-from specdec.types import HiddenName
 
 
 @pytest.fixture(scope="module")
@@ -232,20 +231,6 @@ def test_middle_stage_of_checkpoint_without_prefix(saved, tmp_path):
 # The runner.
 
 
-def test_captured_layers_are_transformers_hidden_states(saved):
-    """captured[i] is what transformers calls hidden_states[i + 1]; the last is before the norm."""
-    model = load_model(saved / "llama", dtype="float64")
-    last = HiddenName(model.config.num_hidden_layers - 1, normed=True)
-    names = (HiddenName(0), HiddenName(2), last)
-    runner = ModelRunner(model=model, name="target", meter=Meter(), capture=names)
-    output = runner.forward([runner.new_cache(4).rows(prefix_tokens=TOKENS)])
-    states = model(torch.from_numpy(TOKENS)[None], output_hidden_states=True).hidden_states
-    for layer in (0, 2):
-        assert (output.captured[HiddenName(layer)] - states[layer + 1][0]).abs().max() < 1e-12
-    assert (output.captured[last] - states[-1][0]).abs().max() < 1e-12
-    assert (model.model.norm(output.hidden) - states[-1][0]).abs().max() < 1e-12
-
-
 def test_logits_rows_and_meter(saved):
     meter = Meter()
     runner = ModelRunner(model=load_model(saved / "llama"), name="draft", meter=meter)
@@ -259,18 +244,3 @@ def test_logits_rows_and_meter(saved):
     assert runner.forward([rows], logits_rows=NO_ROWS).logits is None
     assert meter.calls == {"draft": 3}
     assert meter.model_s["draft"] > 0
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"first_layer": 4},
-        {"last_layer": 9},
-        {"first_layer": 2, "capture": (HiddenName(1),)},
-        {"capture": (HiddenName(1, normed=True),)},
-        {"attention": "sparse"},
-    ],
-)
-def test_impossible_slices(arguments):
-    with pytest.raises(ValueError, match=r"layer|attention=sparse"):
-        ModelRunner(model=random_model(), name="target", meter=Meter(), **arguments)

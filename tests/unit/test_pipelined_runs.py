@@ -14,8 +14,7 @@ import pytest
 from experiments.open.time_laws import flowspec_time, pipeinfer_time
 from specdec.compose.presets import build
 from specdec.compose.workbench import Parts
-from specdec.types import Batch
-from tests.laws import one_class, one_class_bench
+from tests.laws import one_class, one_class_bench, submitted_nodes
 from tests.states import new_request
 
 pytestmark = pytest.mark.slow
@@ -36,15 +35,7 @@ def milliseconds_per_token(
 
 def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str]]:
     """(nodes submitted, kind of the commit or "") of every step of one request."""
-    sizes: list[int] = []
-    kinds: list[str] = []
-    submit = parts.executor.submit
-
-    def noting(batch: Batch) -> None:
-        sizes.append(batch.num_nodes)
-        submit(batch)
-
-    parts.executor.submit = noting  # type: ignore[method-assign]
+    sizes, kinds = submitted_nodes(parts), list[str]()
     for commits in parts.decode(parts.new_state(), [new_request(1, (1,), num_tokens)]):
         kinds.append("".join(commit.kind for commit in commits))
     return list(zip(sizes, kinds, strict=True))

@@ -15,8 +15,6 @@ from transformers import PreTrainedModel
 from specdec.clocks.meter import Meter
 from specdec.models.loading import load_model
 from specdec.models.quantize import (
-    Quantization,
-    WeightFormat,
     num_bytes,
     quantize,
     sharded,
@@ -27,7 +25,7 @@ from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.models.slicing import shared_copy
 from specdec.tensor_parallel import Collective, HeadSplit
-from specdec.tensor_parallel.cuts import Cut, Piece, whole_groups
+from specdec.tensor_parallel.cuts import Piece, whole_groups
 from tests.pretrained import pretrained
 from tests.shares import run_group
 from tests.stored import stored_parts
@@ -190,15 +188,3 @@ def test_a_share_keeps_no_more_memory_than_its_own(kind: str, tmp_path: Path) ->
     # int8: every rank has the scales of all rows of o_proj and down_proj. int4: three groups of
     # the MLP on two ranks, of which one is padded.
     assert whole < total < 1.3 * whole
-
-
-FULL = torch.tensor([[1.0, -4.0], [2.0, 3.0], [0.0, 0.0]])
-
-
-@needs_torchao
-def test_a_share_has_the_scale_of_a_larger_weight_on_another_rank() -> None:
-    full, form = FULL, WeightFormat(Quantization.INT8, 0)
-    share = share_of(full, Cut(1, (Piece(0, 1, 2),)), form, full.dtype, full.device)
-    assert share.shape == (3, 3)
-    assert torch.allclose(share.dequantize()[:, 0], full[:, 0], atol=4 / 127 / 2)
-    assert not share.dequantize()[:, 1:].any()

@@ -9,7 +9,6 @@ from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Workbench
 from specdec.pairs.recorded import RecordedPair
 from specdec.policies import Adaptive, Arm, BestFirst, Chain, RootOnly
-from specdec.policies.adaptive import _Mean
 from specdec.sources import MixtureSource, NullSource, SyntheticPair, SyntheticSource
 from specdec.verifiers import MatchVerifier
 from tests.states import new_request
@@ -130,10 +129,3 @@ def test_the_notes_name_the_break_even():
     ratio = policy._costs[3].value / policy._costs[0].value
     assert f"pays above {ratio:.2f} tokens per round" in lines[3]
     assert 1.5 < ratio < 6
-
-
-def test_means_fade():
-    mean = _Mean(0.5)
-    for value in (1.0, 3.0):
-        mean.add(value)
-    assert mean.value == pytest.approx((0.5 * 1.0 + 3.0) / 1.5)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
-from specdec.policies.tree_growth import expand
 from specdec.types import Candidates, Nodes
 from strategies.staged import StagedTree
 
@@ -287,16 +286,3 @@ def test_staged_keeps_the_distribution_that_cheap_guesses_were_sampled_from() ->
     policy.select(state, TableSource(cheap=Sampling()))
     probs = state.requests[1].tree.draft_probs
     assert {node_id: row[0] for node_id, row in probs.items()} == {1: 0.0, 2: 1.0}
-
-
-def test_candidates_that_are_children_already_are_not_taken_twice() -> None:
-    """A cheap guess that survives as a child is no longer a candidate of the main source."""
-    state, source = new_state(new_request(1, ROOT)), TableSource()
-    request = state.requests[1]
-    tree = request.tree
-    tokens = [t for t, _ in children_of(ROOT)]
-    tree.append(np.zeros(2, np.int64), np.array([tokens[0], tokens[3]]), np.full(2, -1.0))
-    counts = expand(state, source, [(request, np.array([0]))], 5)
-    assert [c.tolist() for c in counts] == [[5]]
-    left = tree.candidate_tokens[0][tree.candidate_logprobs[0] > -np.inf]
-    assert left.tolist() == [tokens[i] for i in (1, 2, 4)]
