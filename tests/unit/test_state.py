@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 import pytest
+import torch
 
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
-from specdec.types import Answers, CommitKind, Nodes, Output, Verdict
+from specdec.tree import TokenTree
+from specdec.types import (
+    Answers,
+    Candidates,
+    CommitKind,
+    EarlyHidden,
+    HiddenName,
+    Nodes,
+    Output,
+    Verdict,
+)
+from specdec.verifiers import MatchVerifier
 from tests.states import new_state
 
 PIECES = {10: "a", 11: "b", 12: "ST", 13: "OP", 14: "x", 15: "END", 16: "S", 17: "TOP!"}
@@ -187,3 +201,207 @@ def test_a_cancelled_request_keeps_its_first_reason():
     _, other = one_request(StopRules(max_new_tokens=1))
     other.cancel()
     assert other.finish_reason == "cancelled"
+
+
+NAME = HiddenName(2)
+
+# Answers in any order.
+
+
+def say(state: DecodeState, request: RequestState, *slots_and_tokens: tuple[int, int]):
+    """Answers of some slots arrive; the requests that may be verified."""
+    slots, tokens = np.array(slots_and_tokens).reshape(-1, 2).T
+    node_ids = request.tree.ids[slots].copy()
+    answers = Answers(request=request.id, node_ids=node_ids, tokens=tokens)
+    return state.receive(Output(step=state.step, answers=(answers,)))
+
+
+def chain_of(request: RequestState, *tokens: int) -> None:
+    """A chain below the root: slot i + 1 carries token i."""
+    for slot, token in enumerate(tokens):
+        request.tree.append(np.array([slot]), np.array([token]), np.zeros(1))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["walks", "one token per step"])
+def test_any_order_of_answers_emits_the_targets_own_tokens(whole):
+    """Random trees, random arrivals, pruned nodes among them; against the target alone."""
+    kinds, out_of_order = set(), 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        state, request = one_request(StopRules(max_new_tokens=30))
+
+        def target(context) -> int:
+            return int(sum(context[-2:]) % 3)
+
+        pending: list[tuple[int, int]] = []  # node id, its answer
+        while not request.finished:
+            tree = request.tree
+            for _ in range(4):
+                slot = int(rng.integers(len(tree)))
+                free = np.setdiff1d(np.arange(3), tree.tokens[tree.children(slot)])
+                if len(free):
+                    tree.append(np.array([slot]), rng.choice(free, 1), np.zeros(1))
+            for slot in np.flatnonzero(tree.submitted_at < 0).tolist():
+                pending.append((int(tree.ids[slot]), target(request.path_tokens(slot).tolist())))
+            tree.submitted_at[:] = state.step
+            rng.shuffle(pending)
+            num = int(rng.integers(0, len(pending) + 1))
+            arrived, pending = pending[:num], pending[num:]
+            out_of_order += bool(arrived) and not tree.answered[0]
+            outputs = tuple(
+                Answers(request=7, node_ids=np.array([i]), tokens=np.array([token]))
+                for i, token in arrived
+            )
+            requests = state.receive(Output(step=state.step, answers=outputs))
+            verdicts = MatchVerifier().verify(state, requests)
+            if not whole:
+                none = np.zeros(0, np.int64)
+                verdicts = [
+                    Verdict(request=7, accepted_ids=none, next_token=int(r.tree.answers[0]))
+                    for r in requests
+                ]
+            kinds |= {commit.kind for commit in state.commit(verdicts)}
+        context = [1, 2, 3]
+        for _ in range(30):
+            context.append(target(context))
+        assert request.output == context[3:]
+    assert kinds == {CommitKind.HIT, CommitKind.MISS}
+    assert out_of_order > 100
+
+
+def test_answers_of_pruned_nodes_and_closed_requests_are_dropped():
+    state, request = one_request(StopRules(max_new_tokens=99))
+    chain_of(request, 10, 11)
+    late = Answers(request=7, node_ids=np.array([1, 2, 0]), tokens=np.array([11, 12, 10]))
+    closed = Answers(request=8, node_ids=np.array([0]), tokens=np.array([1]))
+    early = tuple(
+        EarlyHidden(request=i, node_ids=np.array([0, 3]), hidden={NAME: torch.ones(2, 1)})
+        for i in (7, 8)
+    )
+    request.tree.reset(token=5, position=3)  # id 3
+    output = Output(step=0, answers=(late, closed), early=early)
+    assert state.receive(output) == []
+    assert not request.tree.answered.any()
+    assert request.tree.hidden.keys() == {3}
+
+
+def test_a_path_without_answers_cannot_be_committed():
+    state, request = one_request(StopRules(max_new_tokens=99))
+    chain_of(request, 10, 11)
+    say(state, request, (0, 10), (2, 12))
+    verdict = Verdict(request=7, accepted_ids=np.array([1, 2]), next_token=12)
+    with pytest.raises(AssertionError, match="has no answer"):
+        state.commit([verdict])
+
+
+def test_a_commit_carries_the_hidden_states_of_retired_nodes():
+    """Whether they came with the answers or before; ``early`` ones that all of them have."""
+    state, request = one_request(StopRules(max_new_tokens=99))
+    chain_of(request, 10, 11)
+    other = HiddenName(5, normed=True)
+    early = EarlyHidden(
+        request=7, node_ids=np.array([1, 0]), hidden={NAME: torch.tensor([[1.0], [0.0]])}
+    )
+    assert state.receive(Output(step=0, early=(early,))) == []
+    answers = Answers(
+        request=7,
+        node_ids=np.array([0, 1, 2]),
+        tokens=np.array([10, 99, 98]),
+        hidden={other: torch.tensor([[5.0], [6.0], [7.0]])},
+    )
+    requests = state.receive(Output(step=0, answers=(answers,)))
+    (commit,) = state.commit(MatchVerifier().verify(state, requests))
+    assert commit.retired_ids.tolist() == [0, 1]
+    assert {name: rows.tolist() for name, rows in commit.hidden.items()} == {
+        NAME: [[0.0], [1.0]],
+        other: [[5.0], [6.0]],
+    }
+    assert not request.tree.hidden, "a miss: nothing of the old tree remains"
+
+
+# Passes beside the loop.
+
+
+def test_candidates_of_pruned_nodes_and_closed_requests_are_dropped():
+    state, request = one_request(StopRules(max_new_tokens=99))
+    chain_of(request, 10, 11, 12)
+    nodes = Nodes(((9, np.array([0, 1])), (7, np.array([0, 1, 3]))))
+    shape = (5, 2)
+    candidates = Candidates(
+        tokens=np.arange(10).reshape(shape),
+        logprobs=np.full(shape, -1.0),
+        counts=np.array([2, 2, 2, 2, 1]),
+        probs=np.arange(15.0).reshape(5, 3),
+        origins=np.arange(10).reshape(shape) % 2,
+    )
+    tree = request.tree
+    tree.reroot(1)
+    state.set_candidates(nodes, candidates)
+    assert tree.expanded.tolist() == [True, False, True]
+    assert tree.candidate_tokens[0].tolist() == [6, 7]
+    assert tree.candidate_logprobs[2].tolist() == [-1.0, -np.inf]
+    assert {i: row.tolist() for i, row in tree.draft_probs.items()} == {
+        1: [9.0, 10.0, 11.0],
+        3: [12.0, 13.0, 14.0],
+    }
+    taken = tree.take(np.array([0]), np.array([1]))
+    assert tree.origins[taken].tolist() == [1]
+    tree.reset(token=1, position=9)
+    state.set_candidates(nodes, candidates)  # all of them are gone
+    assert not tree.expanded.any()
+
+
+def test_candidates_that_are_children_by_now_are_taken():
+    """A free pass may propose what another source has proposed meanwhile: siblings differ."""
+    state, request = one_request(StopRules(max_new_tokens=99))
+    chain_of(request, 10)
+    candidates = Candidates(
+        tokens=np.array([[4, 10]]), logprobs=np.full((1, 2), -1.0), counts=np.array([2])
+    )
+    state.set_candidates(Nodes(((7, np.array([0])),)), candidates)
+    assert request.tree.candidate_logprobs[0].tolist() == [-1.0, -np.inf]
+
+
+def test_a_copy_keeps_the_present_trees_of_its_requests():
+    state, request = one_request(StopRules(max_new_tokens=99))
+    state.requests[8] = copy(request)
+    state.step, state.turn = 5, frozenset([7])
+    chain_of(request, 10)
+    seen = state.copy(Nodes(((7, np.array([0])),)))
+    assert list(seen.requests) == [7]
+    assert (seen.step, seen.turn, seen.draws, seen.clock) == (5, {7}, state.draws, state.clock)
+    say(state, request, (0, 10))
+    state.commit(MatchVerifier().verify(state, [request]))
+    request.tree.append(np.array([0]), np.array([11]), np.zeros(1))
+    then = seen.requests[7]
+    assert then.tree.tokens.tolist() == [3, 10]
+    assert not then.tree.answered.any()
+    assert then.tokens.tolist() == [1, 2, 3]
+    assert then.path_tokens(1).tolist() == [1, 2, 3, 10]
+    then.tree.append(np.array([0]), np.array([12]), np.zeros(1))
+    assert request.tree.tokens.tolist() == [10, 11]
+
+
+# The tree.
+
+
+def test_target_probs_follow_their_nodes() -> None:
+    """Rows of nodes that were pruned before their answer came are dropped, like those after."""
+    tree = TokenTree(token=0, position=0, root_id=40)
+    tree.append(np.array([0, 0]), np.array([1, 2]), np.full(2, -1.0))
+    tree.append(np.array([1]), np.array([3]), np.full(1, -1.0))
+    probs = np.random.default_rng(0).dirichlet(np.ones(5), size=4)
+    rows = Answers(request=0, node_ids=np.array([43, 42, 7, 41]), tokens=np.arange(4), probs=probs)
+    tree.set_answers(rows)
+    assert sorted(tree.target_probs) == [41, 42, 43]
+    assert np.array_equal(tree.target_probs[43], probs[0])
+    tree.reroot(1)
+    assert sorted(tree.target_probs) == [41, 43]
+    assert np.array_equal(tree.target_probs[41], probs[3])
+    assert tree.answers.tolist() == [3, 0]
+    tree.set_answers(rows)  # 42 is gone now
+    assert sorted(tree.target_probs) == [41, 43]
+    other = tree.copy()
+    tree.reset(token=1, position=1)
+    assert not tree.target_probs
+    assert sorted(other.target_probs) == [41, 43]

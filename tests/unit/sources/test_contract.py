@@ -113,7 +113,7 @@ def check_expansions(make: Callable[[], TokenSource], sampling: SamplingParams, 
 
 
 @pytest.mark.parametrize("name", PATH_SOURCES)
-@pytest.mark.parametrize("sampling", [SamplingParams(), TEMPERATE, NO_REPEAT])
+@pytest.mark.parametrize("sampling", [TEMPERATE, NO_REPEAT])
 def test_candidates_depend_on_the_tokens_up_to_the_node(
     name: str, sampling: SamplingParams
 ) -> None:
