@@ -20,7 +20,6 @@ from specdec.certify.certify import certify
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.executors import stage
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.policies import FixedWidth, chain
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -30,6 +29,7 @@ from specdec.testing import certify_parts
 from specdec.tree import TokenTree
 from specdec.types import Answers, BoolArray, Candidates, IntArray, Nodes
 from specdec.verifiers import MatchVerifier
+from tests.matrix.record_presets import PROFILE
 
 
 def config(*overrides: str) -> dict:
@@ -203,9 +203,9 @@ def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert "tracebacks are in verify.json" in shown
 
 
-# Answers, passes and states that come apart from their nodes.
+# Answers and passes that come apart from their nodes.
 
-ASYNCHRONOUS = (*("clock=simulated", "clock.profile=swiftspec_table6"), "model.vocab_size=32")
+SIMULATED = ("clock=simulated", f"clock.profile={PROFILE}")
 QUICK = ["greedy_parity", "cache_invariant", "tree_invariant", "draft_rows"]
 
 
@@ -223,18 +223,6 @@ def answers_of_pruned_nodes(original: Any, fired: list[int]) -> Any:
         gone, at = slots_of_gone(self, answers.node_ids)
         fired.append(len(at))
         self.answers[at], self.answered[at] = answers.tokens[gone], True
-
-    return set_answers
-
-
-def any_answer_is_the_roots(original: Any, fired: list[int]) -> Any:
-    """One that arrives before the root's."""
-
-    def set_answers(self: TokenTree, answers: Answers) -> None:
-        original(self, answers)
-        if not self.answered[0] and (self.slots(answers.node_ids) > 0).any():
-            fired.append(1)
-            self.answers[0], self.answered[0] = answers.tokens[0], True
 
     return set_answers
 
@@ -264,34 +252,17 @@ def candidates_of_pruned_nodes(original: Any, fired: list[int]) -> Any:
     return set_candidates
 
 
-def states_of_another_node(original: Any, fired: list[int]) -> Any:
-    """The hidden states of a batch's rows are exchanged, over all of its requests."""
-
-    def by_item(batch: Any, captured: Any) -> Any:
-        fired.append(int(batch.num_tokens > 1))
-        return original(batch, {name: rows.roll(1, 0) for name, rows in captured.items()})
-
-    return by_item
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "owner", "name", "words"),
     [
-        (answers_of_pruned_nodes, TokenTree, "set_answers", ("strategy=dsi", *ASYNCHRONOUS)),
-        (any_answer_is_the_roots, TokenTree, "set_answers", ("strategy=dsi", *ASYNCHRONOUS)),
+        (answers_of_pruned_nodes, TokenTree, "set_answers", ("strategy=dsi", *SIMULATED)),
         (commits_during_a_pass_are_forgotten, Background, "commit", ("strategy=amusd",)),
         (
             candidates_of_pruned_nodes,
             DecodeState,
             "set_candidates",
-            ("strategy=amusd", *ASYNCHRONOUS),
-        ),
-        (
-            states_of_another_node,
-            stage,
-            "_by_item",
-            ("strategy=specpipe", "source=eagle", "source.early=true", "executor.stages=3"),
+            ("strategy=amusd", *SIMULATED),
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -303,7 +274,7 @@ def test_what_comes_apart_from_its_node_is_found(
     words: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Answers in any order, passes that run beside the loop, hidden states before the answers."""
+    """Answers in any order, and passes that run beside the loop."""
     fired: list[int] = []
     monkeypatch.setattr(owner, name, fault(getattr(owner, name), fired))
     report = certify(config(*words), checks=QUICK)
