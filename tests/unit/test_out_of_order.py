@@ -70,9 +70,9 @@ class Order:
     ],
 )
 def test_the_output_is_that_of_plain_decoding(policy: str, clock: str, batch_size: int) -> None:
-    """Also in paged caches: admission relies on ``held_nodes``, though answers wait in them."""
+    """Also in paged caches: admission relies on ``max_cached_nodes``, but answers wait there."""
     wanted, chosen, seen = toys.cases(12), POLICIES[policy](), Order()
-    need = max(len(case.prompt) for case in wanted) + 12 + chosen.held_nodes(3)
+    need = max(len(case.prompt) for case in wanted) + 12 + chosen.max_cached_nodes(3)
     kv_tokens = 2 * 4 * -(-need // 4)  # two of the longest requests, in blocks of 4
     bench = Workbench(toys.pair(), seed=toys.SEED, clock=CLOCKS[clock]())
     parts = bench.parts(
@@ -117,7 +117,7 @@ def test_the_output_is_that_of_plain_decoding(policy: str, clock: str, batch_siz
             for node_id in commit.retired_ids[1:].tolist()
         )
     toys.assert_plain(outputs, wanted)
-    assert seen.in_flight <= chosen.held_nodes(3)
+    assert seen.in_flight <= chosen.max_cached_nodes(3)
     assert state.load.kv_peak_tokens <= kv_tokens
     if getattr(chosen, "serial", True):  # a request waits for its batch
         assert seen.early == seen.stored == 0

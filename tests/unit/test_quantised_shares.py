@@ -18,7 +18,6 @@ from specdec.models.quantize import (
     num_bytes,
     quantize,
     sharded,
-    share_of,
     share_plan,
 )
 from specdec.models.random import random_model
