@@ -8,47 +8,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from enum import IntEnum
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
-from specdec.distributed.messages import Reader, pack_commit, pack_tree
 from specdec.distributed.plan import DraftPlan
 from specdec.tensor_parallel.collective import Collective
-from specdec.types import Commit, IntArray, TreeRows
+from specdec.types import IntArray, TreeRows
 
 if TYPE_CHECKING:
     from specdec.pairs import ModelPair
 
 
-class Call(IntEnum):
-    """Recorded calls. Each starts with this number and, except ``PASS``, a cache number.
+class Call(NamedTuple):
+    """A method of ``TreeCache`` (``rows``, ``commit``, ``truncate``) called on a cache.
 
-    - ``MAKE``: creates a cache of a given capacity.
-    - ``ROWS``, ``COMMIT``, ``TRUNCATE``: methods of ``TreeCache``. Rows are numbered from 0 after
-      each pass.
-    - ``DROP``: deletes a cache.
-    - ``PASS``: a forward pass: numbers of its rows, and indices of rows that need logits (-1: all).
+    Other names are ``make`` (a new cache of a given capacity) and ``drop``.
     """
 
-    MAKE = 0
-    ROWS = 1
-    COMMIT = 2
-    TRUNCATE = 3
-    DROP = 4
-    PASS = 5
+    name: str
+    cache: int
+    arguments: tuple[Any, ...] = ()
+
+
+class Calls(NamedTuple):
+    """Calls since the last forward pass, and the pass that follows them.
+
+    Attributes:
+        rows: the pass's rows, as numbers of the calls of ``rows`` since the last pass.
+        logits_rows: indices of rows that need logits; None: all.
+    """
+
+    calls: list[Call]
+    rows: list[int]
+    logits_rows: IntArray | None
 
 
 class CallList:
-    """Records calls since the last forward pass, packed for sending."""
+    """Records calls since the last forward pass."""
 
     def __init__(self) -> None:
-        self.parts: list[IntArray] = []
+        self._calls: list[Call] = []
         self._rows: list[Rows] = []
         self._dropped: list[int] = []  # separate: a finalizer may run during another call
         self._num_caches = 0
@@ -57,39 +59,28 @@ class CallList:
         """Records a new cache and returns its number."""
         number = self._num_caches
         self._num_caches += 1
-        self.add(Call.MAKE, number, capacity)
+        self.add("make", number, capacity)
         return number
 
     def rows(self, cache: int, rows: Rows, prefix: IntArray, tree: TreeRows | None) -> None:
         """Records ``TreeCache.rows``: its result and its arguments."""
         self._rows.append(rows)
-        self.add(Call.ROWS, cache, len(prefix))
-        self.parts.append(prefix)
-        self.add(tree is not None)
-        if tree is not None:
-            self.parts += pack_tree(tree)
+        self.add("rows", cache, prefix, tree)
 
-    def commit(self, cache: int, commit: Commit) -> None:
-        self.add(Call.COMMIT, cache)
-        self.parts += pack_commit(commit)
+    def add(self, name: str, cache: int, *arguments: Any) -> None:
+        self._calls.append(Call(name, cache, arguments))
 
     def drop(self, cache: int) -> None:
         self._dropped.append(cache)
 
-    def add(self, *values: int) -> None:
-        self.parts.append(np.array(values, np.int64))
-
-    def take(self, rows: Sequence[Rows], logits_rows: IntArray | None) -> list[IntArray]:
+    def take(self, rows: Sequence[Rows], logits_rows: IntArray | None) -> Calls:
         """Returns the recorded calls, followed by a pass over ``rows``, and starts a new list."""
         numbers = {id(known): number for number, known in enumerate(self._rows)}
         while self._dropped:
-            self.add(Call.DROP, self._dropped.pop())
-        self.add(Call.PASS, len(rows), *(numbers[id(part)] for part in rows))
-        self.add(-1 if logits_rows is None else len(logits_rows))
-        if logits_rows is not None:
-            self.parts.append(logits_rows)
-        parts, self.parts, self._rows = self.parts, [], []
-        return parts
+            self.add("drop", self._dropped.pop())
+        taken = Calls(self._calls, [numbers[id(part)] for part in rows], logits_rows)
+        self._calls, self._rows = [], []
+        return taken
 
 
 class DraftSession:
@@ -123,44 +114,29 @@ class DraftSession:
         self.rows = 0
         self.doing = "waiting for rank 0"
 
-    def replay(self, step: int, packed: IntArray) -> None:
-        """Replays packed calls; ``step`` is the iteration of the decode loop, for the trace."""
+    def replay(self, step: int, calls: Calls) -> None:
+        """Replays recorded calls; ``step`` is the iteration of the decode loop, for the trace."""
         if self._timeline is not None:
             self._timeline.step = step
-        reader, rows = Reader(packed), list[Rows]()
-        while not reader.at_end:
-            call = reader.ints(1)[0]
-            if call == Call.PASS:
-                self._pass(reader, rows)
+        rows: list[Rows] = []
+        for name, number, arguments in calls.calls:
+            if name == "make":
+                self._caches[number] = self._runner.new_cache(*arguments)
+            elif name == "drop":
+                del self._caches[number]
+            elif name == "rows":
+                prefix, tree = arguments
+                rows.append(self._caches[number].rows(prefix_tokens=prefix, tree=tree))
+            elif name == "commit":
+                self._caches[number].commit(*arguments)
             else:
-                self._cache_call(call, reader, rows)
+                self._caches[number].truncate(*arguments)
+        self._pass([rows[number] for number in calls.rows], calls.logits_rows)
 
     def report(self) -> dict[str, object]:
         return {"clock": asdict(self._clock.report()), "rows": self.rows}
 
-    def _cache_call(self, call: int, reader: Reader, rows: list[Rows]) -> None:
-        number = reader.ints(1)[0]
-        if call == Call.MAKE:
-            self._caches[number] = self._runner.new_cache(reader.ints(1)[0])
-            return
-        if call == Call.DROP:
-            del self._caches[number]
-            return
-        cache = self._caches[number]
-        if call == Call.ROWS:
-            prefix, has_tree = reader.array(), reader.ints(1)[0]
-            tree = reader.tree() if has_tree else None
-            rows.append(cache.rows(prefix_tokens=prefix, tree=tree))
-        elif call == Call.COMMIT:
-            cache.commit(reader.commit())
-        else:
-            cache.truncate(reader.ints(1)[0])
-
-    def _pass(self, reader: Reader, rows: list[Rows]) -> None:
-        numbers = reader.ints(reader.ints(1)[0])
-        num_logits = reader.ints(1)[0]
-        logits_rows = None if num_logits < 0 else reader.raw(num_logits)
-        inputs = [rows[number] for number in numbers]
+    def _pass(self, inputs: Sequence[Rows], logits_rows: IntArray | None) -> None:
         num_rows = sum(map(len, inputs))
         self.doing = f"computing {num_rows} rows of the draft"
         self._clock.start(self._rank)

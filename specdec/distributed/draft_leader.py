@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,8 +11,8 @@ import torch
 
 from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
 from specdec.clocks.meter import Meter
-from specdec.distributed.draft_follower import Call, CallList
-from specdec.distributed.messages import Kind, pack_message
+from specdec.distributed.draft_follower import CallList, Calls
+from specdec.distributed.messages import Kind, Message
 from specdec.distributed.plan import DraftPlan
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.distributed.transport import PeerLost
@@ -64,9 +65,8 @@ class DraftGroup:
         self._members = plan.members
         self.runner = cast("ModelRunner", _RecordingRunner(runner, self))
 
-    def send_calls(self, parts: Sequence[IntArray]) -> None:
-        calls = pack_message(Kind.DRAFT, self._session, self.step, *parts)
-        self._group.send(calls, self._members)
+    def send_calls(self, calls: Calls) -> None:
+        self._group.send(Message(Kind.DRAFT, self._session, self.step, calls), self._members)
 
     def reports(self) -> list[dict[str, Any]]:
         """Returns clock report, rows computed, bytes sent and CPU seconds of each other rank."""
@@ -131,8 +131,8 @@ class _RecordingCache:
 
     def commit(self, commit: Commit) -> None:
         self._inner.commit(commit)
-        self._calls.commit(self._number, commit)
+        self._calls.add("commit", self._number, replace(commit, hidden={}))
 
     def truncate(self, length: int) -> None:
         self._inner.truncate(length)
-        self._calls.add(Call.TRUNCATE, self._number, length)
+        self._calls.add("truncate", self._number, length)

@@ -3,7 +3,7 @@
 Implements the steps of ``PipelineExecutor`` with messages. Per step, rank 0 sends one message to
 the first stage (the batch) and one to every rank (the commits). The last rank replies with tokens,
 ranks with early exits with candidates, and ranks whose hidden states a part needs with those. Both
-sides track live rows with ``InFlightRows``.
+sides know from ``InFlightRows`` which rows are alive.
 """
 
 from __future__ import annotations
@@ -11,38 +11,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from specdec.clocks import Clock, ClockKind
 from specdec.clocks.meter import Meter
 from specdec.distributed.draft_leader import DraftGroup
-from specdec.distributed.in_flight_rows import InFlightRows
 from specdec.distributed.kept_rows import Keepers
-from specdec.distributed.messages import (
-    Entry,
-    Kind,
-    OpenedRequest,
-    pack_ending,
-    pack_entry,
-    pack_message,
-)
+from specdec.distributed.messages import Ending, Entry, Kind, Message, OpenedRequest, ReplyKey
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import GroupHandle
-from specdec.distributed.replies import Reply, ReplyKey, read_answers, read_exits, read_hidden
 from specdec.executors.pipeline import StepCharges
-from specdec.executors.stage import InFlight, with_early, with_hidden
+from specdec.executors.stage import InFlight, InFlightRows, with_early, with_hidden
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
-from specdec.types import Answers, Batch, Commit, Exits, HiddenName, IntArray, Output
+from specdec.types import Answers, Batch, Commit, Exits, Output
 
 if TYPE_CHECKING:
     from specdec.state import RequestState
 
-_NO_TOKENS: IntArray = np.zeros(0, np.int64)
+_NO_TOKENS = np.zeros(0, np.int64)
 _EARLY = (Kind.EXITS, Kind.EARLY)  # replies that are of use before the step ends
 
 
@@ -86,26 +75,25 @@ class DistributedExecutor(Executor):
         self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
         self._first_ranks = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
+        self._last_rank = len(plan.ranks)
         self._times = StepCharges(clock, plan.devices) if clock.kind is ClockKind.PACED else None
-        self._next_rows = [0] * (self.in_flight - 1)  # rows entering stages 2, 3, ... in this step
         self._meter = meter
         self._timeout_s = timeout_s
-        self._in_flight = InFlightRows()
         self._tick = self._step = -1
         self._opens, self._closes = list[OpenedRequest](), list[int]()
-        self._packed_entry = _NO_TOKENS
-        self._due: Batch | None = None  # batch that the last rank answers in this step
-        self._last_rank = len(plan.ranks)
+        self._entry = Entry(batch=Batch(step=-1))
+        self._in_flight = InFlightRows()
         self._side_parts = {
             rank: part for rank, part in enumerate(plan.ranks, 1) if part.has_side_outputs
         }
-        self._side_stages = sorted({part.group for part in self._side_parts.values()})
         self.hidden = tuple(n for part in self._side_parts.values() for n in part.hidden)
         self.early_hidden = tuple(n for part in self._side_parts.values() for n in part.early)
-        # (stage with side outputs, tick of entry) -> rows computed there, until they are answered
-        self._stage_batches: dict[tuple[int, int], Batch] = {}
-        # Replies of this step -> tick at which each is sent, and its rows
-        self._expected: dict[ReplyKey, tuple[int, Batch]] = {}
+        # Stages of whose batches rank 0 needs to know the rows.
+        self._known_stages = {part.group for part in self._side_parts.values()} | {self.in_flight}
+        if self._times is not None:
+            self._known_stages |= set(range(1, self.in_flight + 1))
+        self._on_stage: dict[int, Batch] = {}  # the rows that each computes in this step
+        self._expected: dict[ReplyKey, int] = {}  # replies of this step -> ticks of their sending
         self._polled: set[ReplyKey] = set()  # those of them that ``poll`` has returned
         self._in_step = self._is_waiting = False
         self._handle = GroupHandle(
@@ -136,7 +124,7 @@ class DistributedExecutor(Executor):
         self._opens.append(
             OpenedRequest(
                 id=request.id,
-                max_len=request.max_cached,
+                max_cached=request.max_cached,
                 sampling=sampling,
                 tokens=request.tokens.copy() if sampling.needs_history else _NO_TOKENS,
             )
@@ -149,29 +137,29 @@ class DistributedExecutor(Executor):
         self._step = batch.step
         self._in_step = True
         self.counters.count(batch)
-        entry = Entry(closes=tuple(self._closes), opens=tuple(self._opens), batch=batch)
+        self._entry = Entry(closes=tuple(self._closes), opens=tuple(self._opens), batch=batch)
+        for request_id in self._closes:
+            self._in_flight.close(request_id)
+        for opened in self._opens:
+            self._in_flight.open(opened.id, self._tick)
+        self._in_flight.enter(self._tick, batch)
         self._closes.clear()
         self._opens.clear()
-        self._in_flight.enter(self._tick, batch, [o.id for o in entry.opens], entry.closes)
-        if 1 in self._side_stages:
-            self._record_batch(1, self._tick)
-        if self.in_flight == 1:
-            self._due = self._in_flight.take(self._tick)
+        if 1 in self._known_stages and batch.num_tokens:
+            self._on_stage[1] = batch
         self._expected = self._expected_replies()
         self._polled.clear()
         self._is_waiting = False
-        self._packed_entry = pack_entry(entry)
-        if not entry.is_empty:
-            begin = pack_message(Kind.BEGIN, self._session, self._tick, self._packed_entry)
+        if not self._entry.is_empty:
+            begin = Message(Kind.BEGIN, self._session, self._tick, self._entry)
             self._group.send(begin, self._first_ranks)
         if self._times is not None:
-            num_nodes = 0 if self._due is None else self._due.num_nodes
-            self._times.compute([batch.num_tokens, *self._next_rows], num_nodes)
+            last = self._on_stage.get(self.in_flight)
+            self._times.compute(self._num_rows(), 0 if last is None else last.num_nodes)
             for part in self._side_parts.values():
-                stage_batch = self._stage_batches.get((part.group, self._entry_tick(part.group)))
-                if stage_batch is not None:
+                if (at_exit := self._on_stage.get(part.group)) is not None:
                     for _ in part.exits:
-                        self._times.exit(part.group - 1, stage_batch.num_nodes)
+                        self._times.exit(part.group - 1, at_exit.num_nodes)
 
     def ready(self) -> bool:
         """Returns whether ``collect`` would return at once."""
@@ -192,7 +180,7 @@ class DistributedExecutor(Executor):
         self._group.check()
         arrived = {
             key: self._group.reply(key, self._session, tick, self._timeout_s)
-            for key, (tick, _) in self._expected.items()
+            for key, tick in self._expected.items()
             if key[0] in _EARLY and key not in self._polled and self._group.has_reply(key)
         }
         self._polled |= arrived.keys()
@@ -210,10 +198,10 @@ class DistributedExecutor(Executor):
         Raises:
             RankFailure: a rank died or raised, or none made progress for ``timeout_s``.
         """
-        replies: dict[ReplyKey, Reply] = {}
+        replies: dict[ReplyKey, Any] = {}
         if self._expected:
             with self._meter.waiting():
-                for key, (tick, _) in self._expected.items():
+                for key, tick in self._expected.items():
                     if key in self._polled:
                         continue
                     replies[key] = self._group.reply(key, self._session, tick, self._timeout_s)
@@ -225,20 +213,16 @@ class DistributedExecutor(Executor):
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Sends the commits to every rank, which ends the step."""
-        pruned = sum(commit.num_examined for commit in commits)
-        ending = pack_ending(commits, pruned)
-        end = pack_message(Kind.END, self._session, self._tick, *ending, self._packed_entry)
+        sent = tuple(replace(c, hidden={}) if c.hidden else c for c in commits)
+        end = Message(Kind.END, self._session, self._tick, Ending(self._entry, sent))
         self._group.send(end, reversed(self._ranks))  # the last rank's answer is needed first
         self._in_flight.commit(self._tick, commits)
-        for stage in self._side_stages:
-            self._stage_batches.pop((stage, self._entry_tick(self.in_flight)), None)
-            if stage > 1:
-                self._record_batch(stage, self._tick + 1)
-        if self.in_flight > 1:
-            self._due = self._in_flight.take(self._tick + 2 - self.in_flight)
+        self._in_flight.drop(self._entry_tick(self.in_flight))
+        on_stage = {s: self._in_flight.alive(self._tick + 2 - s) for s in self._known_stages - {1}}
+        self._on_stage = {s: flight.batch for s, flight in on_stage.items() if flight is not None}
         if self._times is not None:
-            self._next_rows = self._rows_in_flight()
-            self._times.end(pruned, self._next_rows, answered=bool(output.answers))
+            pruned = sum(commit.num_examined for commit in commits)
+            self._times.end(pruned, self._num_rows()[1:], answered=bool(output.answers))
         if self._draft is not None:
             self._draft.step = self._step + 1
         self._in_step = False
@@ -278,78 +262,61 @@ class DistributedExecutor(Executor):
             self._group.close_session(self._session)
         self._handle.release(broken=self._in_step)
 
-    def _rows_in_flight(self) -> list[int]:
-        """Returns the number of rows that each of stages 2, 3, ... computes in the next step."""
-        if self.in_flight == 1:
-            return []
-        entered = range(self._tick, self._tick + 2 - self.in_flight, -1)
-        batches = [*map(self._in_flight.alive, entered), self._due]
-        return [0 if batch is None else batch.num_tokens for batch in batches]
+    def _num_rows(self) -> list[int]:
+        stages = range(1, self.in_flight + 1)
+        return [b.num_tokens if (b := self._on_stage.get(stage)) else 0 for stage in stages]
 
     def _entry_tick(self, stage: int) -> int:
         """Returns the tick at which the batch now on ``stage`` was submitted."""
         return self._tick + 1 - stage
 
-    def _record_batch(self, stage: int, tick: int) -> None:
-        batch = self._in_flight.alive(tick + 1 - stage)
-        if batch is not None:
-            self._stage_batches[stage, tick + 1 - stage] = batch
-
-    def _expected_replies(self) -> dict[ReplyKey, tuple[int, Batch]]:
-        """Maps the replies due in this step to the tick at which each is sent, and its rows.
+    def _expected_replies(self) -> dict[ReplyKey, int]:
+        """Maps the replies due in this step to the tick at which each is sent.
 
         Hidden states are collected only when their rows are answered.
         """
-        expected: dict[ReplyKey, tuple[int, Batch]] = {}
-        answered = self._entry_tick(self.in_flight)
+        expected: dict[ReplyKey, int] = {}
+        last = self._on_stage.get(self.in_flight)
         for rank, part in self._side_parts.items():
-            stage_batch = self._stage_batches.get((part.group, self._entry_tick(part.group)))
-            if part.exits and stage_batch is not None and stage_batch.trees:
-                expected[Kind.EXITS, rank] = self._tick, stage_batch
-            if part.early and stage_batch is not None:
-                expected[Kind.EARLY, rank] = self._tick, stage_batch
-            if part.hidden and self._due is not None:
-                sent = answered + part.group - 1
-                expected[Kind.HIDDEN, rank] = sent, self._stage_batches[part.group, answered]
-        if self._due is not None and self._due.trees:
-            expected[Kind.ANSWERS, self._last_rank] = self._tick, self._due
+            batch = self._on_stage.get(part.group)
+            if part.exits and batch is not None and batch.trees:
+                expected[Kind.EXITS, rank] = self._tick
+            if part.early and batch is not None:
+                expected[Kind.EARLY, rank] = self._tick
+            if part.hidden and last is not None:
+                expected[Kind.HIDDEN, rank] = self._entry_tick(self.in_flight) + part.group - 1
+        if last is not None and last.trees:
+            expected[Kind.ANSWERS, self._last_rank] = self._tick
         return expected
 
-    def _read(self, replies: Mapping[ReplyKey, Reply]) -> Output:
+    def _read(self, replies: Mapping[ReplyKey, Any]) -> Output:
         """Converts replies to the step's output, without requests that have been closed since."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
-        batch: Batch | None = None
-        captured: dict[HiddenName, torch.Tensor] = {}
-        early: Output | None = None
+        last: InFlight | None = None
+        output = Output(step=self._step)
         answered = self._entry_tick(self.in_flight)
-        for (kind, rank), reply in replies.items():
-            rows, part = self._expected[kind, rank][1], self._plan.ranks[rank - 1]
+        for (kind, rank), body in replies.items():
+            part = self._plan.ranks[rank - 1]
+            entered = answered if kind is Kind.HIDDEN else self._entry_tick(part.group)
             if kind is Kind.ANSWERS:
-                is_open = partial(self._is_open, answered)
-                answers = read_answers(reply, rows, is_open, self._keepers.of)
+                open_ = [a for a in body if self._is_open(entered, a.request)]
+                answers = tuple(self._keepers.connect(a) for a in open_)
             elif kind is Kind.EXITS:
-                is_open = partial(self._is_open, self._entry_tick(part.group))
-                exits += read_exits(reply, rows, is_open, part.exits)
-            elif kind is Kind.EARLY:
-                flight = _states(reply, rows, part.early)
-                self._in_flight.prune(self._entry_tick(part.group), flight)
-                before = Output(step=self._step) if early is None else early
-                early = with_early(before, flight.batch, flight.captured)
+                exits += tuple(e for e in body if self._is_open(entered, e.request))
             else:
-                flight = _states(reply, rows, part.hidden)
-                self._in_flight.prune(answered, flight)
-                batch, captured = flight.batch, captured | flight.captured
-        output = Output(step=self._step, answers=answers, exits=exits)
-        if early is not None:
-            output = replace(early, answers=answers, exits=exits)
-        return output if batch is None else with_hidden(output, batch, captured)
+                names = part.early if kind is Kind.EARLY else part.hidden
+                captured = dict(zip(names, body.states, strict=True))
+                flight = InFlight(body.batch, body.states[0], captured)
+                self._in_flight.prune(entered, flight)
+                if kind is Kind.EARLY:
+                    output = with_early(output, flight.batch, flight.captured)
+                else:
+                    last = last or flight
+                    last.captured |= flight.captured
+        output = replace(output, answers=answers, exits=exits)
+        return output if last is None else with_hidden(output, last.batch, last.captured)
 
     def _is_open(self, entered: int, request_id: int) -> bool:
         # With executor=replicated, a busy copy is closed before it commits.
         return request_id not in self._closes and self._in_flight.is_open(request_id, entered)
-
-
-def _states(reply: Reply, rows: Batch, names: Sequence[HiddenName]) -> InFlight:
-    states = read_hidden(reply, rows, names)
-    return InFlight(rows, states[names[0]], states)

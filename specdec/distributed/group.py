@@ -1,11 +1,13 @@
-"""Rank 0's connection to a group of ranks: sessions, messages, replies and failures."""
+"""Rank 0's connection to a group of ranks: sessions, messages, replies, and who failed first."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,18 +15,26 @@ from typing import Any
 import torch.distributed as dist
 
 from specdec.clocks import timed_runs
-from specdec.distributed import store_keys
 from specdec.distributed.collective import Connections
-from specdec.distributed.failure_detector import FailureDetector
 from specdec.distributed.inbox import Inbox
 from specdec.distributed.launch import Processes
 from specdec.distributed.links import ControlLink, GlooLink, SocketLink
-from specdec.distributed.messages import Kind, pack_json, pack_message
+from specdec.distributed.messages import (
+    ANY_FAILED,
+    HEARTBEAT_S,
+    Kind,
+    Message,
+    ReplyKey,
+    captured_key,
+    failed_key,
+    heartbeat_key,
+    ready_key,
+    report_key,
+    started_key,
+)
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.replies import Reply, ReplyKey
 from specdec.distributed.transport import PeerLost, control_group
-from specdec.errors import RankFailure
-from specdec.types import IntArray
+from specdec.errors import RankFailure, UserError
 
 _POLL_S = 0.1
 _LOAD_POLL_S = 0.02
@@ -32,6 +42,9 @@ _LOAD_TIMEOUT_S = 120.0  # without any heartbeat
 _MAX_PENDING = 1024  # small messages; rank 0 must never wait for a slow rank
 _SEND_S = 60.0  # for a rank to read what its link's buffer cannot hold
 _GRACE_S = 5.0  # for ranks to exit on their own
+_OBSERVE_S = 0.5  # between two readings of the store
+_SETTLE_S = 1.0  # the first failure noticed may be the consequence of another
+_STALE_S = 3 * HEARTBEAT_S
 
 
 class RankGroup:
@@ -60,7 +73,7 @@ class RankGroup:
         self._session_ids = itertools.count(1)
         self._report_ids = itertools.count()
         self._failures = FailureDetector(store=store, size=size, processes=processes)
-        self.wait_for([store_keys.started(rank) for rank in range(1, size)])
+        self.wait_for([started_key(rank) for rank in range(1, size)])
         self.connections = Connections(store=store, rank=0, loopback=loopback)
         self._links = self._connect(loopback)
         self._inbox = Inbox(self._links)
@@ -96,35 +109,33 @@ class RankGroup:
     def announce(self, plan: SessionPlan | DraftPlan) -> int:
         """Tells the plan's ranks to load their parts; returns the session's number at once."""
         session = next(self._session_ids)
-        kind = "draft" if isinstance(plan, DraftPlan) else "stage"
-        content = {"kind": kind, "plan": plan.to_json()}
         self._captures |= plan.model.get("graphs", "off") != "off"
-        self.send(pack_json(Kind.SETUP, session, content), plan.members)
+        self.send(Message(Kind.SETUP, session, body=plan), plan.members)
         return session
 
     def await_ready(self, session: int, ranks: Iterable[int]) -> None:
         """Waits until ranks have loaded their parts."""
-        self.wait_for([store_keys.ready(session, rank) for rank in ranks])
+        self.wait_for([ready_key(session, rank) for rank in ranks])
 
     def begin_timed(self) -> None:
         """Makes ranks capture CUDA graphs now, so that they need not during a timed run."""
         if not (self.alive and self._captures):
             return
         number, ranks = next(self._report_ids), range(1, self.size)
-        self.send(pack_message(Kind.BEGIN_TIMED, 0, number), ranks)
-        keys = [store_keys.captured(number, rank) for rank in ranks]
+        self.send(Message(Kind.BEGIN_TIMED, tick=number), ranks)
+        keys = [captured_key(number, rank) for rank in ranks]
         self.wait_for(keys)
         for key in keys:
             self._store.delete_key(key)
 
     def end_timed(self) -> None:
         if self.alive and self._captures:
-            self.send(pack_message(Kind.END_TIMED, 0, 0), range(1, self.size))
+            self.send(Message(Kind.END_TIMED), range(1, self.size))
 
     def close_session(self, session: int) -> None:
         """Makes ranks free a session's models and caches."""
         if self.alive:
-            self.send(pack_message(Kind.RELEASE, session, 0), range(1, self.size))
+            self.send(Message(Kind.RELEASE, session), range(1, self.size))
 
     @property
     def pids(self) -> list[int] | None:
@@ -134,16 +145,16 @@ class RankGroup:
     def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
         """Requests ``Worker.report`` of ``ranks``, which must have the session."""
         number = next(self._report_ids)
-        self.send(pack_message(Kind.REPORT, session, number), ranks)
-        keys = [store_keys.report(session, number, rank) for rank in ranks]
+        self.send(Message(Kind.REPORT, session, number), ranks)
+        keys = [report_key(session, number, rank) for rank in ranks]
         self.wait_for(keys)
         reports = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
         return reports
 
-    def send(self, packed: IntArray, ranks: Iterable[int]) -> None:
-        """Sends one message to several ranks; the array must not change afterwards."""
+    def send(self, message: Message, ranks: Iterable[int]) -> None:
+        packed = message.pack()
         try:
             for rank in ranks:
                 self._links[rank].send(packed)
@@ -163,8 +174,8 @@ class RankGroup:
         except PeerLost as lost:
             raise self.failed(lost) from None
 
-    def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
-        """Waits for a reply to step ``tick``; earlier replies with the same key are dropped.
+    def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
+        """Waits for a reply to step ``tick`` and returns its body; drops earlier ones of this key.
 
         Raises:
             RankFailure: a rank has ended, or none has made progress for ``timeout_s``.
@@ -179,7 +190,7 @@ class RankGroup:
                 self.check_progress(timeout_s, begins=not waiting)
                 waiting = True
             elif (received.session, received.tick) == (session, tick):
-                return received.reply
+                return received.body
 
     def check_progress(self, timeout_s: float, *, begins: bool) -> None:
         """Raises if a rank has failed, or none has made progress for ``timeout_s`` of a wait.
@@ -224,7 +235,7 @@ class RankGroup:
         self.alive = False
         with suppress(PeerLost):
             for link in self._links.values():
-                link.send(pack_message(Kind.STOP, 0, 0))
+                link.send(Message(Kind.STOP).pack())
         if self._processes is not None:
             self._processes.wait(_GRACE_S)
             self._processes.kill()
@@ -251,3 +262,159 @@ class RankGroup:
     def _kill_with(self, error: BaseException) -> BaseException:
         self.kill()
         return error
+
+
+class FailureDetector:
+    """Watches process exits, error reports and heartbeats of ranks 1 .. size - 1.
+
+    Reports and heartbeats are in the store, which rank 0 reads (``alarmed``) only after it has
+    waited for a while, so that steps of the usual duration cost nothing.
+    """
+
+    def __init__(self, *, store: dist.Store, size: int, processes: Processes | None) -> None:
+        """``size`` includes rank 0; ``processes`` is None if a launcher has started the ranks."""
+        self._store = store
+        self._ranks = range(1, size)
+        self._processes = processes
+        # rank -> (time at which the latest beat was first seen, its number, current operation)
+        self._beats: dict[int, tuple[float, int, str]] = {}
+        self._beating: list[int] = []  # ranks that have sent a heartbeat
+        self._last_progress = time.monotonic()
+        self._started: float | None = None
+        self._observed = 0.0  # when the store was read
+        self._alarm = False
+
+    def start(self) -> None:
+        """Starts watching: ranks send heartbeats from now on."""
+        self._started = time.monotonic()
+
+    def alarmed(self) -> bool:
+        """Returns whether a rank has failed or ended; reads the store at most twice per second."""
+        if self._alarm or (self._processes is not None and self._processes.ended):
+            return True
+        now = time.monotonic()
+        if self._started is not None and now >= self._observed + _OBSERVE_S:
+            self._observed = now
+            try:
+                self._observe()
+            except RuntimeError:  # the store is gone, and with it the job
+                self._alarm = True
+        return self._alarm
+
+    def expect_progress(self) -> None:
+        """Restarts the count of ``silent_s``, because rank 0 starts to wait now."""
+        self._last_progress = max(self._last_progress, time.monotonic())
+
+    def silent_s(self) -> float:
+        """Returns the seconds since any rank last changed its current operation."""
+        return time.monotonic() - self._last_progress
+
+    def failure(self, lost: PeerLost | None = None) -> BaseException:
+        """Returns the root cause of a failure that has been noticed.
+
+        Waits up to a second for further evidence: a rank's own error takes precedence over a
+        process exit, and both over lost connections, which are consequences.
+        """
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            error = self._reported_error() or self._process_exit()
+            if error is not None:
+                return error
+            if time.monotonic() > deadline:
+                return self._lost_connection(lost)
+            time.sleep(0.05)
+
+    def hang(self, timeout_s: float) -> RankFailure:
+        """Returns the error for ``timeout_s`` without progress, which names the rank to blame."""
+        stale = self.stale(_STALE_S)
+        if stale:
+            what = "gives no sign of life (stopped, swapped out, or its machine is gone)"
+            return RankFailure(
+                rank=min(stale),
+                cause=f"it {what}; nothing has moved for executor.timeout_s={timeout_s:g} s",
+            )
+        operations = {r: operation for r, (_, _, operation) in self._beats.items()}
+        computing = [r for r, operation in operations.items() if "computing" in operation]
+        rank = min(computing or operations)
+        return RankFailure(
+            rank=rank,
+            cause=f"it is {operations[rank]} and nothing has moved for"
+            f" executor.timeout_s={timeout_s:g} s; if its work takes that long, raise"
+            " executor.timeout_s",
+        )
+
+    def stale(self, seconds: float) -> list[int]:
+        """Returns the ranks without a heartbeat for ``seconds``; none before ``start``."""
+        start, now = self._started, time.monotonic()
+        if start is None:
+            return []
+        return [r for r in self._ranks if now - self._beats.get(r, (start, -1, ""))[0] > seconds]
+
+    def _reported_error(self) -> BaseException | None:
+        reports = sorted(self._reports().items())
+        for rank, report in reports:
+            if report["kind"] == "user":
+                return UserError(f"rank {rank}: {report['text']}")
+        for rank, report in reports:
+            if report["kind"] == "raised":
+                return RankFailure(rank=rank, cause=report["text"])
+        return None
+
+    def _process_exit(self) -> RankFailure | None:
+        if self._processes is None:
+            return None
+        reports = self._reports()
+        for rank, status in sorted(self._processes.ended.items()):
+            if rank not in reports:  # ranks with a report exit because of it
+                return RankFailure(rank=rank, cause=_cause(status, self._processes.log(rank)))
+        return None
+
+    def _lost_connection(self, lost: PeerLost | None) -> RankFailure:
+        reports = self._reports()
+        lost_peers = Counter(r["peer"] for r in reports.values() if r["kind"] == "lost")
+        if lost is not None:
+            lost_peers[lost.peer] += 1
+        silent = [rank for rank, _ in lost_peers.most_common() if rank and rank not in reports]
+        if silent:
+            return RankFailure(
+                rank=silent[0], cause="its connections broke (killed, or its machine is gone)"
+            )
+        return RankFailure(rank=None, cause="connections between ranks broke")
+
+    def _reports(self) -> dict[int, dict[str, Any]]:
+        """Returns rank -> the failure that it has written to the store (``worker.serve``)."""
+        reports = {}
+        with suppress(RuntimeError):
+            for rank in self._ranks:
+                key = failed_key(rank)
+                if self._store.check([key]):
+                    reports[rank] = json.loads(self._store.get(key))
+        return reports
+
+    def _observe(self) -> None:
+        """Reads all ranks' keys with few messages to the store."""
+        if self._store.check([ANY_FAILED]):
+            self._alarm = True
+        for rank in self._ranks:
+            if rank not in self._beating and self._store.check([heartbeat_key(rank)]):
+                self._beating.append(rank)
+        if not self._beating:
+            return
+        beats = self._store.multi_get([heartbeat_key(rank) for rank in self._beating])
+        now = time.monotonic()
+        for rank, beat in zip(self._beating, beats, strict=True):
+            number, operation = json.loads(beat)
+            _, last_number, last_operation = self._beats.get(rank, (0.0, -1, ""))
+            if number != last_number:
+                self._beats[rank] = (now, number, operation)
+            if operation != last_operation:
+                self._last_progress = now
+
+
+def _cause(status: int, log: str) -> str:
+    tail = f"; the end of its log: {log}" if log else ""
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = " (out of memory, or by hand)" if name == "SIGKILL" else ""
+        return f"its process was ended by {name}{hint}{tail}"
+    return f"its process ended with status {status}{tail}"

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping
 from time import monotonic
 
 from specdec.distributed.links import ControlLink, SocketLink
-from specdec.distributed.replies import REPLIES, ReceivedReply, ReplyKey
+from specdec.distributed.messages import REPLIES, Message, ReplyKey
 from specdec.distributed.transport import PeerLost
 
 
@@ -22,7 +22,7 @@ class Inbox:
     def __init__(self, links: Mapping[int, ControlLink]) -> None:
         """``links``: rank -> its control link. Nothing is read before ``listen``."""
         self._links = links
-        self._queues: dict[ReplyKey, queue.SimpleQueue[ReceivedReply | None]] = {
+        self._queues: dict[ReplyKey, queue.SimpleQueue[Message | None]] = {
             (kind, rank): queue.SimpleQueue() for kind in REPLIES for rank in links
         }
         self._threads: dict[int, threading.Thread] = {}
@@ -65,7 +65,7 @@ class Inbox:
             self._read(key[1])
         return not self._queues[key].empty()
 
-    def take(self, key: ReplyKey, timeout_s: float) -> ReceivedReply | None:
+    def take(self, key: ReplyKey, timeout_s: float) -> Message | None:
         """Waits for a reply; returns None after ``timeout_s``.
 
         Raises:
@@ -76,9 +76,9 @@ class Inbox:
             until = monotonic() + timeout_s
             while replies.empty() and link.has_message(max(0.0, until - monotonic())):
                 arrived = self._next(key[1])
-                if arrived.reply.kind is key[0]:
+                if arrived.kind is key[0]:
                     return arrived
-                self._queues[arrived.reply.kind, key[1]].put(arrived)
+                self._queues[arrived.kind, key[1]].put(arrived)
             timeout_s = 0.0
         try:
             received = replies.get(timeout=timeout_s) if timeout_s else replies.get_nowait()
@@ -94,13 +94,12 @@ class Inbox:
         for thread in self._threads.values():
             thread.join(timeout_s)
 
-    def _next(self, rank: int) -> ReceivedReply:
-        link = self._links[rank]
-        return ReceivedReply.unpack(link.receive(), link.receive_tensor)
+    def _next(self, rank: int) -> Message:
+        return Message.unpack(self._links[rank].receive())
 
     def _read(self, rank: int) -> None:
         received = self._next(rank)
-        self._queues[received.reply.kind, rank].put(received)
+        self._queues[received.kind, rank].put(received)
 
     def _start(self, rank: int) -> None:
         self._direct.pop(rank, None)

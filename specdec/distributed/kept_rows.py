@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from specdec.device import Probs, on_host
-from specdec.distributed.messages import Kind, OpenedRequest, Reader, pack_message
-from specdec.distributed.replies import KeptValues, Reply
+from specdec.device import RemoteProbs, Probs, RowKeeper, on_host
+from specdec.distributed.messages import Kind, Message, OpenedRequest
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Answers, Batch, Commit, FloatArray, IntArray, NodeMap, TreeRows
 
@@ -33,7 +32,15 @@ if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
     from specdec.distributed.group import RankGroup
 
-_NONE: IntArray = np.zeros(0, np.int64)
+_NOT_SENT = cast("RowKeeper", None)
+
+
+class Query(NamedTuple):
+    """Asks for whole rows of nodes (``tokens`` None), or for probabilities of ``tokens``."""
+
+    request: int
+    node_ids: IntArray
+    tokens: IntArray | None = None
 
 
 class Keepers:
@@ -56,17 +63,20 @@ class Keepers:
     def close(self, request_id: int) -> None:
         self._of.pop(request_id, None)
 
-    def of(self, request_id: int) -> KeeperOfRequest:
-        return self._of[request_id]
+    def connect(self, answers: Answers) -> Answers:
+        """Gives distributions that stayed on the last rank access to it."""
+        if not isinstance(answers.probs, RemoteProbs):
+            return answers
+        return replace(answers, probs=replace(answers.probs, keeper=self._of[answers.request]))
 
-    def _ask(self, body: IntArray) -> Reply:
-        """Sends a ``QUERY`` and waits for its reply."""
+    def _ask(self, query: Query) -> torch.Tensor:
         self._num_queries += 1
-        message = pack_message(Kind.QUERY, self._session, self._num_queries, body)
+        message = Message(Kind.QUERY, self._session, self._num_queries, query)
         self._group.send(message, [self._rank])
         key = Kind.ROWS, self._rank
         with self._meter.waiting():
-            return self._group.reply(key, self._session, self._num_queries, self._timeout_s)
+            reply = self._group.reply(key, self._session, self._num_queries, self._timeout_s)
+        return cast("torch.Tensor", reply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +85,17 @@ class KeeperOfRequest:
 
     request: int
     transform: SamplingTransform
-    ask: Callable[[IntArray], Reply]
+    ask: Callable[[Query], torch.Tensor]
 
     def rows(self, node_ids: IntArray) -> FloatArray:
         """Fetches float64[A, V]: the distributions after answered nodes of the tree."""
-        logits = self.ask(_query(self.request, node_ids, _NONE)).rows
-        assert logits is not None, "a query without tokens returns whole rows"
+        logits = self.ask(Query(self.request, node_ids))
         return on_host(_probs(self.transform, logits))
 
     def values(self, node_id: int, tokens: IntArray) -> FloatArray:
         """Fetches float64[len(tokens)]: probabilities of tokens after an answered node."""
-        body = self.ask(_query(self.request, np.array([node_id]), tokens)).body
-        return body.view(np.float64)
+        values: FloatArray = self.ask(Query(self.request, np.array([node_id]), tokens)).numpy()
+        return values
 
 
 class KeptRows:
@@ -106,38 +115,32 @@ class KeptRows:
 
     def keep(
         self, batch: Batch, answers: Sequence[Answers], logits: torch.Tensor
-    ) -> tuple[tuple[Answers, ...], KeptValues | None]:
-        """Stores the logits of those answers whose whole distributions would have to be sent.
-
-        Args:
-            logits: [W, V].
+    ) -> tuple[Answers, ...]:
+        """Stores ``logits`` [W, V] of answers whose whole distributions would have to be sent.
 
         Returns:
-            The answers without the kept distributions, and the values to send in place of these
-            (None if no distribution is kept).
+            The answers, of whose kept distributions there are only the values of children.
         """
         left, start = list[Answers](), 0
-        values = np.full(len(logits), np.nan)
         for tree, answer in zip(batch.trees, answers, strict=True):
             part = slice(start, start + len(tree.node_ids))
             start = part.stop
-            if answer.request in self._of and answer.probs is not None and _is_whole(answer.probs):
+            probs = answer.probs
+            if answer.request in self._of and isinstance(probs, np.ndarray):
                 self._rows.update(answer.request, tree.node_ids, logits[part])
-                values[part] = _after_parents(tree, answer.probs)
-                answer = replace(answer, probs=None)
+                known = _after_parents(tree, probs)
+                kept = RemoteProbs(_NOT_SENT, tree.node_ids, logits.shape[1], known)
+                answer = replace(answer, probs=kept)
             left.append(answer)
-        none = all(mine is given for mine, given in zip(left, answers, strict=True))
-        return tuple(left), None if none else KeptValues(values, logits.shape[1])
+        return tuple(left)
 
-    def answer(self, packed: IntArray) -> Reply:
-        reader = Reader(packed)
-        request = reader.ints(1)[0]
-        node_ids, tokens = reader.array(), reader.array()
-        rows = torch.stack([self._rows[request][i] for i in node_ids.tolist()])
-        if not len(tokens):
-            return Reply(Kind.ROWS, _NONE, rows.cpu())
-        values = _at(_probs(self._of[request], rows), np.zeros_like(tokens), tokens)
-        return Reply(Kind.ROWS, values.view(np.int64))
+    def answer(self, query: Query) -> torch.Tensor:
+        """Returns the body of the reply: logits [A, V], or float64[len(tokens)]."""
+        rows = torch.stack([self._rows[query.request][i] for i in query.node_ids.tolist()])
+        if query.tokens is None:
+            return rows
+        probs = _probs(self._of[query.request], rows)
+        return torch.from_numpy(_at(probs, np.zeros_like(query.tokens), query.tokens))
 
     def commit(self, commits: Sequence[Commit]) -> None:
         self._rows.commit(commits)
@@ -147,19 +150,18 @@ class KeptRows:
         self._rows.close(request_id)
 
 
-def _is_whole(probs: Probs) -> bool:
-    return isinstance(probs, np.ndarray)
-
-
-def _after_parents(tree: TreeRows, probs: Probs) -> FloatArray:
-    """Returns float64[W]: probability of each row's token after its parent, or NaN without it."""
+def _after_parents(tree: TreeRows, probs: FloatArray) -> dict[int, dict[int, float]]:
+    """Returns node id -> token of a child in the same batch -> its probability."""
     order = np.argsort(tree.node_ids)
     at = np.searchsorted(tree.node_ids[order], tree.parent_ids)
     parents = order[np.minimum(at, len(order) - 1)]
-    known = np.flatnonzero(tree.node_ids[parents] == tree.parent_ids)
-    values = np.full(len(order), np.nan)
-    values[known] = _at(probs, parents[known], tree.tokens[known])
-    return values
+    here = np.flatnonzero(tree.node_ids[parents] == tree.parent_ids)
+    tokens = tree.tokens[here]
+    columns = tree.parent_ids[here], tokens, _at(probs, parents[here], tokens)
+    known: dict[int, dict[int, float]] = {}
+    for parent, token, value in zip(*(column.tolist() for column in columns), strict=True):
+        known.setdefault(parent, {})[token] = value
+    return known
 
 
 def _at(probs: Probs, rows: IntArray, tokens: IntArray) -> FloatArray:
@@ -172,8 +174,3 @@ def _probs(transform: SamplingTransform, logits: torch.Tensor) -> Probs:
     if transform.params.greedy:
         return transform.proposal_probs(logits)
     return transform.distribution(logits)
-
-
-def _query(request: int, node_ids: IntArray, tokens: IntArray) -> IntArray:
-    """Packs the body of a ``QUERY``: whole rows without tokens, otherwise one node's values."""
-    return np.concatenate([[request, len(node_ids)], node_ids, [len(tokens)], tokens])

@@ -1,48 +1,48 @@
-"""Control messages: packed int64 arrays, one per step and direction.
+"""Messages between rank 0 and other ranks, and keys of the store in which ranks report their state.
 
-Layout of every message: number of int64 words, kind, session, tick, then the kind's body. Arrays
-are preceded by their length, floats are sent as their bits, bytes are padded to whole words.
+A message is pickled: all ranks belong to one job, and their objects come from the same code.
 """
 
 from __future__ import annotations
 
-import json
+import copyreg
+import io
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from specdec.sampling.transform import SamplingParams
-from specdec.types import Batch, Commit, CommitKind, IntArray, PrefillChunk, TreeRows
+from specdec.types import Batch, Commit, IntArray
 
-HEADER_WORDS = 4
-_KINDS = tuple(CommitKind)
 _WORD = 8
 
 
 class Kind(IntEnum):
-    """Kinds of control messages.
+    """Kinds of messages, with their bodies.
 
     From rank 0:
 
-    - ``SETUP``: opens a session (JSON).
-    - ``BEGIN``: a step's batch, to the first stage.
-    - ``END``: the step's commits, and its batch for the later stages.
+    - ``SETUP``: opens a session (its plan).
+    - ``BEGIN``: a step's batch, to the first stage (``Entry``).
+    - ``END``: the step's commits, and its batch for the later stages (``Ending``).
     - ``REPORT``: requests the rank's counts.
     - ``RELEASE``: closes a session.
     - ``STOP``: ends the process.
-    - ``DRAFT``: a forward pass of a shared draft.
-    - ``QUERY``: asks the last rank for distributions that it keeps (``kept_rows``).
+    - ``DRAFT``: a forward pass of a shared draft (``draft_follower.Calls``).
+    - ``QUERY``: asks the last rank for distributions that it keeps (``kept_rows.Query``).
     - ``BEGIN_TIMED``, ``END_TIMED``: a timed run begins or ends, in all sessions.
 
-    To rank 0:
+    To rank 0, within a step:
 
-    - ``ANSWERS``: answers of the last rank.
-    - ``EXITS``: candidates of a rank with early exits.
-    - ``HIDDEN``, ``EARLY``: hidden states that a part needs with the answers, or before them.
+    - ``ANSWERS``: of the last rank (tuple of ``Answers``).
+    - ``EXITS``: candidates of a rank with early exits (tuple of ``Exits``).
+    - ``HIDDEN``, ``EARLY``: hidden states that a part needs with the answers, or before them
+      (``States``).
     - ``ROWS``: reply to ``QUERY``.
     """
 
@@ -63,17 +63,23 @@ class Kind(IntEnum):
     END_TIMED = 14
 
 
+REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN, Kind.EARLY, Kind.ROWS)
+
+ReplyKey: TypeAlias = tuple[Kind, int]
+"""Kind of a reply, and the rank that sends it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRequest:
     """The part of a request that ranks receive.
 
     Attributes:
-        max_len: maximum number of tokens in its caches.
+        max_cached: maximum number of tokens in its caches.
         tokens: int64[T], the prompt, if the transform reads it; otherwise empty.
     """
 
     id: int
-    max_len: int
+    max_cached: int
     sampling: SamplingParams
     tokens: IntArray
 
@@ -91,188 +97,93 @@ class Entry:
         return not (self.closes or self.opens or self.batch.num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """End of a step: its input, its commits, and the number of nodes examined for pruning."""
+class Ending(NamedTuple):
+    """End of a step: its input and its commits, without hidden states."""
 
     entry: Entry
     commits: tuple[Commit, ...]
-    num_pruned: int
 
 
-def pack_message(kind: Kind, session: int, tick: int, *body: IntArray) -> IntArray:
-    """Returns int64[num_words]: a whole message, from the parts of its body."""
-    num_words = HEADER_WORDS + sum(len(part) for part in body)
-    return np.concatenate([_ints(num_words, kind, session, tick), *body])
+class States(NamedTuple):
+    """Hidden states [R, E] of the rows of ``batch``, one tensor per name in the rank's plan."""
+
+    batch: Batch
+    states: list[torch.Tensor]
 
 
-def pack_json(kind: Kind, session: int, content: Any) -> IntArray:
-    return pack_message(kind, session, 0, *_bytes_parts(json.dumps(content).encode()))
+class Message(NamedTuple):
+    kind: Kind
+    session: int = 0
+    tick: int = 0
+    body: Any = None
+
+    def pack(self) -> IntArray:
+        """Returns int64[n], whose first element is n."""
+        file = io.BytesIO()
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(tuple(self))
+        data = file.getbuffer()
+        packed = np.empty(1 - -len(data) // _WORD, np.int64)
+        packed[0] = len(packed)
+        packed[1:].view(np.uint8)[: len(data)] = data
+        return packed
+
+    @staticmethod
+    def unpack(packed: IntArray) -> Message:
+        # The message comes from a rank of the same job.
+        kind, *rest = pickle.loads(packed[1:].view(np.uint8))  # noqa: S301
+        return Message(Kind(kind), *rest)
 
 
-def unpack_json(packed: IntArray) -> Any:
-    return json.loads(Reader(packed).bytes())
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Pickles the values alone, on the host: torch's own way takes longer than small tensors."""
+    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return _tensor, (data, tensor.dtype)
 
 
-def pack_entry(entry: Entry) -> IntArray:
-    """Packs the body of a BEGIN message, which is also the last part of an END message's body."""
-    batch = entry.batch
-    counts = (len(entry.closes), len(entry.opens), len(batch.trees), len(batch.prefills))
-    parts = [_ints(batch.step, *counts, *entry.closes)]
-    for opened in entry.opens:
-        parts += _opened_parts(opened)
-    for rows in batch.trees:
-        parts += pack_tree(rows)
-    for chunk in batch.prefills:
-        parts += (_ints(chunk.request, chunk.start, len(chunk.tokens)), chunk.tokens)
-    return np.concatenate(parts)
+def _tensor(data: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype)
 
 
-def pack_tree(rows: TreeRows) -> list[IntArray]:
-    """Packs the rows of one request as arrays to be concatenated."""
-    numbers = _ints(rows.request, rows.prefix_len, len(rows.paths), len(rows.tokens))
-    return [numbers, rows.tokens, rows.paths.ravel()]
+class _Pickler(pickle.Pickler):
+    dispatch_table: ClassVar[dict[type, Any]] = {
+        **copyreg.dispatch_table,
+        torch.Tensor: _reduce_tensor,
+    }
 
 
-def unpack_entry(packed: IntArray) -> Entry:
-    return Reader(packed).entry()
+# ---------------------------------------------------------------------- keys of the store
+
+HEARTBEAT_S = 1.0
+
+ANY_FAILED = "failed"
+"""This key is set after the first ``failed_key`` of any rank."""
 
 
-def pack_ending(commits: Sequence[Commit], num_pruned: int) -> list[IntArray]:
-    """Packs the first parts of the body of an END message; ``pack_entry`` is the last."""
-    parts = [_ints(num_pruned, len(commits))]
-    for commit in commits:
-        parts += pack_commit(commit)
-    return parts
+def started_key(rank: int) -> str:
+    """This key is set when the rank's process runs."""
+    return f"started/{rank}"
 
 
-def pack_commit(commit: Commit) -> list[IntArray]:
-    numbers = _ints(
-        commit.request,
-        commit.step,
-        _KINDS.index(commit.kind),
-        commit.next_token,
-        commit.root_id,
-        commit.prefix_len,
-        commit.finished,
-        len(commit.retired_ids),
-    )
-    kept = _ints(len(commit.kept_ids))
-    return [numbers, commit.retired_ids, commit.retired_tokens, kept, commit.kept_ids]
+def ready_key(session: int, rank: int) -> str:
+    """This key is set when the rank has loaded its part of a session."""
+    return f"ready/{session}/{rank}"
 
 
-def unpack_ending(packed: IntArray) -> Ending:
-    reader = Reader(packed)
-    num_pruned, num_commits = reader.ints(2)
-    commits = tuple(reader.commit() for _ in range(num_commits))
-    return Ending(reader.entry(), commits, num_pruned)
+def heartbeat_key(rank: int) -> str:
+    """Its value is JSON [counter, name of the rank's current operation]."""
+    return f"heartbeat/{rank}"
 
 
-def _ints(*values: int) -> IntArray:
-    return np.array(values, np.int64)
+def failed_key(rank: int) -> str:
+    """Its value says why the rank ended, as JSON (``worker.serve``)."""
+    return f"failed/{rank}"
 
 
-def _bytes_parts(data: bytes) -> list[IntArray]:
-    padded = data + b"\0" * (-len(data) % _WORD)
-    return [_ints(len(data)), np.frombuffer(padded, np.int64)]
+def captured_key(number: int, rank: int) -> str:
+    """This key is set when the rank has captured its CUDA graphs before timed run ``number``."""
+    return f"captured/{number}/{rank}"
 
 
-def _bits(value: float) -> int:
-    return int(np.array(value, np.float64).view(np.int64))
-
-
-def _opened_parts(opened: OpenedRequest) -> list[IntArray]:
-    params = opened.sampling
-    numbers = _ints(
-        opened.id,
-        opened.max_len,
-        _bits(params.temperature),
-        params.top_k,
-        _bits(params.top_p),
-        params.no_repeat_ngram,
-        len(opened.tokens),
-    )
-    processors = pickle.dumps(params.processors) if params.processors else b""
-    return [numbers, opened.tokens, *_bytes_parts(processors)]
-
-
-class Reader:
-    """Reads a message's body from front to back; arrays are views of the message."""
-
-    def __init__(self, packed: IntArray) -> None:
-        self._words = packed
-        self._at = HEADER_WORDS
-
-    @property
-    def at_end(self) -> bool:
-        return self._at >= len(self._words)
-
-    def ints(self, count: int) -> list[int]:
-        return self.raw(count).tolist()
-
-    def raw(self, count: int) -> IntArray:
-        start = self._at
-        self._at = start + count
-        return self._words[start : self._at]
-
-    def array(self) -> IntArray:
-        """Reads an array that is preceded by its length."""
-        return self.raw(self.ints(1)[0])
-
-    def bytes(self) -> bytes:
-        """Reads bytes that are preceded by their number."""
-        (size,) = self.ints(1)
-        return self.raw(-(-size // _WORD)).tobytes()[:size]
-
-    def commit(self) -> Commit:
-        request, step, kind, next_token, root_id, prefix_len, finished = self.ints(7)
-        retired = self.array()
-        return Commit(
-            request=request,
-            step=step,
-            kind=_KINDS[kind],
-            retired_ids=retired,
-            retired_tokens=self.raw(len(retired)),
-            next_token=next_token,
-            root_id=root_id,
-            prefix_len=prefix_len,
-            kept_ids=self.array(),
-            finished=bool(finished),
-        )
-
-    def entry(self) -> Entry:
-        step, num_closes, num_opens, num_trees, num_prefills = self.ints(5)
-        closes = tuple(self.ints(num_closes))
-        opens = tuple(self._opened() for _ in range(num_opens))
-        trees = tuple(self.tree() for _ in range(num_trees))
-        prefills = tuple(self._chunk() for _ in range(num_prefills))
-        batch = Batch(step=step, trees=trees, prefills=prefills)
-        return Entry(closes=closes, opens=opens, batch=batch)
-
-    def _opened(self) -> OpenedRequest:
-        request, max_len, temperature, top_k, top_p, no_repeat = self.ints(6)
-        floats = np.array([temperature, top_p], np.int64).view(np.float64).tolist()
-        tokens, blob = self.array(), self.bytes()
-        return OpenedRequest(
-            id=request,
-            max_len=max_len,
-            sampling=SamplingParams(
-                temperature=floats[0],
-                top_k=top_k,
-                top_p=floats[1],
-                no_repeat_ngram=no_repeat,
-                # The message comes from rank 0 of the same job.
-                processors=pickle.loads(blob) if blob else (),  # noqa: S301
-            ),
-            tokens=tokens,
-        )
-
-    def tree(self) -> TreeRows:
-        request, prefix_len, num_levels, num_rows = self.ints(4)
-        tokens, paths = self.raw(num_rows), self.raw(num_levels * num_rows)
-        paths = paths.reshape(num_levels, num_rows)
-        return TreeRows(request=request, prefix_len=prefix_len, tokens=tokens, paths=paths)
-
-    def _chunk(self) -> PrefillChunk:
-        request, start = self.ints(2)
-        return PrefillChunk(request=request, start=start, tokens=self.array())
+def report_key(session: int, number: int, rank: int) -> str:
+    """Its value is the rank's answer to report request ``number``, as JSON."""
+    return f"report/{session}/{number}/{rank}"

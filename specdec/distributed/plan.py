@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
-
-from pydantic import TypeAdapter
+from dataclasses import dataclass, replace
+from typing import Any
 
 from specdec.types import HiddenName
 
@@ -55,7 +53,7 @@ class ExitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Common part of the plans that rank 0 sends to other ranks in JSON.
+    """Common part of the plans that rank 0 sends to other ranks.
 
     Attributes:
         model, clock: nodes of the resolved configuration.
@@ -65,13 +63,6 @@ class _Plan:
     model: Mapping[str, Any]
     clock: Mapping[str, Any]
     threads: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        return TypeAdapter(cls).validate_python(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

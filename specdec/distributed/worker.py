@@ -22,21 +22,24 @@ import torch
 import torch.distributed as dist
 
 from specdec.clocks.timed_runs import begin_timed_run, end_timed_run
-from specdec.distributed import store_keys
 from specdec.distributed.collective import Connections
 from specdec.distributed.draft_follower import DraftSession
 from specdec.distributed.launch import NOTE
 from specdec.distributed.links import ControlLink, GlooLink, SocketLink
 from specdec.distributed.messages import (
-    HEADER_WORDS,
+    ANY_FAILED,
+    HEARTBEAT_S,
     Kind,
-    unpack_ending,
-    unpack_entry,
-    unpack_json,
+    Message,
+    captured_key,
+    failed_key,
+    heartbeat_key,
+    ready_key,
+    report_key,
+    started_key,
 )
 from specdec.distributed.placement import own_gpu
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.replies import Reply
 from specdec.distributed.row_links import (
     GroupPeer,
     GroupRowReceiver,
@@ -65,7 +68,6 @@ from specdec.errors import UserError
 from specdec.executors.stage import Stage
 from specdec.pairs import ModelPair, build_pair
 from specdec.tensor_parallel import Collective
-from specdec.types import IntArray
 
 _MAX_PENDING = 16  # hidden states may be large
 
@@ -111,11 +113,8 @@ class _SessionLinks:
         if self._receiver is not None:
             self._receiver.release()
 
-    def send_reply(self, tick: int, reply: Reply) -> None:
-        """Sends the control message, then the reply's rows if it has any."""
-        self._link.send(reply.pack(self._session, tick))
-        if reply.rows is not None:
-            self._link.send_tensor(reply.rows)
+    def reply(self, kind: Kind, tick: int, body: Any) -> None:
+        self._link.send(Message(kind, self._session, tick, body).pack())
 
 
 class Worker:
@@ -134,7 +133,7 @@ class Worker:
         self.rank = rank
         self.size = size
         self._store = store
-        store.set(store_keys.started(rank), str(os.getpid()))
+        store.set(started_key(rank), str(os.getpid()))
         self._loopback = loopback
         self._sockets = sockets
         self._groups: dict[str, tuple[Group, Sender]] = {}
@@ -158,11 +157,10 @@ class Worker:
         """Handles rank 0's messages until STOP; raises ``PeerLost`` if a connection breaks."""
         with torch.inference_mode():
             while True:
-                packed = self.link.receive()
-                _, kind, session, tick = packed[:HEADER_WORDS].tolist()
-                if kind == Kind.STOP:
+                message = Message.unpack(self.link.receive())
+                if message.kind is Kind.STOP:
                     return
-                self._handle(Kind(kind), session, tick, packed)
+                self._handle(*message)
 
     def row_sender(
         self, to: int, tag: int, *, width: int, dtype: torch.dtype, device: torch.device
@@ -232,49 +230,45 @@ class Worker:
         store = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
         return wire_device(store, self.rank, pair, device)
 
-    def _handle(self, kind: Kind, session: int, tick: int, packed: IntArray) -> None:
+    def _handle(self, kind: Kind, session: int, tick: int, body: Any) -> None:
         if kind is Kind.END:
             self._current = stage = self._sessions[session]
-            stage.end(tick, unpack_ending(packed))
+            stage.end(tick, body)
         elif kind is Kind.BEGIN:
             self._current = stage = self._sessions[session]
-            stage.begin(tick, unpack_entry(packed))
+            stage.begin(tick, body)
         elif kind is Kind.DRAFT:
             self._current = draft = self._drafts[session]
-            draft.replay(tick, packed)
+            draft.replay(tick, body)
         elif kind is Kind.QUERY:
-            self._sessions[session].query(tick, packed)
+            self._sessions[session].query(tick, body)
         elif kind is Kind.BEGIN_TIMED:
             begin_timed_run()
-            self._store.set(store_keys.captured(tick, self.rank), "1")
+            self._store.set(captured_key(tick, self.rank), "1")
         elif kind is Kind.END_TIMED:
             end_timed_run()
         elif kind is Kind.SETUP:
-            self._set_up(session, unpack_json(packed))
+            self._set_up(session, body)
         elif kind is Kind.REPORT:
-            self._store.set(
-                store_keys.report(session, tick, self.rank), json.dumps(self.report(session))
-            )
+            self._store.set(report_key(session, tick, self.rank), json.dumps(self.report(session)))
         elif kind is Kind.RELEASE:
             closed = self._sessions.pop(session, None) or self._drafts.pop(session, None)
             _log(f"session {session}: closed after {closed.rows if closed else 0} rows")
 
-    def _set_up(self, session: int, content: dict[str, Any]) -> None:
+    def _set_up(self, session: int, plan: SessionPlan | DraftPlan) -> None:
         self._loading, start = "loading its layers", time.monotonic()
-        if content["kind"] == "draft":
-            draft = DraftPlan.from_json(content["plan"])
+        if isinstance(plan, DraftPlan):
             self._drafts[session] = DraftSession(
-                rank=self.rank, plan=draft, pair=self._pair(draft), join=self._join
+                rank=self.rank, plan=plan, pair=self._pair(plan), join=self._join
             )
             what = "share of the draft"
         else:
-            plan = SessionPlan.from_json(content["plan"])
             self._sessions[session] = self._stage(session, plan)
             part = plan.ranks[self.rank - 1]
             what = f"stage {part.group}, layers {part.layers}"
         self._loading = ""
         _log(f"session {session}: {what} ready after {time.monotonic() - start:.1f} s")
-        self._store.set(store_keys.ready(session, self.rank), "1")
+        self._store.set(ready_key(session, self.rank), "1")
 
     def _stage(self, session: int, plan: SessionPlan) -> StageSession:
         return build_session(
@@ -330,8 +324,8 @@ class Worker:
             doing = self._loading or (current.doing if current is not None else "idle")
             number += 1
             with suppress(RuntimeError):
-                self._store.set(store_keys.heartbeat(self.rank), json.dumps([number, doing]))
-            threading.Event().wait(store_keys.HEARTBEAT_S)
+                self._store.set(heartbeat_key(self.rank), json.dumps([number, doing]))
+            threading.Event().wait(HEARTBEAT_S)
 
 
 def _log(text: str) -> None:
@@ -344,7 +338,7 @@ def serve(
 ) -> int:
     """Runs a rank (arguments as in ``Worker``) until rank 0 stops it; returns its exit status.
 
-    A failure is written to the store for rank 0 (``store_keys.failed``) as ``kind`` ("user",
+    A failure is written to the store for rank 0 (``failed_key``) as ``kind`` ("user",
     "raised" or "lost"), ``text`` and ``peer``; the status is then 1.
     """
     try:
@@ -361,7 +355,7 @@ def serve(
             "text": f"{type(error).__name__}: {error}" if kind == "raised" else str(error),
         }
         with suppress(RuntimeError):
-            store.set(store_keys.failed(rank), json.dumps(report))
-            store.set(store_keys.ANY_FAILED, "1")
+            store.set(failed_key(rank), json.dumps(report))
+            store.set(ANY_FAILED, "1")
         return 1
     return 0

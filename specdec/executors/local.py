@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.executors.models import Blocks, ModelPair, deliverable
-from specdec.executors.stage import Answerer, Stage, with_early, with_hidden
+from specdec.executors.stage import (
+    Answerer,
+    InFlight,
+    PipelineStage,
+    Stage,
+    with_early,
+    with_hidden,
+)
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Batch, Commit, ExecutorPlan, HiddenName, Needs, Output, Placement
@@ -36,8 +43,7 @@ class LocalExecutor(Executor):
         """``stage`` is the whole target; the clock is charged for it ``stages`` times."""
         self.hidden = hidden
         self.early_hidden = early_hidden
-        self._stage = stage
-        self._answerer = answerer
+        self.stages = [PipelineStage(stage, answerer=answerer)]
         self._clock = clock
         self._num_stages = stages
         self._batch: Batch | None = None
@@ -79,8 +85,7 @@ class LocalExecutor(Executor):
         )
 
     def open(self, request: RequestState) -> None:
-        self._stage.open(request.id, request.max_cached)
-        self._answerer.open(request)
+        self.stages[0].open(request)
 
     def submit(self, batch: Batch) -> None:
         """Stores the batch; the pass runs in ``collect``."""
@@ -97,10 +102,10 @@ class LocalExecutor(Executor):
         if not batch.num_tokens:
             return Output(step=batch.step)
         self._clock.start(CONTROLLER)
-        out = self._stage.run(batch, None)
+        out, _ = self.stages[0].compute(InFlight(batch))
         for _ in range(self._num_stages):
             self._clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
-        answers = self._answerer.answer(batch, out.logits) if batch.trees else ()
+        answers = self.stages[0].answer(batch, out)
         self._clock.charge(CONTROLLER, Work.HEAD, batch.num_nodes)
         output = Output(step=batch.step, answers=answers)
         for names, add in ((self.hidden, with_hidden), (self.early_hidden, with_early)):
@@ -109,9 +114,7 @@ class LocalExecutor(Executor):
         return output
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        self._stage.commit(commits)
-        self._answerer.commit(commits)
+        self.stages[0].commit(commits)
 
     def close(self, request_id: int) -> None:
-        self._stage.close(request_id)
-        self._answerer.close(request_id)
+        self.stages[0].close(request_id)

@@ -1,9 +1,7 @@
 """The pipeline executor with all stages in one process: N stages, one batch in flight per stage.
 
-One step is compute, prune, transmit (SpecPipe Algorithm 1, PipeDec 3.4): every stage computes its
-batch, the last stage answers, the commit prunes caches and hidden states, and the surviving rows
-move to the next stage. With a simulated clock this is the simulator; the distributed executor runs
-the same steps over messages.
+With a simulated clock this is the simulator; the distributed executor runs the same steps
+(``specdec.executors.stage``) over messages.
 """
 
 from __future__ import annotations
@@ -21,7 +19,13 @@ from specdec.errors import UserError
 from specdec.executors.exits import ExitReader, ExitStage
 from specdec.executors.layout import PipelineOptions, PipelinePlan
 from specdec.executors.models import Blocks, ModelPair, OverRanks, deliverable
-from specdec.executors.stage import Answerer, InFlight, Stage, with_early, with_hidden
+from specdec.executors.stage import (
+    InFlight,
+    InFlightRows,
+    PipelineStage,
+    with_early,
+    with_hidden,
+)
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Output
@@ -38,7 +42,6 @@ class PipelineExecutor(Executor):
     Attributes:
         latency, in_flight: N, the number of stages.
         counters: batches and rows that entered the first stage.
-        stage_rows: rows computed per stage; pruned rows are not computed by later stages.
         hidden: hidden states that the answers contain; they move with their rows from the stage
             that captures them to the last one.
         early_hidden: hidden states that the outputs contain as soon as a stage has computed them.
@@ -47,10 +50,8 @@ class PipelineExecutor(Executor):
     def __init__(
         self,
         *,
-        stages: Sequence[Stage],
-        answerer: Answerer,
+        stages: Sequence[PipelineStage],
         clock: Clock,
-        exits: ExitReader | None = None,
         hidden: tuple[HiddenName, ...] = (),
         early_hidden: tuple[HiddenName, ...] = (),
         devices: Sequence[int] | None = None,
@@ -58,19 +59,13 @@ class PipelineExecutor(Executor):
         """``devices``: number of devices of each stage, for the clock. Default: one each."""
         self.hidden = hidden
         self.early_hidden = early_hidden
-        self._exits = exits
-        self._exits_at = [
-            (i, stage.num_exits) for i, stage in enumerate(stages) if isinstance(stage, ExitStage)
-        ]
-        self._stages = list(stages)
-        self._answerer = answerer
-        self._charges = StepCharges(clock, devices or [1] * len(self._stages))
-        self._slots: list[InFlight | None] = [None] * len(self._stages)
-        self._step = -1
-        self.in_flight = len(self._stages)
+        self.stages = list(stages)
+        self._charges = StepCharges(clock, devices or [1] * len(self.stages))
+        self._in_flight = InFlightRows()
+        self._tick = self._step = -1
+        self.in_flight = len(self.stages)
         self.latency = self.in_flight
         self.counters = ExecutorCounters()
-        self.stage_rows = [0] * len(self._stages)
 
     options = PipelineOptions
 
@@ -118,7 +113,7 @@ class PipelineExecutor(Executor):
         capture = needs.hidden + needs.early_hidden
         # The devices of a stage are one slice; the clock is charged for each.
         ends = [0, *np.cumsum(plan.layout.devices).tolist()]
-        stages: list[Stage] = []
+        stages: list[PipelineStage] = []
         for first, last in pairwise(ends):
             layers = (bounds[first][0], bounds[last - 1][1])
             inside = [layer for layer in exits if layers[0] < layer <= layers[1]]
@@ -128,37 +123,39 @@ class PipelineExecutor(Executor):
                 if inside
                 else pair.stage(*layers, meter, capture=here)
             )
-            stages.append(stage.paged(*blocks))
-        reader = ExitReader(num_candidates=needs.exits, draws=draws, sample=needs.draft_probs)
+            reader = ExitReader(num_candidates=needs.exits, draws=draws, sample=needs.draft_probs)
+            answerer = None
+            if last == ends[-1]:
+                answerer = pair.answerer(draws=draws, needs_probs=needs.target_probs)
+            exits_here = reader if inside else None
+            stages.append(PipelineStage(stage.paged(*blocks), answerer=answerer, exits=exits_here))
         return cls(
             stages=stages,
-            answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),
             clock=clock,
-            exits=reader if exits else None,
             hidden=needs.hidden,
             early_hidden=needs.early_hidden,
             devices=plan.layout.devices,
         )
 
     def open(self, request: RequestState) -> None:
-        for stage in self._stages:
-            stage.open(request.id, request.max_cached)
-        self._answerer.open(request)
-        if self._exits is not None:
-            self._exits.open(request)
+        self._in_flight.open(request.id, self._tick + 1)
+        for stage in self.stages:
+            stage.open(request)
 
     def submit(self, batch: Batch) -> None:
         """Passes the batch to the first stage, and charges every stage for its batch."""
         self._step = batch.step
+        self._tick += 1
+        self._in_flight.enter(self._tick, batch)
         if batch.num_tokens:
-            self._slots[0] = InFlight(batch)
             self.counters.count(batch)
-        last = self._slots[-1]
-        self._charges.compute(self._rows(), 0 if last is None else last.batch.num_nodes)
-        for stage, num_exits in self._exits_at:
-            if (at_exit := self._slots[stage]) is not None:
-                for _ in range(num_exits):
-                    self._charges.exit(stage, at_exit.batch.num_nodes)
+        flights = self._flights()
+        num_nodes = 0 if flights[-1] is None else flights[-1].batch.num_nodes
+        self._charges.compute(_num_rows(flights), num_nodes)
+        for i, (stage, flight) in enumerate(zip(self.stages, flights, strict=True)):
+            if isinstance(stage.stage, ExitStage) and flight is not None:
+                for _ in range(stage.stage.num_exits):
+                    self._charges.exit(i, flight.batch.num_nodes)
 
     def ready(self) -> bool:
         """Returns whether every stage has finished, judged at the controller's time."""
@@ -169,71 +166,58 @@ class PipelineExecutor(Executor):
 
     def collect(self, *, wait: bool = True) -> Output:
         """Runs every stage once, and answers the batch that has passed the last one."""
+        output, flights = Output(step=self._step), self._flights()
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
-        output = Output(step=self._step)
-        for i, (stage, slot) in enumerate(zip(self._stages, self._slots, strict=True)):
-            if slot is None:
+        for stage, flight in zip(self.stages, flights, strict=True):
+            if flight is None:
                 continue
-            self.stage_rows[i] += slot.batch.num_tokens
-            out = stage.run(slot.batch, slot.hidden)
-            slot.hidden = out.hidden
-            if out.captured:
-                captured = out.captured
-                slot.captured |= {name: captured[name] for name in self.hidden if name in captured}
-                here = {name: captured[name] for name in self.early_hidden if name in captured}
-                output = with_early(output, slot.batch, here)
-            if i == len(self._stages) - 1 and slot.batch.trees:
-                answers = self._answerer.answer(slot.batch, out.logits)
-            if self._exits is not None:
-                for layer, logits in out.exit_logits.items():
-                    exits += self._exits.read(slot.batch, logits, layer)
+            out, proposed = stage.compute(flight)
+            captured = out.captured
+            flight.captured |= {name: captured[name] for name in self.hidden if name in captured}
+            early = {name: captured[name] for name in self.early_hidden if name in captured}
+            output = with_early(output, flight.batch, early)
+            answers += stage.answer(flight.batch, out)
+            exits += proposed
         self._charges.finish()
-        last = self._slots[-1]
-        if answers or exits:
-            output = replace(output, answers=answers, exits=exits)
+        output = replace(output, answers=answers, exits=exits)
+        last = flights[-1]
         if last is None or not self.hidden:
             return output
         return with_hidden(output, last.batch, last.captured)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Prunes, moves the surviving rows to the next stage, and ends the step."""
-        by_request = {commit.request: commit for commit in commits}
-        pruned = sum(commit.num_examined for commit in commits)
         if commits:
-            for stage in self._stages:
+            for stage in self.stages:
                 stage.commit(commits)
-            self._answerer.commit(commits)
-            if self._exits is not None:
-                self._exits.commit(commits)
-        self._slots[-1] = None
-        for i in range(len(self._slots) - 1, 0, -1):
-            slot = self._slots[i - 1]
-            self._slots[i - 1] = None
-            if slot is not None:
-                slot.prune(by_request)
-                if slot.batch.num_tokens:
-                    self._slots[i] = slot
-        self._charges.end(pruned, self._rows()[1:], answered=bool(output.answers))
+        self._in_flight.commit(self._tick, commits)
+        self._in_flight.drop(self._tick + 1 - self.in_flight)
+        pruned = sum(commit.num_examined for commit in commits)
+        rows = _num_rows(self._flights()[:-1])
+        self._charges.end(pruned, rows, answered=bool(output.answers))
 
     def close(self, request_id: int) -> None:
-        for stage in self._stages:
+        self._in_flight.close(request_id)
+        for stage in self.stages:
             stage.close(request_id)
-        self._answerer.close(request_id)
-        if self._exits is not None:
-            self._exits.close(request_id)
-        for i, slot in enumerate(self._slots):
-            if slot is not None:
-                slot.prune({}, frozenset([request_id]))
-                if not slot.batch.num_tokens:
-                    self._slots[i] = None
+
+    @property
+    def stage_rows(self) -> list[int]:
+        """Rows computed per stage; pruned rows are not computed by later stages."""
+        return [stage.rows for stage in self.stages]
 
     @property
     def stage_of_rank(self) -> dict[int, int]:
-        return {rank: rank for rank in range(1, len(self._stages) + 1)}
+        return {rank: rank for rank in range(1, len(self.stages) + 1)}
 
-    def _rows(self) -> list[int]:
-        return [0 if slot is None else slot.batch.num_tokens for slot in self._slots]
+    def _flights(self) -> list[InFlight | None]:
+        """Returns the live rows on each stage."""
+        return [self._in_flight.alive(self._tick - i) for i in range(self.in_flight)]
+
+
+def _num_rows(flights: Sequence[InFlight | None]) -> list[int]:
+    return [0 if flight is None else flight.batch.num_tokens for flight in flights]
 
 
 class StepCharges:

@@ -1,9 +1,11 @@
 """A pipeline stage: a slice of the target's layers with one cache per request.
 
-A stage computes the rows of a batch and applies commits; decisions are made by the controller. The
-in-process pipeline calls stages directly, the distributed one runs the same objects behind
-messages. Between two stages the rows are in flight, and a commit prunes them like the caches. After
-the last one the target's next tokens are sampled from its logits.
+One step is compute, prune, transmit (SpecPipe Algorithm 1, PipeDec 3.4): every stage computes its
+batch (``PipelineStage.compute``), the commit prunes caches and the rows between stages
+(``InFlightRows``), and the surviving rows move to the next stage. The in-process pipeline calls its
+stages one after the other; a rank of the distributed one has a single stage, and its commits are
+messages. All decisions are made by the controller. After the last stage the target's next tokens
+are sampled from its logits.
 
 Shape letters: R rows of a batch, W tree rows, T prompt tokens, E hidden size, V vocabulary.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ from specdec.types import (
     Batch,
     Commit,
     EarlyHidden,
+    Exits,
     FloatArray,
     HiddenName,
     IntArray,
@@ -39,6 +42,9 @@ from specdec.types import (
     PromptHidden,
     TreeRows,
 )
+
+if TYPE_CHECKING:
+    from specdec.executors.exits import ExitReader
 
 _NONE = np.zeros(0, np.int64)
 _NO_DRAWS = np.zeros(0)  # what greedy decoding needs
@@ -151,6 +157,7 @@ class InFlight:
     batch: Batch
     hidden: torch.Tensor | None = None
     captured: dict[HiddenName, torch.Tensor] = field(default_factory=dict)
+    version: int = -1  # of the ``InFlightRows`` by which it was last pruned
 
     def prune(self, commits: Mapping[int, Commit], closed: Collection[int] = ()) -> None:
         """Drops rows of nodes that a commit did not keep, and all rows of closed requests.
@@ -187,6 +194,79 @@ def _surviving(
         start = stop
     left = Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
     return left, np.concatenate(index)
+
+
+class InFlightRows:
+    """The batches in flight, the open requests, and the latest commit of each.
+
+    The controller and all ranks see the same batches, commits, opens and closes in the same order,
+    so they agree on how many rows cross each link of the pipeline without sending the counts. Rows
+    are pruned on demand, by the latest commit of each request alone: what it keeps, all earlier
+    commits have kept too.
+
+    A *tick* is the executor's step number. It is never reset, unlike steps, which restart in each
+    run. A batch is on stage n (from 1) in the n-th step from the tick at which it entered.
+    """
+
+    def __init__(self) -> None:
+        self._flights: dict[int, InFlight] = {}
+        self._opened: dict[int, int] = {}
+        self._latest: dict[int, tuple[int, Commit]] = {}
+        self._version = 0  # number of changes by which rows can die
+
+    def open(self, request_id: int, tick: int) -> None:
+        self._opened[request_id] = tick
+
+    def close(self, request_id: int) -> None:
+        self._version += 1
+        self._opened.pop(request_id, None)
+        self._latest.pop(request_id, None)
+
+    def enter(self, tick: int, batch: Batch) -> None:
+        if batch.num_tokens:
+            self._flights[tick] = InFlight(batch)
+
+    def commit(self, tick: int, commits: Sequence[Commit]) -> None:
+        """Records the commits at the end of step ``tick``; rows of finished requests die."""
+        self._version += bool(commits)
+        for commit in commits:
+            self._latest[commit.request] = (tick, commit)
+            if commit.finished:
+                self._opened.pop(commit.request, None)
+
+    def is_open(self, request_id: int, tick: int) -> bool:
+        """Returns whether the request was open at ``tick``, and still is."""
+        return self._opened.get(request_id, tick + 1) <= tick
+
+    def prune(self, tick: int, flight: InFlight) -> None:
+        """Drops the dead rows of the batch that was submitted at ``tick``."""
+        requests = {rows.request for rows in flight.batch.trees}
+        requests.update(chunk.request for chunk in flight.batch.prefills)
+        closed = {request_id for request_id in requests if not self.is_open(request_id, tick)}
+        latest = {r: self._latest[r] for r in requests - closed if r in self._latest}
+        flight.prune({r: commit for r, (at, commit) in latest.items() if at >= tick}, closed)
+
+    def alive(self, tick: int) -> InFlight | None:
+        """Returns the live rows of the batch submitted at ``tick``; None if there are none."""
+        flight = self._flights.get(tick)
+        if flight is not None:
+            if flight.version != self._version:
+                self.prune(tick, flight)
+                flight.version = self._version
+            if flight.batch.num_tokens:
+                return flight
+            del self._flights[tick]
+        return None
+
+    def take(self, tick: int) -> InFlight | None:
+        """Returns the live rows like ``alive``, and removes the batch."""
+        flight = self.alive(tick)
+        self.drop(tick)
+        return flight
+
+    def drop(self, tick: int) -> None:
+        """Removes the batch that was submitted at ``tick``, if any."""
+        self._flights.pop(tick, None)
 
 
 # ---------------------------------------------------------------------- stages
@@ -313,10 +393,13 @@ def split_layers(
 
 
 class AnsweredRequest(Protocol):
-    """The part of ``RequestState`` that an answerer reads."""
+    """The part of ``RequestState`` that stages and answerers read."""
 
     @property
     def id(self) -> int: ...
+
+    @property
+    def max_cached(self) -> int: ...
 
     @property
     def sampling(self) -> SamplingParams: ...
@@ -497,3 +580,55 @@ def _along_paths(
             if drafted[child] == token
         ]
     return tokens
+
+
+# ---------------------------------------------------------------------- one stage's step
+
+
+class PipelineStage:
+    """A stage with what reads its results: the answerer on the last stage, and exit heads' reader.
+
+    Attributes:
+        rows: number of rows computed so far; pruned rows are not computed by later stages.
+    """
+
+    def __init__(
+        self, stage: Stage, *, answerer: Answerer | None = None, exits: ExitReader | None = None
+    ) -> None:
+        self.stage = stage
+        self.rows = 0
+        self._answerer = answerer
+        self._exits = exits
+        self._readers = [reader for reader in (answerer, exits) if reader is not None]
+
+    def open(self, request: AnsweredRequest) -> None:
+        self.stage.open(request.id, request.max_cached)
+        for reader in self._readers:
+            reader.open(request)
+
+    def compute(self, flight: InFlight) -> tuple[StageOutput, tuple[Exits, ...]]:
+        """Computes the batch; ``flight.hidden`` becomes the input of the next stage."""
+        self.rows += flight.batch.num_tokens
+        out = self.stage.run(flight.batch, flight.hidden)
+        flight.hidden = out.hidden
+        exits: tuple[Exits, ...] = ()
+        if self._exits is not None:
+            for layer, logits in out.exit_logits.items():
+                exits += self._exits.read(flight.batch, logits, layer)
+        return out, exits
+
+    def answer(self, batch: Batch, out: StageOutput) -> tuple[Answers, ...]:
+        """Samples after every tree row of a computed batch; returns () before the last stage."""
+        if self._answerer is None or not batch.trees:
+            return ()
+        return self._answerer.answer(batch, out.logits)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        self.stage.commit(commits)
+        for reader in self._readers:
+            reader.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        self.stage.close(request_id)
+        for reader in self._readers:
+            reader.close(request_id)

@@ -22,14 +22,12 @@ import specdec.clocks.meter as metering
 import specdec.clocks.wall as wall
 import specdec.device as device
 from specdec.clocks import CONTROLLER
-from specdec.distributed.messages import HEADER_WORDS, Kind, unpack_ending, unpack_entry
+from specdec.distributed.messages import REPLIES, Kind, Message, ReplyKey
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import use_group
-from specdec.distributed.replies import REPLIES, ReceivedReply, Reply, ReplyKey
 from specdec.distributed.stage_worker import StageSession, build_session
 from specdec.executors.stage import Stage
 from specdec.pairs import build_pair
-from specdec.types import IntArray
 
 PATIENCE_S = 120.0
 
@@ -55,11 +53,11 @@ class _Group:
     def of(self, rank: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def put_reply(self, received: ReceivedReply, rank: int) -> None:
+    def put_reply(self, received: Message, rank: int) -> None:
         raise NotImplementedError
 
     def open_session(self, plan: SessionPlan) -> int:
-        session, plan = next(self._numbers), SessionPlan.from_json(plan.to_json())
+        session = next(self._numbers)
         pair = build_pair(plan.model)
         ranks = range(1, len(plan.ranks) + 1)
         queues = [queue.SimpleQueue[Any]() for _ in range(len(plan.ranks) + 1)]
@@ -74,16 +72,16 @@ class _Group:
     def close_session(self, session: int) -> None:
         """Frees nothing; threads finish their work on their own."""
 
-    def perform(self, packed: IntArray, rank: int) -> None:
+    def perform(self, message: Message, rank: int) -> None:
         """A rank does what a message says."""
-        _, kind, session, tick = packed[:HEADER_WORDS].tolist()
+        kind, session, tick, body = Message.unpack(message.pack())
         stage = self.sessions[session, rank]
-        if kind == Kind.BEGIN:
-            stage.begin(tick, unpack_entry(packed))
-        elif kind == Kind.QUERY:
-            stage.query(tick, packed)
+        if kind is Kind.BEGIN:
+            stage.begin(tick, body)
+        elif kind is Kind.QUERY:
+            stage.query(tick, body)
         else:
-            stage.end(tick, unpack_ending(packed))
+            stage.end(tick, body)
 
     def check_progress(self, timeout_s: float, *, begins: bool) -> None:
         """Failures are raised by ``send`` or ``reply``."""
@@ -125,10 +123,9 @@ class _Links:
     def release_rows(self) -> None:
         """Queues need no buffers."""
 
-    def send_reply(self, tick: int, reply: Reply) -> None:
-        packed = reply.pack(self._session, tick)
-        received = ReceivedReply.unpack(packed, lambda rows: rows.copy_(reply.rows))
-        self._group.put_reply(received, self._rank)
+    def reply(self, kind: Kind, tick: int, body: Any) -> None:
+        sent = Message(kind, self._session, tick, body)
+        self._group.put_reply(Message.unpack(sent.pack()), self._rank)
 
 
 class ThreadGroup(_Group):
@@ -140,23 +137,23 @@ class ThreadGroup(_Group):
         for rank in ranks:
             threading.Thread(target=self._serve, args=(rank,), daemon=True).start()
 
-    def send(self, packed: IntArray, ranks: Iterable[int]) -> None:
+    def send(self, message: Message, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self._inboxes[rank].put(packed.copy())
+            self._inboxes[rank].put(message)
 
-    def put_reply(self, received: ReceivedReply, rank: int) -> None:
-        self._replies[received.reply.kind, rank].put(received)
+    def put_reply(self, received: Message, rank: int) -> None:
+        self._replies[received.kind, rank].put(received)
 
     def has_reply(self, key: ReplyKey) -> bool:
         return not self._replies[key].empty()
 
-    def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
+    def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
         while True:
             received = self._replies[key].get(timeout=timeout_s)
             if isinstance(received, BaseException):
                 raise received
             if (received.session, received.tick) == (session, tick):
-                return received.reply
+                return received.body
 
     def close(self) -> None:
         super().close()
@@ -166,8 +163,8 @@ class ThreadGroup(_Group):
     def _serve(self, rank: int) -> None:
         try:
             with torch.inference_mode():
-                while (packed := self._inboxes[rank].get()) is not None:
-                    self.perform(packed, rank)
+                while (message := self._inboxes[rank].get()) is not None:
+                    self.perform(message, rank)
         except Exception as error:
             for replies in self._replies.values():
                 replies.put(error)
@@ -180,7 +177,7 @@ class VirtualGroup(_Group):
         super().__init__(size)
         self._now: defaultdict[int, float] = defaultdict(float)
         self._rank = CONTROLLER
-        self._replies: dict[ReplyKey, deque[tuple[float, ReceivedReply]]] = defaultdict(deque)
+        self._replies: dict[ReplyKey, deque[tuple[float, Message]]] = defaultdict(deque)
         for module in (wall, metering, device):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         monkeypatch.setattr(wall, "sleep", self._sleep)
@@ -204,25 +201,25 @@ class VirtualGroup(_Group):
         assert seconds >= 0
         self._now[self._rank] += seconds
 
-    def send(self, packed: IntArray, ranks: Iterable[int]) -> None:
+    def send(self, message: Message, ranks: Iterable[int]) -> None:
         sent = self.now
         for rank in sorted(ranks):  # a rank sends rows to the next one, so it runs first
             with self.of(rank):
                 self.wait_for(sent)
-                self.perform(packed, rank)
+                self.perform(message, rank)
 
-    def put_reply(self, received: ReceivedReply, rank: int) -> None:
-        self._replies[received.reply.kind, rank].append((self.now, received))
+    def put_reply(self, received: Message, rank: int) -> None:
+        self._replies[received.kind, rank].append((self.now, received))
 
     def has_reply(self, key: ReplyKey) -> bool:
         replies = self._replies[key]
         return bool(replies) and replies[0][0] <= self.now
 
-    def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Reply:
+    def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
         sent, received = self._replies[key].popleft()
         assert (received.session, received.tick) == (session, tick)
         self.wait_for(sent)
-        return received.reply
+        return received.body
 
 
 @contextmanager

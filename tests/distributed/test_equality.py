@@ -16,13 +16,10 @@ import torch
 
 from specdec.distributed import GroupHandle
 from specdec.distributed.executor import DistributedExecutor
-from specdec.distributed.kept_rows import KeptRows
-from specdec.distributed.replies import Reply
-from specdec.distributed.row_links import fit_socket
+from specdec.distributed.kept_rows import KeptRows, Query
 from specdec.errors import UserError
 from specdec.executors.stage import split_layers
 from specdec.metrics import RequestResult
-from specdec.types import IntArray
 from tests.distributed.fake_ranks import ThreadGroup, thread_ranks
 from tests.distributed.support import (
     PROMPTS,
@@ -133,10 +130,6 @@ def test_eight_processes() -> None:
         handle.release()
 
 
-def test_wide_rows_do_not_fit_sockets() -> None:
-    assert not fit_socket(136, torch.float64)
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
     ("strategy", "stages"),
@@ -149,10 +142,9 @@ def test_whole_distributions_stay_on_the_last_rank(
     asked: list[bool] = []
     answer = KeptRows.answer
 
-    def counting(self: KeptRows, packed: IntArray) -> Reply:
-        reply = answer(self, packed)
-        asked.append(reply.rows is not None)
-        return reply
+    def counting(self: KeptRows, query: Query) -> torch.Tensor:
+        asked.append(query.tokens is None)
+        return answer(self, query)
 
     monkeypatch.setattr(KeptRows, "answer", counting)
     keys = {"sampling__top_p": 1.0, "verifier": rejection(), "batch_size": 2}

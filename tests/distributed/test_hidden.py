@@ -15,9 +15,8 @@ import torch
 from specdec.clocks.meter import Meter
 from specdec.compose.planned import planned
 from specdec.compose.workbench import Parts, Workbench
-from specdec.distributed.messages import Kind
+from specdec.distributed.messages import Kind, Message
 from specdec.distributed.ranks import Ranks
-from specdec.distributed.replies import ReceivedReply, hidden_reply
 from specdec.executors import PipelineExecutor
 from specdec.interfaces import TreePolicy
 from specdec.models.medusa import MedusaHeads
@@ -146,12 +145,11 @@ def test_heads_that_sample_count_what_they_do_in_one_process() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_rows_keep_their_type_on_the_wire(dtype: str) -> None:
     rows = [torch.randn(3, 5).to(getattr(torch, dtype)) for _ in range(2)]
-    reply = hidden_reply(Kind.HIDDEN, rows)
-    arrived = ReceivedReply.unpack(reply.pack(4, 9), lambda empty: empty.copy_(reply.rows))  # type: ignore
+    arrived = Message.unpack(Message(Kind.HIDDEN, 4, 9, rows).pack())
     assert (arrived.session, arrived.tick) == (4, 9)
-    assert arrived.reply.rows is not None
-    assert arrived.reply.rows.dtype == getattr(torch, dtype)
-    assert torch.equal(arrived.reply.rows, torch.cat(rows))
+    for mine, expected in zip(arrived.body, rows, strict=True):
+        assert mine.dtype == expected.dtype
+        assert torch.equal(mine, expected)
 
 
 def test_rank_0_loads_the_output_head_and_no_layers(tmp_path: Path) -> None:

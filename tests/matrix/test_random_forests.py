@@ -214,10 +214,8 @@ def same(found: torch.Tensor, fresh: torch.Tensor) -> None:
 
 
 def stages_of(executor: object) -> list[ModelStage]:
-    if isinstance(executor, PipelineExecutor):
-        return executor._stages  # type: ignore[return-value]
-    assert isinstance(executor, LocalExecutor)
-    return [executor._stage]  # type: ignore[list-item]
+    assert isinstance(executor, PipelineExecutor | LocalExecutor)
+    return [part.stage for part in executor.stages]  # type: ignore[misc]
 
 
 @cache

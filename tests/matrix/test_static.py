@@ -63,7 +63,7 @@ def test_passes_are_replayed() -> None:
     """The target's passes really go through the buffers, the draft's too."""
     ready = _runner(Cell("draft_model", "best_first", "match", "local", "greedy"))
     outputs = decode(ready)
-    target = ready.parts.executor._stage.runner.backend
+    target = ready.parts.executor.stages[0].stage.runner.backend
     draft = ready.parts.source._runner.backend
     assert outputs == plain("greedy")
     assert target.replays >= ready.parts.executor.counters.passes

@@ -180,6 +180,5 @@ def play(schedule: Schedule) -> str:
 
 def pools(made: Parts) -> list:  # type: ignore[type-arg]
     """The pools of all stages; none where caches are not paged."""
-    executor = made.executor
-    stages = getattr(executor, "_stages", None) or [executor._stage]  # type: ignore[attr-defined]
+    stages = [part.stage for part in made.executor.stages]  # type: ignore[attr-defined]
     return [stage.pool for stage in stages if stage.pool is not None]

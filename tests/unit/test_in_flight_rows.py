@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.distributed.in_flight_rows import InFlightRows
+from specdec.executors.stage import InFlightRows
 from specdec.types import Batch, Commit, CommitKind, PrefillChunk, TreeRows
 
 
@@ -15,6 +15,10 @@ def tree_rows(request: int, ids: np.ndarray) -> TreeRows:
         tokens=np.zeros_like(ids),
         paths=ids[None],
     )
+
+
+def nodes(batch: Batch) -> dict[int, list[int]]:
+    return {tree.request: tree.node_ids.tolist() for tree in batch.trees}
 
 
 def kept_by_commit(request: int, step: int, kept: np.ndarray, *, finished: bool) -> Commit:
@@ -51,7 +55,11 @@ def test_live_rows_are_those_that_the_latest_commit_keeps() -> None:
         if closes:
             live[2] = set(entered[tick][2])
         batch = Batch(step=tick, trees=tuple(trees), prefills=tuple(chunks))
-        rows.enter(tick, batch, opens, closes)
+        for request in closes:
+            rows.close(request)
+        for request in opens:
+            rows.open(request, tick)
+        rows.enter(tick, batch)
         for request in sorted(live.keys() - finished):
             if tick > 3 and rng.random() < 0.5:
                 left = np.array(sorted(live[request]))
@@ -65,7 +73,7 @@ def test_live_rows_are_those_that_the_latest_commit_keeps() -> None:
                 finished |= {request} if ends else set()
         for at in range(tick + 1):
             alive = rows.alive(at)
-            found = {} if alive is None else {t.request: t.node_ids.tolist() for t in alive.trees}
+            found = {} if alive is None else nodes(alive.batch)
             kept = {r: [i for i in ids if i in live[r]] for r, ids in entered[at].items()}
             assert found == {r: ids for r, ids in kept.items() if ids}
     assert finished == {1}

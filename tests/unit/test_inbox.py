@@ -6,22 +6,16 @@ import socket
 import threading
 from time import perf_counter
 
-import numpy as np
 import pytest
 import torch
 
 from specdec.distributed.inbox import Inbox
 from specdec.distributed.links import SocketLink
-from specdec.distributed.messages import Kind
-from specdec.distributed.replies import Reply
+from specdec.distributed.messages import Kind, Message
 from specdec.distributed.transport import PeerLost
 
 ANSWERS = Kind.ANSWERS, 1
 TIMEOUT_S = 10.0
-
-
-def reply(value: int, rows: torch.Tensor | None = None) -> Reply:
-    return Reply(Kind.ANSWERS, np.array([value]), rows)
 
 
 class Rank:
@@ -30,10 +24,8 @@ class Rank:
     def __init__(self, end: socket.socket) -> None:
         self.link = SocketLink(end, 0)
 
-    def send(self, tick: int, sent: Reply) -> None:
-        self.link.send(sent.pack(1, tick))
-        if sent.rows is not None:
-            self.link.send_tensor(sent.rows)
+    def send(self, tick: int, *body: object) -> None:
+        self.link.send(Message(Kind.ANSWERS, 1, tick, body).pack())
 
 
 @pytest.fixture
@@ -49,9 +41,9 @@ def test_replies_come_in_order_with_their_tensors(both, awaited):
     large = torch.arange(1 << 16, dtype=torch.float64).reshape(2, -1)
     sender = threading.Thread(
         target=lambda: [
-            rank.send(0, reply(5)),
-            rank.send(1, reply(6, large)),
-            rank.send(2, reply(7)),
+            rank.send(0, 5),
+            rank.send(1, 6, large),
+            rank.send(2, 7),
         ]
     )
     sender.start()
@@ -59,10 +51,9 @@ def test_replies_come_in_order_with_their_tensors(both, awaited):
         received = inbox.take(ANSWERS, TIMEOUT_S)
         assert received is not None
         assert (received.session, received.tick) == (1, tick)
-        assert received.reply.body.tolist() == [value]
+        assert received.body[0] == value
         if value == 6:
-            assert received.reply.rows is not None
-            assert torch.equal(received.reply.rows, large)
+            assert torch.equal(received.body[1], large)
     sender.join()
 
 
@@ -73,7 +64,7 @@ def test_without_a_reply_take_ends_in_time_and_has_at_once(both):
     assert inbox.take(ANSWERS, 0.05) is None
     assert 0.05 <= perf_counter() - began < TIMEOUT_S
     assert not inbox.has(ANSWERS)
-    rank.send(0, reply(5))
+    rank.send(0, 5)
     assert inbox.has(ANSWERS)
     assert not inbox.has((Kind.ROWS, 1))  # reads it, and finds that it is another one
     assert inbox.take(ANSWERS, 0.0) is not None
@@ -83,16 +74,16 @@ def test_an_event_is_set_from_the_moment_it_is_wanted(both):
     """Nothing may be lost between reading by the caller and by a thread."""
     inbox, rank = both
     inbox.listen([1], awaited={1})
-    rank.send(0, reply(5))
+    rank.send(0, 5)
     assert inbox.has(ANSWERS)
-    rank.send(1, reply(6))
+    rank.send(1, 6)
     inbox.wakeup = event = threading.Event()
     assert event.wait(TIMEOUT_S)
     values = []
     for _ in range(2):
         received = inbox.take(ANSWERS, TIMEOUT_S)
         assert received is not None
-        values += received.reply.body.tolist()
+        values += received.body
     assert values == [5, 6]
 
 

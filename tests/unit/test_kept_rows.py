@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from specdec.device import RemoteProbs, on_host, rows_on_host
-from specdec.distributed.kept_rows import KeeperOfRequest, KeptRows
-from specdec.distributed.messages import Kind, OpenedRequest, pack_message
-from specdec.distributed.replies import ReceivedReply, Reply, answers_reply, read_answers
+from specdec.distributed.kept_rows import KeeperOfRequest, KeptRows, Query
+from specdec.distributed.messages import Kind, Message, OpenedRequest
 from specdec.executors import ModelAnswerer
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams, SamplingTransform
@@ -33,7 +35,7 @@ class LastRank:
         self.num_rows = 0  # whole rows in replies to queries
         self.keepers = {}
         for request, sampling in enumerate(params):
-            opened = OpenedRequest(id=request, max_len=99, sampling=sampling, tokens=PROMPT)
+            opened = OpenedRequest(id=request, max_cached=99, sampling=sampling, tokens=PROMPT)
             self.answerer.open(opened)
             self.kept.open(opened)
             transform = SamplingTransform(sampling)
@@ -42,21 +44,24 @@ class LastRank:
     def answers(self, batch: Batch, logits: torch.Tensor):
         """What rank 0 reads of the answers, and the answers themselves."""
         answers = self.answerer.answer(batch, logits)
-        reply = self._sent(answers_reply(*self.kept.keep(batch, answers, logits)))
-        return read_answers(reply, batch, lambda _: True, self.keepers.__getitem__), answers
+        received = self._sent(Kind.ANSWERS, self.kept.keep(batch, answers, logits))
+        connected = [
+            replace(a, probs=replace(a.probs, keeper=self.keepers[a.request]))
+            if isinstance(a.probs, RemoteProbs)
+            else a
+            for a in received
+        ]
+        return connected, answers
 
-    def ask(self, body) -> Reply:
-        query = pack_message(Kind.QUERY, 1, 2, body)
-        self.num_bytes += query.nbytes
-        reply = self._sent(self.kept.answer(query))
-        self.num_rows += 0 if reply.rows is None else len(reply.rows)
+    def ask(self, query: Query) -> torch.Tensor:
+        reply = self._sent(Kind.ROWS, self.kept.answer(self._sent(Kind.QUERY, query)))
+        self.num_rows += 0 if query.tokens is not None else len(reply)
         return reply
 
-    def _sent(self, reply: Reply) -> Reply:
-        packed, second = reply.pack(session=1, tick=2), reply.rows
+    def _sent(self, kind: Kind, body: Any) -> Any:
+        packed = Message(kind, 1, 2, body).pack()
         self.num_bytes += packed.nbytes
-        self.num_bytes += 0 if second is None else second.numel() * second.element_size()
-        return ReceivedReply.unpack(packed, lambda rows: rows.copy_(second)).reply
+        return Message.unpack(packed).body
 
 
 def tree(request: int, parents: list[int], first_id: int = 0) -> TreeRows:
@@ -104,9 +109,9 @@ def test_a_rejection_over_a_large_vocabulary_is_small():
     batch = Batch(step=0, trees=(tree(0, [NO_NODE, *range(63)]),))
     logits = logits_of("plain", rows=64, vocab=128_256).bfloat16()
     (answers,), _ = rank.answers(batch, logits)
-    assert rank.num_bytes < 64 * 32
+    assert rank.num_bytes < 64 * 64
     on_host(answers.probs[5])
-    assert rank.num_bytes <= 64 * 32 + 128_256 * 2 + 256
+    assert rank.num_bytes <= 64 * 64 + 128_256 * 2 + 1024
     assert rank.num_bytes <= 500_000
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.device import RowKeeper, SupportProbs, on_host
-from specdec.distributed.messages import Kind
-from specdec.distributed.replies import ReceivedReply, answers_reply, read_answers
+from specdec.device import SupportProbs, on_host
+from specdec.distributed.messages import Kind, Message
 from specdec.executors import ModelAnswerer
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams, SamplingTransform
@@ -41,38 +40,26 @@ class Opened:
         self.id, self.sampling, self.stop = request, sampling, StopRules(max_new_tokens=1)
 
 
-def nobody(request: int) -> RowKeeper:
-    """No rows are kept on another rank here."""
-    raise AssertionError
-
-
-def sent(answers: tuple, batch: Batch, is_open=lambda request: True) -> tuple[tuple, int]:
-    """The answers as rank 0 reads them, and the bytes of both messages."""
-    reply = answers_reply(answers)
-    second = reply.rows
-    packed = reply.pack(session=1, tick=2)
-    received = ReceivedReply.unpack(packed, lambda rows: rows.copy_(second))
-    assert received.reply.kind is Kind.ANSWERS
-    num_bytes = packed.nbytes + (0 if second is None else second.numel() * second.element_size())
-    return read_answers(received.reply, batch, is_open, nobody), num_bytes
+def sent(answers: tuple) -> tuple[tuple, int]:
+    """The answers as rank 0 reads them, and the bytes of the message."""
+    packed = Message(Kind.ANSWERS, 1, 2, answers).pack()
+    return Message.unpack(packed).body, packed.nbytes
 
 
 @pytest.mark.parametrize("params", [[T06], [T06, T06], [PLAIN], [T06, PLAIN]], ids=len)
 def test_messages_keep_distributions(params):
     """Bit for bit, whether all, none or some requests have filters."""
-    batch, answers = answered(logits_of("plain", rows=6), params)
-    received, _ = sent(answers, batch)
+    _, answers = answered(logits_of("plain", rows=6), params)
+    received, _ = sent(answers)
     for mine, expected in zip(received, answers, strict=True):
         np.testing.assert_array_equal(mine.tokens, expected.tokens)
         np.testing.assert_array_equal(on_host(mine.probs), on_host(expected.probs))
-    (last,), _ = sent(answers, batch, lambda request: request == len(params) - 1)
-    np.testing.assert_array_equal(on_host(last.probs), on_host(answers[-1].probs))
 
 
 def test_a_message_about_64_rows_of_a_large_vocabulary_is_small():
     """At most 0.5 MB with top-k; the rows themselves are 65.7 MB."""
-    batch, answers = answered(logits_of("plain", rows=64, vocab=128_256).float(), [T06])
-    received, num_bytes = sent(answers, batch)
+    _, answers = answered(logits_of("plain", rows=64, vocab=128_256).float(), [T06])
+    received, num_bytes = sent(answers)
     assert num_bytes <= 500_000
     assert isinstance(received[0].probs, SupportProbs)
     assert received[0].probs.shape == (64, 128_256)
