@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import queue
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from specdec.clocks import timed_runs
-from specdec.distributed.collective import Connections
-from specdec.distributed.inbox import Inbox
 from specdec.distributed.launch import Processes
-from specdec.distributed.links import ControlLink, GlooLink, SocketLink
 from specdec.distributed.messages import (
     ANY_FAILED,
     HEARTBEAT_S,
+    REPLIES,
     Kind,
     Message,
     ReplyKey,
@@ -33,14 +32,13 @@ from specdec.distributed.messages import (
     started_key,
 )
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.transport import PeerLost, control_group
+from specdec.distributed.transport import Connections, ControlLink, PeerLost
 from specdec.errors import RankFailure, UserError
 
 _POLL_S = 0.1
 _LOAD_POLL_S = 0.02
 _LOAD_TIMEOUT_S = 120.0  # without any heartbeat
-_MAX_PENDING = 1024  # small messages; rank 0 must never wait for a slow rank
-_SEND_S = 60.0  # for a rank to read what its link's buffer cannot hold
+_MAX_PENDING = 256  # small messages; rank 0 must never wait for a slow rank
 _GRACE_S = 5.0  # for ranks to exit on their own
 _OBSERVE_S = 0.5  # between two readings of the store
 _SETTLE_S = 1.0  # the first failure noticed may be the consequence of another
@@ -55,7 +53,7 @@ class RankGroup:
 
     Attributes:
         alive: False once the group has been closed or killed.
-        connections: tensor-parallel groups that rank 0 belongs to.
+        connections: process groups that rank 0 belongs to.
     """
 
     def __init__(
@@ -74,21 +72,34 @@ class RankGroup:
         self._report_ids = itertools.count()
         self._failures = FailureDetector(store=store, size=size, processes=processes)
         self.wait_for([started_key(rank) for rank in range(1, size)])
-        self.connections = Connections(store=store, rank=0, loopback=loopback)
-        self._links = self._connect(loopback)
+        self.connections = self._connect(loopback)
+        self._links = {
+            rank: ControlLink(self.connections.peer(rank, max_pending=_MAX_PENDING))
+            for rank in range(1, size)
+        }
         self._inbox = Inbox(self._links)
         self._failures.start()
         self._captures = False  # whether a session's ranks may run captured passes
         timed_runs.observe(self)
 
-    def _connect(self, loopback: bool) -> dict[int, ControlLink]:
-        if self._processes is not None:
-            ends = self._processes.sockets.items()
-            return {rank: SocketLink(end, rank, timeout_s=_SEND_S) for rank, end in ends}
-        group = control_group(self._store, 0, self.size, loopback=loopback)
-        return {
-            rank: GlooLink(group, rank, max_pending=_MAX_PENDING) for rank in range(1, self.size)
-        }
+    def _connect(self, loopback: bool) -> Connections:
+        """Joins the control group in a thread, because a rank may end before it has joined."""
+        made: list[Connections | RuntimeError] = []
+
+        def join() -> None:
+            try:
+                made.append(Connections(self._store, 0, self.size, loopback=loopback))
+            except RuntimeError as error:
+                made.append(error)
+
+        thread = threading.Thread(target=join, daemon=True)
+        thread.start()
+        while not made:
+            thread.join(_LOAD_POLL_S)
+            self.check()
+        if isinstance(made[0], RuntimeError):
+            raise self.failed()
+        return made[0]
 
     @property
     def wakeup(self) -> threading.Event | None:
@@ -103,7 +114,7 @@ class RankGroup:
         """Opens a pipeline session, for which ranks load their layers; returns its number."""
         session = self.announce(plan)
         self.await_ready(session, plan.members)
-        self._inbox.listen(plan.repliers, awaited=plan.repliers - plan.side_repliers)
+        self._inbox.listen(plan.repliers)
         return session
 
     def announce(self, plan: SessionPlan | DraftPlan) -> int:
@@ -164,15 +175,11 @@ class RankGroup:
     @property
     def num_bytes(self) -> int:
         """Bytes that rank 0 has sent, including its share of collectives."""
-        sent = sum(link.num_bytes for link in self._links.values())
-        return sent + self.connections.num_bytes
+        return self.connections.num_bytes
 
     def has_reply(self, key: ReplyKey) -> bool:
         """Returns whether ``reply`` would return at once."""
-        try:
-            return self._inbox.has(key)
-        except PeerLost as lost:
-            raise self.failed(lost) from None
+        return self._inbox.has(key)
 
     def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
         """Waits for a reply to step ``tick`` and returns its body; drops earlier ones of this key.
@@ -256,12 +263,77 @@ class RankGroup:
         An interpreter that exits while a thread is inside gloo aborts the process.
         """
         self._inbox.join(_GRACE_S)
-        for link in self._links.values():
-            link.close()
 
     def _kill_with(self, error: BaseException) -> BaseException:
         self.kill()
         return error
+
+
+class Inbox:
+    """The replies of ranks, in one queue per kind and rank, filled by one thread per rank.
+
+    Attributes:
+        wakeup: an event that is set when a reply arrives, if not None.
+    """
+
+    def __init__(self, links: Mapping[int, ControlLink]) -> None:
+        """``links``: rank -> its control link. Nothing is read before ``listen``."""
+        self.wakeup: threading.Event | None = None
+        self._links = links
+        self._queues: dict[ReplyKey, queue.SimpleQueue[Message | None]] = {
+            (kind, rank): queue.SimpleQueue() for kind in REPLIES for rank in links
+        }
+        self._threads: dict[int, threading.Thread] = {}
+        self._lost: int | None = None  # the first rank whose link ended
+
+    def listen(self, ranks: Iterable[int]) -> None:
+        """Starts to read the replies of further ranks."""
+        for rank in set(ranks) - self._threads.keys():
+            thread = threading.Thread(target=self._read, args=(rank,), daemon=True)
+            self._threads[rank] = thread
+            thread.start()
+
+    def has(self, key: ReplyKey) -> bool:
+        """Returns whether ``take`` would return at once."""
+        return not self._queues[key].empty()
+
+    def take(self, key: ReplyKey, timeout_s: float) -> Message | None:
+        """Waits for a reply; returns None after ``timeout_s``.
+
+        Raises:
+            PeerLost: the connection to this or another rank broke.
+        """
+        try:
+            received = self._queues[key].get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if received is None:
+            assert self._lost is not None, "the end of a link names its rank"
+            raise PeerLost(self._lost)
+        return received
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the threads, which end when their peers have ended."""
+        for thread in self._threads.values():
+            thread.join(timeout_s)
+
+    def _read(self, rank: int) -> None:
+        """Reads until the link ends; runs in its own thread."""
+        try:
+            while True:
+                received = Message.unpack(self._links[rank].receive())
+                self._queues[received.kind, rank].put(received)
+                self._wake()
+        except PeerLost as error:
+            if self._lost is None:
+                self._lost = error.peer
+            for replies in self._queues.values():  # every waiting caller raises
+                replies.put(None)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self.wakeup is not None:
+            self.wakeup.set()
 
 
 class FailureDetector:

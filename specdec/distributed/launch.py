@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,6 @@ class Processes:
     Attributes:
         ended: rank -> exit status of ranks that have ended (negative: signal number).
         pids: process ids of the ranks, empty until they have been forked.
-        sockets: rank -> this process's end of the rank's control link.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class Processes:
         """
         self.ended: dict[int, int] = {}
         self.pids: list[int] = []
-        self.sockets: dict[int, socket.socket] = {}
         self._size = size
         self._keep_logs = logs is not None
         self._logs = logs or Path(tempfile.mkdtemp(prefix="specdec-ranks-"))
@@ -56,25 +53,17 @@ class Processes:
             "MKL_NUM_THREADS": per_rank,
             "OPENBLAS_NUM_THREADS": "1",  # numpy must not start threads before the fork
         }
-        theirs: list[socket.socket] = []
-        for rank in range(1, size):
-            self.sockets[rank], end = socket.socketpair()
-            theirs.append(end)
-        ends = [end.fileno() for end in theirs]
         module = ["-m", "specdec.distributed.fork_server"]
-        arguments = [address, str(port), ",".join(map(str, ends)), str(self._logs)]
+        arguments = [address, str(port), str(size), str(self._logs)]
         with (self._logs / "fork_server.log").open("wb") as log:
             self._server = subprocess.Popen(  # noqa: S603 - a module of this package
                 [sys.executable, *module, *arguments, "keep" if self._keep_logs else "remove"],
-                pass_fds=ends,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,
                 start_new_session=True,  # Ctrl-C in the terminal reaches rank 0 only
             )
-        for end in theirs:
-            end.close()
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def log(self, rank: int) -> str:

@@ -110,12 +110,8 @@ class SessionPlan(_Plan):
     @property
     def repliers(self) -> set[int]:
         """Ranks that send replies to rank 0 within a step."""
-        return self.side_repliers | {len(self.ranks)}
-
-    @property
-    def side_repliers(self) -> set[int]:
-        """Ranks that send exits or hidden states to rank 0."""
-        return {i for i, part in enumerate(self.ranks, 1) if part.has_side_outputs}
+        sides = {i for i, part in enumerate(self.ranks, 1) if part.has_side_outputs}
+        return sides | {len(self.ranks)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

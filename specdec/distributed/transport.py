@@ -1,8 +1,11 @@
-"""Process groups, and control messages over them (int64 arrays).
+"""Process groups, and what ranks exchange over them: messages, rows of hidden states, collectives.
 
-Uses torch.distributed's process groups without the process-wide default group, so that one process
-can be part of several pipelines. Receives are posted before their message is needed, because gloo
-does not send before the receiver is ready.
+Everything goes over torch.distributed: gloo on CPUs, NCCL between GPUs, whoever has started the
+ranks. The process-wide default group is not used, so that one process can be part of several
+pipelines. Receives are posted before their message is needed, because gloo does not send before the
+receiver is ready.
+
+Shape letters: R rows, E hidden size.
 """
 
 from __future__ import annotations
@@ -11,16 +14,16 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from specdec.tensor_parallel.collective import Collective
 from specdec.types import IntArray
 
 Group: TypeAlias = Any
@@ -32,22 +35,15 @@ NO_TIMEOUT = timedelta(days=300)
 CONNECT_TIMEOUT = timedelta(seconds=120)
 
 CPU = torch.device("cpu")
-FRAME_WORDS = 2048
+MESSAGES, ROWS = 0, 2
+"""Tags; each session adds its number to ``ROWS``."""
+
+_REST = 1  # added to ``MESSAGES``: the part of a message beyond its first frame
+_FRAME_WORDS = 2048
+_CHUNK_ROWS = 256  # maximum rows per send
 _POLL_S = 0.02
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-
-
-class Tag(IntEnum):
-    """Message types; each session adds its own multiple of ``NUM_TAGS``."""
-
-    CONTROL = 0
-    REPLY = 1
-    TENSOR = 2
-    HIDDEN = 3
-
-
-NUM_TAGS = 8
-_OVERFLOW = 4  # added to the tag of the part of a control message beyond its first frame
+_NO_GPU = "cpu"
 
 
 class PeerLost(RuntimeError):
@@ -58,33 +54,37 @@ class PeerLost(RuntimeError):
         super().__init__(f"lost its connection to rank {peer}")
 
 
-def control_group(store: dist.Store, rank: int, size: int, *, loopback: bool) -> Group:
-    """Connects all ranks over gloo.
+# ---------------------------------------------------------------------- process groups
 
-    ``loopback`` says whether all ranks are on this machine. If not, the environment variable
+
+def gloo_group(store: dist.Store, index: int, size: int, *, loopback: bool) -> Group:
+    """Connects the processes that share ``store``.
+
+    ``loopback`` says whether all of them are on this machine. If not, the environment variable
     GLOO_SOCKET_IFNAME names the network interface (default: that of the host name).
     """
-    return _gloo(dist.PrefixStore("control", store), rank, size, loopback=loopback)
+    with _loopback_interface() if loopback and not os.environ.get(_INTERFACE) else nullcontext():
+        return dist.ProcessGroupGloo(store, index, size, CONNECT_TIMEOUT)
 
 
-def data_group(store: dist.Store, rank: int, size: int) -> Group:
-    """Connects the stages (ranks from 1) over NCCL; each has set its CUDA device."""
-    return _nccl(dist.PrefixStore("data", store), rank - 1, size - 1)
+@contextmanager
+def _loopback_interface() -> Iterator[None]:
+    """Makes gloo use the loopback interface, whatever the host name resolves to.
 
-
-def collective_group(
-    store: dist.Store, index: int, size: int, *, device: torch.device, loopback: bool
-) -> Group:
-    """Connects a subset of the ranks for collectives, over gloo on CPUs and NCCL on GPUs.
-
-    Only these ranks may share ``store``; ``index`` and ``size`` are within the subset.
+    The environment is the only public way to choose the interface.
     """
-    if device.type == "cpu":
-        return _gloo(store, index, size, loopback=loopback)
-    return _nccl(store, index, size)
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    os.environ[_INTERFACE] = names[0] if names else ""
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
 
 
-_NO_GPU = "cpu"
+def _nccl_group(store: dist.Store, index: int, size: int) -> Group:
+    """Connects processes that have each set their CUDA device."""
+    nccl: Any = dist.ProcessGroupNCCL
+    return nccl(store, index, size, nccl.Options())
 
 
 def wire_device(
@@ -112,31 +112,86 @@ def gpu_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _gloo(store: dist.Store, index: int, size: int, *, loopback: bool) -> Group:
-    with _loopback_interface() if loopback and not os.environ.get(_INTERFACE) else nullcontext():
-        return dist.ProcessGroupGloo(store, index, size, CONNECT_TIMEOUT)
+class Connections:
+    """The process groups of one rank; each is connected only once.
 
-
-@contextmanager
-def _loopback_interface() -> Iterator[None]:
-    """Makes gloo use the loopback interface, whatever the host name resolves to.
-
-    The environment is the only public way to choose the interface.
+    Attributes:
+        control: all ranks, over gloo. Ranks on CPUs also exchange rows over it.
     """
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    os.environ[_INTERFACE] = names[0] if names else ""
-    try:
-        yield
-    finally:
-        del os.environ[_INTERFACE]
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, loopback: bool) -> None:
+        """Blocks until all ranks have joined the control group."""
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._loopback = loopback
+        self.control = gloo_group(dist.PrefixStore("control", store), rank, size, loopback=loopback)
+        self._stages: Group = None  # ranks from 1, over NCCL
+        self._shared: dict[tuple[str, tuple[int, ...]], tuple[Group, torch.device]] = {}
+        self._peers: dict[tuple[str, int], Peer] = {}
+        self._joined: list[RankCollective] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this process has sent."""
+        return sum(sender.num_bytes for sender in (*self._peers.values(), *self._joined))
+
+    def peer(self, rank: int, *, max_pending: int) -> Peer:
+        """Returns the connection to ``rank`` for tensors on the host."""
+        return self._peer("gloo", self.control, rank, rank, max_pending)
+
+    def stage_peer(
+        self, rank: int, device: torch.device, *, max_pending: int
+    ) -> tuple[Peer, torch.device]:
+        """Returns the connection to ``rank``, which calls this too, and the device of its tensors.
+
+        ``device`` is that of this rank's hidden states.
+        """
+        pair = sorted((self._rank, rank))
+        edge = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
+        wire = wire_device(edge, self._rank, pair, device)
+        if wire.type == "cpu":
+            return self.peer(rank, max_pending=max_pending), wire
+        if self._stages is None:
+            store = dist.PrefixStore("data", self._store)
+            self._stages = _nccl_group(store, self._rank - 1, self._size - 1)
+        return self._peer("nccl", self._stages, rank, rank - 1, max_pending), wire
+
+    def _peer(self, backend: str, group: Group, rank: int, index: int, max_pending: int) -> Peer:
+        key = backend, rank
+        if key not in self._peers:
+            self._peers[key] = Peer(group, rank, index=index, max_pending=max_pending)
+        return self._peers[key]
+
+    def join(
+        self, peers: Sequence[int], device: torch.device, timeout: timedelta = NO_TIMEOUT
+    ) -> RankCollective:
+        """Joins the tensor-parallel group of ``peers``; blocks until all of them have joined.
+
+        Args:
+            peers: global ranks, this one included.
+        """
+        key = (device.type, tuple(peers))
+        index = peers.index(self._rank)
+        if key not in self._shared:
+            name = f"tp-{device.type}-" + "-".join(map(str, peers))
+            store = dist.PrefixStore(name, self._store)
+            wire = wire_device(store, index, range(len(peers)), device)
+            if wire.type == "cpu":
+                group = gloo_group(store, index, len(peers), loopback=self._loopback)
+            else:
+                group = _nccl_group(store, index, len(peers))
+            self._shared[key] = group, wire
+        group, wire = self._shared[key]
+        joined = RankCollective(group, rank=index, peers=peers, timeout=timeout, wire=wire)
+        self._joined.append(joined)
+        return joined
 
 
-def _nccl(store: dist.Store, index: int, size: int) -> Group:
-    nccl: Any = dist.ProcessGroupNCCL
-    return nccl(store, index, size, nccl.Options())
+# ---------------------------------------------------------------------- point to point
 
 
-def wait_for(work: dist.Work, on: torch.Tensor, timeout: timedelta = NO_TIMEOUT) -> None:
+def _wait_for(work: dist.Work, on: torch.Tensor, timeout: timedelta = NO_TIMEOUT) -> None:
     """Waits until an operation on tensor ``on`` has completed.
 
     On a GPU only the stream waits. ``timeout`` is not passed to NCCL, which would then have the
@@ -148,74 +203,222 @@ def wait_for(work: dist.Work, on: torch.Tensor, timeout: timedelta = NO_TIMEOUT)
         work.wait()
 
 
-class Sender:
-    """Sends asynchronously and keeps tensors alive until they have been sent."""
+class Peer:
+    """Another rank of a process group; all methods may raise ``PeerLost``."""
 
-    def __init__(self, group: Group, *, max_pending: int) -> None:
-        """``max_pending``: number of incomplete sends beyond which a send waits for the oldest."""
+    def __init__(self, group: Group, rank: int, *, index: int, max_pending: int) -> None:
+        """Connects to ``rank``, which has number ``index`` in the group.
+
+        ``max_pending``: number of incomplete sends beyond which a send waits for the oldest.
+        """
+        self.rank = rank
         self._group = group
+        self._index = index
         self._max_pending = max_pending
-        self._pending: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
+        self._pending: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self.num_bytes = 0
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        """Sends a contiguous tensor, which must not change afterwards; may raise ``PeerLost``."""
+    def send(self, tensor: torch.Tensor, tag: int) -> None:
+        """Sends a contiguous tensor, which must not change afterwards."""
         try:
-            work = self._group.send([tensor], to, tag)
-            self._pending.append((work, tensor, to))
-            self.num_bytes += tensor.numel() * tensor.element_size()
+            self._pending.append((self._group.send([tensor], self._index, tag), tensor))
+            self.num_bytes += tensor.nbytes
             if len(self._pending) > self._max_pending:
-                work, oldest, to = self._pending.popleft()
-                wait_for(work, oldest)
+                _wait_for(*self._pending.popleft())
         except RuntimeError as error:
-            raise PeerLost(to) from error
+            raise PeerLost(self.rank) from error
 
-    def send_message(self, packed: IntArray, to: int, tag: int) -> None:
-        """Sends int64[n] whose first element is n, in one frame or two."""
-        tensor = torch.from_numpy(packed)
-        self.send(tensor[:FRAME_WORDS], to, tag)
-        if len(packed) > FRAME_WORDS:
-            self.send(tensor[FRAME_WORDS:], to, tag + _OVERFLOW)
-
-
-class MessageReceiver:
-    """Receives control messages from one rank into two frames, one of them always posted ahead.
-
-    A frame is posted again before the next wait, not right after reading: posting costs a message
-    to the sender, and handling the message just received comes first.
-    """
-
-    def __init__(self, group: Group, source: int, tag: int) -> None:
-        self._group = group
-        self._source = source
-        self._tag = tag
-        self._frames = [torch.zeros(FRAME_WORDS, dtype=torch.int64) for _ in range(2)]
-        self._works: list[dist.Work | None] = [None, None]
-        self._next = 0
-        self._post()
-
-    def receive(self) -> IntArray:
-        """Waits for the next message and returns a copy, int64[n]; may raise ``PeerLost``."""
+    def post(self, tensor: torch.Tensor, tag: int) -> dist.Work:
+        """Starts to receive into a contiguous tensor."""
         try:
-            self._post()
-            work, frame = self._works[self._next], self._frames[self._next].numpy()
-            assert work is not None, "both frames are posted"
-            work.wait(NO_TIMEOUT)
-            size = int(frame[0])
-            packed = frame[:size].copy()
-            self._works[self._next] = None
-            self._next = 1 - self._next
-            if size > FRAME_WORDS:
-                rest = torch.empty(size - FRAME_WORDS, dtype=torch.int64)
-                tag = self._tag + _OVERFLOW
-                self._group.recv([rest], self._source, tag).wait(NO_TIMEOUT)
-                packed = np.concatenate([packed, rest.numpy()])
+            work: dist.Work = self._group.recv([tensor], self._index, tag)
         except RuntimeError as error:
-            raise PeerLost(self._source) from error
-        return packed
+            raise PeerLost(self.rank) from error
+        return work
 
-    def _post(self) -> None:
-        """Posts free frames, in the order in which messages will arrive."""
+    def wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        try:
+            _wait_for(work, tensor)
+        except RuntimeError as error:
+            raise PeerLost(self.rank) from error
+
+
+class _Posted:
+    """Two equal buffers for what a peer sends, one of which is always posted ahead."""
+
+    def __init__(self, peer: Peer, tag: int, buffers: Sequence[torch.Tensor]) -> None:
+        self._peer, self._tag = peer, tag
+        self._buffers = buffers
+        self._works: list[dist.Work | None] = [None] * len(buffers)
+        self._next = 0
+        self.post()
+
+    def post(self) -> None:
+        """Posts the buffers that have been read, in the order in which they will be filled."""
         for i in (self._next, 1 - self._next):
             if self._works[i] is None:
-                self._works[i] = self._group.recv([self._frames[i]], self._source, self._tag)
+                self._works[i] = self._peer.post(self._buffers[i], self._tag)
+
+    def receive(self) -> torch.Tensor:
+        """Waits for the next tensor; it is valid until ``post``."""
+        at = self._next
+        if self._works[at] is None:
+            self.post()
+        work = self._works[at]
+        assert work is not None, "it was posted"
+        self._peer.wait(work, self._buffers[at])
+        self._works[at] = None
+        self._next = 1 - at
+        return self._buffers[at]
+
+
+class ControlLink:
+    """Messages to and from another rank: int64[n], whose first element is n."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._posted: _Posted | None = None
+
+    def send(self, packed: IntArray) -> None:
+        """Sends a message, which must not change afterwards, in one frame or two."""
+        tensor = torch.from_numpy(packed)
+        self._peer.send(tensor[:_FRAME_WORDS], MESSAGES)
+        if len(packed) > _FRAME_WORDS:
+            self._peer.send(tensor[_FRAME_WORDS:], MESSAGES + _REST)
+
+    def receive(self) -> IntArray:
+        """Waits for the next message; may be called by another thread than ``send``."""
+        if self._posted is None:
+            frames = [torch.zeros(_FRAME_WORDS, dtype=torch.int64) for _ in range(2)]
+            self._posted = _Posted(self._peer, MESSAGES, frames)
+        # Not right after reading: posting costs a message, and handling the last one comes first.
+        self._posted.post()
+        frame = self._posted.receive().numpy()
+        size = int(frame[0])
+        packed: IntArray = frame[:size].copy()
+        if size > _FRAME_WORDS:
+            rest = torch.empty(size - _FRAME_WORDS, dtype=torch.int64)
+            self._peer.wait(self._peer.post(rest, MESSAGES + _REST), rest)
+            packed = np.concatenate([packed, rest.numpy()])
+        return packed
+
+
+class RowSender:
+    """Sends hidden states to the next stage, in the chunks that ``RowReceiver`` expects."""
+
+    def __init__(self, peer: Peer, tag: int, wire: torch.device) -> None:
+        """Rows are copied to ``wire`` before they are sent; ``tag`` is that of the session."""
+        self._peer, self._tag, self._wire = peer, tag, wire
+
+    def send(self, rows: torch.Tensor) -> None:
+        """Sends [R, E], which must not change afterwards, without waiting."""
+        for part in rows.to(self._wire).contiguous().split(_CHUNK_ROWS):
+            self._peer.send(part, self._tag)
+
+
+class RowReceiver:
+    """Receives the hidden states of the previous stage.
+
+    Both sides split rows into the same chunks. NCCL receives must match the sends in size, so
+    there a receive is posted only when the number of rows is known.
+    """
+
+    def __init__(
+        self, peer: Peer, tag: int, wire: torch.device, *, width: int, dtype: torch.dtype
+    ) -> None:
+        """Rows arrive on ``wire``; ``width`` is E."""
+        self._peer, self._tag = peer, tag
+        self._buffers = [
+            torch.zeros(_CHUNK_ROWS, width, dtype=dtype, device=wire) for _ in range(2)
+        ]
+        self._posted = _Posted(peer, tag, self._buffers) if wire.type == "cpu" else None
+        self._at = 0
+
+    def receive(self, num_rows: int) -> torch.Tensor:
+        """Waits for [num_rows, E], which stay valid until ``release`` or the next call."""
+        if num_rows <= _CHUNK_ROWS:
+            return self._chunk(num_rows)
+        starts = range(0, num_rows, _CHUNK_ROWS)
+        return torch.cat([self._chunk(min(_CHUNK_ROWS, num_rows - s)).clone() for s in starts])
+
+    def release(self) -> None:
+        """Allows the memory of the last received rows to be reused."""
+        if self._posted is not None:
+            self._posted.post()
+
+    def _chunk(self, num_rows: int) -> torch.Tensor:
+        if self._posted is not None:
+            return self._posted.receive()[:num_rows]
+        self._at = 1 - self._at
+        rows = self._buffers[self._at][:num_rows]
+        self._peer.wait(self._peer.post(rows, self._tag), rows)
+        return rows
+
+
+# ---------------------------------------------------------------------- collectives
+
+
+class RankCollective(Collective):
+    """Collectives of a group of processes over gloo or NCCL.
+
+    Attributes:
+        num_bytes: bytes that this process has sent to the others, not counting what a ring
+            algorithm forwards.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        rank: int,
+        peers: Sequence[int],
+        timeout: timedelta = NO_TIMEOUT,
+        wire: torch.device | None = None,
+    ) -> None:
+        """Wraps a connected process group.
+
+        Args:
+            group: a ProcessGroupGloo or ProcessGroupNCCL with as many processes as ``peers``.
+            peers: global ranks of the group's processes.
+            timeout: per operation; gloo only.
+            wire: device to which tensors are copied for the operation (default: none, in place).
+        """
+        super().__init__(rank=rank, size=len(peers))
+        self._group = group
+        self._peers = tuple(peers)
+        self._timeout = timeout
+        self._wire = wire
+        self.num_bytes = 0
+
+    def _gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        def start(received: torch.Tensor, own: torch.Tensor) -> dist.Work:
+            return self._group._allgather_base(received.flatten(), own.flatten())  # views
+
+        return self._run(tensor, (self.size, *tensor.shape), start).unbind()
+
+    def _exchange(self, slices: torch.Tensor) -> torch.Tensor:
+        def start(received: torch.Tensor, own: torch.Tensor) -> dist.Work:
+            return self._group.alltoall_base(received, own, [], [])  # equal parts
+
+        return self._run(slices, slices.shape, start)
+
+    def _run(
+        self,
+        tensor: torch.Tensor,
+        shape: Sequence[int],
+        start: Callable[[torch.Tensor, torch.Tensor], dist.Work],
+    ) -> torch.Tensor:
+        """Runs a collective on ``tensor`` and returns the received values in ``shape``."""
+        own = tensor.to(self._wire or tensor.device)
+        received = torch.empty(shape, dtype=own.dtype, device=own.device)
+        try:
+            _wait_for(start(received, own), own, self._timeout)
+        except RuntimeError as error:
+            self._raise_lost(error)
+        num_others = received.numel() * received.element_size() // self.size * (self.size - 1)
+        self.num_bytes += num_others
+        return received.to(tensor.device)
+
+    def _raise_lost(self, error: RuntimeError) -> NoReturn:
+        """Blames the next rank, since a broken group does not say which of its processes left."""
+        raise PeerLost(self._peers[(self.rank + 1) % self.size]) from error

@@ -8,24 +8,20 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from specdec.clocks.timed_runs import begin_timed_run, end_timed_run
-from specdec.distributed.collective import Connections
 from specdec.distributed.draft_follower import DraftSession
 from specdec.distributed.launch import NOTE
-from specdec.distributed.links import ControlLink, GlooLink, SocketLink
 from specdec.distributed.messages import (
     ANY_FAILED,
     HEARTBEAT_S,
@@ -40,29 +36,15 @@ from specdec.distributed.messages import (
 )
 from specdec.distributed.placement import own_gpu
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.row_links import (
-    GroupPeer,
-    GroupRowReceiver,
-    GroupRowSender,
-    RowReceiver,
-    RowSender,
-    SocketRowReceiver,
-    SocketRowSender,
-    Sockets,
-    fit_socket,
-)
 from specdec.distributed.stage_worker import StageSession, build_session
 from specdec.distributed.transport import (
     CPU,
-    NUM_TAGS,
-    Group,
+    ROWS,
+    Connections,
+    ControlLink,
     PeerLost,
-    Sender,
-    Tag,
-    collective_group,
-    control_group,
-    data_group,
-    wire_device,
+    RowReceiver,
+    RowSender,
 )
 from specdec.errors import UserError
 from specdec.executors.stage import Stage
@@ -78,7 +60,6 @@ class _SessionLinks:
     ) -> None:
         self._link = worker.link
         self._session = session
-        tag = session * NUM_TAGS + Tag.HIDDEN
         layers = stage.layers
         self._has_model = layers is not None
         device, dtype, width = CPU, torch.float32, 1
@@ -88,12 +69,13 @@ class _SessionLinks:
         self._zeros = torch.zeros(0, 1)
         self._sender = self._receiver = None
         before, after = worker.rank - degree, worker.rank + degree
+        connect = worker.connections.stage_peer
         if after <= num_ranks:
-            self._sender = worker.row_sender(after, tag, width=width, dtype=dtype, device=device)
+            peer, wire = connect(after, device, max_pending=_MAX_PENDING)
+            self._sender = RowSender(peer, ROWS + session, wire)
         if before > 0:
-            self._receiver = worker.row_receiver(
-                before, tag, width=width, dtype=dtype, device=device
-            )
+            peer, wire = connect(before, device, max_pending=_MAX_PENDING)
+            self._receiver = RowReceiver(peer, ROWS + session, wire, width=width, dtype=dtype)
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
         """Sends to the next stage; stages without a model send ``num_rows`` rows of zeros."""
@@ -120,32 +102,14 @@ class _SessionLinks:
 class Worker:
     """Models, sessions and connections of a rank's process."""
 
-    def __init__(
-        self,
-        *,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        loopback: bool,
-        sockets: Sockets | None = None,
-    ) -> None:
-        """Joins the group; without ``sockets``, all messages go over process groups."""
+    def __init__(self, store: dist.Store, rank: int, size: int, *, loopback: bool) -> None:
+        """Joins the group; blocks until all ranks have."""
         self.rank = rank
-        self.size = size
         self._store = store
         store.set(started_key(rank), str(os.getpid()))
-        self._loopback = loopback
-        self._sockets = sockets
-        self._groups: dict[str, tuple[Group, Sender]] = {}
-        self._senders: list[SocketRowSender] = []
-        self.link: ControlLink
-        if sockets is None:
-            group, _, peer = self._group_with(0, CPU)
-            self.link = GlooLink(group, peer.index, max_pending=_MAX_PENDING)
-        else:
-            self.link = SocketLink(sockets.control, 0)
+        self.connections = Connections(store, rank, size, loopback=loopback)
+        self.link = ControlLink(self.connections.peer(0, max_pending=_MAX_PENDING))
         self._pairs: dict[str, ModelPair] = {}
-        self._connections = Connections(store=store, rank=rank, loopback=loopback)
         self._sessions: dict[int, StageSession] = {}
         self._drafts: dict[int, DraftSession] = {}
         self._current: StageSession | DraftSession | None = None
@@ -161,74 +125,6 @@ class Worker:
                 if message.kind is Kind.STOP:
                     return
                 self._handle(*message)
-
-    def row_sender(
-        self, to: int, tag: int, *, width: int, dtype: torch.dtype, device: torch.device
-    ) -> RowSender:
-        """Connects to rank ``to``, which calls ``row_receiver``, for rows [R, width].
-
-        ``tag`` is that of the session; ``width``, ``dtype`` and ``device`` are those of the rows.
-        """
-        wire = self.wire(to, device)
-        end = self._socket_to(to, wire, width, dtype)
-        if end is not None:
-            sender = SocketRowSender(end, to)
-            self._senders.append(sender)
-            return sender
-        _, group_sender, peer = self._group_with(to, wire)
-        return GroupRowSender(group_sender, peer, tag, wire)
-
-    def row_receiver(
-        self, source: int, tag: int, *, width: int, dtype: torch.dtype, device: torch.device
-    ) -> RowReceiver:
-        """Connects to rank ``source`` for its rows; see ``row_sender``."""
-        wire = self.wire(source, device)
-        end = self._socket_to(source, wire, width, dtype)
-        if end is not None:
-            return SocketRowReceiver(end, source, width=width, dtype=dtype)
-        group, _, peer = self._group_with(source, wire)
-        return GroupRowReceiver(group, peer, tag, width=width, dtype=dtype, device=wire)
-
-    def _socket_to(
-        self, peer: int, wire: torch.device, width: int, dtype: torch.dtype
-    ) -> socket.socket | None:
-        """Returns the socket over which both ends exchange rows; None: they use a process group."""
-        if self._sockets is None or wire.type != "cpu" or not fit_socket(width, dtype):
-            return None
-        ends = {self.rank - 1: self._sockets.before, self.rank + 1: self._sockets.after}
-        return ends.get(peer)
-
-    def _group_with(self, peer: int, device: torch.device) -> tuple[Group, Sender, GroupPeer]:
-        """Returns group and sender for tensors of a device; both ranks join at the same time."""
-        if device.type != "cpu":
-            name, index = "data", peer - 1
-            make = partial(data_group, self._store, self.rank, self.size)
-        elif self._sockets is None:
-            name, index = "control", peer
-            make = partial(
-                control_group, self._store, self.rank, self.size, loopback=self._loopback
-            )
-        else:
-            ends = sorted((self.rank, peer))
-            name, index = f"rows-{ends[0]}-{ends[1]}", ends.index(peer)
-            make = partial(
-                collective_group,
-                dist.PrefixStore(name, self._store),
-                1 - index,
-                2,
-                device=device,
-                loopback=self._loopback,
-            )
-        if name not in self._groups:
-            group = make()
-            self._groups[name] = group, Sender(group, max_pending=_MAX_PENDING)
-        return *self._groups[name], GroupPeer(peer, index)
-
-    def wire(self, other: int, device: torch.device) -> torch.device:
-        """Returns the device on which rows are exchanged with a rank; see ``wire_device``."""
-        pair = sorted((self.rank, other))
-        store = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
-        return wire_device(store, self.rank, pair, device)
 
     def _handle(self, kind: Kind, session: int, tick: int, body: Any) -> None:
         if kind is Kind.END:
@@ -288,7 +184,7 @@ class Worker:
     def _join(self, peers: Sequence[int]) -> Collective:
         index = torch.cuda.current_device() if self._on_gpu else None
         device = torch.device("cpu") if index is None else torch.device("cuda", index)
-        return self._connections.join(peers, device)
+        return self.connections.join(peers, device)
 
     def _pair(self, plan: SessionPlan | DraftPlan) -> ModelPair:
         """Returns the plan's models, on this rank's device."""
@@ -308,10 +204,8 @@ class Worker:
 
     def report(self, session: int) -> dict[str, object]:
         """Returns the session report with bytes sent, CPU seconds and peak memory."""
-        sent = self.link.num_bytes + self._connections.num_bytes
-        sent += sum(sender.num_bytes for _, sender in self._groups.values())
-        sent += sum(sender.num_bytes for sender in self._senders)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        sent = self.connections.num_bytes
         used = {"bytes_sent": sent, "cpu_s": time.process_time(), "peak_bytes": peak}
         ran = self._sessions[session] if session in self._sessions else self._drafts[session]
         return {**ran.report(), **used}
@@ -333,16 +227,14 @@ def _log(text: str) -> None:
     print(f"{NOTE}{now} {text}", flush=True)  # noqa: T201 - standard output is the log
 
 
-def serve(
-    store: dist.Store, rank: int, size: int, *, loopback: bool, sockets: Sockets | None = None
-) -> int:
+def serve(store: dist.Store, rank: int, size: int, *, loopback: bool) -> int:
     """Runs a rank (arguments as in ``Worker``) until rank 0 stops it; returns its exit status.
 
     A failure is written to the store for rank 0 (``failed_key``) as ``kind`` ("user",
     "raised" or "lost"), ``text`` and ``peer``; the status is then 1.
     """
     try:
-        Worker(store=store, rank=rank, size=size, loopback=loopback, sockets=sockets).serve()
+        Worker(store, rank, size, loopback=loopback).serve()
     except BaseException as error:
         kind = "lost" if isinstance(error, PeerLost) else "raised"
         if isinstance(error, UserError):

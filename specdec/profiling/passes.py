@@ -262,11 +262,11 @@ def _side(
     rank: int, port: int, width: int, dtype: torch.dtype, tokens: tuple[int, ...], repeats: int
 ) -> list[list[float]]:
     """Runs in each process: rank 0 sends and measures, rank 1 sends back."""
-    from specdec.distributed.transport import control_group
+    from specdec.distributed.transport import gloo_group
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    group: Any = control_group(store, rank, 2, loopback=True)  # stubs lack send and recv
+    group: Any = gloo_group(store, rank, 2, loopback=True)  # stubs lack send and recv
     peer = 1 - rank
     times: list[list[float]] = [[] for _ in tokens]
     for i in range(repeats + 1):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from specdec.attention.backends import dense_attention
-from specdec.distributed.collective import RankCollective
-from specdec.distributed.transport import CPU, wire_device
+from specdec.distributed.transport import CPU, RankCollective, wire_device
 from specdec.models.backends.graphs import capture
 from specdec.models.backends.interface import RunnerOutput
 from tests.emulated.device import HERE, DeviceTensor, emulated

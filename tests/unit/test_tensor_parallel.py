@@ -14,8 +14,7 @@ from torch.distributed import HashStore
 from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
-from specdec.distributed.collective import RankCollective
-from specdec.distributed.transport import collective_group
+from specdec.distributed.transport import RankCollective, gloo_group
 from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import load_model
 from specdec.models.quantize import sharded
@@ -204,7 +203,7 @@ def over_gloo(size: int, work: Callable[[RankCollective], T]) -> list[T]:
     store = HashStore()
 
     def one(rank: int) -> T:
-        group = collective_group(store, rank, size, device=torch.device("cpu"), loopback=True)
+        group = gloo_group(store, rank, size, loopback=True)
         return work(RankCollective(group, rank=rank, peers=range(size)))
 
     with ThreadPoolExecutor(size) as pool:
