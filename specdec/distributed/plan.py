@@ -94,6 +94,11 @@ class SessionPlan(_Plan):
     def members(self) -> range:
         return range(1, len(self.ranks) + 1)
 
+    def neighbours(self, rank: int) -> tuple[int, int]:
+        """Returns the ranks from which ``rank`` receives rows and to which it sends; 0: none."""
+        after = rank + self.degree
+        return max(0, rank - self.degree), after if after <= len(self.ranks) else 0
+
     @property
     def num_groups(self) -> int:
         """Number of stages, which is the pipeline's latency."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +16,16 @@ from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.distributed.kept_rows import KeptRows, Query
-from specdec.distributed.messages import Ending, Entry, Kind, States
+from specdec.distributed.messages import Ending, Entry, Kind, Message, States
 from specdec.distributed.plan import RankPlan, SessionPlan
+from specdec.distributed.transport import (
+    CPU,
+    ROWS,
+    Connections,
+    ControlLink,
+    RowReceiver,
+    RowSender,
+)
 from specdec.executors.exits import ExitReader
 from specdec.executors.stage import InFlight, InFlightRows, PipelineStage, Stage
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -26,25 +34,61 @@ from specdec.tensor_parallel.collective import Collective
 if TYPE_CHECKING:
     from specdec.pairs import ModelPair
 
+_MAX_PENDING = 16  # hidden states may be large
 
-class StageLinks(Protocol):
+
+class StageLinks:
     """A rank's connections within a session: to the stages before and after, and to rank 0."""
 
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        connections: Connections,
+        link: ControlLink,
+        session: int,
+        before: int,
+        after: int,
+    ) -> None:
+        """``before`` and ``after`` are ranks, 0 without one; ``link`` is that to rank 0."""
+        self._link = link
+        self._session = session
+        layers = stage.layers
+        self._has_model = layers is not None
+        device, dtype, width = CPU, torch.float32, 1
+        if layers is not None:
+            runner = layers.runner
+            device, dtype, width = runner.device, runner.dtype, runner.hidden_size
+        self._zeros = torch.zeros(0, 1)
+        self._sender = self._receiver = None
+        connect = connections.stage_peer
+        if after:
+            peer, wire = connect(after, device, max_pending=_MAX_PENDING)
+            self._sender = RowSender(peer, ROWS + session, wire)
+        if before:
+            peer, wire = connect(before, device, max_pending=_MAX_PENDING)
+            self._receiver = RowReceiver(peer, ROWS + session, wire, width=width, dtype=dtype)
+
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
-        """Sends hidden states to the next stage; None for stages without a model."""
-        ...
+        """Sends to the next stage; stages without a model send ``num_rows`` rows of zeros."""
+        assert self._sender is not None, "the last stage has no receiver"
+        if rows is None:
+            if num_rows > len(self._zeros):
+                self._zeros = torch.zeros(2 * num_rows, 1)
+            rows = self._zeros[:num_rows]
+        self._sender.send(rows)
 
     def receive_rows(self, num_rows: int) -> torch.Tensor | None:
-        """Waits for the previous stage's hidden states; None for stages without a model."""
-        ...
+        assert self._receiver is not None, "the first stage has no sender"
+        rows = self._receiver.receive(num_rows)
+        return rows if self._has_model else None
 
     def release_rows(self) -> None:
-        """Allows the buffer of the last received rows to be reused."""
-        ...
+        if self._receiver is not None:
+            self._receiver.release()
 
     def reply(self, kind: Kind, tick: int, body: Any) -> None:
-        """Sends a reply to rank 0."""
-        ...
+        self._link.send(Message(kind, self._session, tick, body).pack())
 
 
 class StageSession:
@@ -65,14 +109,12 @@ class StageSession:
         links: StageLinks,
     ) -> None:
         """Only the last rank has, if a part needs distributions, ``kept``."""
-        part, previous = plan.ranks[rank - 1], rank - plan.degree
         self._rank = rank
-        self._plan = part
-        # Whether rows arrive within the step, from a rank of the same stage.
-        self._is_inner = previous > 0 and plan.ranks[previous - 1].group == part.group
+        self._plan = part = plan.ranks[rank - 1]
         self._is_last = rank == len(plan.ranks)
-        self._sender = max(0, previous)
-        self._receiver = rank + plan.degree if rank + plan.degree <= len(plan.ranks) else 0
+        self._sender, self._receiver = plan.neighbours(rank)
+        # Whether rows arrive within the step, from a rank of the same stage.
+        self._is_inner = bool(self._sender) and plan.ranks[self._sender - 1].group == part.group
         self._stage = stage
         self._kept = kept
         self._parts = [part for part in (stage, kept) if part is not None]

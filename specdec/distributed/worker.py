@@ -36,67 +36,17 @@ from specdec.distributed.messages import (
 )
 from specdec.distributed.placement import own_gpu
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.stage_worker import StageSession, build_session
+from specdec.distributed.stage_worker import StageLinks, StageSession, build_session
 from specdec.distributed.transport import (
-    CPU,
-    ROWS,
     Connections,
     ControlLink,
     PeerLost,
-    RowReceiver,
-    RowSender,
 )
 from specdec.errors import UserError
-from specdec.executors.stage import Stage
 from specdec.pairs import ModelPair, build_pair
 from specdec.tensor_parallel import Collective
 
-_MAX_PENDING = 16  # hidden states may be large
-
-
-class _SessionLinks:
-    def __init__(
-        self, *, worker: Worker, session: int, stage: Stage, degree: int, num_ranks: int
-    ) -> None:
-        self._link = worker.link
-        self._session = session
-        layers = stage.layers
-        self._has_model = layers is not None
-        device, dtype, width = CPU, torch.float32, 1
-        if layers is not None:
-            runner = layers.runner
-            device, dtype, width = runner.device, runner.dtype, runner.hidden_size
-        self._zeros = torch.zeros(0, 1)
-        self._sender = self._receiver = None
-        before, after = worker.rank - degree, worker.rank + degree
-        connect = worker.connections.stage_peer
-        if after <= num_ranks:
-            peer, wire = connect(after, device, max_pending=_MAX_PENDING)
-            self._sender = RowSender(peer, ROWS + session, wire)
-        if before > 0:
-            peer, wire = connect(before, device, max_pending=_MAX_PENDING)
-            self._receiver = RowReceiver(peer, ROWS + session, wire, width=width, dtype=dtype)
-
-    def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
-        """Sends to the next stage; stages without a model send ``num_rows`` rows of zeros."""
-        assert self._sender is not None, "the last stage has no receiver"
-        if rows is None:
-            if num_rows > len(self._zeros):
-                self._zeros = torch.zeros(2 * num_rows, 1)
-            rows = self._zeros[:num_rows]
-        self._sender.send(rows)
-
-    def receive_rows(self, num_rows: int) -> torch.Tensor | None:
-        assert self._receiver is not None, "the first stage has no sender"
-        rows = self._receiver.receive(num_rows)
-        return rows if self._has_model else None
-
-    def release_rows(self) -> None:
-        if self._receiver is not None:
-            self._receiver.release()
-
-    def reply(self, kind: Kind, tick: int, body: Any) -> None:
-        self._link.send(Message(kind, self._session, tick, body).pack())
+_MAX_PENDING = 16
 
 
 class Worker:
@@ -167,16 +117,18 @@ class Worker:
         self._store.set(ready_key(session, self.rank), "1")
 
     def _stage(self, session: int, plan: SessionPlan) -> StageSession:
+        before, after = plan.neighbours(self.rank)
         return build_session(
             rank=self.rank,
             plan=plan,
             pair=self._pair(plan),
-            make_links=lambda stage: _SessionLinks(
-                worker=self,
+            make_links=lambda stage: StageLinks(
+                stage,
+                connections=self.connections,
+                link=self.link,
                 session=session,
-                stage=stage,
-                degree=plan.degree,
-                num_ranks=len(plan.ranks),
+                before=before,
+                after=after,
             ),
             join=self._join,
         )
