@@ -88,11 +88,9 @@ def outputs(parts: Parts) -> list[Output]:
     return found
 
 
-def same_rows(policy: TreePolicy, layout: Layout, plant: Any = None) -> int:
+def same_rows(policy: TreePolicy, layout: Layout) -> int:
     """Compares transports step by step; returns the number of tree rows compared."""
     expected = outputs(reading(policy, layout, over_ranks=False))
-    if plant is not None:
-        plant()
     parts = reading(policy, layout, over_ranks=True)
     assert parts.executor.hidden == NAMES
     steps = outputs(parts)

@@ -100,7 +100,10 @@ def test_a_shared_draft_keeps_its_cache() -> None:
 # Last: it breaks its ranks.
 def test_followers_that_miss_a_commit_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Injected bug: rank 0 does not send commits. The first rank to fail is named in seconds."""
-    monkeypatch.setattr(CallList, "commit", lambda self, cache, commit: None)
+    add = CallList.add
+    monkeypatch.setattr(
+        CallList, "add", lambda self, name, *rest: name == "commit" or add(self, name, *rest)
+    )
     degrees = {"executor__target_degree": 1, "executor__draft_degree": 2}
     with pytest.raises(RankFailure, match="rank 2"):
         run(config("swiftspec", 1, distributed=True, executor__timeout_s=20.0, **degrees))
