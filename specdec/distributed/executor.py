@@ -300,8 +300,8 @@ class DistributedExecutor(Executor):
             part = self._plan.ranks[rank - 1]
             entered = answered if kind is Kind.HIDDEN else self._entry_tick(part.group)
             if kind is Kind.ANSWERS:
-                open_ = [a for a in body if self._is_open(entered, a.request)]
-                answers = tuple(self._keepers.connect(a) for a in open_)
+                live = [a for a in body if self._is_open(entered, a.request)]
+                answers = tuple(self._keepers.connect(a) for a in live)
             elif kind is Kind.EXITS:
                 exits += tuple(e for e in body if self._is_open(entered, e.request))
             else:

@@ -117,7 +117,7 @@ class StageSession:
         self._is_inner = bool(self._sender) and plan.ranks[self._sender - 1].group == part.group
         self._stage = stage
         self._kept = kept
-        self._parts = [part for part in (stage, kept) if part is not None]
+        self._parts = [item for item in (stage, kept) if item is not None]
         self._clock = clock
         self._links = links
         self._in_flight = InFlightRows()

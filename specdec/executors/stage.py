@@ -157,7 +157,7 @@ class InFlight:
     batch: Batch
     hidden: torch.Tensor | None = None
     captured: dict[HiddenName, torch.Tensor] = field(default_factory=dict)
-    version: int = -1  # of the ``InFlightRows`` by which it was last pruned
+    version: int = 0  # of the ``InFlightRows`` by which it was last pruned
 
     def prune(self, commits: Mapping[int, Commit], closed: Collection[int] = ()) -> None:
         """Drops rows of nodes that a commit did not keep, and all rows of closed requests.
@@ -224,7 +224,7 @@ class InFlightRows:
 
     def enter(self, tick: int, batch: Batch) -> None:
         if batch.num_tokens:
-            self._flights[tick] = InFlight(batch)
+            self._flights[tick] = InFlight(batch, version=self._version)
 
     def commit(self, tick: int, commits: Sequence[Commit]) -> None:
         """Records the commits at the end of step ``tick``; rows of finished requests die."""
