@@ -17,11 +17,11 @@ import numpy as np
 
 from specdec.clocks import Clock, ClockKind
 from specdec.clocks.meter import Meter
-from specdec.distributed.draft_leader import DraftGroup
 from specdec.distributed.kept_rows import Keepers
 from specdec.distributed.messages import Ending, Entry, Kind, Message, OpenedRequest, ReplyKey
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import GroupHandle
+from specdec.distributed.shared_draft import DraftGroup
 from specdec.executors.pipeline import StepCharges
 from specdec.executors.stage import InFlight, InFlightRows, with_early, with_hidden
 from specdec.interfaces import Executor

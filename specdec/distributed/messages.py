@@ -33,7 +33,7 @@ class Kind(IntEnum):
     - ``REPORT``: requests the rank's counts.
     - ``RELEASE``: closes a session.
     - ``STOP``: ends the process.
-    - ``DRAFT``: a forward pass of a shared draft (``draft_follower.Calls``).
+    - ``DRAFT``: a forward pass of a shared draft (``shared_draft.Calls``).
     - ``QUERY``: asks the last rank for distributions that it keeps (``kept_rows.Query``).
     - ``BEGIN_TIMED``, ``END_TIMED``: a timed run begins or ends, in all sessions.
 

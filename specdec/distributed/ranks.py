@@ -7,10 +7,9 @@ import torch
 
 from specdec.clocks import Clock
 from specdec.clocks.meter import Meter
-from specdec.distributed.draft_leader import DraftGroup
 from specdec.distributed.executor import DistributedExecutor
-from specdec.distributed.placement import check_gpus
-from specdec.distributed.plan import DraftPlan, ExitPlan, SessionPlan, plan_ranks
+from specdec.distributed.plan import DraftPlan, ExitPlan, SessionPlan, check_gpus, plan_ranks
+from specdec.distributed.shared_draft import DraftGroup
 from specdec.executors.layout import PipelinePlan
 from specdec.executors.models import ModelPair
 from specdec.models.runner import ModelRunner

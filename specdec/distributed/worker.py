@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from specdec.clocks.timed_runs import begin_timed_run, end_timed_run
-from specdec.distributed.draft_follower import DraftSession
 from specdec.distributed.launch import NOTE
 from specdec.distributed.messages import (
     ANY_FAILED,
@@ -34,8 +33,8 @@ from specdec.distributed.messages import (
     report_key,
     started_key,
 )
-from specdec.distributed.placement import own_gpu
-from specdec.distributed.plan import DraftPlan, SessionPlan
+from specdec.distributed.plan import DraftPlan, SessionPlan, own_gpu
+from specdec.distributed.shared_draft import DraftSession
 from specdec.distributed.stage_worker import StageLinks, StageSession, build_session
 from specdec.distributed.transport import (
     Connections,

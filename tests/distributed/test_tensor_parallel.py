@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec.certify.certify import certify
-from specdec.distributed.draft_follower import CallList
+from specdec.distributed.shared_draft import CallList
 from specdec.errors import RankFailure
 from tests.distributed.support import config, rejection, run, same
 from tests.sampled import sampled

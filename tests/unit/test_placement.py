@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.distributed.placement import check_gpus, own_gpu
+from specdec.distributed.plan import check_gpus, own_gpu
 from specdec.errors import UserError
 from specdec.executors.layout import StageLayout
 
