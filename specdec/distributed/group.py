@@ -71,13 +71,13 @@ class RankGroup:
         self._session_ids = itertools.count(1)
         self._report_ids = itertools.count()
         self._failures = FailureDetector(store=store, size=size, processes=processes)
+        self._inbox = Inbox(range(1, size))
         self.wait_for([started_key(rank) for rank in range(1, size)])
         self.connections = self._connect(loopback)
         self._links = {
             rank: ControlLink(self.connections.peer(rank, max_pending=_MAX_PENDING))
             for rank in range(1, size)
         }
-        self._inbox = Inbox(self._links)
         self._failures.start()
         self._captures = False  # whether a session's ranks may run captured passes
         timed_runs.observe(self)
@@ -114,7 +114,7 @@ class RankGroup:
         """Opens a pipeline session, for which ranks load their layers; returns its number."""
         session = self.announce(plan)
         self.await_ready(session, plan.members)
-        self._inbox.listen(plan.repliers)
+        self._inbox.listen({rank: self._links[rank] for rank in plan.repliers})
         return session
 
     def announce(self, plan: SessionPlan | DraftPlan) -> int:
@@ -246,7 +246,7 @@ class RankGroup:
         if self._processes is not None:
             self._processes.wait(_GRACE_S)
             self._processes.kill()
-        self._join_threads()
+        self._inbox.join(_GRACE_S)
 
     def kill(self) -> None:
         """Kills the ranks at once (after a failure, or in the middle of a step)."""
@@ -255,14 +255,7 @@ class RankGroup:
         self.alive = False
         if self._processes is not None:
             self._processes.kill()
-            self._join_threads()
-
-    def _join_threads(self) -> None:
-        """Waits for the threads, which end when their peers have ended.
-
-        An interpreter that exits while a thread is inside gloo aborts the process.
-        """
-        self._inbox.join(_GRACE_S)
+            self._inbox.join(_GRACE_S)
 
     def _kill_with(self, error: BaseException) -> BaseException:
         self.kill()
@@ -276,20 +269,18 @@ class Inbox:
         wakeup: an event that is set when a reply arrives, if not None.
     """
 
-    def __init__(self, links: Mapping[int, ControlLink]) -> None:
-        """``links``: rank -> its control link. Nothing is read before ``listen``."""
+    def __init__(self, ranks: Iterable[int]) -> None:
         self.wakeup: threading.Event | None = None
-        self._links = links
         self._queues: dict[ReplyKey, queue.SimpleQueue[Message | None]] = {
-            (kind, rank): queue.SimpleQueue() for kind in REPLIES for rank in links
+            (kind, rank): queue.SimpleQueue() for rank in ranks for kind in REPLIES
         }
         self._threads: dict[int, threading.Thread] = {}
         self._lost: int | None = None  # the first rank whose link ended
 
-    def listen(self, ranks: Iterable[int]) -> None:
-        """Starts to read the replies of further ranks."""
-        for rank in set(ranks) - self._threads.keys():
-            thread = threading.Thread(target=self._read, args=(rank,), daemon=True)
+    def listen(self, links: Mapping[int, ControlLink]) -> None:
+        """Starts to read the replies of further ranks, from their links."""
+        for rank in links.keys() - self._threads.keys():
+            thread = threading.Thread(target=self._read, args=(rank, links[rank]), daemon=True)
             self._threads[rank] = thread
             thread.start()
 
@@ -313,15 +304,18 @@ class Inbox:
         return received
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the threads, which end when their peers have ended."""
+        """Waits for the threads, which end when their peers have ended.
+
+        An interpreter that exits while a thread is inside gloo aborts the process.
+        """
         for thread in self._threads.values():
             thread.join(timeout_s)
 
-    def _read(self, rank: int) -> None:
+    def _read(self, rank: int, link: ControlLink) -> None:
         """Reads until the link ends; runs in its own thread."""
         try:
             while True:
-                received = Message.unpack(self._links[rank].receive())
+                received = Message.unpack(link.receive())
                 self._queues[received.kind, rank].put(received)
                 self._wake()
         except PeerLost as error:
