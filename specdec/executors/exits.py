@@ -18,8 +18,8 @@ from specdec.attention.kv_cache import TreeCache
 from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.executors.stage import (
-    AnsweredRequest,
     ModelStage,
+    OpenRequests,
     Stage,
     StageOutput,
     row_items,
@@ -27,8 +27,6 @@ from specdec.executors.stage import (
 )
 from specdec.sampling.candidates import candidates_of
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sampling.processors import HistoryTracker
-from specdec.sampling.transform import SamplingTransform
 from specdec.types import Batch, Commit, Exits, HiddenName
 
 
@@ -137,23 +135,17 @@ class ExitStage(Stage):
         return self.body.cache(request_id)
 
 
-class ExitReader:
+class ExitReader(OpenRequests):
     """Turns exit logits into candidates, on the rank that has the exit layers."""
 
     def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
         """If ``sample``, candidates are sampled and come with their distributions (for rejection
         verifiers); otherwise they are the ``num_candidates`` most probable tokens.
         """
+        super().__init__()
         self._k = num_candidates
         self._draws = draws
         self._sample = sample
-        self._requests: dict[int, SamplingTransform] = {}
-        self._paths = HistoryTracker()
-
-    def open(self, request: AnsweredRequest) -> None:
-        self._requests[request.id] = SamplingTransform(request.sampling)
-        if request.sampling.needs_history:
-            self._paths.open(request.id, request.tokens)
 
     def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
         """Returns candidates of every tree row at the exit after ``layer`` layers.
@@ -164,7 +156,7 @@ class ExitReader:
         for rows in batch.trees:
             stop = start + len(rows.node_ids)
             candidates = candidates_of(
-                self._requests[rows.request],
+                self._of[rows.request],
                 logits[start:stop],
                 self._k,
                 self._paths.observe(rows),
@@ -179,11 +171,3 @@ class ExitReader:
             )
             start = stop
         return tuple(exits)
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Appends retired nodes to the token histories."""
-        self._paths.commit(commits)
-
-    def close(self, request_id: int) -> None:
-        self._requests.pop(request_id, None)
-        self._paths.close(request_id)

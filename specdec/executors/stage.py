@@ -430,17 +430,38 @@ class Answerer:
         """A request has finished."""
 
 
-class ModelAnswerer(Answerer):
+class OpenRequests:
+    """Per open request: its sampling transform, and the tokens of its paths if that reads them."""
+
+    def __init__(self) -> None:
+        self._transforms: dict[SamplingParams, SamplingTransform] = {}
+        self._of: dict[int, SamplingTransform] = {}  # request id -> one of these
+        self._paths = HistoryTracker()
+
+    def open(self, request: AnsweredRequest) -> None:
+        params = request.sampling
+        self._of[request.id] = self._transforms.setdefault(params, SamplingTransform(params))
+        if params.needs_history:
+            self._paths.open(request.id, request.tokens)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Appends retired nodes to the token histories."""
+        self._paths.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        self._of.pop(request_id, None)
+        self._paths.close(request_id)
+
+
+class ModelAnswerer(OpenRequests, Answerer):
     """Samples from the target's logits with each request's own transform and keyed draws."""
 
     def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:
         """``needs_probs``: whether answers include distributions (``Needs.target_probs``)."""
+        super().__init__()
         self._draws = draws
         self._needs_probs = needs_probs
         self._follows = False
-        self._transforms: dict[SamplingParams, SamplingTransform] = {}
-        self._of: dict[int, SamplingTransform] = {}  # request id -> one of these
-        self._paths = HistoryTracker()
 
     def follow(self) -> None:
         """From now on, samples only after rows that may be on the target's path.
@@ -449,14 +470,6 @@ class ModelAnswerer(Answerer):
         ``NO_TOKEN``. Distributions, if needed, are still those of all rows.
         """
         self._follows = True
-
-    def open(self, request: AnsweredRequest) -> None:
-        params = request.sampling
-        if params not in self._transforms:
-            self._transforms[params] = SamplingTransform(params)
-        self._of[request.id] = self._transforms[params]
-        if request.sampling.needs_history:
-            self._paths.open(request.id, request.tokens)
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """Samples the target's next token after every tree row by its keyed draw.
@@ -479,14 +492,6 @@ class ModelAnswerer(Answerer):
             strict=True,
         )
         return tuple(self._answers([rows], part, [known])[0] for rows, part, known in parts)
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Appends retired nodes to the token histories."""
-        self._paths.commit(commits)
-
-    def close(self, request_id: int) -> None:
-        self._of.pop(request_id, None)
-        self._paths.close(request_id)
 
     def _answers(
         self,
