@@ -10,7 +10,7 @@ import io
 import pickle
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -120,7 +120,9 @@ class Message(NamedTuple):
     def pack(self) -> IntArray:
         """Returns int64[n], whose first element is n."""
         file = io.BytesIO()
-        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(tuple(self))
+        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = _REDUCERS
+        pickler.dump(tuple(self))
         data = file.getbuffer()
         packed = np.empty(1 - -len(data) // _WORD, np.int64)
         packed[0] = len(packed)
@@ -130,7 +132,7 @@ class Message(NamedTuple):
     @staticmethod
     def unpack(packed: IntArray) -> Message:
         # The message comes from a rank of the same job.
-        kind, *rest = pickle.loads(packed[1:].view(np.uint8))  # noqa: S301
+        kind, *rest = pickle.loads(packed[1:].view(np.uint8).data)  # noqa: S301
         return Message(Kind(kind), *rest)
 
 
@@ -144,11 +146,7 @@ def _tensor(data: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(data).view(dtype)
 
 
-class _Pickler(pickle.Pickler):
-    dispatch_table: ClassVar[dict[type, Any]] = {
-        **copyreg.dispatch_table,
-        torch.Tensor: _reduce_tensor,
-    }
+_REDUCERS = {**copyreg.dispatch_table, torch.Tensor: _reduce_tensor}
 
 
 # ---------------------------------------------------------------------- keys of the store

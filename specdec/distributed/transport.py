@@ -134,7 +134,8 @@ class Connections:
     @property
     def num_bytes(self) -> int:
         """Bytes that this process has sent."""
-        return sum(sender.num_bytes for sender in (*self._peers.values(), *self._joined))
+        sent = sum(peer.num_bytes for peer in self._peers.values())
+        return sent + sum(joined.num_bytes for joined in self._joined)
 
     def peer(self, rank: int, *, max_pending: int) -> Peer:
         """Returns the connection to ``rank`` for tensors on the host."""
