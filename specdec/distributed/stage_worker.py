@@ -26,8 +26,7 @@ from specdec.distributed.transport import (
     RowReceiver,
     RowSender,
 )
-from specdec.executors.exits import ExitReader
-from specdec.executors.stage import InFlight, InFlightRows, PipelineStage, Stage
+from specdec.executors.stage import ExitReader, InFlight, InFlightRows, PipelineStage, Stage
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
 

@@ -19,15 +19,12 @@ from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.executors.stage import (
     ModelStage,
-    OpenRequests,
     Stage,
     StageOutput,
     row_items,
     tree_row_index,
 )
-from specdec.sampling.candidates import candidates_of
-from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.types import Batch, Commit, Exits, HiddenName
+from specdec.types import Batch, Commit, HiddenName
 
 
 class ExitHead:
@@ -133,41 +130,3 @@ class ExitStage(Stage):
     def cache(self, request_id: int) -> TreeCache:
         """Returns the cache of the layers, not of the heads."""
         return self.body.cache(request_id)
-
-
-class ExitReader(OpenRequests):
-    """Turns exit logits into candidates, on the rank that has the exit layers."""
-
-    def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
-        """If ``sample``, candidates are sampled and come with their distributions (for rejection
-        verifiers); otherwise they are the ``num_candidates`` most probable tokens.
-        """
-        super().__init__()
-        self._k = num_candidates
-        self._draws = draws
-        self._sample = sample
-
-    def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
-        """Returns candidates of every tree row at the exit after ``layer`` layers.
-
-        ``logits``: [W, V] in the order of ``batch.trees``.
-        """
-        exits, start = [], 0
-        for rows in batch.trees:
-            stop = start + len(rows.node_ids)
-            candidates = candidates_of(
-                self._of[rows.request],
-                logits[start:stop],
-                self._k,
-                self._paths.observe(rows),
-                draws=self._draws if self._sample else None,
-                request_id=rows.request,
-                positions=rows.positions,
-            )
-            exits.append(
-                Exits(
-                    request=rows.request, node_ids=rows.node_ids, candidates=candidates, layer=layer
-                )
-            )
-            start = stop
-        return tuple(exits)

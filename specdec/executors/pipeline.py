@@ -16,10 +16,11 @@ import numpy as np
 from specdec.clocks import Clock, ClockKind, Work
 from specdec.clocks.build import check_in_process
 from specdec.errors import UserError
-from specdec.executors.exits import ExitReader, ExitStage
+from specdec.executors.exits import ExitStage
 from specdec.executors.layout import PipelineOptions, PipelinePlan
 from specdec.executors.models import Blocks, ModelPair, OverRanks, deliverable
 from specdec.executors.stage import (
+    ExitReader,
     InFlight,
     InFlightRows,
     PipelineStage,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from specdec.attention.kv_cache import TreeCache
 from specdec.attention.kv_storage import BlockPool
 from specdec.device import Probs, to_device
 from specdec.models.runner import ModelRunner
+from specdec.sampling.candidates import candidates_of
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.processors import HistoryTracker
 from specdec.sampling.transform import SamplingParams, SamplingTransform, draw
@@ -42,9 +43,6 @@ from specdec.types import (
     PromptHidden,
     TreeRows,
 )
-
-if TYPE_CHECKING:
-    from specdec.executors.exits import ExitReader
 
 _NONE = np.zeros(0, np.int64)
 _NO_DRAWS = np.zeros(0)  # what greedy decoding needs
@@ -585,6 +583,44 @@ def _along_paths(
             if drafted[child] == token
         ]
     return tokens
+
+
+class ExitReader(OpenRequests):
+    """Turns exit logits into candidates, on the rank that has the exit layers."""
+
+    def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
+        """If ``sample``, candidates are sampled and come with their distributions (for rejection
+        verifiers); otherwise they are the ``num_candidates`` most probable tokens.
+        """
+        super().__init__()
+        self._k = num_candidates
+        self._draws = draws
+        self._sample = sample
+
+    def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
+        """Returns candidates of every tree row at the exit after ``layer`` layers.
+
+        ``logits``: [W, V] in the order of ``batch.trees``.
+        """
+        exits, start = [], 0
+        for rows in batch.trees:
+            stop = start + len(rows.node_ids)
+            candidates = candidates_of(
+                self._of[rows.request],
+                logits[start:stop],
+                self._k,
+                self._paths.observe(rows),
+                draws=self._draws if self._sample else None,
+                request_id=rows.request,
+                positions=rows.positions,
+            )
+            exits.append(
+                Exits(
+                    request=rows.request, node_ids=rows.node_ids, candidates=candidates, layer=layer
+                )
+            )
+            start = stop
+        return tuple(exits)
 
 
 # ---------------------------------------------------------------------- one stage's step
