@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 import torch
 
-from specdec.device import RemoteProbs, Probs, RowKeeper, on_host
+from specdec.device import Probs, RemoteProbs, RowKeeper, on_host
 from specdec.distributed.messages import Kind, Message, OpenedRequest
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Answers, Batch, Commit, FloatArray, IntArray, NodeMap, TreeRows
