@@ -14,7 +14,8 @@
             )
         )
 
-The building blocks of the checks are exported too: a reference decoder that is independent of the
+``check_source``, ``check_policy`` and ``check_executor`` test one part alone, without a configuration
+(docs/adding.md). The building blocks of the checks are exported too: a reference decoder that is independent of the
 decode loop (``Oracle``, ``plain_decode``), test requests (``Case``), the exact distributions of
 table models, and observers of caches while a strategy runs.
 """
@@ -29,6 +30,7 @@ from specdec.api import verify as certify_overrides
 from specdec.certify import CHECKS, Check, Report
 from specdec.certify.cases import Case, ending_cases, parity_cases
 from specdec.certify.certify import certify
+from specdec.certify.contracts import check_executor, check_policy, check_source
 from specdec.certify.invariants import Fresh
 from specdec.certify.laws import (
     FALSE_ALARM,
@@ -64,6 +66,9 @@ __all__ = [
     "assert_lossless",
     "assert_lossless_parts",
     "certify_parts",
+    "check_executor",
+    "check_policy",
+    "check_source",
     "chi_square",
     "decode_cases",
     "decode_steps",

@@ -36,6 +36,7 @@ class _Group:
     """Replaces ``RankGroup`` after ``rank_groups.use_group``."""
 
     num_bytes = 0
+    pids = None
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,12 +15,16 @@ from specdec.certify.subject import Subject
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
+from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.pipeline import StepCharges
+from specdec.executors.replicas import ReplicasExecutor
 from specdec.executors.stage import InFlight, row_items, split_layers, tree_row_index
+from specdec.interfaces import Executor
 from specdec.pairs import RandomPair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, StopRules
-from specdec.types import Batch, Commit, CommitKind, PrefillChunk, TreeRows
+from specdec.testing import check_executor
+from specdec.types import Batch, Commit, CommitKind, Output, PrefillChunk, TreeRows
 from tests.matrix.cells import Cell, config, pair
 
 STOP = StopRules(max_new_tokens=14)
@@ -114,3 +122,52 @@ def test_more_stages_than_layers_is_refused() -> None:
     values["executor"]["stages"] = 9
     with pytest.raises(UserError, match=r"executor\.stages=9"):
         PartsRunner(cfg=values, pair=RandomPair(), stop=STOP)
+
+
+class Faulty(LocalExecutor):
+    """The target in this process, with the fault that the subclass names."""
+
+    fault = ""
+
+    def collect(self, *, wait: bool = True) -> Output:
+        output = super().collect(wait=wait)
+        changed = []
+        for answers in output.answers:
+            ids, tokens = answers.node_ids, answers.tokens
+            if self.fault == "other tokens":
+                tokens = np.where(tokens < 0, tokens, (tokens + 1) % 48)
+            elif self.fault == "a row less":
+                ids, tokens = ids[:-1], tokens[:-1]
+            elif self.fault == "strangers":
+                ids = ids + 1000
+            changed.append(replace(answers, node_ids=ids, tokens=tokens))
+        return replace(output, answers=tuple(changed))
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        if self.fault == "nothing accepted":
+            commits = [replace(c, retired_ids=c.retired_ids[:1]) for c in commits]
+        super().commit(commits, output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("executor", "keys"),
+    [(LocalExecutor, {}), (PipelineExecutor, {"stages": 3}), (ReplicasExecutor, {"replicas": 2})],
+)
+def test_executors_keep_their_contract(executor: type[Executor], keys: dict[str, Any]) -> None:
+    assert check_executor(executor, **keys) >= 12
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("other tokens", "not plain decoding"),
+        ("a row less", "no answers of"),
+        ("strangers", "not due"),
+        ("nothing accepted", None),
+    ],
+)
+def test_a_broken_rule_is_named(fault: str, message: str | None) -> None:
+    executor = type("Named", (Faulty,), {"fault": fault})
+    with pytest.raises((AssertionError, ValueError), match=message):
+        check_executor(executor)

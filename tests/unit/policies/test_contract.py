@@ -1,13 +1,17 @@
-"""What every policy owes the loop, and what it refuses. ``CheckedPolicy`` asserts on every step."""
+"""What every policy owes the loop (``specdec.testing.check_policy``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
-from specdec.interfaces import TreePolicy
+from specdec.interfaces import TokenSource, TreePolicy
 from specdec.policies import BestFirst, BestOfBeam, Chain, FixedWidth, RootOnly, Static
+from specdec.state import DecodeState
+from specdec.testing import check_policy
+from specdec.types import Nodes
 from strategies.flowspec import FlowSpec
 from strategies.pearl import Pearl
 from strategies.pipeinfer import PipeInfer
@@ -15,7 +19,7 @@ from strategies.specpipe_bf import PipelineBestFirst
 from strategies.ssd import Ssd
 from strategies.staged import StagedTree
 
-from .bench import READY, TableSource, autoregressive, children_of, new_request, new_state, run
+from .bench import READY, TableSource, children_of, new_request, new_state, run
 
 POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "root": RootOnly,
@@ -56,21 +60,9 @@ def source_for(name: str, *, silent: bool = False) -> TableSource:
     return TableSource(cheap=cheap if name.startswith("staged") else None, silent=rule)
 
 
-@pytest.mark.parametrize(("latency", "silent"), [(1, False), (4, True)])
 @pytest.mark.parametrize("name", POLICIES)
-def test_output_is_the_targets_own(name: str, latency: int, silent: bool) -> None:
-    """Any policy on any latency, alone and among others: the target's own tokens, exactly."""
-    done = run(
-        POLICIES[name](),
-        latency=latency,
-        num_requests=3,
-        batch_size=2,
-        source=source_for(name, silent=silent),
-        max_new_tokens=20,
-    )
-    for request in done.requests:
-        prompt = request.tokens[: request.num_prompt].tolist()
-        assert request.output == autoregressive(prompt, 20)
+def test_rules_and_the_targets_own_output(name: str) -> None:
+    check_policy(POLICIES[name], make_source=lambda silent: source_for(name, silent=silent))
 
 
 @pytest.mark.parametrize("name", [n for n in POLICIES if n != "root"])
@@ -81,25 +73,6 @@ def test_speculation_saves_steps(name: str) -> None:
     latency = 4 if pipelined else 1
     plain = run(RootOnly(), latency=latency).steps
     assert run(POLICIES[name](), latency=latency, source=source_for(name)).steps < 0.8 * plain
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_runs_are_repeatable_and_batch_mates_change_nothing(name: str) -> None:
-    """The same trees alone, again, and in a batch: nothing leaks from request to request."""
-    logs = []
-    for batch_size in (1, 1, 2):
-        done = run(
-            POLICIES[name](),
-            latency=3,
-            num_requests=2,
-            batch_size=batch_size,
-            source=source_for(name),
-            max_new_tokens=15,
-            prefill_chunk=99,
-        )
-        log = done.policy.log
-        logs.append([[s.chosen for s in log if s.request == r and s.chosen] for r in range(2)])
-    assert logs[0] == logs[1] == logs[2]
 
 
 @pytest.mark.parametrize("name", [n for n in POLICIES if n != "root"])
@@ -121,14 +94,43 @@ def test_one_source_call_per_round_for_all_requests(name: str) -> None:
     assert calls[0][0] > 0
 
 
-def test_requests_in_prefill_or_finished_get_no_nodes() -> None:
-    for name, make in POLICIES.items():
-        filling, over, live = new_request(1), new_request(2), new_request(3)
-        state = new_state(filling, over, live)
-        filling.prefill_sent -= 1
-        over.cancel()
-        nodes = make().select(state, source_for(name))
-        assert [request for request, _ in nodes.items] == [3], name
+class Faulty(Chain):
+    """A chain with one fault."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(gamma=3)
+        self.fault = fault
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        if self.fault == "prefill":
+            for request in state.requests.values():
+                request.prefill_sent = request.num_prefill
+        nodes = super().select(state, source)
+        items = dict(nodes.items)
+        for request_id, ids in items.items():
+            if self.fault == "backwards":
+                items[request_id] = ids[::-1]
+            elif self.fault == "orphans":
+                items[request_id] = ids[-1:]
+            elif self.fault == "stranger":
+                items[request_id] = ids + 1000
+        return Nodes(tuple(items.items()))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("none", ""),
+        ("prefill", "in prefill or over"),
+        ("backwards", "in order"),
+        ("orphans", "before its parent"),
+        ("stranger", "not in the tree"),
+    ],
+)
+def test_a_broken_rule_is_named(fault: str, message: str) -> None:
+    expected = pytest.raises(AssertionError, match=message) if message else nullcontext()
+    with expected:
+        check_policy(lambda: Faulty(fault))
 
 
 def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:

@@ -1,22 +1,29 @@
-"""A tiny draft model, requests, and a driver that grows trees and commits at random."""
+"""A tiny draft model and requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdec.certify.contracts import commit, expand, open_request
 from specdec.clocks.meter import Meter
-from specdec.interfaces import TokenSource
 from specdec.models.execution import Execution
 from specdec.models.runner import ModelRunner
-from specdec.state import DecodeState, RequestState
-from specdec.tree import TokenTree
-from specdec.types import Answers, Candidates, Commit, Nodes, Output, Verdict
 from tests.states import new_request, new_state
+
+__all__ = [
+    "VOCAB",
+    "commit",
+    "expand",
+    "make_onnx_runner",
+    "make_request",
+    "make_runner",
+    "make_state",
+    "open_request",
+    "tiny_model",
+]
 
 VOCAB = 32
 
@@ -54,90 +61,3 @@ def make_onnx_runner(*, max_positions: int = 256) -> ModelRunner:
 
 make_state = new_state
 make_request = partial(new_request, max_new_tokens=200)
-
-
-def open_request(state: DecodeState, source: TokenSource, request: RequestState) -> RequestState:
-    request.prefill_sent = request.num_prefill
-    state.requests[request.id] = request
-    source.open(request)
-    return request
-
-
-def expand(
-    state: DecodeState, source: TokenSource, wanted: dict[int, Sequence[int]], k: int
-) -> Candidates:
-    """Asks for slots by request and stores the answer in the trees, as policies do."""
-    items = tuple((i, state.requests[i].tree.ids[list(slots)]) for i, slots in wanted.items())
-    candidates = source.expand(state, Nodes(items), k)
-    start = 0
-    for request_id, ids in items:
-        tree = state.requests[request_id].tree
-        stop = start + len(ids)
-        tree.set_candidates(tree.slots(ids), candidates, slice(start, stop))
-        start = stop
-    return candidates
-
-
-def commit(
-    state: DecodeState,
-    sources: Sequence[TokenSource],
-    request_id: int,
-    path: Sequence[int],
-    token: int,
-) -> Commit:
-    """Accepts the nodes at slots ``path`` (without the root) and then ``token``."""
-    tree = state.requests[request_id].tree
-    retired = tree.ids[[0, *path]]
-    tokens = np.array([*tree.tokens[list(path)].tolist(), token])
-    answers = Answers(request=request_id, node_ids=retired, tokens=tokens)
-    state.receive(Output(step=state.step, answers=(answers,)))
-    verdict = Verdict(request=request_id, accepted_ids=retired[1:], next_token=token)
-    (decided,) = state.commit([verdict])
-    for source in sources:
-        source.commit([decided], Output(step=decided.step))
-    return decided
-
-
-def random_path(tree, rng: np.random.Generator) -> tuple[list[int], int]:
-    """A path below the root, and a next token that is in the tree half of the time."""
-    path, slot = [], 0
-    while len(children := tree.children(slot)) and rng.random() < 0.6:
-        slot = int(rng.choice(children))
-        path.append(slot)
-    children = tree.children(slot)
-    if len(children) and rng.random() < 0.6:
-        return path, int(tree.tokens[rng.choice(children)])
-    return path, int(rng.integers(VOCAB))
-
-
-def grow(tree: TokenTree, rng: np.random.Generator) -> None:
-    """Makes nodes of random candidates, and now and then one below an unexpanded node."""
-    slots, columns = np.nonzero(tree.candidate_logprobs > -np.inf)
-    chosen = rng.permutation(len(slots))[: rng.integers(0, 5)]
-    tree.take(slots[chosen], columns[chosen])
-    free = np.flatnonzero(~tree.expanded)
-    if len(free) and rng.random() < 0.5:
-        parent = rng.choice(free, 1)
-        if not len(tree.children(int(parent[0]))):
-            tree.append(parent, rng.integers(0, VOCAB, 1), np.array([-1.0]))
-
-
-def expansions(
-    state: DecodeState, source: TokenSource, rng: np.random.Generator, rounds: int = 5
-) -> Iterator[tuple[dict[int, list[int]], int, Candidates]]:
-    """Random expansions (slots by request, k, candidates), and commits between the rounds."""
-    for _ in range(rounds):
-        for _ in range(int(rng.integers(1, 4))):
-            wanted = {}
-            for request_id, request in state.requests.items():
-                free = np.flatnonzero(~request.tree.expanded)
-                if len(free):
-                    wanted[request_id] = rng.permutation(free)[:3].tolist()
-            k = int(rng.integers(1, 6))
-            if wanted:
-                yield wanted, k, expand(state, source, wanted, k)
-            for request in state.requests.values():
-                grow(request.tree, rng)
-        for request_id in state.requests:
-            path, token = random_path(state.requests[request_id].tree, rng)
-            commit(state, [source], request_id, path, token)

@@ -1,18 +1,15 @@
-"""What every source owes the loop, whatever it proposes from.
-
-An expansion depends on the tokens up to the node alone: over random trees, orders of expansion and
-commits, several requests at once, it equals that of a new source whose prompt ends with the node.
-"""
+"""What every source owes the loop, whatever it proposes from (``specdec.testing.check_source``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from specdec.device import on_host
 from specdec.interfaces import TokenSource
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import (
@@ -27,12 +24,14 @@ from specdec.sources import (
     SyntheticPair,
     SyntheticSource,
 )
+from specdec.state import DecodeState
+from specdec.testing import check_source
+from specdec.types import Candidates, Nodes
 from strategies.staged import StagedSource
 
 from .support import (
     VOCAB,
     expand,
-    expansions,
     make_onnx_runner,
     make_request,
     make_runner,
@@ -47,7 +46,6 @@ KATZ = KatzModel.from_tokens(
 )
 TEMPERATE = SamplingParams(temperature=0.7, top_k=10, top_p=0.9)
 NO_REPEAT = SamplingParams(temperature=0.7, no_repeat_ngram=2)
-REQUESTS = (4001, 4002)
 
 
 def draft(**options: Any) -> DraftModelSource:
@@ -83,48 +81,23 @@ SOURCES: dict[str, Callable[[], TokenSource]] = {
 }
 
 
-def check_expansions(make: Callable[[], TokenSource], sampling: SamplingParams, atol: float) -> int:
-    """Compares random expansions with those of new sources; returns their number."""
-    rng = np.random.default_rng(0)
-    source, state, compared = make(), make_state(seed=3), 0
-    for request_id in REQUESTS:
-        prompt = rng.integers(0, VOCAB, rng.integers(1, 40))
-        open_request(state, source, make_request(request_id, prompt, sampling=sampling))
-    for wanted, k, found in expansions(state, source, rng):
-        nodes = [(r, slot) for r, slots in wanted.items() for slot in slots]
-        for row, (request_id, slot) in enumerate(nodes):
-            alone, fresh = make(), make_state(seed=3)
-            path = state.requests[request_id].path_tokens(slot)
-            open_request(fresh, alone, make_request(request_id, path, sampling=sampling))
-            expected = expand(fresh, alone, {request_id: [0]}, k)
-            num = int(expected.counts[0])
-            assert found.counts[row] == num
-            assert found.tokens[row, :num].tolist() == expected.tokens[0, :num].tolist()
-            np.testing.assert_allclose(
-                found.logprobs[row, :num], expected.logprobs[0, :num], atol=atol
-            )
-            assert (found.probs is None) == (expected.probs is None) == (not source.gives_probs)
-            if expected.probs is not None:
-                np.testing.assert_allclose(
-                    on_host(found.probs)[row], on_host(expected.probs)[0], atol=atol
-                )
-            compared += 1
-    return compared
-
-
 @pytest.mark.parametrize("name", PATH_SOURCES)
 @pytest.mark.parametrize("sampling", [TEMPERATE, NO_REPEAT])
 def test_candidates_depend_on_the_tokens_up_to_the_node(
     name: str, sampling: SamplingParams
 ) -> None:
-    assert check_expansions(PATH_SOURCES[name], sampling, 1e-10) > 20
+    assert check_source(PATH_SOURCES[name], vocab_size=VOCAB, sampling=sampling) > 20
 
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_the_same_in_onnx_runtime(sample: bool) -> None:
     pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
     runner = make_onnx_runner()
-    assert check_expansions(lambda: DraftModelSource(runner=runner, sample=sample), TEMPERATE, 1e-5)
+
+    def make() -> DraftModelSource:
+        return DraftModelSource(runner=runner, sample=sample)
+
+    assert check_source(make, vocab_size=VOCAB, tolerance=1e-5)
 
 
 def holders(source: object, request_id: int) -> list[str]:
@@ -149,26 +122,66 @@ def holders(source: object, request_id: int) -> list[str]:
 @pytest.mark.parametrize("name", SOURCES)
 def test_shapes_and_what_is_left_of_a_closed_request(name: str) -> None:
     rng, source, state = np.random.default_rng(1), SOURCES[name](), make_state()
-    assert isinstance(source, TokenSource)
-    for request_id in REQUESTS:
+    if name not in PATH_SOURCES:
+        check_source(SOURCES[name], vocab_size=VOCAB, sampling=TEMPERATE, memory=True)
+    for request_id in (4001, 4002):
         prompt = rng.integers(0, VOCAB, 12)
         open_request(state, source, make_request(request_id, prompt, sampling=TEMPERATE))
-    for wanted, k, found in expansions(state, source, rng):
-        num = sum(map(len, wanted.values()))
-        assert found.tokens.shape == found.logprobs.shape
-        assert len(found.tokens) == len(found.counts) == num
-        assert found.tokens.shape[1] <= k
-        assert found.tokens.dtype == found.counts.dtype == np.int64
-        for tokens, logprobs, count in zip(
-            found.tokens, found.logprobs, found.counts.tolist(), strict=True
-        ):
-            assert len({*tokens[:count].tolist()}) == count <= k
-            assert (logprobs[:count] <= 0).all()
+        expand(state, source, {request_id: [0]}, 2)
     assert source.counters.passes == sum(source.counters.by_level.values())
-    assert holders(source, REQUESTS[0]) or name.startswith(("n-gram", "random", "nothing"))
-    source.close(REQUESTS[0])
-    assert not holders(source, REQUESTS[0])
-    expand(state, source, {REQUESTS[1]: [0]}, 2)  # the other goes on
-    source.close(REQUESTS[1])
-    source.close(REQUESTS[1])
-    assert not holders(source, REQUESTS[1])
+    assert holders(source, 4001) or name.startswith(("n-gram", "random", "nothing"))
+    for request_id in (4001, 4002):
+        source.close(request_id)
+        assert not holders(source, request_id)
+
+
+class Faulty(TokenSource):
+    """Two tokens from a hash of the last two, with one fault."""
+
+    def __init__(self, fault: str) -> None:
+        self.vocab_size, self.fault = VOCAB, fault
+        self.gives_probs = fault == "probs"
+        self.last = 0
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        found = Candidates.empty(len(nodes), k + (self.fault == "wide"))
+        row = 0
+        for request_id, ids in nodes.items:
+            request = state.requests[request_id]
+            for slot in request.tree.slots(ids).tolist():
+                path = request.path_tokens(slot)
+                if self.fault == "committed only":
+                    path = request.tokens
+                first = int(path[-2:].sum() * 7) % VOCAB
+                if self.fault == "last call":
+                    first, self.last = self.last, first
+                second = first if self.fault == "twice" else (first + 1) % VOCAB
+                num = min(k, 2)
+                found.tokens[row, :num] = [first, second][:num]
+                found.logprobs[row, :num] = 0.5 if self.fault == "above 0" else -0.7
+                found.counts[row] = num
+                row += 1
+        if self.fault == "a row less":
+            return found.take(np.arange(row - 1))
+        if self.fault == "probs":
+            found = replace(found, probs=np.full((row, VOCAB), 0.5))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("none", ""),
+        ("committed only", "depend on more than"),
+        ("last call", "depend on more than"),
+        ("twice", "must differ"),
+        ("above 0", "at most 0"),
+        ("wide", "more than k"),
+        ("a row less", "must give"),
+        ("probs", "sum to 1"),
+    ],
+)
+def test_a_broken_rule_is_named(fault: str, message: str) -> None:
+    expected = pytest.raises(AssertionError, match=message) if message else nullcontext()
+    with expected:
+        check_source(lambda: Faulty(fault), vocab_size=VOCAB)

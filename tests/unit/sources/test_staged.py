@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.certify.contracts import random_path
 from specdec.policies import BestFirst, Chain, Static
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import (
@@ -26,7 +27,6 @@ from .support import (
     make_runner,
     make_state,
     open_request,
-    random_path,
     tiny_model,
 )
 
@@ -85,7 +85,7 @@ def drive(source, policy, *, sampling, rounds=6, seed=0, num_requests=2):
             trees.append([a.copy() for a in (tree.tokens, tree.parents, tree.positions)])
             trees[-1].append(tree.logprobs.copy())
             tree.answered[tree.submitted_at >= 0] = True
-            path, token = random_path(tree, rng)
+            path, token = random_path(tree, rng, VOCAB)
             last = path[-1] if path else 0
             while (child := tree.child(last, token)) >= 0 and tree.answered[child]:
                 token = (token + 1) % VOCAB  # a verifier never stops above an answered node
