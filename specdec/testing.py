@@ -14,10 +14,10 @@
             )
         )
 
-``check_source``, ``check_policy`` and ``check_executor`` test one part alone, without a configuration
-(docs/adding.md). The building blocks of the checks are exported too: a reference decoder that is independent of the
-decode loop (``Oracle``, ``plain_decode``), test requests (``Case``), the exact distributions of
-table models, and observers of caches while a strategy runs.
+``check_source``, ``check_policy`` and ``check_executor`` test one part alone, without a
+configuration. The building blocks of the checks are exported too: a reference decoder that is
+independent of the decode loop (``Oracle``, ``plain_decode``), test requests (``Case``), the exact
+distributions of table models, and observers of caches while a strategy runs.
 """
 
 from __future__ import annotations

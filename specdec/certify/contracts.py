@@ -316,7 +316,7 @@ class TableSource(TokenSource):
     def __init__(
         self,
         *,
-        silent: Callable[[Context], bool] = lambda context: False,
+        silent: Callable[[Context], bool] = lambda _: False,
         table: Callable[[Context], Sequence[tuple[int, float]]] = table_children,
         cheap: TokenSource | None = None,
     ) -> None:
@@ -417,7 +417,7 @@ class Selection:
 
 @dataclass
 class CheckedPolicy(TreePolicy):
-    """Passes calls on to a policy and asserts what every policy owes the loop (``check_policy``)."""
+    """Passes calls on to a policy and asserts the first rule of ``check_policy``."""
 
     policy: TreePolicy
     source: TableSource

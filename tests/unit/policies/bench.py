@@ -1,4 +1,4 @@
-"""Brute force over the table model of ``specdec.certify.contracts``, and events of a busy target."""
+"""Brute force over the table model of ``specdec.certify.contracts``, and events of a target."""
 
 from __future__ import annotations
 
