@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,7 @@ def _check_candidates(source: TokenSource, found: Candidates, k: int) -> None:
     assert has == stated or not found.counts.any(), f"gives_probs={stated}, probs given: {has}"
     if found.probs is not None:
         rows = on_host(found.probs)[found.counts > 0]
-        np.testing.assert_allclose(rows.sum(axis=1), 1.0, atol=1e-6, err_msg="probs must sum to 1")
+        assert np.allclose(rows.sum(axis=1), 1.0, atol=1e-6), "probs must sum to 1"
 
 
 def _of_a_new_source(
@@ -159,10 +159,10 @@ def _assert_same(
     num = int(fresh.counts[0])
     assert found.counts[row] == num, what
     assert found.tokens[row, :num].tolist() == fresh.tokens[0, :num].tolist(), what
-    close = {"atol": tolerance, "rtol": 0.0, "err_msg": what}
-    np.testing.assert_allclose(found.logprobs[row, :num], fresh.logprobs[0, :num], **close)
+    same = partial(np.allclose, atol=tolerance, rtol=0.0)
+    assert same(found.logprobs[row, :num], fresh.logprobs[0, :num]), what
     if found.probs is not None and fresh.probs is not None:
-        np.testing.assert_allclose(on_host(found.probs)[row], on_host(fresh.probs)[0], **close)
+        assert same(on_host(found.probs)[row], on_host(fresh.probs)[0]), what
 
 
 def _state(seed: int = 0) -> DecodeState:
@@ -609,6 +609,10 @@ def check_policy(
 # ---------------------------------------------------------------------- executors
 
 
+_PASSED_ON = ("latency", "in_flight", "hidden", "early_hidden", "can_poll", "distributed")
+_PASSED_ON += ("open", "ready", "due_s", "poll", "set_wakeup", "shutdown")
+
+
 class CheckedExecutor(Executor):
     """Passes calls on to an executor and asserts the order of calls and answers.
 
@@ -618,11 +622,8 @@ class CheckedExecutor(Executor):
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._submitted: list[dict[int, set[int]]] = []  # by batch: request -> nodes
-        for name in ("latency", "in_flight", "hidden", "early_hidden", "can_poll", "distributed"):
+        for name in _PASSED_ON:
             setattr(self, name, getattr(executor, name))
-        self.open, self.ready, self.due_s = executor.open, executor.ready, executor.due_s
-        self.poll, self.set_wakeup = executor.poll, executor.set_wakeup
-        self.shutdown = executor.shutdown
 
     def submit(self, batch: Batch) -> None:
         self._submitted.append({rows.request: {*rows.node_ids.tolist()} for rows in batch.trees})
