@@ -609,8 +609,10 @@ def check_policy(
 # ---------------------------------------------------------------------- executors
 
 
-_PASSED_ON = ("latency", "in_flight", "hidden", "early_hidden", "can_poll", "distributed")
-_PASSED_ON += ("open", "ready", "due_s", "poll", "set_wakeup", "shutdown")
+_PASSED_ON = (
+    *("latency", "in_flight", "hidden", "early_hidden", "can_poll", "distributed"),
+    *("open", "ready", "due_s", "poll", "set_wakeup", "shutdown"),
+)
 
 
 class CheckedExecutor(Executor):
