@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -52,24 +52,29 @@ _NODE = np.dtype(
     ],
     align=True,
 )
-_NEW_NODE = np.zeros((), _NODE)
+_NEW_NODE = np.zeros(1, _NODE)
 for _field in ("parent", "submitted_at", "answer"):
     _NEW_NODE[_field] = -1
 _CANDIDATE = np.dtype([("token", np.int64), ("logprob", np.float64), ("origin", np.int64)])
-_NO_CANDIDATE = np.array((0, -np.inf, 0), _CANDIDATE)
+_NO_CANDIDATE = np.array([(0, -np.inf, 0)], _CANDIDATE)
+# Records are stored as rows of integers, because numpy copies records field by field.
+_NEW_NODE, _NO_CANDIDATE = _NEW_NODE.view(np.int64), _NO_CANDIDATE.view(np.int64)
+_TOKEN, _LOGPROB, _ORIGIN = range(3)  # of a candidate
 
-Array = TypeVar("Array", bound=npt.NDArray[Any])
-
-
-class _Column(Generic[Array]):
-    """Descriptor that returns a view of one field of all nodes."""
-
-    def __init__(self, field: str) -> None:
-        self._field = field
-
-    def __get__(self, tree: TokenTree, owner: type[TokenTree]) -> Array:
-        column: Any = tree._nodes[self._field][: tree._size]
-        return column  # type: ignore[no-any-return]
+_COLUMNS = {
+    "ids": "id",
+    "tokens": "token",
+    "parents": "parent",
+    "positions": "position",
+    "submitted_at": "submitted_at",
+    "origins": "origin",
+    "answers": "answer",
+    "logprobs": "logprob",
+    "scores": "score",
+    "expanded": "expanded",
+    "answered": "answered",
+}
+"""Attribute of the tree -> field of its nodes."""
 
 
 class TokenTree:
@@ -98,22 +103,23 @@ class TokenTree:
         next_id: id of the next new node.
     """
 
-    ids = _Column[IntArray]("id")
-    tokens = _Column[IntArray]("token")
-    parents = _Column[IntArray]("parent")
-    positions = _Column[IntArray]("position")
-    submitted_at = _Column[IntArray]("submitted_at")
-    origins = _Column[IntArray]("origin")
-    answers = _Column[IntArray]("answer")
-    logprobs = _Column[FloatArray]("logprob")
-    scores = _Column[FloatArray]("score")
-    expanded = _Column[BoolArray]("expanded")
-    answered = _Column[BoolArray]("answered")
+    ids: IntArray
+    tokens: IntArray
+    parents: IntArray
+    positions: IntArray
+    submitted_at: IntArray
+    origins: IntArray
+    answers: IntArray
+    logprobs: FloatArray
+    scores: FloatArray
+    expanded: BoolArray
+    answered: BoolArray
 
     def __init__(self, *, token: int, position: int, root_id: int = 0) -> None:
         """Creates a tree with only a root, at absolute position ``position``."""
-        self._nodes = np.zeros(_CAPACITY, _NODE)
-        self._candidates = np.full((_CAPACITY, 0), _NO_CANDIDATE)
+        self._nodes = np.zeros((_CAPACITY, len(_NEW_NODE)), np.int64)
+        self._candidates = np.zeros((_CAPACITY, 0, len(_NO_CANDIDATE)), np.int64)
+        self._fields = _fields_of(self._nodes)
         self._size = 0
         self.draft_probs: dict[int, Probs] = {}
         self.target_probs: dict[int, Probs] = {}
@@ -126,7 +132,7 @@ class TokenTree:
 
     @property
     def root_id(self) -> int:
-        return int(self._nodes["id"][0])
+        return int(self.ids[0])
 
     @property
     def depths(self) -> IntArray:
@@ -136,19 +142,19 @@ class TokenTree:
     @property
     def candidate_tokens(self) -> IntArray:
         """int64[N, K], a view."""
-        tokens: IntArray = self._candidates["token"][: self._size]
-        return tokens
+        return self._candidates[: self._size, :, _TOKEN]
 
     @property
     def candidate_logprobs(self) -> FloatArray:
         """float64[N, K], a view; -inf where there is no candidate or it became a node."""
-        logprobs: FloatArray = self._candidates["logprob"][: self._size]
-        return logprobs
+        return self._candidates.view(np.float64)[: self._size, :, _LOGPROB]
 
     def copy(self) -> Self:
         """Returns an independent copy that shares the rows of probabilities and hidden states."""
         tree = copy(self)
         tree._nodes, tree._candidates = self._nodes.copy(), self._candidates.copy()
+        tree._fields = _fields_of(tree._nodes)
+        tree._resize(self._size)
         tree.draft_probs, tree.target_probs = dict(self.draft_probs), dict(self.target_probs)
         tree.hidden = dict(self.hidden)
         return tree
@@ -159,8 +165,8 @@ class TokenTree:
         self._size = 0
         for rows in (self.draft_probs, self.target_probs, self.hidden):
             rows.clear()
-        new = self._claim(1)
-        new["token"], new["position"] = token, position
+        self._claim(1)
+        self.tokens[0], self.positions[0] = token, position
         return self.root_id
 
     def append(
@@ -174,14 +180,14 @@ class TokenTree:
 
         ``parents`` are slots, int64[W]; siblings must have different tokens (not checked).
         """
-        above = self._nodes[parents]
-        new = self._claim(len(tokens))
-        new["token"], new["parent"], new["logprob"] = tokens, parents, logprobs
-        new["position"] = above["position"] + 1
-        new["score"] = above["score"] + logprobs
+        new = slice(self._size, self._size + len(tokens))
+        self._claim(len(tokens))
+        self.tokens[new], self.parents[new], self.logprobs[new] = tokens, parents, logprobs
+        self.positions[new] = self.positions[parents] + 1
+        self.scores[new] = self.scores[parents] + logprobs
         if origins is not None:
-            new["origin"] = origins
-        return np.arange(self._size - len(tokens), self._size)
+            self.origins[new] = origins
+        return np.arange(new.start, new.stop)
 
     def set_candidates(self, slots: IntArray, candidates: Candidates, rows: slice) -> None:
         """Stores the candidates of W nodes and marks the nodes as expanded.
@@ -192,14 +198,15 @@ class TokenTree:
         tokens, counts = candidates.tokens[rows], candidates.counts[rows]
         num = tokens.shape[1]
         if (extra := num - self._candidates.shape[1]) > 0:
-            columns = np.full((len(self._nodes), extra), _NO_CANDIDATE)
+            columns = np.tile(_NO_CANDIDATE, (len(self._nodes), extra, 1))
             self._candidates = np.concatenate([self._candidates, columns], axis=1)
-        new = np.full((len(slots), self._candidates.shape[1]), _NO_CANDIDATE)
-        new["token"][:, :num] = tokens
+        new = np.tile(_NO_CANDIDATE, (len(slots), self._candidates.shape[1], 1))
+        new[:, :num, _TOKEN] = tokens
         is_valid = np.arange(num) < counts[:, None]
-        new["logprob"][:, :num] = np.where(is_valid, candidates.logprobs[rows], -np.inf)
+        logprobs = np.where(is_valid, candidates.logprobs[rows], -np.inf)
+        new.view(np.float64)[:, :num, _LOGPROB] = logprobs
         if candidates.origins is not None:
-            new["origin"][:, :num] = candidates.origins[rows]
+            new[:, :num, _ORIGIN] = candidates.origins[rows]
         self._candidates[slots] = new
         self.expanded[slots] = counts > 0
         if candidates.probs is not None:
@@ -211,8 +218,13 @@ class TokenTree:
 
         A node may have children before it is expanded, and siblings must differ.
         """
-        children = _pairs(self.parents, self.tokens)
-        known = np.isin(_pairs(slots[:, None], self.candidate_tokens[slots]), children)
+        chosen = np.zeros(self._size, np.bool_)
+        chosen[slots] = True
+        children = 1 + chosen.take(self.parents[1:]).nonzero()[0]
+        if not len(children):
+            return
+        pairs = _pairs(self.parents[children], self.tokens[children])
+        known = np.isin(_pairs(slots[:, None], self.candidate_tokens[slots]), pairs)
         self.candidate_logprobs[slots] = np.where(known, -np.inf, self.candidate_logprobs[slots])
 
     def take(self, slots: IntArray, columns: IntArray) -> IntArray:
@@ -222,7 +234,8 @@ class TokenTree:
         """
         taken = self._candidates[slots, columns]
         self.candidate_logprobs[slots, columns] = -np.inf
-        return self.append(slots, taken["token"], taken["logprob"], taken["origin"])
+        logprobs = taken.view(np.float64)[:, _LOGPROB]
+        return self.append(slots, taken[:, _TOKEN], logprobs, taken[:, _ORIGIN])
 
     def set_answers(self, answers: Answers) -> None:
         """Stores the target's answers with their nodes; answers of pruned nodes are dropped."""
@@ -307,7 +320,7 @@ class TokenTree:
         while (inside := above >= 0).any():
             paths.append(np.where(inside, self.ids[above], NO_NODE))
             above = np.where(inside, self.parents[above], NO_NODE)
-        return np.stack(paths)
+        return np.array(paths)
 
     def with_missing_ancestors(
         self, slots: IntArray, has: Callable[[IntArray], BoolArray]
@@ -316,13 +329,16 @@ class TokenTree:
 
         ``has`` maps node ids, int64[n], to bool[n].
         """
-        rows = level = np.unique(slots)
+        inside = np.zeros(self._size, np.bool_)
+        inside[slots] = True
+        level = slots
         while len(level):
             above = self.parents[level]
-            above = above[above != NO_NODE]
-            level = np.setdiff1d(above[~has(self.ids[above])], rows)
-            rows = np.union1d(level, rows)
-        return rows
+            level = above[(above != NO_NODE) & ~inside.take(above)]
+            if len(level):
+                level = level[~has(self.ids[level])]
+                inside[level] = True
+        return inside.nonzero()[0]
 
     def best_candidates(self, num: int) -> tuple[IntArray, IntArray, FloatArray]:
         """Returns slots int64, columns int64, scores float64 of the ``num`` best candidates.
@@ -346,9 +362,9 @@ class TokenTree:
         renumber = np.full(self._size, NO_NODE, np.int64)
         renumber[keep] = np.arange(len(keep))
         base = float(self.scores[slot])
-        self._size = len(keep)
-        self._nodes[: self._size] = self._nodes[keep]
-        self._candidates[: self._size] = self._candidates[keep]
+        self._nodes[: len(keep)] = self._nodes.take(keep, axis=0)
+        self._candidates[: len(keep)] = self._candidates.take(keep, axis=0)
+        self._resize(len(keep))
         self.parents[:] = renumber.take(self.parents)
         self.parents[0] = NO_NODE
         self.scores[:] -= base
@@ -357,22 +373,31 @@ class TokenTree:
         self.target_probs = {i: p for i, p in self.target_probs.items() if i in live}
         self.hidden = {i: h for i, h in self.hidden.items() if i in live}
 
-    def _claim(self, num: int) -> npt.NDArray[Any]:
-        """Adds ``num`` nodes without tokens and parents, and returns a view of them."""
+    def _claim(self, num: int) -> None:
+        """Adds ``num`` nodes without tokens and parents."""
         need, capacity = self._size + num, len(self._nodes)
         if need > capacity:
             extra = max(need, 2 * capacity) - capacity
-            columns = np.full((extra, self._candidates.shape[1]), _NO_CANDIDATE)
-            self._nodes = np.concatenate([self._nodes, np.zeros(extra, _NODE)])
-            self._candidates = np.concatenate([self._candidates, columns])
-        new = self._nodes[self._size : need]
-        new[:] = _NEW_NODE
-        new["id"] = np.arange(self.next_id, self.next_id + num)
-        if self._candidates.shape[1]:
-            self._candidates[self._size : need] = _NO_CANDIDATE
-        self._size = need
+            nodes, candidates = self._nodes[:1], self._candidates[:1]  # their contents are replaced
+            self._nodes = np.concatenate([self._nodes, nodes.repeat(extra, axis=0)])
+            self._candidates = np.concatenate([self._candidates, candidates.repeat(extra, axis=0)])
+            self._fields = _fields_of(self._nodes)
+        new = slice(self._size, need)
+        self._nodes[new], self._candidates[new] = _NEW_NODE, _NO_CANDIDATE
+        self._resize(need)
+        self.ids[new] = np.arange(self.next_id, self.next_id + num)
         self.next_id += num
-        return new
+
+    def _resize(self, size: int) -> None:
+        """Makes the columns views of the first ``size`` nodes; they are read far more often."""
+        self._size = size
+        for name, field in self._fields.items():
+            setattr(self, name, field[:size])
+
+
+def _fields_of(nodes: IntArray) -> dict[str, npt.NDArray[Any]]:
+    records = nodes.view(_NODE)[:, 0]
+    return {name: records[field] for name, field in _COLUMNS.items()}
 
 
 def _pairs(slots: IntArray, tokens: IntArray) -> IntArray:
