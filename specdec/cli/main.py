@@ -58,6 +58,7 @@ _COMMANDS = {
     "trace": "timeline of all ranks and the tree's growth, of a traced run",
     "report": "one HTML page and pictures of a run, comparison or sweep",
     "reproduce": "a paper's table or figure, beside its own values",
+    "models": "real language models from packages: install smollm2",
     "rivals": "other CPU runtimes as rows: their environments",
     "worker": "one rank of a job that torchrun or Slurm starts",
     "list": "strategies, their parts, datasets, profiles",

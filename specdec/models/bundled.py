@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from specdec.errors import UserError
+from specdec.models.installed import PREFIX as INSTALLED
+from specdec.models.installed import installed_path
 
 PREFIX = "bundled:"
 
@@ -12,7 +14,9 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def family_path(name: str) -> str:
-    """Returns the path of ``bundled:NAME`` in the bundled model family; other names unchanged."""
+    """Returns the path of ``bundled:NAME`` or ``installed:NAME``; other names unchanged."""
+    if name.startswith(INSTALLED):
+        return str(installed_path(name))
     return _resolve(name, _ASSETS / "tiny", "")
 
 

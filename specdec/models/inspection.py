@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from specdec.errors import UserError
 from specdec.files import parse_json
 from specdec.models.bundled import family_path
+from specdec.models.gguf import SUFFIX, unpacked
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -118,8 +119,13 @@ def _folder(path_or_id: str | Path) -> Path:
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
+    if path.is_file() and path.suffix == SUFFIX:
+        return unpacked(path)
     if path.exists():
-        raise UserError(f"model path {text!r} is a file; give the folder that contains config.json")
+        raise UserError(
+            f"model path {text!r} is a file; give the folder that contains config.json, or a GGUF"
+            f" file (*{SUFFIX})"
+        )
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(text):
         raise UserError(
             f"model path {text!r} does not exist; give a folder with config.json and safetensors "
@@ -209,11 +215,11 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     if (folder / _SINGLE).is_file():
         return dict.fromkeys(_tensor_names(folder / _SINGLE), _SINGLE)
     if not (folder / _INDEX).is_file():
-        others = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".gguf"})
+        others = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", SUFFIX})
         only = f" (only {', '.join(others[:3])})" if others else ""
         raise UserError(
-            f"{folder} has no safetensors weights{only}; no other format is supported, because "
-            "pickles can run code; convert the weights where you trust them: "
+            f"{folder} has no safetensors weights{only}; name a GGUF file itself; no other format "
+            "is supported, because pickles can run code; convert the weights where you trust them: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
         )
     shards: dict[str, str] = read_config(folder / _INDEX, _REMEDY).get("weight_map") or {}

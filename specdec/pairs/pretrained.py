@@ -59,22 +59,25 @@ class PretrainedPair(HuggingFacePair):
         ngram: Text | None = None,
         exit_heads: Text | None = None,
         eagle_head: Text | None = None,
+        path: Text | None = None,
         options: ModelOptions = ModelOptions(),  # noqa: B008 - it is frozen
     ) -> None:
         """Checks paths and vocabularies; loads nothing yet.
 
         Args:
-            target: path, hub id or ``bundled:NAME``.
+            target: folder, GGUF file, hub id, ``bundled:NAME`` or ``installed:NAME``.
             draft, middle: likewise; None if no strategy needs them.
             translated: likewise, a draft with a tokenizer of its own.
             ngram: safetensors file of token samples for n-gram counts.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
             eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
+            path: the target's file in ``model=gguf``, where ``target`` refers to it.
 
         Raises:
             UserError: a path without a usable model, or vocabularies that differ.
         """
         super().__init__(options)
+        target = path or target
         self._names = {"target": target, "draft": draft, "middle": middle, "translated": translated}
         self._files = {"ngram": ngram, "exit_heads": exit_heads, "eagle_head": eagle_head}
         self.heads_folder = None if exit_heads is None else _heads_folder(exit_heads)
