@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from specdec.cli.arguments import read_arguments
 from specdec.errors import UserError
 from specdec.models.installed import PACKAGES, install
-from specdec.parts.fields import did_you_mean
+from specdec.parts.suggest import did_you_mean
 
 HELP = """\
 specdec models [install NAME...]

@@ -104,7 +104,9 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
         cls: Any = locate(kind, section, base)
         taker = cls.options or cls.plan
     if taker is not None:
-        check_values(taker, values, section, label, given=_UNSTATED, complete=section != "executor")
+        also = ("path",) if kind == "pretrained" else ()  # only model=gguf has it
+        complete = section != "executor"
+        check_values(taker, values, section, label, given=_UNSTATED, also=also, complete=complete)
     elif base and ("_target_" in node or section in PARTS):
         keys = signature_of(common).plain if common else ()
         build_part(node, None, section, base, label=label, known=keys)

@@ -126,6 +126,8 @@ def _folder(path_or_id: str | Path) -> Path:
             f"model path {text!r} is a file; give the folder that contains config.json, or a GGUF"
             f" file (*{SUFFIX})"
         )
+    if path.suffix == SUFFIX:
+        raise UserError(f"model path {text!r} does not exist; give a GGUF file that does")
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(text):
         raise UserError(
             f"model path {text!r} does not exist; give a folder with config.json and safetensors "

@@ -109,7 +109,7 @@ def test_decoding_is_lossless_with_a_file_as_target_and_draft(file: Path) -> Non
     assert file.name in str(compared.rows[0]) or file.name in compared.table
 
 
-def test_what_is_no_gguf_is_refused(tmp_path: Path, file: Path) -> None:
+def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(b"GG")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     for name, message in {
@@ -118,6 +118,8 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path, file: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=message):
             PretrainedPair(target=str(tmp_path / f"{name}.gguf"))
+    with pytest.raises(UserError, match=r"'none\.gguf' does not exist"):
+        PretrainedPair(target="none.gguf")
     assert not list(tmp_path.glob("*/.bad*")), "nothing is left behind"
 
 
