@@ -23,8 +23,9 @@ from specdec.interfaces import TreePolicy
 from specdec.policies import Chain, FixedWidth
 from specdec.serving.rules import ServingRules
 from specdec.sources import DraftModelSource
+from specdec.testing import OPPOSED_TABLE, TARGET_TABLE, TablePair, assert_target_law
 from specdec.types import Output
-from specdec.verifiers import MatchVerifier
+from specdec.verifiers import MatchVerifier, RejectionVerifier
 from tests import toys
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "examples"))  # an outside package
@@ -125,3 +126,16 @@ def test_the_output_is_that_of_plain_decoding(policy: str, clock: str, batch_siz
     assert seen.early > 5, "no answer of a node came before that of its parent"
     assert seen.stored > 2, "no stored answer was used"
     assert seen.pruned > 2, "no answer came for a node that was gone"
+
+
+def test_rejection_keeps_the_law_of_the_target() -> None:
+    """A chain, level by level: an accepted child's answer may come later than its parent's."""
+    models = TablePair(target=TARGET_TABLE, draft=OPPOSED_TABLE)
+    bench = Workbench(models, seed=toys.SEED, clock=CLOCKS["simulated"]())
+    parts = bench.parts(
+        source=DraftModelSource(runner=bench.draft_runner(), sample=True),
+        policy=FixedWidth(width=1, children=1),
+        verifier=RejectionVerifier(),
+        executor=planned(Replicas, models, replicas=2, delay_ms=20.0),
+    )
+    assert_target_law(parts, 600, num_tokens=3, batch_size=200)
