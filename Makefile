@@ -1,6 +1,6 @@
 # Everything a fresh machine needs: Python 3.11 or newer, make and git.
 #
-#   make demo       environment, install, and the main job: strategies compared on real prompts
+#   make demo       environment, install, and the main job: methods compared on a real language model
 #   make test       the same environment with the development tools, then the whole test suite
 #   make test-fast  only the quick tests
 #   make test-exhaustive  the cases that the whole suite only samples; takes long
@@ -26,25 +26,40 @@ TEST_JOBS ?= 2
 # One folder per revision of the code, so that a second `make demo` shows the results it has; with
 # uncommitted changes every run gets a folder of its own.
 REVISION := $(shell git describe --always --dirty --match '' 2>/dev/null || echo unknown-dirty)
-DEMO_DIR ?= $(if $(findstring dirty,$(REVISION)),outputs/demo/$(shell date +%Y%m%d-%H%M%S),outputs/demo/$(REVISION))
+ifndef DEMO_DIR
+DEMO_DIR := $(if $(findstring dirty,$(REVISION)),outputs/demo/$(shell date +%Y%m%d-%H%M%S),outputs/demo/$(REVISION))
+endif
+export DEMO_DIR
+DEMO_METHODS ?= ar,suffix,prompt_lookup,hf_generate,hf_prompt_lookup
 DEMO_STRATEGIES ?= ar,speculative,specinfer,best_first,staged,prompt_lookup,hf_generate,hf_assisted
 
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_INDEX ?=
 
-.PHONY: help demo test test-fast test-exhaustive support docs lint types format install install-dev clean
+.PHONY: help demo demo-real demo-toy test test-fast test-exhaustive support docs lint types format install install-dev clean
 
 help:  ## this text
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
 
-demo: install  ## strategies compared on held-out code of the standard library
-	@echo "== demo: $(DEMO_STRATEGIES)"
-	@echo "== on prompts from Python's standard library, with the bundled models, on this machine's CPU"
-	@$(BIN)/specdec compare "strategies=[$(DEMO_STRATEGIES)]" data=stdlib data.limit=4 \
-	  max_new_tokens=96 sampling=no_repeat4 repeats=2 threads=1 model.backend=auto output_dir=$(DEMO_DIR)
+demo: install  ## methods compared on a real language model; without network on the bundled pair
+	@if $(BIN)/specdec models install smollm2; then $(MAKE) demo-real; else $(MAKE) demo-toy; fi
 	@echo "== table:  $(DEMO_DIR)/comparison.md    plot: $(DEMO_DIR)/comparison.png"
 	@echo "== figures: $(DEMO_DIR)/comparison.json  every token: $(DEMO_DIR)/requests.jsonl"
 	@echo "== next: . $(BIN)/activate    then: specdec list    specdec compare --help"
+
+demo-real:
+	@echo "== demo: SmolLM2-135M-Instruct answers; text of passes that accepted drafts is green"
+	@$(BIN)/python docs/examples/watch.py
+	@echo "== demo: $(DEMO_METHODS) on chat questions, on this machine's CPU"
+	@$(BIN)/specdec compare "strategies=[$(DEMO_METHODS)]" model=smollm2 data=jsonl \
+	  data.path=docs/examples/questions.jsonl data.field=question data.limit=4 max_new_tokens=96 \
+	  output_dir=$(DEMO_DIR)
+
+demo-toy:
+	@echo "== demo WITHOUT A REAL MODEL, whose package could not be fetched: $(DEMO_STRATEGIES)"
+	@echo "== on prompts from Python's standard library, with the bundled models, on this machine's CPU"
+	@$(BIN)/specdec compare "strategies=[$(DEMO_STRATEGIES)]" data=stdlib data.limit=4 \
+	  max_new_tokens=96 sampling=no_repeat4 repeats=2 threads=1 model.backend=auto output_dir=$(DEMO_DIR)
 
 test: install-dev  ## the whole test suite
 	@echo "== test: the whole suite, $(TEST_JOBS) at a time (make test-fast runs the quick part)"

@@ -56,7 +56,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_the_demo_shows_what_the_demo_prints() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (asked,) = re.findall(r"^DEMO_STRATEGIES \?= (\S+)", makefile, re.MULTILINE)
+    (asked,) = re.findall(r"^DEMO_METHODS \?= (\S+)", makefile, re.MULTILINE)
     demo = README.split("What `make demo` printed")[1].split("## ")[0]
     rows = re.findall(
         r"^    +(\w+)(?: \*)? +(?:reference|yes|in distribution|LOSSY|NO)", demo, re.M
