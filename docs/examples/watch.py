@@ -7,7 +7,7 @@ with the bundled target. On no terminal, that text stands in brackets.
 import sys
 
 import specdec
-from specdec.models.installed import PACKAGES
+from specdec.models.bundled import PACKAGES
 
 CHAT = PACKAGES["smollm2"].path.is_file()
 QUESTION = (

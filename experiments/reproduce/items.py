@@ -20,7 +20,7 @@ import yaml
 from experiments.reproduce.stated import PAPERS, ROOT, Paper, Stated, read_paper
 from specdec.config.options import options
 from specdec.errors import UserError
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 
 if TYPE_CHECKING:
     from experiments.reproduce.findings import Findings

@@ -16,8 +16,7 @@ from specdec.config.hydra import parse
 from specdec.config.options import flatten, has_key
 from specdec.errors import UserError
 from specdec.parts.build import check_values
-from specdec.parts.fields import signature_of
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean, signature_of
 from specdec.train.progress import progress_bar
 
 RECIPES: dict[str, Callable[..., None]] = {

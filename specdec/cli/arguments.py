@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.errors import UserError
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from specdec.errors import UserError
 from specdec.files import write_text
 from specdec.fitting.fit import FittedLaw, HeldOutCheck, fit_logs
 from specdec.fitting.logs import FORMATS, Lengths, ReadOptions, read_log
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 
 HELP = f"""\
 specdec fit FILE... [key=value] ...

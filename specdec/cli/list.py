@@ -15,7 +15,7 @@ from specdec.config.options import (
     stated,
 )
 from specdec.errors import UserError
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 
 HELP = """\
 specdec list [--config-dir DIR] [WHAT]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from specdec.errors import RankFailure, UserError
 from specdec.files import is_full
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 
 BAD_INPUT = 2
 _FAILED = 1

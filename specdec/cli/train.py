@@ -12,7 +12,7 @@ from specdec.config.checks import check_section
 from specdec.config.hydra import compose_config
 from specdec.config.options import first_comment, options
 from specdec.errors import UserError
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 
 _HELP = """\
 specdec train WHAT [--cfg] [--config-dir DIR] model=hf model.target=DIR [group=option] [key=value]

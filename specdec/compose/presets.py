@@ -12,7 +12,7 @@ from specdec.config.hydra import compose_config
 from specdec.errors import UserError
 from specdec.interfaces import Verifier
 from specdec.pairs.options import build_pair
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 
 _SECTIONS = ("source", "policy", "verifier", "executor", "serving")
 

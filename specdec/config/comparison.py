@@ -12,7 +12,7 @@ from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.job import Job, checked_job
 from specdec.config.options import PARTS, flatten, has_key, options
 from specdec.errors import UserError
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 
 RESULT_FILE = "comparison.json"
 """If this file exists in a folder, the comparison is complete."""

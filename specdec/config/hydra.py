@@ -29,7 +29,7 @@ from specdec.config.options import (
 )
 from specdec.errors import UserError
 from specdec.files import check_aliases, why_unreadable
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 
 _HYDRAS = (HydraException, OmegaConfBaseException)
 _FAULTS = (*_HYDRAS, TypeError, ValueError)

@@ -9,7 +9,7 @@ from typing import Any
 from specdec.clocks.profile import CostCurve
 from specdec.config.options import options, read_yaml
 from specdec.errors import UserError
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean
 
 _KINDS = ("stage", "draft", "middle", "head", "prune", "transfer", "exit")
 _ORIGINS = ("stated", "measured", "assumed")

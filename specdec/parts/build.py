@@ -16,8 +16,7 @@ from pkgutil import resolve_name
 from typing import Any, get_args
 
 from specdec.errors import UserError
-from specdec.parts.fields import errors_of, signature_of
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean, errors_of, signature_of
 
 FILLED = {
     "source": {"vocab_size", "sample", "free_rank"},

