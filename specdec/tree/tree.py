@@ -38,43 +38,28 @@ from specdec.types import (
 _CAPACITY = 64  # nodes that a new tree has room for
 _NODE = np.dtype(
     [
-        ("id", np.int64),
-        ("token", np.int64),
-        ("parent", np.int64),
-        ("position", np.int64),
+        ("ids", np.int64),
+        ("tokens", np.int64),
+        ("parents", np.int64),
+        ("positions", np.int64),
         ("submitted_at", np.int64),
-        ("origin", np.int64),
-        ("answer", np.int64),
-        ("logprob", np.float64),
-        ("score", np.float64),
+        ("origins", np.int64),
+        ("answers", np.int64),
+        ("logprobs", np.float64),
+        ("scores", np.float64),
         ("expanded", np.bool_),
         ("answered", np.bool_),
     ],
     align=True,
 )
-_NEW_NODE = np.zeros(1, _NODE)
-for _field in ("parent", "submitted_at", "answer"):
-    _NEW_NODE[_field] = -1
-_CANDIDATE = np.dtype([("token", np.int64), ("logprob", np.float64), ("origin", np.int64)])
-_NO_CANDIDATE = np.array([(0, -np.inf, 0)], _CANDIDATE)
-# Records are stored as rows of integers, because numpy copies records field by field.
-_NEW_NODE, _NO_CANDIDATE = _NEW_NODE.view(np.int64), _NO_CANDIDATE.view(np.int64)
-_TOKEN, _LOGPROB, _ORIGIN = range(3)  # of a candidate
+"""A field for each column of the tree."""
 
-_COLUMNS = {
-    "ids": "id",
-    "tokens": "token",
-    "parents": "parent",
-    "positions": "position",
-    "submitted_at": "submitted_at",
-    "origins": "origin",
-    "answers": "answer",
-    "logprobs": "logprob",
-    "scores": "score",
-    "expanded": "expanded",
-    "answered": "answered",
-}
-"""Attribute of the tree -> field of its nodes."""
+# Nodes and candidates are stored as rows of integers: numpy copies records field by field.
+_NEW_NODE = np.zeros(_NODE.itemsize // 8, np.int64)
+for _field in ("parents", "submitted_at", "answers"):
+    _NEW_NODE.view(_NODE)[_field] = -1
+_NO_CANDIDATE = np.array([0.0, -np.inf, 0.0]).view(np.int64)  # 0.0 has the bits of the integer 0
+_TOKEN, _LOGPROB, _ORIGIN = range(3)  # of a candidate
 
 
 class TokenTree:
@@ -397,7 +382,7 @@ class TokenTree:
 
 def _fields_of(nodes: IntArray) -> dict[str, npt.NDArray[Any]]:
     records = nodes.view(_NODE)[:, 0]
-    return {name: records[field] for name, field in _COLUMNS.items()}
+    return {name: records[name] for name in _NODE.names or ()}
 
 
 def _pairs(slots: IntArray, tokens: IntArray) -> IntArray:
