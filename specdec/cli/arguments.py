@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,3 +150,24 @@ def _tree(name: str) -> Path:
     if beside not in sys.path:
         sys.path.append(beside)
     return folder
+
+
+def names_to_install(
+    words: Sequence[str], command: str, kind: str, known: Collection[str]
+) -> list[str]:
+    """Reads ``[install NAME...]`` of ``specdec COMMAND``; returns no names without arguments.
+
+    ``kind`` is what one of the ``known`` names is, for messages.
+    """
+    given = read_arguments(words, flags=()).overrides
+    if not given:
+        return []
+    action, *names = given
+    if action != "install" or not names:
+        raise UserError(
+            f"specdec {command} {' '.join(given)}: use `specdec {command} install NAME`"
+        )
+    for name in names:
+        if name not in known:
+            raise UserError(f"{name} is no {kind}: {did_you_mean(name, known)}")
+    return names
