@@ -106,7 +106,7 @@ def test_decoding_is_lossless_with_a_file_as_target_and_draft(file: Path) -> Non
     )
     assert all(row["lossless"] for row in compared.rows)
     assert compared.rows[1]["acceptance_length"] > 3, "the draft is the target"
-    assert file.name in str(compared.rows[0]) or file.name in compared.table
+    assert file.name in compared.table
 
 
 def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
@@ -120,7 +120,8 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
             PretrainedPair(target=str(tmp_path / f"{name}.gguf"))
     with pytest.raises(UserError, match=r"'none\.gguf' does not exist"):
         PretrainedPair(target="none.gguf")
-    assert not list(tmp_path.glob("*/.bad*")), "nothing is left behind"
+    left = list((reading.cache_dir() / "models").glob("*bad*"))
+    assert not left, "nothing is left behind"
 
 
 def test_a_model_that_is_not_installed_names_the_command(
