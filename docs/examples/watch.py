@@ -1,7 +1,7 @@
 """Streams one answer; the text of target passes that accepted drafted tokens is green.
 
 Decodes with SmolLM2-135M-Instruct where it is installed (`specdec models install smollm2`), else
-with the bundled target. On no terminal, that text stands in brackets.
+with the bundled target. If the output is not a terminal, that text is put in brackets.
 """
 
 import sys

@@ -4,8 +4,6 @@
 one of the rules below can still pass there, because other parts hide it: a source whose candidates
 depend on branches that were pruned only lowers the acceptance. These checks call a part alone, with
 random trees, commits and batches, or beside parts that are known by table.
-
-Shape letters: K candidates per node, V vocabulary, R rows, W nodes.
 """
 
 from __future__ import annotations
@@ -555,8 +553,9 @@ def check_policy(
     """Checks a policy beside a source, a target and a verifier that are known by table.
 
     - It chooses nodes of the tree in order, none twice, none before its parent, none beyond the
-      last position, none of a request that is in prefill or finished, and none of one that awaits
-      answers if it is ``serial``. Children of a node differ, and no node is expanded twice.
+      last position, none of a request whose prompt is not yet computed or that has finished, and
+      none of one that awaits answers if it is ``serial``. Children of a node differ, and no node
+      is expanded twice.
     - The output is the target's own, on every latency, alone and in a batch, also with a source
       that knows nothing of a third of the contexts.
     - The same requests get the same trees again, alone or in a batch.
