@@ -41,8 +41,11 @@ TORCH_INDEX ?=
 help:  ## this text
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
 
+# Not $(MAKE) itself: a recipe that names it is run by `make --dry-run` too, downloads included.
+AGAIN := $(MAKE)
+
 demo: install  ## methods compared on a real language model; without network on the bundled pair
-	@if $(BIN)/specdec models install smollm2; then $(MAKE) demo-real; else $(MAKE) demo-toy; fi
+	@if $(BIN)/specdec models install smollm2; then $(AGAIN) demo-real; else $(AGAIN) demo-toy; fi
 	@echo "== table:  $(DEMO_DIR)/comparison.md    plot: $(DEMO_DIR)/comparison.png"
 	@echo "== figures: $(DEMO_DIR)/comparison.json  every token: $(DEMO_DIR)/requests.jsonl"
 	@echo "== next: . $(BIN)/activate    then: specdec list    specdec compare --help"

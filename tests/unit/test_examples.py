@@ -35,7 +35,14 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_script_runs(script: str, beside: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_runs(
+    script: str,
+    beside: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))  # where no real model is installed
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     assert re.search(SCRIPTS[script], capsys.readouterr().out, re.DOTALL)
 
