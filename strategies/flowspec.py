@@ -27,7 +27,7 @@ from specdec.policies.tree_growth import (
     most_probable,
     ready_requests,
 )
-from specdec.sampling.top_stable import top_set
+from specdec.sampling.transform import top_set
 from specdec.types import Commit, CommitKind, IntArray, Nodes, Output
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from specdec.policies.tree_growth import (
     ready_requests,
     unsubmitted,
 )
-from specdec.sampling.top_stable import top_set
+from specdec.sampling.transform import top_set
 from specdec.types import Commit, CommitKind, FloatArray, IntArray, Nodes, Output
 
 if TYPE_CHECKING:

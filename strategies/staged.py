@@ -27,7 +27,7 @@ from specdec.errors import UserError
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, expects, validated
 from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
-from specdec.sampling.top_stable import top_stable
+from specdec.sampling.transform import top_stable
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.combined import CombinedSource
 from specdec.tree import TokenTree

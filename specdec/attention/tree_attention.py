@@ -32,8 +32,7 @@ from specdec.attention.backends import (
     folded_heads,
     two_level_attention,
 )
-from specdec.attention.kv_cache import Rows
-from specdec.attention.kv_storage import Pair, Store
+from specdec.attention.kv_cache import Pair, Rows, Store
 from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.types import HiddenName

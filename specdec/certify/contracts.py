@@ -21,8 +21,7 @@ from specdec.certify.oracle import Oracle
 from specdec.certify.subject import decode_cases
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
-from specdec.compose.planned import planned
-from specdec.compose.workbench import Workbench
+from specdec.compose.workbench import Workbench, planned
 from specdec.device import on_host
 from specdec.interfaces import Events, Executor, TokenSource, TreePolicy
 from specdec.loop import decode

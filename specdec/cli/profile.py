@@ -12,8 +12,7 @@ from specdec.cli.show import show_config
 from specdec.config.checks import check_section
 from specdec.config.hydra import compose_config
 from specdec.config.job import checked_job
-from specdec.config.profile_costs import with_draft
-from specdec.config.profiles import load_profile
+from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 
 RESULT_FILE = "profile.json"

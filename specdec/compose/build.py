@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.clocks import Clock, ClockKind, Timeline, WallClock
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
-from specdec.compose.planned import Planned, planned
-from specdec.compose.refusals import check_choice
-from specdec.compose.workbench import Parts, Workbench
+from specdec.compose.workbench import Parts, Planned, Workbench, check_choice, planned
 from specdec.errors import UserError
 from specdec.executors.layout import EarlyExitPlan
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier

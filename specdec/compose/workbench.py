@@ -1,16 +1,20 @@
-"""Builds strategies in Python from parts and shared models.
+"""Builds strategies in Python from parts and shared models; refuses parts that do not fit.
 
-bench = Workbench(pair, seed=0)
-parts = bench.parts(
-    source=DraftModelSource(runner=bench.draft_runner()),
-    policy=BestFirst(bs=32, w=4, d=6),
-    verifier=MatchVerifier(),
-)
+    bench = Workbench(pair, seed=0)
+    parts = bench.parts(
+        source=DraftModelSource(runner=bench.draft_runner()),
+        policy=BestFirst(bs=32, w=4, d=6),
+        verifier=MatchVerifier(),
+    )
+
+An executor is planned before models are loaded or processes started, and built afterwards. A rule
+that concerns only one policy or executor is in that class (``check``, ``check_clock``, ...).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,8 +23,6 @@ import torch
 
 from specdec.clocks import Clock, MeasuredClock
 from specdec.clocks.meter import Meter
-from specdec.compose import refusals
-from specdec.compose.planned import Planned, planned
 from specdec.errors import UserError
 from specdec.executors import FirstStage, LocalExecutor, PipelineExecutor
 from specdec.executors.layout import EarlyExitPlan, PipelinePlan
@@ -38,6 +40,104 @@ from specdec.types import Commit, ExecutorPlan, Lossless, Needs
 
 if TYPE_CHECKING:
     from specdec.distributed.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    cls: type[Executor]
+    plan: ExecutorPlan
+
+    def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
+        """Builds the executor; ``runtime`` has a factory for each object that it may request."""
+        requested = [
+            parameter
+            for parameter in inspect.signature(self.cls.build).parameters.values()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        ]
+        objects = {p.name: runtime[p.name]() for p in requested if p.name in runtime}
+        for parameter in requested:
+            if parameter.name not in objects and parameter.default is parameter.empty:
+                raise UserError(
+                    f"{self.cls.__name__}.build requests {parameter.name!r}, which no run has:"
+                    f" request some of {', '.join(runtime)}, or give it a default"
+                )
+        return self.cls.build(self.plan, needs, **objects)
+
+
+def planned(cls: type[Executor], pair: ModelPair, **keys: Any) -> Planned:
+    """Plans an executor, for ``Workbench.parts``.
+
+        executor = planned(PipelineExecutor, pair, stages=8)
+
+    The keys are those of the executor's configuration.
+    """
+    return Planned(cls, cls.plan(pair, **keys))
+
+
+def check_choice(policy: TreePolicy, verifier: Verifier, clock: Clock) -> None:
+    name, judge = type(policy).__name__, type(verifier).__name__
+    policy.check_clock(clock)
+    if verifier.needs.draft_probs and policy.time_dependent:
+        raise UserError(
+            f"{name} submits chains whose length depends on the times of passes, so with {judge}"
+            " the output would depend on them too; use verifier=match, policy=pearl or policy=ssd"
+        )
+    if verifier.needs.draft_probs and policy.value_dependent:
+        raise UserError(
+            f"{name} chooses among a node's candidates by their probability, which would bias"
+            f" {judge}; use verifier=match, policy=chain, or policy=static (draft_overlap=none)"
+        )
+
+
+def check_source(
+    source: TokenSource, policy: TreePolicy, verifier: Verifier, target_vocab: int
+) -> None:
+    name, judge, needs = type(source).__name__, type(verifier).__name__, source.needs
+    policy.check_source(source)
+    if verifier.needs.draft_probs and not source.gives_probs:
+        raise UserError(
+            f"{judge} needs the distribution that candidates were sampled from, which {name} does"
+            " not give; use verifier=match or source=draft_model"
+        )
+    if verifier.needs.draft_probs and needs.hidden and not policy.serial:
+        raise UserError(
+            f"{name} gets hidden states after {type(policy).__name__} drafts on, so with {judge}"
+            " the output would depend on the executor; use verifier=match or policy=chain"
+        )
+    if needs.target_draws and verifier.lossless is not Lossless.TOKEN:
+        raise UserError(
+            f"{name} reads the target's own draws, which only verifier=match keeps lossless; use"
+            " verifier=match or source.guess_draw=false"
+        )
+    if source.vocab_size not in (None, target_vocab):
+        raise UserError(
+            f"the source proposes from a vocabulary of {source.vocab_size} tokens, the target has"
+            f" {target_vocab}; use a draft trained with the target's tokenizer (model.draft)"
+        )
+
+
+def check_executor(
+    source: TokenSource, policy: TreePolicy, executor: ExecutorPlan | Executor
+) -> None:
+    """Refuses an executor, or its plan, that does not deliver what the source needs."""
+    name, needs = type(source).__name__, source.needs
+    if needs.exits and (executor.latency == 1 or not policy.follows_exits):
+        why = f"{type(policy).__name__} drafts before it submits, but a token's exit comes after"
+        if executor.latency == 1:
+            why = f"{name} needs exits before the answers, but one stage gives both at once"
+        raise UserError(
+            f"{why}; use executor=early_exit, or executor=pipeline with at least 2 stages and"
+            " policy=ppsd or policy=ppsd_tree"
+        )
+    if isinstance(executor, ExecutorPlan):  # a plan does not state its hidden states
+        return
+    early = {*needs.early_hidden} - {*executor.early_hidden}
+    layers = sorted({missing.layer for missing in early | ({*needs.hidden} - {*executor.hidden})})
+    if layers:
+        raise UserError(
+            f"{name} needs hidden states of target layers {layers}, which"
+            f" {type(executor).__name__} does not deliver; choose another source or executor"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +320,10 @@ class Workbench:
         for part, base in (source, TokenSource), (policy, TreePolicy), (verifier, Verifier):
             check_class(type(part), base, type(part).__name__)
         serving.budget(policy, plan.in_flight)
-        refusals.check_choice(policy, verifier, self.clock)
-        refusals.check_source(source, policy, verifier, self.pair.vocab_size)
+        check_choice(policy, verifier, self.clock)
+        check_source(source, policy, verifier, self.pair.vocab_size)
         if not isinstance(plan, EarlyExitPlan):  # its executor says itself what it lacks
-            refusals.check_executor(source, policy, plan)
+            check_executor(source, policy, plan)
         parts = Parts(
             source=source,
             policy=policy,
@@ -235,7 +335,7 @@ class Workbench:
             serving=serving,
         )
         try:
-            refusals.check_executor(source, policy, parts.executor)
+            check_executor(source, policy, parts.executor)
         except UserError:
             parts.executor.shutdown()
             raise

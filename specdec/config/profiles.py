@@ -1,12 +1,15 @@
-"""Loads latency profiles by name or path, as plain values."""
+"""Loads latency profiles by name or path, and sets what follows from one in a configuration.
+
+That is costs by degree of parallelism and draft, and expansions by the ratio of costs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.clocks.profile import CostCurve
+from specdec.clocks.profile import CostCurve, curve_at
 from specdec.config.options import options, read_yaml
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean
@@ -102,3 +105,116 @@ def _check_curve(curve: object, where: str) -> None:
         CostCurve.of(curve)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
+
+
+_RATIOS = ("ratio", "ratio_plus_one")  # values of policy.d
+_DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
+
+
+def fit(config: dict[str, Any]) -> dict[str, Any]:
+    """Sets ``clock.costs`` for the executor's degrees and the draft, and ``policy.d`` to a number.
+
+    ``config`` has the profile's content under ``clock``. A value that does not follow from the
+    profile, such as an unknown degree, is a ``UserError``.
+    """
+    clock = dict(config["clock"])
+    if degrees := clock.pop("degrees", None):
+        clock = _with_degrees(clock, degrees, config["executor"])
+    clock = with_draft(clock, config["model"].get("draft_name"))
+    config, policy = {**config, "clock": clock}, config.get("policy")
+    if isinstance(policy, dict) and policy.get("d") in _RATIOS:
+        config["policy"] = {**policy, "d": _expansions(policy, clock)}
+    return config
+
+
+def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Returns the clock's section, with a ``caveat`` if its times cannot be compared with others.
+
+    A profile has the time of one stage of its testbed. With another number of stages the simulated
+    target is larger or smaller than the testbed's. On a measured clock, devices that share a
+    process run one after the other.
+    """
+    clock, executor = dict(config["clock"]), config.get("executor", {})
+    if clock.get("kind") == "measured" and _take_turns(executor):
+        clock["caveat"] = (
+            "the devices of its pipeline take turns in one process, so its measured time is not a"
+            " pipeline's; use executor.transport=distributed or clock=simulated"
+        )
+    priced = clock.pop("stages", None)
+    used = sum(executor.get("groups") or ()) or executor.get("stages", 1)
+    if used is None:  # executors with early exits: layers / exit layer, rounded up
+        used = -(-num_layers // (config["model"].get("exit_layer") or num_layers))
+    if priced is not None and used != priced:
+        clock["caveat"] = (
+            f"clock.profile={clock['profile']} has the time of one of {priced} stages and this row"
+            f" has {used}, so its target is {used}/{priced} of the testbed's: compare its times"
+            " with no row of another number of stages"
+        )
+    return clock
+
+
+def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """Returns the clock's section with the time of the draft ``name``; unchanged for None.
+
+    A profile without draft times charges no draft, so it fits every one. A profile with the times
+    of other drafts only is a ``UserError``.
+    """
+    own, others = clock.pop("draft_name", None), clock.pop("drafts", {})
+    if name is None or name == own or "draft" not in clock.get("costs", {}):
+        return clock
+    if name not in others:
+        known = ", ".join([*([own] if own else []), *others]) or "a draft that it does not name"
+        raise UserError(
+            f"model.draft_name={name} has the hits of this draft, but"
+            f" clock.profile={clock['profile']} has the time of {known}: add the time of {name} to"
+            " the profile's `drafts`, or choose a profile or a law of the same draft"
+        )
+    note = f"{clock.get('note', '')} Here: draft times of {name}.".strip()
+    return {**clock, "costs": {**clock["costs"], "draft": others[name]}, "note": note}
+
+
+def _take_turns(executor: Mapping[str, Any]) -> bool:
+    """Whether several devices of a pipeline share one process."""
+    several = (executor.get(key) or 1 for key in ("stages", "target_degree", "draft_degree"))
+    return executor.get("transport") == "in_process" and max(several) > 1
+
+
+def _with_degrees(
+    clock: Mapping[str, Any], degrees: Mapping[str, Any], executor: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the clock's section with the costs of the executor's tensor-parallel degrees.
+
+    Degrees between those of the profile are interpolated, and the note says so. An executor's
+    degree of null leaves the costs of that kind as they are.
+    """
+    costs, note = dict(clock["costs"]), str(clock.get("note", ""))
+    for kind, curves in degrees.items():
+        degree = executor.get(_DEGREES[kind])
+        if degree is None:
+            continue
+        known = sorted(int(number) for number in curves)
+        if not known[0] <= degree <= known[-1]:
+            raise UserError(
+                f"executor.{_DEGREES[kind]}={degree} is not in clock.profile={clock['profile']},"
+                f" which has times for {known[0]} to {known[-1]} devices: choose one of them, or"
+                " another profile"
+            )
+        costs[kind] = curve_at(curves, degree)
+        if degree not in known:
+            note += f" Here: {kind} on {degree} devices, interpolated."
+    return {**clock, "costs": costs, "note": note}
+
+
+def _expansions(policy: Mapping[str, Any], clock: Mapping[str, Any]) -> int:
+    """Returns how many draft passes of w leaves fit beside a target pass of bs nodes, at least 1.
+
+    This is d in SwiftSpec section 5.5; ``ratio_plus_one`` adds one.
+    """
+    if "costs" not in clock or not {"stage", "draft"} <= clock["costs"].keys():
+        raise UserError(
+            f"policy.d={policy['d']} follows from a latency profile that prices stage and draft:"
+            " use clock=simulated or clock=paced with one, policy.d=until_ready, or a number"
+        )
+    target, draft = (CostCurve.of(clock["costs"][kind]) for kind in ("stage", "draft"))
+    ratio = target(int(policy["bs"])) / max(draft(int(policy["w"])), 1e-9)
+    return max(1, int(ratio)) + (policy["d"] == "ratio_plus_one")

@@ -20,14 +20,12 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 
-from specdec.attention.kv_cache import TreeCache
-from specdec.attention.kv_storage import BlockPool
+from specdec.attention.kv_cache import BlockPool, TreeCache
 from specdec.device import Probs, to_device
 from specdec.models.runner import ModelRunner
-from specdec.sampling.candidates import candidates_of
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.processors import HistoryTracker
-from specdec.sampling.transform import SamplingParams, SamplingTransform, draw
+from specdec.sampling.transform import SamplingParams, SamplingTransform, candidates_of, draw
 from specdec.types import (
     NO_TOKEN,
     Answers,

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backends import Attention, attention_kernel
-from specdec.attention.kv_cache import Rows, TreeCache
-from specdec.attention.kv_storage import CacheSpec
+from specdec.attention.kv_cache import CacheSpec, Rows, TreeCache
 from specdec.attention.tree_attention import AttentionPlan, ScoreOptions
 from specdec.clocks.meter import Meter
 from specdec.device import model_call, to_device
+from specdec.models.backends.eager import refuse_wrong
 from specdec.models.backends.factory import backend_module
-from specdec.models.backends.interface import refuse_wrong
 from specdec.models.eagle import EagleHead
 from specdec.types import HiddenName, IntArray, TreeRows
 

@@ -16,15 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.attention.backends import Attention
-from specdec.attention.kv_cache import Rows, TreeCache
-from specdec.attention.kv_storage import BlockPool, CacheSpec, Paged
+from specdec.attention.kv_cache import BlockPool, CacheSpec, Paged, Rows, TreeCache
 from specdec.attention.tree_attention import PassPlan, ScoreOptions
 from specdec.clocks.meter import Meter
 from specdec.device import model_call
 from specdec.errors import UserError
-from specdec.models.backends.eager import forward_inputs
+from specdec.models.backends.eager import ModelSlice, RunnerOutput, forward_inputs
 from specdec.models.backends.factory import make_backend, replace_modules
-from specdec.models.backends.interface import ModelSlice, RunnerOutput
 from specdec.models.config_values import config_value
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.inspection import CERTIFIED

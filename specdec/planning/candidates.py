@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec.config.job import run_job_of
 from specdec.config.options import options, own_values
-from specdec.config.profile_costs import fit
+from specdec.config.profiles import fit
 from specdec.errors import UserError
 from specdec.metrics import RequestResult, RunTotals
 from specdec.metrics.times import decode_phase

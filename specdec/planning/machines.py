@@ -21,8 +21,7 @@ from typing import Any
 
 from specdec.clocks.profile import curve_at
 from specdec.config.options import options, read_yaml
-from specdec.config.profile_costs import with_draft
-from specdec.config.profiles import load_profile
+from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 from specdec.parts.fields import Count, NotNegative, Positive, did_you_mean, errors_of, validated
 from specdec.planning.options import PlanOptions

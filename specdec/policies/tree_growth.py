@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.clocks import LatencyProfile, Work
-from specdec.sampling.top_stable import top_set
+from specdec.sampling.transform import top_set
 from specdec.tree import TokenTree
 from specdec.types import FloatArray, IntArray, Nodes
 

@@ -3,7 +3,8 @@
 The order of steps is that of transformers' ``generate``: no_repeat_ngram, other processors,
 temperature, top-k, top-p. The largest logits are selected on the device of the logits. From the
 temperature on, everything is float64 in numpy on the host. Every result depends only on its own
-row: neither the other rows of a batch nor padding changes a bit of it.
+row: neither the other rows of a batch nor padding changes a bit of it. A draft's candidates are the
+most probable tokens of its distribution, or tokens sampled from it by keyed draws.
 
 Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates, S
 stored entries of a row.
@@ -22,10 +23,37 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from specdec.device import SupportProbs, concatenate, to_host
+from specdec.device import Probs, SupportProbs, concatenate, on_host, to_host
 from specdec.parts.fields import Limit, PositiveShare, expects, validated
+from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.processors import LogitsProcessor, apply_processors, repeated_ngrams
-from specdec.types import FloatArray, IntArray
+from specdec.types import Candidates, FloatArray, IntArray
+
+
+def top_stable(values: FloatArray, num: int) -> IntArray:
+    """Returns the indices of the ``num`` largest values, largest first, ties by index.
+
+    Unlike ``argpartition``, ties are broken the same way on every machine and in every subset.
+    """
+    chosen = top_set(values, num)
+    return chosen[(-values.take(chosen)).argsort(kind="stable")]
+
+
+def top_set(values: FloatArray, num: int) -> IntArray:
+    """Returns the same indices as ``top_stable`` in increasing order, which is faster."""
+    if num >= len(values):
+        return np.arange(len(values))
+    if num <= 0:
+        return np.zeros(0, np.int64)
+    cut = np.partition(values, len(values) - num)[len(values) - num]
+    chosen = (values >= cut).nonzero()[0]
+    if len(chosen) > num:  # ties at the cut: the first of them
+        left_out = (values.take(chosen) == cut).nonzero()[0][num - len(chosen) :]
+        kept = np.ones(len(chosen), np.bool_)
+        kept[left_out] = False
+        chosen = chosen[kept]
+    return chosen
+
 
 SPARE = 64
 """Number of entries that a device selects beyond the k-th, because they may tie with it."""
@@ -391,3 +419,53 @@ def sample_candidates(
         remaining[live, drawn] = 0.0
     with np.errstate(divide="ignore"):
         return entries, np.log(chances), counts
+
+
+def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
+    """Samples candidates from ``probs`` [W, V] by ``uniforms``, float64[W, K]."""
+    if not isinstance(probs, SupportProbs):
+        tokens, logprobs, counts = sample_candidates(on_host(probs), k, uniforms)
+    else:
+        entries, logprobs, counts = sample_candidates(probs.values, k, uniforms)
+        tokens = np.take_along_axis(probs.ids, entries, axis=1)
+    return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, probs=probs)
+
+
+def sibling_draws(draws: KeyedDraws, request_id: int, positions: IntArray, k: int) -> FloatArray:
+    """Returns float64[W, K]: one draw for each of K siblings below nodes at ``positions``[W]."""
+    return draws.uniform(request_id, positions[:, None] + 1, Purpose.DRAFT, np.arange(k))
+
+
+def top_candidates(
+    transform: SamplingTransform, logits: Tensor, k: int, histories: Sequence[IntArray] | None
+) -> Candidates:
+    tokens, logprobs = transform.top(logits, k, histories)
+    return Candidates(tokens=tokens, logprobs=logprobs, counts=counts_of(transform, logprobs))
+
+
+def counts_of(transform: SamplingTransform, logprobs: FloatArray) -> IntArray:
+    """Returns int64[W]: how many candidates in each row of ``logprobs``[W, K] are not banned."""
+    if transform.params.needs_history:
+        return np.asarray((logprobs > -np.inf).sum(axis=1), np.int64)
+    return np.full(len(logprobs), logprobs.shape[1])
+
+
+def candidates_of(
+    transform: SamplingTransform,
+    logits: Tensor,
+    k: int,
+    histories: Sequence[IntArray] | None,
+    *,
+    draws: KeyedDraws | None,
+    request_id: int,
+    positions: IntArray,
+) -> Candidates:
+    """Returns candidates for W nodes of one request at ``positions``, int64[W].
+
+    With ``draws`` they are sampled, and returned with their distribution. Otherwise they are the
+    most probable tokens.
+    """
+    if draws is None:
+        return top_candidates(transform, logits, k, histories)
+    probs, k = transform.proposal_probs(logits, histories), min(k, logits.shape[1])
+    return drawn(probs, k, sibling_draws(draws, request_id, positions, k))

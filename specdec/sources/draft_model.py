@@ -21,9 +21,8 @@ from specdec.clocks import Work
 from specdec.device import SupportProbs
 from specdec.models.runner import ModelRunner
 from specdec.parts.fields import Count, Positive, validated
-from specdec.sampling.candidates import counts_of
 from specdec.sampling.keyed_draws import Purpose
-from specdec.sampling.transform import SamplingTransform
+from specdec.sampling.transform import SamplingTransform, counts_of
 from specdec.sources.model_source import CachedModelSource, Histories
 from specdec.types import Candidates, Commit, FloatArray, IntArray, Needs, NodeMap, Nodes, Output
 

@@ -19,8 +19,7 @@ from specdec.clocks import CONTROLLER, Work
 from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.models.runner import NO_ROWS
-from specdec.sampling.candidates import top_candidates
-from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.sampling.transform import SamplingParams, SamplingTransform, top_candidates
 from specdec.sources.sampled import sampled_candidates
 from specdec.state import RequestState, tree_rows
 from specdec.types import (

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.device import Probs
-from specdec.sampling.candidates import drawn, sibling_draws
+from specdec.sampling.transform import drawn, sibling_draws
 from specdec.types import Candidates, Nodes
 
 if TYPE_CHECKING:

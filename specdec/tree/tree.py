@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from specdec.device import Probs
-from specdec.sampling.top_stable import top_stable
+from specdec.sampling.transform import top_stable
 from specdec.types import (
     NO_NODE,
     Answers,

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from specdec.certify.subject import decode_cases
-from specdec.compose.planned import planned
-from specdec.compose.workbench import Workbench
+from specdec.compose.workbench import Workbench, planned
 from specdec.distributed.executor import DistributedExecutor
 from specdec.distributed.ranks import Ranks
 from specdec.executors import PipelineExecutor

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from specdec.clocks.meter import Meter
-from specdec.compose.planned import planned
-from specdec.compose.workbench import Parts, Workbench
+from specdec.compose.workbench import Parts, Workbench, planned
 from specdec.distributed.messages import Kind, Message
 from specdec.distributed.ranks import Ranks
 from specdec.executors import PipelineExecutor

@@ -9,8 +9,8 @@ import torch
 
 from specdec.attention.backends import dense_attention
 from specdec.distributed.transport import CPU, RankCollective, wire_device
+from specdec.models.backends.eager import RunnerOutput
 from specdec.models.backends.graphs import capture
-from specdec.models.backends.interface import RunnerOutput
 from tests.emulated.device import HERE, DeviceTensor, emulated
 
 

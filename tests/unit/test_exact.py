@@ -10,7 +10,7 @@ import torch
 
 from specdec.attention.backends import capped_attention
 from specdec.attention.exact import BLOCK, Context, exact_attention
-from specdec.attention.kv_storage import BlockPool
+from specdec.attention.kv_cache import BlockPool
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.clocks.meter import Meter
 from specdec.models.backends import exact

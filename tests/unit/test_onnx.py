@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specdec.attention.kv_storage import BlockPool
+from specdec.attention.kv_cache import BlockPool
 from specdec.attention.tree_attention import host_mask
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError

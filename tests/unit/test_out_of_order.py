@@ -17,8 +17,7 @@ import pytest
 
 from specdec.certify.subject import decode_steps
 from specdec.clocks import Clock, MeasuredClock
-from specdec.compose.planned import planned
-from specdec.compose.workbench import Workbench
+from specdec.compose.workbench import Workbench, planned
 from specdec.interfaces import TreePolicy
 from specdec.policies import Chain, FixedWidth
 from specdec.serving.rules import ServingRules

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.attention.kv_storage import BlockPool
-from specdec.compose.planned import planned
-from specdec.compose.workbench import Parts, Workbench
+from specdec.attention.kv_cache import BlockPool
+from specdec.compose.workbench import Parts, Workbench, planned
 from specdec.executors import EarlyExitExecutor, PipelineExecutor
 from specdec.pairs.random import build_random
 from specdec.policies import Chain, FixedWidth, RootOnly

@@ -20,11 +20,11 @@ from specdec.certify.oracle import processed, reference_probs, reference_token
 from specdec.device import SupportProbs
 from specdec.executors import ModelAnswerer
 from specdec.sampling import transform as sampling
-from specdec.sampling.candidates import drawn
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import (
     SamplingParams,
     SamplingTransform,
+    drawn,
     inverse_cdf,
     sample_candidates,
 )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.policies.tree_growth import most_probable
-from specdec.sampling.top_stable import top_set, top_stable
+from specdec.sampling.transform import top_set, top_stable
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Answers, Candidates, FloatArray, HiddenName, IntArray
 

@@ -54,10 +54,10 @@ from specdec.attention.tree_attention import ScoreOptions
 from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.files import cache_dir, parse_json, write_json
-from specdec.models.backends.eager import Eager
-from specdec.models.backends.interface import (
+from specdec.models.backends.eager import (
     ROW_COUNTS,
     Backend,
+    Eager,
     ModelSlice,
     RunnerOutput,
     concatenate,

@@ -11,8 +11,7 @@ import torch
 from specdec.attention import support
 from specdec.attention.tree_attention import OPAQUE
 from specdec.errors import UserError
-from specdec.models.backends.eager import Eager
-from specdec.models.backends.interface import Backend, ModelSlice
+from specdec.models.backends.eager import Backend, Eager, ModelSlice
 from specdec.models.execution import Execution
 
 KERNELS = ("torch", "triton", "packed")

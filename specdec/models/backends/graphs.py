@@ -27,15 +27,14 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backends import Attention, Visibility, dense_attention, folded_heads
-from specdec.attention.kv_cache import Rows, TreeCache
-from specdec.attention.kv_storage import CacheSpec, Contiguous, layer_views
+from specdec.attention.kv_cache import CacheSpec, Contiguous, Rows, TreeCache, layer_views
 from specdec.attention.tree_attention import PassPlan, ScoreOptions
 from specdec.clocks import timed_runs
 from specdec.errors import UserError
-from specdec.models.backends.eager import Eager
-from specdec.models.backends.interface import (
+from specdec.models.backends.eager import (
     ROW_COUNTS,
     Backend,
+    Eager,
     RunnerOutput,
     concatenate,
     round_up,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from specdec.attention.kv_cache import Rows, TreeCache
 from specdec.errors import UserError
-from specdec.models.backends.eager import Eager
-from specdec.models.backends.interface import (
+from specdec.models.backends.eager import (
     Backend,
+    Eager,
     RunnerOutput,
     concatenate,
     refuse_wrong,
