@@ -429,6 +429,12 @@ class Logger(ABC):
     Built in the main process after the results are on disk; in a sweep, once per run.
     """
 
+    def check(self) -> None:  # noqa: B027  # nothing to check is the usual case
+        """Called before anything is decoded; raises ``UserError`` if logging cannot work.
+
+        That is the place to look for credentials.
+        """
+
     @abstractmethod
     def log(self, config: Mapping[str, Any], row: Mapping[str, Any], folder: Path) -> None:
         """Called once per strategy when a run or a comparison is complete.

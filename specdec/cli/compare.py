@@ -7,11 +7,12 @@ from pathlib import Path
 from specdec.cli.arguments import read_arguments
 from specdec.cli.execute import print_notices, run_in
 from specdec.cli.folders import output_folder
-from specdec.cli.loggers import log_results
+from specdec.cli.loggers import check_logger, log_results
 from specdec.cli.show import show_config
 from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison, text_of
 from specdec.config.hydra import parse
 from specdec.errors import UserError
+from specdec.files import parse_json
 
 HELP = """\
 specdec compare [--cfg] [--config-dir DIR] ['strategies=[NAME,...]'] [group=option] [key=value] ...
@@ -82,8 +83,10 @@ def execute(comparison: Comparison, folder: Path) -> None:
 
     configs = [job.config for job in comparison.jobs]
     work = partial(compare_jobs, configs, folder, comparison.repeats)
+    check_logger(configs[0])
     results = run_in(folder, comparison.config, RESULT_FILE, work, table="comparison.md")
+    stored = results or parse_json((folder / RESULT_FILE).read_bytes())
+    if "rows" in stored:
+        log_results(configs, stored["rows"], folder)
     if results is not None:
-        if "rows" in results:
-            log_results(configs, results["rows"], folder)
         print(f"results in {folder}")

@@ -6,10 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.cli.folders import claim, working_in
-from specdec.cli.loggers import log_results
+from specdec.cli.folders import claim, leaving_nothing_if_refused, working_in
+from specdec.cli.loggers import check_logger, log_results
 from specdec.cli.progress import reporting
 from specdec.config.job import Job
+from specdec.files import parse_json
 
 _T = TypeVar("_T")
 
@@ -21,9 +22,11 @@ def execute(job: Job, folder: Path) -> Mapping[str, Any] | None:
     """Runs a job in its folder; returns its summary, or None if the job was complete already."""
     from specdec.runs.jobs import run_job  # torch and transformers take seconds to import
 
+    check_logger(job.config)
     summary = run_in(folder, job.config, RESULT_FILE, partial(run_job, job.config, folder))
+    stored = summary or parse_json((folder / RESULT_FILE).read_bytes())
+    log_results([job.config], [stored], folder)
     if summary is not None:
-        log_results([job.config], [summary], folder)
         print(f"results in {folder}")
     return summary
 
@@ -46,13 +49,14 @@ def run_in(
     Raises:
         UserError: the folder belongs to another configuration, or another process uses it.
     """
-    if claim(folder, config, result):
-        if table and (folder / table).is_file():
-            print((folder / table).read_text(encoding="utf-8"))
-        print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
-        return None
-    with working_in(folder), reporting() as progress:
-        return work(progress)
+    with leaving_nothing_if_refused(folder):
+        if claim(folder, config, result):
+            if table and (folder / table).is_file():
+                print((folder / table).read_text(encoding="utf-8"))
+            print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
+            return None
+        with working_in(folder), reporting() as progress:
+            return work(progress)
 
 
 def print_notices(notices: Iterable[str]) -> None:

@@ -68,10 +68,11 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
                 f"output_dir={folder} has results of `specdec {there}`, not of `specdec {here}`:"
                 " name another folder or delete that one"
             )
-        if loaded != dict(config):
+        if _computed(previous) != _computed(config):
             raise UserError(
                 f"output_dir={folder} has a run of another configuration"
-                f" ({_difference(loaded, dict(config))}): name another folder or delete that one"
+                f" ({_difference(_computed(previous), _computed(config))}): name another folder or"
+                " delete that one"
             )
         return bool(result) and _is_complete(folder / result)
     if folder.is_dir() and any(p.name != STATUS_FILE for p in folder.iterdir()):
@@ -82,6 +83,37 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
     make_folder(folder)
     write_text(stored, as_yaml(config))
     return False
+
+
+def _computed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run computes, which is its identity: everything but where results are sent.
+
+    The rows of a comparison are such configurations, and ``choices`` names the chosen logger.
+    """
+    return {
+        key: _computed(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key != "logger"
+    }
+
+
+@contextmanager
+def leaving_nothing_if_refused(folder: Path) -> Iterator[None]:
+    """Removes what ``claim`` has put into a folder if the work is refused before its first result.
+
+    So the corrected command can use the same folder.
+    """
+    existed, claimed = folder.is_dir(), (folder / CONFIG_FILE).exists()
+    try:
+        yield
+    except UserError:
+        own = {CONFIG_FILE, STATUS_FILE}
+        if not claimed and folder.is_dir() and {p.name for p in folder.iterdir()} <= own:
+            for name in own:
+                (folder / name).unlink(missing_ok=True)
+            if not existed:
+                folder.rmdir()
+        raise
 
 
 def _is_complete(result: Path) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from specdec.errors import UserError
+from specdec.files import parse_json, write_text
 from specdec.interfaces import Logger
 from specdec.parts.build import build_part
 from specdec.parts.fields import Text, validated
@@ -21,19 +24,40 @@ _HISTOGRAMS = {
 """Histogram metric -> name of the curve's axis, whose values are the histogram's keys."""
 
 
+LOGGED_FILE = "logged.json"
+"""The ``logger`` nodes that have received the results of a folder."""
+
+
+def check_logger(config: Mapping[str, Any]) -> None:
+    """Builds the logger of a configuration and calls its ``check``."""
+    if logger := _logger(config["logger"]):
+        logger.check()
+
+
 def log_results(
     configs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], folder: Path
 ) -> None:
-    """Sends one row of metrics per configuration to the logger of the first configuration."""
-    node = configs[0]["logger"]
-    if "_target_" in node:
-        logger: Logger = build_part(node, {}, "logger", Logger)
-    elif node["kind"] == "none":
+    """Sends one row of metrics per configuration to the logger of the first configuration.
+
+    A logger that has received the results of this folder already does not receive them again.
+    """
+    node, file = dict(configs[0]["logger"]), folder / LOGGED_FILE
+    logger = _logger(node)
+    done = parse_json(file.read_bytes())["loggers"] if file.is_file() else []
+    if logger is None or node in done:
         return
-    else:
-        logger = WandbLogger(project=node["project"], mode=node["mode"])
     for config, row in zip(configs, rows, strict=True):
         logger.log(config, row, folder)
+    write_text(file, json.dumps({"loggers": [*done, node]}, indent=1))
+
+
+def _logger(node: Mapping[str, Any]) -> Logger | None:
+    if "_target_" in node:
+        logger: Logger = build_part(node, {}, "logger", Logger)
+        return logger
+    if node["kind"] == "none":
+        return None
+    return WandbLogger(project=node["project"], mode=node["mode"])
 
 
 class WandbLogger(Logger):
@@ -49,6 +73,21 @@ class WandbLogger(Logger):
     def __init__(self, *, project: Text, mode: Literal["offline", "online", "disabled"]) -> None:
         self._project = project
         self._mode = mode
+
+    def check(self) -> None:
+        """Verifies the login to the server that receives the results; offline there is none."""
+        if self._mode != "online":
+            return
+        wandb = importlib.import_module("wandb")
+        try:
+            reason = "" if wandb.login(prompt=False) else "no login is stored"
+        except wandb.Error as error:
+            reason = str(error)
+        if reason:
+            raise UserError(
+                f"logger=wandb sends results to a server ({reason}): run `wandb login`, set"
+                " WANDB_API_KEY, or use logger.mode=offline"
+            )
 
     def log(self, config: Mapping[str, Any], row: Mapping[str, Any], folder: Path) -> None:
         """Logs one strategy; offline logs are kept in ``folder``."""
