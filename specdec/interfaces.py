@@ -432,7 +432,7 @@ class Logger(ABC):
     def check(self) -> None:  # noqa: B027  # nothing to check is the usual case
         """Called before anything is decoded; raises ``UserError`` if logging cannot work.
 
-        That is the place to look for credentials.
+        Credentials are verified here.
         """
 
     @abstractmethod

@@ -157,7 +157,7 @@ def names_to_install(
 ) -> list[str]:
     """Reads ``[install NAME...]`` of ``specdec COMMAND``; returns no names without arguments.
 
-    ``kind`` is what one of the ``known`` names is, for messages.
+    A name that is not ``known`` is a ``UserError``, which calls it no ``kind``, such as "model".
     """
     given = read_arguments(words, flags=()).overrides
     if not given:

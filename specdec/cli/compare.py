@@ -83,7 +83,7 @@ def execute(comparison: Comparison, folder: Path) -> None:
 
     configs = [job.config for job in comparison.jobs]
     work = partial(compare_jobs, configs, folder, comparison.repeats)
-    check_logger(configs[0])
+    check_logger(configs[0], folder)
     results = run_in(folder, comparison.config, RESULT_FILE, work, table="comparison.md")
     stored = results or parse_json((folder / RESULT_FILE).read_bytes())
     if "rows" in stored:

@@ -22,7 +22,7 @@ def execute(job: Job, folder: Path) -> Mapping[str, Any] | None:
     """Runs a job in its folder; returns its summary, or None if the job was complete already."""
     from specdec.runs.jobs import run_job  # torch and transformers take seconds to import
 
-    check_logger(job.config)
+    check_logger(job.config, folder)
     summary = run_in(folder, job.config, RESULT_FILE, partial(run_job, job.config, folder))
     stored = summary or parse_json((folder / RESULT_FILE).read_bytes())
     log_results([job.config], [stored], folder)

@@ -28,9 +28,9 @@ LOGGED_FILE = "logged.json"
 """The ``logger`` nodes that have received the results of a folder."""
 
 
-def check_logger(config: Mapping[str, Any]) -> None:
-    """Builds the logger of a configuration and calls its ``check``."""
-    if logger := _logger(config["logger"]):
+def check_logger(config: Mapping[str, Any], folder: Path) -> None:
+    """Calls ``check`` of the logger, unless it has received the folder's results already."""
+    if logger := _logger(config["logger"], _served(folder)):
         logger.check()
 
 
@@ -41,17 +41,22 @@ def log_results(
 
     A logger that has received the results of this folder already does not receive them again.
     """
-    node, file = dict(configs[0]["logger"]), folder / LOGGED_FILE
-    logger = _logger(node)
-    done = parse_json(file.read_bytes())["loggers"] if file.is_file() else []
-    if logger is None or node in done:
-        return
-    for config, row in zip(configs, rows, strict=True):
-        logger.log(config, row, folder)
-    write_text(file, json.dumps({"loggers": [*done, node]}, indent=1))
+    node, served = configs[0]["logger"], _served(folder)
+    if logger := _logger(node, served):
+        for config, row in zip(configs, rows, strict=True):
+            logger.log(config, row, folder)
+        write_text(folder / LOGGED_FILE, json.dumps({"loggers": [*served, node]}, indent=1))
 
 
-def _logger(node: Mapping[str, Any]) -> Logger | None:
+def _served(folder: Path) -> list[Any]:
+    file = folder / LOGGED_FILE
+    return list(parse_json(file.read_bytes())["loggers"]) if file.is_file() else []
+
+
+def _logger(node: Mapping[str, Any], served: Sequence[Any]) -> Logger | None:
+    """Builds the logger of a node; None if there is none, or it is one of those ``served``."""
+    if node in served:
+        return None
     if "_target_" in node:
         logger: Logger = build_part(node, {}, "logger", Logger)
         return logger

@@ -111,6 +111,7 @@ def test_the_logger_is_no_part_of_what_a_run_computes(
     for _ in range(2):
         assert main([*words, "logger=recorder"]) == 0
         assert Recorder.received == rows
+        monkeypatch.setattr(Recorder, "refusal", "not asked again")
     assert main([*words, "seed=1"]) == 2, "another seed is another run"
 
 
