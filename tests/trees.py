@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.tree_attention import Rows, TreeCache
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.types import TreeRows
 

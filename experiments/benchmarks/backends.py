@@ -18,7 +18,7 @@ from time import perf_counter, thread_time
 import numpy as np
 import torch
 
-from specdec.attention.kv_cache import TreeCache
+from specdec.attention.tree_attention import TreeCache
 from specdec.clocks.meter import Meter
 from specdec.models.execution import Execution
 from specdec.models.runner import NO_ROWS, ModelRunner

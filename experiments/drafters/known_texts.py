@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.attention.kv_cache import Rows
+from specdec.attention.tree_attention import Rows
 from specdec.clocks.meter import Meter
 from specdec.executors.stage import (
     AnsweredRequest,

@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from experiments.gpu.shapes import Shape
 from experiments.gpu.timing import Bench, timed
 from specdec.attention import support
-from specdec.attention.backends import Visibility, attention_kernel, capped_attention
+from specdec.attention.backends import attention_kernel
+from specdec.attention.tree_attention import Visibility, capped_attention
 
 Call = Callable[[int], Any]
 

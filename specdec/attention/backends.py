@@ -1,4 +1,4 @@
-"""Implementations of attention of one request's rows over its cached keys and values.
+"""Other implementations of attention than ``dense_attention``, and their choice.
 
 In every function, queries and outputs are [1, H, R, D], keys and values [1, G, C, D], and
 ``scaling`` multiplies the scores; None means 1 / sqrt(D).
@@ -9,7 +9,6 @@ slots, M columns of the tree mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -17,14 +16,20 @@ from typing import Any
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.attention import support
+from specdec.attention.tree_attention import (
+    Kernel,
+    Visibility,
+    accumulator,
+    dense_attention,
+    folded_heads,
+    scores_of,
+    weighted_values,
+)
 from specdec.errors import UserError
 
 _FLEX_SHAPES = 128  # recompilation limit of FlexAttention: one per number of rows and length
-_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Attention(StrEnum):
@@ -43,64 +48,6 @@ class Attention(StrEnum):
     FLEX = "flex"
 
 
-class Visibility:
-    """Which cache slots each row of a pass attends to, as tensors on the device.
-
-    Every row sees the slots before ``first`` and none from ``end`` on (``lengths``: int32[2],
-    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on each row sees.
-    ``causal`` is true if each row sees exactly the slots up to its own, as in a chunk of a prompt.
-    """
-
-    def __init__(
-        self,
-        *,
-        lengths: Tensor,
-        visible: Tensor,
-        num_slots: int,
-        dtype: torch.dtype,
-        positions: Tensor | None = None,
-        column_positions: Tensor | None = None,
-        causal: bool = False,
-    ) -> None:
-        """Stores the inputs; ``mask`` builds masks on first use.
-
-        Args:
-            num_slots: C, number of columns of a mask.
-            positions, column_positions: int64[R] and int64[M], absolute positions of the rows and
-                of the entries from ``first`` on; needed for sliding windows only.
-            causal: true only if the last row's slot is also the last one.
-        """
-        self.causal = causal
-        self.lengths = lengths.to(torch.int32)
-        self.visible = visible
-        self._num_slots = num_slots
-        self._dtype = dtype
-        self._positions = positions
-        self._column_positions = column_positions
-        self._masks: dict[tuple[int | None, int], Tensor] = {}
-
-    def mask(self, window: int | None = None, folds: int = 1) -> Tensor:
-        """Returns the additive mask [folds * R, C]: 0 where a row sees a slot, else the minimum.
-
-        ``folds`` is the number of copies of the rows, one after the other; see ``folded_heads``.
-        """
-        if folds > 1 and (window, folds) not in self._masks:
-            self._masks[window, folds] = repeat(self.mask(window), "r c -> (p r) c", p=folds)
-        if (window, folds) not in self._masks:
-            first, end = self.lengths[0], self.lengths[1]
-            slots = torch.arange(self._num_slots, device=self.lengths.device)
-            columns = (slots - first).clamp(0, self.visible.shape[1] - 1)
-            seen = (slots < first) | (self.visible.bool()[:, columns] & (slots < end))
-            if window is not None:
-                assert self._positions is not None, "windows need positions"
-                assert self._column_positions is not None, "windows need positions"
-                slot_positions = torch.where(slots < first, slots, self._column_positions[columns])
-                seen = seen & (slot_positions > self._positions[:, None] - window)
-            mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
-            self._masks[window, 1] = mask.masked_fill(~seen, torch.finfo(self._dtype).min)
-        return self._masks[window, folds]
-
-
 def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
     """Prefers Triton, which splits the context among all multiprocessors of a GPU.
 
@@ -111,12 +58,8 @@ def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
     return Attention.DENSE
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
-"""(query, key, value, visibility, scaling) -> output."""
-
-
 def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Returns the kernel of ``model.attention=kind``; None for ``DENSE`` and ``TWO_LEVEL``."""
+    """Returns the kernel of ``model.attention=kind``; None for ``DENSE``."""
     setting = f"model.attention={kind}"
     if kind not in list(Attention):
         raise UserError(f"{setting} is unknown; choose {', '.join(Attention)}")
@@ -131,83 +74,26 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
     if kind == Attention.FLASH:
         support.require(support.flash_problem(device, dtype), setting)
         return flash_attention
+    if kind == Attention.TWO_LEVEL:
+        return two_level_attention
     return _flex_kernel(device.type) if kind == Attention.FLEX else None
 
 
-def folded_heads(query: Tensor, key: Tensor) -> int:
-    """Returns how many query heads ``dense_attention`` folds into the rows of one head."""
-    return query.shape[1] // key.shape[1] if query.device.type == "cuda" else 1
-
-
-def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Calls torch's ``scaled_dot_product_attention`` with one mask over all slots.
-
-    On CUDA, only cuDNN supports a mask together with grouped query heads, and cuDNN makes a new
-    execution plan for every context length, which takes longer than many passes. So on CUDA the P
-    query heads of each key/value head are folded into rows of one head, and cuDNN is excluded.
-
-    ``mask``, [R, C] or repeated for the folded heads [P R, C], is added to the scores; None means
-    that every row sees every slot. ``softcap`` is explained in ``capped_attention``.
-    """
-    if softcap is not None:
-        return capped_attention(query, key, value, mask, scaling, softcap)
-    if query.device.type != "cuda":
-        return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
-    with sdpa_kernel(_ANY_LENGTH):
-        (_, heads, rows, _), groups = query.shape, key.shape[1]
-        if mask is None or heads == groups:
-            return scaled_dot_product_attention(
-                query, key, value, mask, scale=scaling, enable_gqa=heads != groups
-            )
-        if len(mask) == rows:
-            mask = repeat(mask, "r c -> (p r) c", p=heads // groups)
-        output = scaled_dot_product_attention(
-            rearrange(query, "b (g p) r d -> b g (p r) d", g=groups),
-            key,
-            value,
-            mask,
-            scale=scaling,
-        )
-        return rearrange(output, "b g (p r) d -> b (g p) r d", r=rows)
-
-
-def capped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-) -> Tensor:
-    """Computes attention in elementary operations, because no kernel here supports soft caps.
-
-    Scores s become softcap * tanh(s / softcap) (Gemma 2) unless ``softcap`` is None.
-    """
-    scores = _scores(query, key, scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    weights = scores.softmax(-1, dtype=_accumulator(query.dtype)).to(query.dtype)
-    return _weighted_values(weights, value)
-
-
 def two_level_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, split: int
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
 ) -> Tensor:
-    """Attends to the prefix, the first ``split`` slots, and to the tree, and merges both results.
+    """Attends to the prefix, the slots before ``visibility.split``, and to the tree; merges both.
 
     PipeDec Alg. 1 takes one softmax of both parts' scores. Merging the normalised parts by their
-    log-sum-exp is the same function and needs no mask for the long prefix. ``mask`` [R, C] must be
-    0 in the columns before ``split``.
+    log-sum-exp is the same function and needs no mask for the long prefix.
     """
+    split = visibility.split
+    if visibility.full:
+        return dense_attention(query, key, value, None, scaling)
+    if not split:
+        mask = visibility.mask(folds=folded_heads(query, key))
+        return dense_attention(query, key, value, mask, scaling)
+    mask = visibility.mask()
     prefix = query, key[:, :, :split], value[:, :, :split]
     tree = query, key[:, :, split:], value[:, :, split:]
     prefix_output, prefix_lse = _attention_lse(*prefix, None, scaling)
@@ -285,12 +171,12 @@ def masked_lse(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
     """Returns attention and its log-sum-exp [1, H, R]; ``visible`` is bool[R, C], None for all."""
-    scores = _scores(query, key, scaling).to(_accumulator(query.dtype))
+    scores = scores_of(query, key, scaling).to(accumulator(query.dtype))
     if visible is not None:
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp().to(query.dtype)
-    return _weighted_values(weights, value), rearrange(lse, "b g p r -> b (g p) r")
+    return weighted_values(weights, value), rearrange(lse, "b g p r -> b (g p) r")
 
 
 def _attention_lse(
@@ -309,20 +195,3 @@ def _attention_lse(
         scale=scaling,
     )
     return rearrange(output, "g p r d -> 1 (g p) r d"), rearrange(lse, "g p r -> 1 (g p) r")
-
-
-def _scores(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
-    """Returns the scaled scores [1, G, P, R, C]."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    grouped = rearrange(query, "b (g p) r d -> b g p r d", g=key.shape[1])
-    return grouped @ rearrange(key, "b g c d -> b g 1 d c") * scale
-
-
-def _weighted_values(weights: Tensor, value: Tensor) -> Tensor:
-    """Sums the values [1, G, C, D], weighted by [1, G, P, R, C], to [1, H, R, D]."""
-    output = weights @ rearrange(value, "b g c d -> b g 1 c d")
-    return rearrange(output, "b g p r d -> b (g p) r d")
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32

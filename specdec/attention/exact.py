@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.attention.kv_cache import Rows, Store
-from specdec.attention.tree_attention import PassPlan, ScoreOptions
+from specdec.attention.tree_attention import PassPlan, Rows, ScoreOptions, Store
 from specdec.device import to_device
 from specdec.types import IntArray
 

@@ -1,4 +1,17 @@
-"""Tree attention over this library's caches, as an attention function that transformers calls.
+"""Key-value caches of requests, and tree attention over them as a function of transformers.
+
+The cache of a request is a prefix region, then a tree region (PipeDec 3.4.2). Slot ``s <
+cached_len`` stores the committed token at position ``s``. The entries of the tree region follow in
+any order: the ancestors that come with a row determine what it sees (SwiftSpec 3.2), so a commit
+may move entries from the end into the slots of dropped ones.
+
+Invariant: after each commit the prefix region equals a fresh forward over the first ``cached_len``
+committed tokens, and each entry of the tree region equals a fresh forward over its path.
+
+A cache addresses slots; its storage maps slots to memory. ``Contiguous`` storage, one tensor per
+request, is read in place. ``Paged`` storage (PagedAttention, Kwon et al. 2023; SpecPipe 4) maps
+slot ``s`` through a block table to row ``table[s // block] * block + s % block`` of a pool that all
+requests of a stage share, and gathers the rows that a pass reads.
 
 A pass packs the rows of one or more requests into one sequence [1, sum R]. All layers but attention
 treat rows alike; attention lets each request's rows attend to their own cache. The pass's plan
@@ -6,36 +19,466 @@ treat rows alike; attention lets each request's rows attend to their own cache. 
 to every layer and to the attention function. transformers creates no mask for an attention function
 without a registered mask function; masks come from the plan.
 
-Shape letters: H query heads, G key/value heads, D head size, R rows of one request in this pass, n
-used slots of its cache, E hidden size.
+Shape letters: L layers, H query heads, G key/value heads, P = H / G, D head size, C capacity in
+slots, n slots in use, R rows of one request in a pass (prefix rows, then W tree rows), T entries of
+the tree region, M columns of its mask, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from einops import rearrange, repeat
 from numpy import count_nonzero
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from specdec.attention.backends import (
-    Attention,
-    Kernel,
-    Visibility,
-    dense_attention,
-    folded_heads,
-    two_level_attention,
-)
-from specdec.attention.kv_cache import Pair, Rows, Store
 from specdec.device import to_device
 from specdec.errors import UserError
-from specdec.types import HiddenName
+from specdec.types import BoolArray, Commit, CommitKind, HiddenName, IntArray, TreeRows
+
+_FIRST_BLOCKS = 64  # blocks that a new pool allocates
+_LEAST_GROWTH = 128  # slots
+_GROWTH = 1 / 32  # share of the capacity; small, because requests reserve what they need
+
+Pair = tuple[Tensor, Tensor]
+"""Keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSpec:
+    """Shape, dtype and device of the caches of one runner (L: layers of its slice)."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, num_slots: int) -> Tensor:
+        """Returns an uninitialised tensor [L, 2, G, num_slots, D]."""
+        shape = (self.num_layers, 2, self.num_kv_heads, num_slots, self.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+Store = Callable[[int, Tensor, Tensor], Pair]
+"""(layer, key, value): writes the pass's rows [1, G, R, D], returns all slots [1, G, n, D]."""
+
+
+Buffers = tuple[Tensor, Callable[[], None]]
+"""Keys and values as ``layer_views`` of at least n slots, and a function to call after the pass."""
+
+
+def _nothing() -> None:
+    """Does what contiguous memory needs after a pass: nothing."""
+
+
+class Contiguous:
+    """One tensor [L, 2, G, C, D] per request, used in place; ``layers`` are its ``layer_views``."""
+
+    def __init__(
+        self, *, make: Callable[[int], Tensor], capacity: int, growth: float = _GROWTH
+    ) -> None:
+        """``make`` maps a number of slots to a tensor [L, 2, G, slots, D].
+
+        Full memory grows by at least the share ``growth`` of its capacity.
+        """
+        self._make = make
+        self._growth = growth
+        self._allocate(capacity)
+
+    def reserve(self, end: int, used: int) -> None:
+        """Allocates room for ``end`` slots and some more if needed; keeps the first ``used``."""
+        if end > self.capacity:
+            old = self.tensor
+            more = max(_LEAST_GROWTH, int(self._growth * self.capacity))
+            self._allocate(max(end, self.capacity + more))
+            self.tensor[:, :, :, :used] = old[:, :, :, :used]
+
+    def writer(self, start: int, end: int) -> Store:
+        """Returns access for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
+        written = self.layers.narrow(3, start, end - start).unbind(0)
+        read = self.layers.narrow(3, 0, end).unbind(0)
+
+        def store(layer: int, key: Tensor, value: Tensor) -> Pair:
+            written[2 * layer].copy_(key)
+            written[2 * layer + 1].copy_(value)
+            return read[2 * layer], read[2 * layer + 1]
+
+        return store
+
+    def buffers(self, start: int, end: int) -> Buffers:
+        """Returns memory for a pass that writes the slots ``start`` .. ``end`` - 1 itself."""
+        return self.layers, _nothing
+
+    def contents(self) -> Tensor:
+        """Returns all slots, [L, 2, G, C, D]; read-only, because ``Paged`` returns a copy."""
+        return self.tensor
+
+    def copy(self, sources: IntArray, targets: IntArray) -> None:
+        """Copies slots; every source is read before any target is written.
+
+        One gather over all layers is followed by one write per range of adjacent targets.
+        """
+        index = to_device(sources, self.tensor.device)
+        gathered = self.tensor.index_select(3, index)
+        places = targets.tolist()
+        cuts = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
+        for start, stop in pairwise([0, *cuts, len(places)]):
+            run = self.tensor.narrow(3, places[start], stop - start)
+            run.copy_(gathered.narrow(3, start, stop - start))
+
+    def trim(self, used: int) -> None:
+        """Does nothing: the slots beyond the first ``used`` cannot serve other requests."""
+
+    def _allocate(self, capacity: int) -> None:
+        self.tensor = self._make(capacity)
+        self.layers = layer_views(self.tensor)
+        self.capacity: int = self.tensor.shape[3]
+
+
+def layer_views(tensor: Tensor) -> Tensor:
+    """Views [L, 2, G, C, D] as [2 L, 1, G, C, D]: per layer its keys, then its values."""
+    return rearrange(tensor, "l kv g c d -> (l kv) 1 g c d")
+
+
+class BlockPool:
+    """A pool of blocks of ``block_tokens`` slots each, shared by all requests of one stage.
+
+    ``peak`` is the largest number of blocks that were in use at the same time so far.
+    """
+
+    def __init__(self, *, spec: CacheSpec, num_blocks: int, block_tokens: int) -> None:
+        """Sets the maximum; memory is allocated as blocks are first used."""
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.peak = 0
+        self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: low numbers first
+        most = num_blocks * block_tokens
+        self._memory = Contiguous(
+            make=lambda slots: spec.empty(min(slots, most)),
+            capacity=_FIRST_BLOCKS * block_tokens,
+            growth=1.0,
+        )
+
+    @property
+    def rows(self) -> Tensor:
+        """Returns the memory, [2 L, 1, G, allocated slots, D], which doubles when it is full."""
+        return self._memory.layers
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def take(self, num: int) -> list[int]:
+        """Allocates blocks; a RuntimeError means that admission control allowed too many."""
+        if num > len(self._free):
+            raise RuntimeError(
+                f"a request needs {num} more blocks, but only {len(self._free)} of"
+                f" {self.num_blocks} are free: it exceeds the number it was admitted with"
+            )
+        blocks = [self._free.pop() for _ in range(num)]
+        self.peak = max(self.peak, self.num_used)
+        end = (max(blocks, default=-1) + 1) * self.block_tokens
+        self._memory.reserve(end, self._memory.capacity)
+        return blocks
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        if not blocks:
+            return  # the common case, once per step
+        assert not set(blocks) & set(self._free), f"blocks {blocks} are freed twice"
+        self._free.extend(blocks)
+
+
+class Paged:
+    """Blocks of a pool, addressed by the request's block table; methods as in ``Contiguous``."""
+
+    def __init__(self, *, pool: BlockPool) -> None:
+        self._pool = pool
+        self._table: list[int] = []
+
+    @property
+    def capacity(self) -> int:
+        return len(self._table) * self._pool.block_tokens
+
+    def reserve(self, end: int, used: int) -> None:
+        """Allocates the blocks that ``end`` slots need; unlike ``Contiguous`` it moves no data."""
+        missing = -(-end // self._pool.block_tokens) - len(self._table)
+        if missing > 0:
+            self._table += self._pool.take(missing)
+
+    def writer(self, start: int, end: int) -> Store:
+        """Gathers the slots that the pass reads, once for all layers."""
+        index = self._index(np.arange(end))
+        new, written = index[start:], self._pool.rows.unbind(0)
+        read = self._pool.rows.index_select(3, index).unbind(0)
+
+        def store(layer: int, key: Tensor, value: Tensor) -> Pair:
+            for at, rows in ((2 * layer, key), (2 * layer + 1, value)):
+                written[at].index_copy_(2, new, rows)
+                read[at][:, :, start:] = rows
+            return read[2 * layer], read[2 * layer + 1]
+
+        return store
+
+    def buffers(self, start: int, end: int) -> Buffers:
+        """Returns a copy of the slots; the new ones are written back after the pass."""
+        index = self._index(np.arange(end))
+        copy = self._pool.rows.index_select(3, index)
+
+        def write_back() -> None:
+            self._pool.rows.index_copy_(3, index[start:], copy[..., start:, :])
+
+        return copy, write_back
+
+    def contents(self) -> Tensor:
+        rows = self._pool.rows.index_select(3, self._index(np.arange(self.capacity)))
+        return rearrange(rows, "(l kv) 1 g n d -> l kv g n d", kv=2)
+
+    def copy(self, sources: IntArray, targets: IntArray) -> None:
+        rows = self._pool.rows
+        rows.index_copy_(3, self._index(targets), rows.index_select(3, self._index(sources)))
+
+    def trim(self, used: int) -> None:
+        """Returns the blocks beyond the first ``used`` slots to the pool."""
+        kept = -(-used // self._pool.block_tokens)
+        self._pool.give_back(self._table[kept:])
+        del self._table[kept:]
+
+    def _index(self, slots: IntArray) -> Tensor:
+        """Returns the rows of the pool, int64[n], that store ``slots``."""
+        block, offset = np.divmod(slots, self._pool.block_tokens)
+        rows = np.array(self._table, np.int64)[block] * self._pool.block_tokens + offset
+        return to_device(rows, self._pool.rows.device)
+
+
+Storage: TypeAlias = Contiguous | Paged
+
+
+EMPTY: IntArray = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """The rows of one request in one forward pass; ``start`` is the slot of the first in ``cache``.
+
+    Attributes:
+        tokens: int64[R], prefix rows first, then tree nodes.
+        positions: int64[R], absolute positions.
+        node_ids: int64[W].
+        num_prefix: R - W.
+        first_masked: every row sees all slots before this one.
+        visible: bool[R, start + R - first_masked]: the slots from ``first_masked`` on that each row
+            sees.
+    """
+
+    cache: TreeCache
+    tokens: IntArray
+    positions: IntArray
+    node_ids: IntArray
+    num_prefix: int
+    start: int
+    first_masked: int
+    visible: BoolArray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def causal(self) -> bool:
+        """Returns whether every row sees all slots up to its own."""
+        num_later = len(self.tokens) * (len(self.tokens) - 1) // 2  # pairs of a row and a later row
+        return int(np.count_nonzero(self.visible)) == self.visible.size - num_later
+
+    @property
+    def end(self) -> int:
+        """Returns the number of used slots including the rows."""
+        return self.start + len(self.tokens)
+
+
+class TreeCache:
+    """Keys and values of one request in one runner, for all layers.
+
+    Attributes:
+        cached_len: committed tokens in the prefix region. ``rows`` already counts the rows that it
+            returns; the runner's ``forward`` writes their keys and values.
+        node_ids: int64[T], node ids of the tree region, in slot order.
+        node_positions: int64[T], their absolute positions.
+    """
+
+    def __init__(self, *, spec: CacheSpec, capacity: int, storage: Storage | None = None) -> None:
+        """Creates an empty cache, which grows beyond ``capacity`` slots as needed."""
+        if capacity < 1:
+            raise ValueError(f"cache capacity {capacity} must be at least 1 slot")
+        self.spec = spec
+        self.cached_len = 0
+        self.node_ids = self.node_positions = EMPTY
+        self._kv = Contiguous(make=spec.empty, capacity=capacity) if storage is None else storage
+        self._step = -1
+
+    # State.
+
+    @property
+    def capacity(self) -> int:
+        return self._kv.capacity
+
+    @property
+    def storage(self) -> Tensor:
+        """Returns keys and values of all slots, [L, 2, G, C, D]; a copy if storage is paged."""
+        return self._kv.contents()
+
+    def writer(self, rows: Rows) -> Store:
+        """Returns write and read access for the pass over ``rows``."""
+        return self.slot_writer(rows.start, rows.end)
+
+    def slot_writer(self, start: int, end: int) -> Store:
+        """Returns access for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
+        return self._kv.writer(start, end)
+
+    def buffers(self, rows: Rows) -> Buffers:
+        """Returns memory for a pass that writes the keys and values of ``rows`` itself."""
+        return self._kv.buffers(rows.start, rows.end)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.node_ids)
+
+    def has(self, node_ids: IntArray) -> BoolArray:
+        """Returns bool[W]: which of ``node_ids``[W] have entries in the tree region."""
+        return np.isin(node_ids, self.node_ids)
+
+    def key_positions(self, end: int) -> IntArray:
+        """Returns the absolute positions, int64[end], of the entries in the first ``end`` slots."""
+        positions = np.arange(end)
+        positions[self.cached_len : end] = self.node_positions[: end - self.cached_len]
+        return positions
+
+    # Growing.
+
+    def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
+        """Reserves slots for the rows of one pass; ``ModelRunner.forward`` must follow.
+
+        ``prefix_tokens``, int64[R - W], are allowed only while the tree region is empty. They get
+        the positions from ``cached_len`` on and causal visibility. A node sees the prefix, its
+        ancestors among the entries and the earlier rows, and itself; the mask need not be square
+        (SwiftSpec 3.1). Nodes whose parents have no entry follow the last token of the prefix.
+        """
+        start, num_prefix = self.cached_len + self.num_nodes, len(prefix_tokens)
+        num_rows = num_prefix + (0 if tree is None else len(tree.tokens))
+        self._kv.reserve(start + num_rows, start)
+        if num_prefix:
+            assert not self.num_nodes, "committed tokens are missing below entries of the tree"
+            self.cached_len += num_prefix
+        if tree is not None and not num_prefix:
+            tokens, positions = tree.tokens, tree.positions
+            first_masked, visible = self.cached_len, self._append(tree, positions)
+        else:
+            tokens, positions = prefix_tokens, np.arange(start, start + num_prefix)
+            first_masked, visible = start, np.tri(num_rows, dtype=np.bool_)
+            if tree is not None:
+                tokens = np.concatenate([tokens, tree.tokens])
+                positions = np.concatenate([positions, tree.positions])
+                visible[num_prefix:, num_prefix:] = self._append(tree, tree.positions)
+        return Rows(
+            cache=self,
+            tokens=tokens,
+            positions=positions,
+            node_ids=EMPTY if tree is None else tree.node_ids,
+            num_prefix=num_prefix,
+            start=start,
+            first_masked=first_masked,
+            visible=visible,
+        )
+
+    def _append(self, tree: TreeRows, positions: IntArray) -> BoolArray:
+        """Adds entries for W nodes; returns bool[W, T + W], which entries each node sees."""
+        old = self.num_nodes
+        ids = self.node_ids = np.concatenate([self.node_ids, tree.node_ids])
+        self.node_positions = np.concatenate([self.node_positions, positions])
+        if not old and len(ids) == 1:  # plain decoding
+            assert positions[0] == self.cached_len, f"{ids} does not continue the cached prefix"
+            return np.ones((1, 1), np.bool_)
+        order = ids.argsort()
+        assert (np.diff(ids[order]) > 0).all(), f"one of {tree.node_ids} has an entry already"
+        at = order.take(ids[order].searchsorted(tree.paths), mode="clip")
+        visible = np.zeros((len(positions), len(ids)), np.bool_)
+        levels, rows = (ids[at] == tree.paths).nonzero()
+        visible[rows, at[levels, rows]] = True
+        # A path has one node per position behind the prefix; what is missing is not in the cache.
+        is_whole = np.count_nonzero(visible, axis=1) == positions - self.cached_len + 1
+        assert is_whole.all(), f"some of {tree.node_ids} do not continue the cached paths"
+        assert not np.triu(visible[:, old:], 1).any(), f"children before parents: {tree.node_ids}"
+        return visible
+
+    # Shrinking.
+
+    def commit(self, commit: Commit) -> None:
+        """Moves retired entries into the prefix, keeps the kept entries and drops the others.
+
+        Retired nodes are moved in path order as long as they have entries and continue the prefix.
+        If some have none, ``cached_len`` < ``commit.prefix_len`` afterwards, and the missing tokens
+        must be passed as ``prefix_tokens``. One gather over all layers copies only the entries that
+        change slots. A second call for the same step does nothing.
+        """
+        if commit.step <= self._step:
+            return
+        self._step = commit.step
+        adopted, kept = self._adoptable(commit), EMPTY
+        # On a miss the only kept node is the new root, which has no entry yet.
+        is_hit = commit.kind is CommitKind.HIT
+        if is_hit and self.cached_len + len(adopted) >= commit.prefix_len:
+            kept = commit.keeps(self.node_ids).nonzero()[0]
+        new = kept
+        if len(kept):
+            # Kept entries inside the new region keep their slots; the others fill the free slots.
+            new = np.full(len(kept), -1)
+            inside = (kept >= len(adopted)) & (kept < len(adopted) + len(kept))
+            new[kept[inside] - len(adopted)] = kept[inside]
+            new[new < 0] = kept[~inside]
+        sources = np.concatenate([adopted, new])
+        moved = (sources != np.arange(len(sources))).nonzero()[0]
+        if len(moved):
+            self._copy_slots(self.cached_len + sources[moved], self.cached_len + moved)
+        self.cached_len += len(adopted)
+        self.node_ids, self.node_positions = self.node_ids[new], self.node_positions[new]
+        self._kv.trim(self.cached_len + self.num_nodes)
+
+    def truncate(self, length: int) -> None:
+        """Drops the tree region and the prefix beyond ``length`` tokens."""
+        self.cached_len = min(self.cached_len, length)
+        self.node_ids = self.node_positions = EMPTY
+        self._kv.trim(self.cached_len)
+
+    def close(self) -> None:
+        """Frees all slots; the cache must not be used afterwards."""
+        self._kv.trim(0)
+
+    def _adoptable(self, commit: Commit) -> IntArray:
+        """Returns the entries of retired nodes, int64[M], that extend the prefix, in path order."""
+        entries = {node: entry for entry, node in enumerate(self.node_ids.tolist())}
+        adopted: list[int] = []
+        position = commit.prefix_len - len(commit.retired_ids)
+        for entry in map(entries.get, commit.retired_ids.tolist()):
+            if position >= self.cached_len:
+                if entry is None or position != self.cached_len + len(adopted):
+                    break
+                adopted.append(entry)
+            position += 1
+        return np.array(adopted, np.int64)
+
+    def _copy_slots(self, sources: IntArray, targets: IntArray) -> None:
+        """Copies keys and values between slots; tests replace this method to inject faults."""
+        self._kv.copy(sources, targets)
+
 
 IMPLEMENTATION = "specdec"
 
@@ -134,6 +577,72 @@ class PassCache:
         return 0
 
 
+class Visibility:
+    """Which cache slots each row of a pass attends to, as tensors on the device.
+
+    Every row sees the slots before ``first`` and none from ``end`` on (``lengths``: int32[2],
+    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on each row sees.
+    ``causal`` is true if each row sees exactly the slots up to its own, as in a chunk of a prompt.
+    On the host, ``full`` says that every row sees every slot, and ``split`` is ``first``; captured
+    passes leave them at False and 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        lengths: Tensor,
+        visible: Tensor,
+        num_slots: int,
+        dtype: torch.dtype,
+        positions: Tensor | None = None,
+        column_positions: Tensor | None = None,
+        causal: bool = False,
+        full: bool = False,
+        split: int = 0,
+    ) -> None:
+        """Stores the inputs; ``mask`` builds masks on first use.
+
+        Args:
+            num_slots: C, number of columns of a mask.
+            positions, column_positions: int64[R] and int64[M], absolute positions of the rows and
+                of the entries from ``first`` on; needed for sliding windows only.
+            causal: true only if the last row's slot is also the last one.
+        """
+        self.causal, self.full, self.split = causal, full, split
+        self.lengths = lengths.to(torch.int32)
+        self.visible = visible
+        self._num_slots = num_slots
+        self._dtype = dtype
+        self._positions = positions
+        self._column_positions = column_positions
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+
+    def mask(self, window: int | None = None, folds: int = 1) -> Tensor:
+        """Returns the additive mask [folds * R, C]: 0 where a row sees a slot, else the minimum.
+
+        ``folds`` is the number of copies of the rows, one after the other; see ``folded_heads``.
+        """
+        if folds > 1 and (window, folds) not in self._masks:
+            self._masks[window, folds] = repeat(self.mask(window), "r c -> (p r) c", p=folds)
+        if (window, folds) not in self._masks:
+            first, end = self.lengths[0], self.lengths[1]
+            slots = torch.arange(self._num_slots, device=self.lengths.device)
+            columns = (slots - first).clamp(0, self.visible.shape[1] - 1)
+            seen = (slots < first) | (self.visible.bool()[:, columns] & (slots < end))
+            if window is not None:
+                assert self._positions is not None, "windows need positions"
+                assert self._column_positions is not None, "windows need positions"
+                slot_positions = torch.where(slots < first, slots, self._column_positions[columns])
+                seen = seen & (slot_positions > self._positions[:, None] - window)
+            mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
+            self._masks[window, 1] = mask.masked_fill(~seen, torch.finfo(self._dtype).min)
+        return self._masks[window, folds]
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
+"""(query, key, value, visibility, scaling) -> output."""
+
+
 class RequestPart:
     """One request's rows in a pass; caches masks in the dtype and on the device of its cache."""
 
@@ -142,6 +651,10 @@ class RequestPart:
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
         self._bits: dict[bool, Visibility] = {}
+
+    @cached_property
+    def _full(self) -> bool:
+        return bool(count_nonzero(self.rows.visible) == self.rows.visible.size)
 
     @cached_property
     def store(self) -> Store:
@@ -154,7 +667,7 @@ class RequestPart:
         """
         if self.within(window):
             window = None
-            if count_nonzero(self.rows.visible) == self.rows.visible.size:
+            if self._full:
                 return None
         return self.bits(has_window=window is not None).mask(window, folds)
 
@@ -175,6 +688,8 @@ class RequestPart:
                 num_slots=rows.end,
                 dtype=rows.cache.spec.dtype,
                 causal=rows.causal,
+                full=self._full,
+                split=rows.first_masked,
                 **there,
             )
         return self._bits[has_window]
@@ -206,13 +721,11 @@ class AttentionPlan(PassPlan):
         *,
         rows: Sequence[Rows],
         first_layer: int,
-        attention: Attention = Attention.DENSE,
         hidden: Tensor | None = None,
         kernel: Kernel | None = None,
     ) -> None:
         super().__init__(first_layer=first_layer, hidden=hidden)
         self._kernel = kernel
-        self._two_level = attention is Attention.TWO_LEVEL
         self._parts = []
         offset = 0
         for part in rows:
@@ -241,10 +754,90 @@ class AttentionPlan(PassPlan):
         scaling, window, softcap = options.scaling, options.window, options.softcap
         if softcap is None and self._kernel is not None and part.within(window):
             return self._kernel(query, *stored, part.bits(), scaling)
-        split = part.rows.first_masked
-        if self._two_level and split and softcap is None and part.within(window):
-            mask = part.mask(None)
-            if mask is not None:
-                return two_level_attention(query, *stored, mask, scaling, split)
         folds = folded_heads(query, stored[0]) if softcap is None else 1
         return dense_attention(query, *stored, part.mask(window, folds), scaling, softcap)
+
+
+_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def folded_heads(query: Tensor, key: Tensor) -> int:
+    """Returns how many query heads ``dense_attention`` folds into the rows of one head."""
+    return query.shape[1] // key.shape[1] if query.device.type == "cuda" else 1
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Calls torch's ``scaled_dot_product_attention`` with one mask over all slots.
+
+    On CUDA, only cuDNN supports a mask together with grouped query heads, and cuDNN makes a new
+    execution plan for every context length, which takes longer than many passes. So on CUDA the P
+    query heads of each key/value head are folded into rows of one head, and cuDNN is excluded.
+
+    ``mask``, [R, C] or repeated for the folded heads [P R, C], is added to the scores; None means
+    that every row sees every slot. ``softcap`` is explained in ``capped_attention``.
+    """
+    if softcap is not None:
+        return capped_attention(query, key, value, mask, scaling, softcap)
+    if query.device.type != "cuda":
+        return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    with sdpa_kernel(_ANY_LENGTH):
+        (_, heads, rows, _), groups = query.shape, key.shape[1]
+        if mask is None or heads == groups:
+            return scaled_dot_product_attention(
+                query, key, value, mask, scale=scaling, enable_gqa=heads != groups
+            )
+        if len(mask) == rows:
+            mask = repeat(mask, "r c -> (p r) c", p=heads // groups)
+        output = scaled_dot_product_attention(
+            rearrange(query, "b (g p) r d -> b g (p r) d", g=groups),
+            key,
+            value,
+            mask,
+            scale=scaling,
+        )
+        return rearrange(output, "b g (p r) d -> b (g p) r d", r=rows)
+
+
+def capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """Computes attention in elementary operations, because no kernel here supports soft caps.
+
+    Scores s become softcap * tanh(s / softcap) (Gemma 2) unless ``softcap`` is None.
+    """
+    scores = scores_of(query, key, scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(-1, dtype=accumulator(query.dtype)).to(query.dtype)
+    return weighted_values(weights, value)
+
+
+def scores_of(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
+    """Returns the scaled scores [1, G, P, R, C]."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    grouped = rearrange(query, "b (g p) r d -> b g p r d", g=key.shape[1])
+    return grouped @ rearrange(key, "b g c d -> b g 1 d c") * scale
+
+
+def weighted_values(weights: Tensor, value: Tensor) -> Tensor:
+    """Sums the values [1, G, C, D], weighted by [1, G, P, R, C], to [1, H, R, D]."""
+    output = weights @ rearrange(value, "b g c d -> b g 1 c d")
+    return rearrange(output, "b g p r d -> b (g p) r d")
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from specdec.attention.kv_cache import EMPTY, BlockPool, Rows, TreeCache
+from specdec.attention.tree_attention import EMPTY, BlockPool, Rows, TreeCache
 from specdec.clocks import ClockKind
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts

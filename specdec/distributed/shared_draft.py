@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
+from specdec.attention.tree_attention import EMPTY, Rows, TreeCache
 from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter

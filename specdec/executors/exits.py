@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from specdec.attention.kv_cache import TreeCache
+from specdec.attention.tree_attention import TreeCache
 from specdec.clocks.meter import Meter
 from specdec.device import to_device
 from specdec.executors.stage import (

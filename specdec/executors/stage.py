@@ -20,12 +20,17 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 
-from specdec.attention.kv_cache import BlockPool, TreeCache
+from specdec.attention.tree_attention import BlockPool, TreeCache
 from specdec.device import Probs, to_device
 from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
-from specdec.sampling.processors import HistoryTracker
-from specdec.sampling.transform import SamplingParams, SamplingTransform, candidates_of, draw
+from specdec.sampling.transform import (
+    HistoryTracker,
+    SamplingParams,
+    SamplingTransform,
+    candidates_of,
+    draw,
+)
 from specdec.types import (
     NO_TOKEN,
     Answers,

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backends import Attention, attention_kernel
-from specdec.attention.kv_cache import CacheSpec, Rows, TreeCache
-from specdec.attention.tree_attention import AttentionPlan, ScoreOptions
+from specdec.attention.tree_attention import AttentionPlan, CacheSpec, Rows, ScoreOptions, TreeCache
 from specdec.clocks.meter import Meter
 from specdec.device import model_call, to_device
-from specdec.models.backends.eager import refuse_wrong
-from specdec.models.backends.factory import backend_module
 from specdec.models.eagle import EagleHead
+from specdec.models.runner import backend_module, refuse_wrong
 from specdec.types import HiddenName, IntArray, TreeRows
 
 METER_NAME = "eagle"
@@ -71,7 +69,6 @@ class EagleRunner:
         self.head = head.shared_copy()
         self._meter = meter
         self.device = weight.device
-        self._attention = Attention(attention)
         self._kernel = attention_kernel(attention, self.device, weight.dtype)
         self.spec = CacheSpec(
             num_layers=config.num_layers,
@@ -151,9 +148,7 @@ class EagleRunner:
         """Returns states [R, E] and logits [A, U] of one packed pass in PyTorch."""
         tokens = np.concatenate([part.tokens for part in rows])
         positions = np.concatenate([part.positions for part in rows])
-        step = AttentionPlan(
-            rows=rows, first_layer=0, attention=self._attention, kernel=self._kernel
-        )
+        step = AttentionPlan(rows=rows, first_layer=0, kernel=self._kernel)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             step.cache.update(key, value, layer)

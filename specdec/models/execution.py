@@ -10,7 +10,7 @@ class Execution:
     """Options that change the speed of a pass, and its results at most by rounding.
 
     Attributes:
-        graphs: one of ``specdec.models.backends.factory.GRAPHS``.
+        graphs: one of ``specdec.models.runner.GRAPHS``.
         kernels: "torch"; "triton" for a fused SwiGLU; "packed" for weights in oneDNN's layout, on a
             CPU.
         backend: "eager" for PyTorch, "onnx" for ONNX Runtime.

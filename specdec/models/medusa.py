@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models.backends.eager import refuse_wrong
-from specdec.models.backends.factory import backend_module
 from specdec.models.exits import places_of, read_tensors, spread
+from specdec.models.runner import backend_module, refuse_wrong
 from specdec.models.slicing import final_norm
 
 Weights = Mapping[str, Tensor]

@@ -1,36 +1,349 @@
 """Forward passes of a model, or of a slice of its layers, over this library's caches.
 
-Shape letters: R rows of one request, A rows whose logits are computed, E hidden size.
+A runner cuts its slice out of a copy of the module tree, which shares all parameters with the given
+model. Hooks insert and extract hidden states, so that transformers' own forward runs the slice and
+no family needs specific code. A ``Backend`` computes the passes: ``Eager`` calls that forward; CUDA
+graphs, ONNX Runtime and exact passes are modules of their own, imported when a runner has them.
+
+Shape letters: R rows of one request, A rows whose logits are computed, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.attention.backends import Attention
-from specdec.attention.kv_cache import BlockPool, CacheSpec, Paged, Rows, TreeCache
-from specdec.attention.tree_attention import PassPlan, ScoreOptions
+from specdec.attention import support
+from specdec.attention.backends import Attention, Kernel, attention_kernel
+from specdec.attention.tree_attention import (
+    IMPLEMENTATION,
+    OPAQUE,
+    PLAN,
+    AttentionPlan,
+    BlockPool,
+    CacheSpec,
+    Paged,
+    Pair,
+    PassCache,
+    PassPlan,
+    Rows,
+    ScoreOptions,
+    TreeCache,
+)
 from specdec.clocks.meter import Meter
-from specdec.device import model_call
+from specdec.device import model_call, to_device
 from specdec.errors import UserError
-from specdec.models.backends.eager import ModelSlice, RunnerOutput, forward_inputs
-from specdec.models.backends.factory import make_backend, replace_modules
 from specdec.models.config_values import config_value
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.inspection import CERTIFIED
-from specdec.models.slicing import check_slice, layers_name, slice_model
+from specdec.models.slicing import (
+    cache_argument,
+    final_norm,
+    keep_layers,
+    layers_name,
+    shared_copy,
+)
 from specdec.types import HiddenName, IntArray, TreeRows
 
 if TYPE_CHECKING:
     from specdec.tensor_parallel.collective import Collective
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of rows that captured and exact passes are padded to."""
+
+
+def round_up(number: int, choices: Sequence[int]) -> int:
+    return next(choice for choice in choices if choice >= number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSlice:
+    """Some layers of a model, and what running one token through them has shown.
+
+    Attributes:
+        model: a copy of the module tree with these layers only, which shares the weights.
+        first_layer: global index of the first layer.
+        is_first, is_last: whether the slice starts with the embeddings, ends with the output head.
+        capture: hidden states that every pass returns.
+        options: index within the slice -> how the layer computes its scores.
+        group: tensor-parallel ranks that share the layers; None without tensor parallelism.
+    """
+
+    model: PreTrainedModel
+    first_layer: int
+    is_first: bool
+    is_last: bool
+    capture: tuple[HiddenName, ...]
+    spec: CacheSpec
+    options: Mapping[int, ScoreOptions]
+    num_heads: int
+    group: Collective | None = None
+
+    @property
+    def output(self) -> HiddenName:
+        return HiddenName(self.first_layer + len(self.options) - 1)
+
+    @property
+    def hidden_size(self) -> int:
+        size: int = self.model.config.get_text_config().hidden_size
+        return size
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.model.config.get_text_config().vocab_size
+        return size
+
+    def wants_logits(self, logits_rows: IntArray | None) -> bool:
+        return self.is_last and (logits_rows is None or len(logits_rows) > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOutput:
+    """Outputs of one pass.
+
+    Attributes:
+        hidden: [sum R, E], after the slice's last layer, before any final norm: the next stage's
+            input.
+        logits: [A, V]; None if no row was requested, or if the slice is not the last.
+        captured: name -> [sum R, E], the states that the runner captures.
+    """
+
+    hidden: Tensor
+    logits: Tensor | None = None
+    captured: Mapping[HiddenName, Tensor] = field(default_factory=dict)
+
+
+def concatenate(parts: Sequence[RunnerOutput]) -> RunnerOutput:
+    if len(parts) == 1:
+        return parts[0]
+    logits = [part.logits for part in parts if part.logits is not None]
+    names = parts[0].captured
+    return RunnerOutput(
+        hidden=torch.cat([part.hidden for part in parts]),
+        logits=torch.cat(logits) if logits else None,
+        captured={name: torch.cat([part.captured[name] for part in parts]) for name in names},
+    )
+
+
+def selected_logits(
+    output: RunnerOutput, available: IntArray | None, wanted: IntArray | None
+) -> RunnerOutput:
+    """Returns the output with only the logits of the rows ``wanted``, int64[A], in this order.
+
+    ``available``, ascending, lists the rows of ``output.logits``; None means all rows. If
+    ``wanted`` is None, the output is unchanged.
+    """
+    if output.logits is None or wanted is None:
+        return output
+    order = wanted if available is None else np.searchsorted(available, wanted)
+    if np.array_equal(order, np.arange(len(output.logits))):
+        return output
+    return replace(output, logits=output.logits[to_device(order, output.logits.device)])
+
+
+def refuse_wrong(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
+    """Raises a UserError if ONNX Runtime's results differ from eager ones by more than rounding."""
+    both = [torch.cat([part.flatten() for part in parts]) for parts in (found, expected)]
+    # Tokens outside a draft vocabulary are -inf in both.
+    error = (both[0] - both[1]).abs().masked_fill(both[0] == both[1], 0.0).max().item()
+    largest = both[1][both[1].isfinite()].abs().max().item()
+    bound = torch.finfo(torch.float32).eps ** 0.5 * largest
+    if not error <= bound:
+        raise UserError(
+            f"model.backend=onnx cannot run this {what}: its outputs differ by {error:.2g} from"
+            " those of model.backend=eager; use that"
+        )
+
+
+class Backend:
+    """Computes the passes of one slice."""
+
+    layers: ModelSlice
+
+    def run(
+        self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
+    ) -> RunnerOutput:
+        """Runs one packed pass and fills the caches; for arguments see ``ModelRunner.forward``."""
+        raise NotImplementedError
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        return TreeCache(spec=self.layers.spec, capacity=capacity)
+
+
+class Eager(Backend):
+    """Calls the model's forward; the other backends build on it."""
+
+    def __init__(self, layers: ModelSlice, attention: str, forward: Callable[..., Any]) -> None:
+        """``forward`` is the slice's model or its compiled form."""
+        self.layers = layers
+        spec = layers.spec
+        self.kernel: Kernel | None = attention_kernel(attention, spec.device, spec.dtype)
+        self.attention = Attention(attention)
+        self._forward = forward
+        is_normed = any(name.normed for name in layers.capture)
+        self._norm = final_norm(layers.model) if is_normed else None
+
+    def run(
+        self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
+    ) -> RunnerOutput:
+        if len(rows) == 1:
+            tokens, positions = rows[0].tokens, rows[0].positions
+        else:
+            tokens = np.concatenate([part.tokens for part in rows])
+            positions = np.concatenate([part.positions for part in rows])
+        device, layers = self.layers.spec.device, self.layers
+        step = AttentionPlan(
+            rows=rows,
+            first_layer=layers.first_layer,
+            hidden=None if hidden is None else hidden.to(device)[None],
+            kernel=self.kernel,
+        )
+        keep: int | Tensor | None = None
+        if layers.wants_logits(logits_rows):
+            keep = 0 if logits_rows is None else to_device(logits_rows, device)
+        ids, places = (to_device(array, device) for array in (tokens, positions))
+        return self.compute(step, ids, places, keep)
+
+    def compute(
+        self, step: PassPlan, tokens: Tensor, positions: Tensor, keep: int | Tensor | None
+    ) -> RunnerOutput:
+        """Calls the model's forward on tokens and positions int64[R].
+
+        ``keep`` lists the rows whose logits are computed, int64[A]; 0 means all, None means none.
+        """
+        layers, model = self.layers, self.layers.model
+        inputs = forward_inputs(model, step, tokens, positions)
+        if self._forward is not model:
+            name = cache_argument(model)
+            inputs[name] = _OpaqueCache(inputs[name])
+        if keep is None:
+            model.base_model(**inputs)
+            logits = None
+        else:
+            logits = self._forward(**inputs, logits_to_keep=keep).logits[0]
+        found = {name: states[0] for name, states in step.captured.items()}
+        if self._norm is not None:
+            found[layers.output._replace(normed=True)] = self._norm(found[layers.output])
+        return RunnerOutput(
+            hidden=found[layers.output],
+            logits=logits,
+            captured={name: found[name] for name in layers.capture},
+        )
+
+
+class _OpaqueCache(PassCache):
+    """A ``PassCache`` that is not traced: a trace would be specialised on each layer's index."""
+
+    def __init__(self, cache: PassCache) -> None:
+        self._cache = cache
+
+    @torch.compiler.disable
+    def update(self, *args: Any, **kwargs: Any) -> Pair:
+        return self._cache.update(*args, **kwargs)
+
+
+def forward_inputs(
+    model: PreTrainedModel, step: PassPlan, tokens: Tensor, positions: Tensor
+) -> dict[str, Any]:
+    """Returns the arguments of a slice's forward for tokens and positions int64[R].
+
+    In a slice that is not the first, placeholders replace the embeddings, because a hook inserts
+    the hidden states of ``step``.
+    """
+    inputs: dict[str, Any] = {
+        "position_ids": positions[None],
+        cache_argument(model): step.cache,
+        PLAN: step,
+    }
+    if step.hidden is None:
+        inputs["input_ids"] = tokens[None]
+    else:
+        width = model.get_input_embeddings().embedding_dim
+        inputs["inputs_embeds"] = step.hidden.new_empty(1, len(tokens), width)
+    return inputs
+
+
+KERNELS = ("torch", "triton", "packed")
+GRAPHS = ("off", "replay", "cuda", "auto")
+"""``replay``: static buffers without graphs, on any device; ``auto``: ``cuda`` or else ``off``."""
+
+
+def replace_modules(model: Any, execution: Execution, *, device: torch.device) -> None:
+    """Replaces modules of a runner's own copy, which must not have run yet.
+
+    Packing comes before the first pass, because that would read the plain weights into memory.
+    """
+    kernels, dtype = execution.kernels, model.dtype
+    if kernels not in KERNELS:
+        raise UserError(f"model.kernels={kernels} is unknown; choose {', '.join(KERNELS)}")
+    if execution.exact:
+        backend_module("specdec.models.backends.exact").use_exact_modules(model)
+    if kernels == "packed":
+        packed = backend_module("specdec.kernels.packed")
+        support.require(packed.packed_problem(device, dtype), "model.kernels=packed")
+        if execution.compile:
+            raise UserError("model.kernels=packed cannot be compiled: use model.compile=false")
+        packed.pack(model)
+    if kernels == "triton":
+        support.require(support.triton_problem(device, dtype), "model.kernels=triton")
+        backend_module("specdec.kernels.swiglu").use_swiglu(model)
+
+
+def make_backend(layers: ModelSlice, attention: str, execution: Execution) -> Backend:
+    """Returns the backend of a slice whose modules have been replaced."""
+    eager = Eager(layers, attention, _forward(layers, execution))
+    captures = _captures(execution.graphs, layers.spec.device)
+    if execution.backend == "onnx":
+        backend: Backend = backend_module("specdec.models.onnx.passes").Onnx(eager)
+    elif execution.exact:
+        backend = backend_module("specdec.models.backends.exact").Exact(eager)
+    elif captures is not None:
+        backend = backend_module("specdec.models.backends.graphs").Graphs(eager, captures=captures)
+    else:
+        backend = eager
+    return backend
+
+
+def backend_module(name: str) -> Any:
+    """Imports a module that only some runners need, perhaps with packages that are missing here."""
+    return import_module(name)
+
+
+def _forward(layers: ModelSlice, execution: Execution) -> Callable[..., Any]:
+    if not execution.compile:
+        return layers.model
+    support.require(support.compile_problem(layers.spec.device), "model.compile=true")
+    layers.model.set_attn_implementation(OPAQUE)
+    # Layers differ in integer attributes: without this each layer is compiled separately, and
+    # layers beyond torch's limit of eight are not compiled at all.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    # Row counts vary between uncaptured passes; captured ones have few shapes.
+    compiled: Callable[..., Any] = torch.compile(layers.model, dynamic=None)
+    return compiled
+
+
+def _captures(graphs: str, device: torch.device) -> bool | None:
+    """Returns whether passes become CUDA graphs; None if passes use no static buffers at all."""
+    if graphs not in GRAPHS:
+        raise UserError(f"model.graphs={graphs} is unknown; choose {', '.join(GRAPHS)}")
+    is_cuda = device.type == "cuda"
+    if graphs == "cuda" and not is_cuda:
+        raise UserError(
+            f"model.graphs=cuda needs a CUDA device, but model.device is {device.type}; use"
+            " model.graphs=off, or replay for the same buffers without graphs"
+        )
+    return None if graphs == "off" or (graphs == "auto" and not is_cuda) else graphs != "replay"
+
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
 """``logits_rows`` of a pass without logits, such as prefill."""
@@ -39,6 +352,65 @@ _IGNORED = frozenset(
     {"is_causal", "layer_idx", "output_attentions", "position_ids", "use_cache", "cache_position"}
 )
 _NUM_CHECKED = 8  # tokens
+
+
+class _NoEmbedding(nn.Module):
+    """Replaces an embedding whose result would be overwritten."""
+
+    def __init__(self, layers: nn.Module, embedding: nn.Embedding) -> None:
+        """Uses dtype and device of ``layers``, because a stage's own embedding may be on meta."""
+        super().__init__()
+        self.embedding_dim = embedding.embedding_dim
+        like = next(layers.parameters())
+        self.zero = torch.zeros(1, 1, 1, dtype=like.dtype, device=like.device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.zero
+
+
+def slice_model(
+    model: PreTrainedModel, first_layer: int, last_layer: int, capture: Iterable[HiddenName]
+) -> PreTrainedModel:
+    """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.
+
+    Its hooks store the outputs of the captured layers, before any norm, in the pass's plan and, in
+    a slice that is not the first, replace the input of the first layer by the plan's hidden states.
+    """
+    own = shared_copy(model).eval()
+    own.set_attn_implementation(IMPLEMENTATION)
+    name = layers_name(own)
+    layers = keep_layers(own, first_layer, last_layer)
+    if first_layer:
+        for path, module in list(own.base_model.named_modules()):
+            if isinstance(module, nn.Embedding) and not path.startswith(name):
+                own.base_model.set_submodule(path, _NoEmbedding(layers, module))
+        layers[0].register_forward_pre_hook(_put_hidden, with_kwargs=True)
+    for state in capture:
+        layer = layers[state.layer - first_layer]
+        layer.register_forward_hook(partial(_capture, state), with_kwargs=True)
+    return own
+
+
+def _capture(name: HiddenName, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
+    kwargs[PLAN].captured[name] = output[0] if isinstance(output, tuple) else output
+
+
+def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Replaces the embeddings' output by the plan's hidden states, as a forward pre-hook."""
+    hidden = kwargs[PLAN].hidden
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": hidden}
+
+
+def check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]) -> None:
+    if not 0 <= first < last <= total:
+        raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
+    for layer, normed in capture:
+        if not first <= layer < last:
+            raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
+        if normed and layer != total - 1:
+            raise ValueError(f"layer {layer} has no final norm: layer {total - 1} has it")
 
 
 class ModelRunner:

@@ -1,16 +1,11 @@
-"""Slices of layers of any transformers model, on a copy of the module tree.
-
-transformers' own forward runs the slice: the copy's list of layers is cut, embeddings of another
-stage are replaced by placeholders, and hooks insert and extract hidden states. So no family needs
-specific code. The copy shares all parameters with the given model, which is not changed.
-"""
+"""The layers of any transformers model: their names, copies that share parameters, cut lists."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -18,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.attention.tree_attention import IMPLEMENTATION, PLAN
 from specdec.errors import UserError
 from specdec.models.config_values import config_value
 from specdec.types import HiddenName
@@ -34,20 +28,6 @@ class _Layers(nn.ModuleList):
         if isinstance(idx, slice) and idx.indices(len(self)) == (0, len(self), 1):
             return self
         return super().__getitem__(idx)
-
-
-class _NoEmbedding(nn.Module):
-    """Replaces an embedding whose result would be overwritten."""
-
-    def __init__(self, layers: nn.Module, embedding: nn.Embedding) -> None:
-        """Uses dtype and device of ``layers``, because a stage's own embedding may be on meta."""
-        super().__init__()
-        self.embedding_dim = embedding.embedding_dim
-        like = next(layers.parameters())
-        self.zero = torch.zeros(1, 1, 1, dtype=like.dtype, device=like.device)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.zero
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -99,51 +79,6 @@ def final_norm(model: PreTrainedModel, copied: PreTrainedModel | None = None) ->
             " head needs; use another family"
         )
     return norms[-1]
-
-
-def slice_model(
-    model: PreTrainedModel, first_layer: int, last_layer: int, capture: Iterable[HiddenName]
-) -> PreTrainedModel:
-    """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.
-
-    Its hooks store the outputs of the captured layers, before any norm, in the pass's plan and, in
-    a slice that is not the first, replace the input of the first layer by the plan's hidden states.
-    """
-    own = shared_copy(model).eval()
-    own.set_attn_implementation(IMPLEMENTATION)
-    name = layers_name(own)
-    layers = keep_layers(own, first_layer, last_layer)
-    if first_layer:
-        for path, module in list(own.base_model.named_modules()):
-            if isinstance(module, nn.Embedding) and not path.startswith(name):
-                own.base_model.set_submodule(path, _NoEmbedding(layers, module))
-        layers[0].register_forward_pre_hook(_put_hidden, with_kwargs=True)
-    for state in capture:
-        layer = layers[state.layer - first_layer]
-        layer.register_forward_hook(partial(_capture, state), with_kwargs=True)
-    return own
-
-
-def _capture(name: HiddenName, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
-    kwargs[PLAN].captured[name] = output[0] if isinstance(output, tuple) else output
-
-
-def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replaces the embeddings' output by the plan's hidden states, as a forward pre-hook."""
-    hidden = kwargs[PLAN].hidden
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": hidden}
-
-
-def check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]) -> None:
-    if not 0 <= first < last <= total:
-        raise ValueError(f"layers {first} .. {last} are not in a model of {total} layers")
-    for layer, normed in capture:
-        if not first <= layer < last:
-            raise ValueError(f"layer {layer} is not in the slice of layers {first} .. {last - 1}")
-        if normed and layer != total - 1:
-            raise ValueError(f"layer {layer} has no final norm: layer {total - 1} has it")
 
 
 def cache_argument(model: nn.Module) -> str:

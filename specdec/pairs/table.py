@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from specdec.attention.kv_cache import BlockPool, CacheSpec, Paged, Rows, TreeCache
+from specdec.attention.tree_attention import BlockPool, CacheSpec, Paged, Rows, TreeCache
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.exits import ExitStage, TransformerHead

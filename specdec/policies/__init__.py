@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specdec.policies.beam import BestOfBeam
     from specdec.policies.best_first import BestFirst
     from specdec.policies.chain import Chain, RootOnly
-    from specdec.policies.fixed_width import FixedWidth
     from specdec.policies.static import Static
+    from specdec.policies.tree_growth import FixedWidth
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from specdec.attention.kv_cache import TreeCache
+from specdec.attention.tree_attention import TreeCache
 from specdec.clocks import CostCurve, LatencyProfile, Work
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError

@@ -5,11 +5,11 @@ from specdec.lazy import lazy_exports
 if TYPE_CHECKING:
     from specdec.sources.background import Background
     from specdec.sources.combined import ModelChain
-    from specdec.sources.draft_model import DraftModelSource
     from specdec.sources.eagle import EagleSource
     from specdec.sources.early_exit import EarlyExitSource
     from specdec.sources.katz import KatzModel, NGramSource
     from specdec.sources.mixture import MixtureSource
+    from specdec.sources.model_source import DraftModelSource
     from specdec.sources.null import NullSource
     from specdec.sources.random import RandomSource
     from specdec.sources.suffix_source import PromptLookupSource, SuffixSource

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.tree_attention import Rows, TreeCache
 from specdec.device import to_host
 from specdec.models.eagle_runner import METER_NAME, EagleRunner, rewritten
 from specdec.parts.fields import Count, validated

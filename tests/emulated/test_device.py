@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec.attention.backends import dense_attention
+from specdec.attention.tree_attention import dense_attention
 from specdec.distributed.transport import CPU, RankCollective, wire_device
-from specdec.models.backends.eager import RunnerOutput
 from specdec.models.backends.graphs import capture
+from specdec.models.runner import RunnerOutput
 from tests.emulated.device import HERE, DeviceTensor, emulated
 
 

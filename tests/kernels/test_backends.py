@@ -11,12 +11,11 @@ import torch
 
 from specdec.attention import support
 from specdec.attention.backends import (
-    Visibility,
     attention_kernel,
     auto_attention,
     flash_attention,
 )
-from specdec.attention.tree_attention import RequestPart
+from specdec.attention.tree_attention import RequestPart, Visibility
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.execution import Execution

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.attention.kv_cache import TreeCache
+from specdec.attention.tree_attention import TreeCache
 from specdec.compose.workbench import Workbench
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.stage import ModelStage

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import specdec.attention.tree_attention as attention
 from specdec.attention import backends
-from specdec.attention.backends import capped_attention, masked_lse, two_level_attention
+from specdec.attention.backends import masked_lse, two_level_attention
+from specdec.attention.tree_attention import Visibility, capped_attention
 from specdec.clocks.meter import Meter
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ModelRunner
@@ -40,7 +40,14 @@ def _problem(dtype, *, heads=4, groups=2, rows=5, slots=23, split=14, seed=0):
 def test_two_level_equals_one_softmax(dtype, heads, groups):
     """Merging by log-sum-exp is PipeDec Alg. 1's softmax over both parts."""
     query, stored, mask, expected = _problem(dtype, heads=heads, groups=groups)
-    result = two_level_attention(query, *stored, mask, None, 14)
+    seen = Visibility(
+        lengths=torch.tensor([14, mask.shape[1]]),
+        visible=mask[:, 14:] == 0,
+        num_slots=mask.shape[1],
+        dtype=dtype,
+        split=14,
+    )
+    result = two_level_attention(query, *stored, seen, None)
     assert (result - expected).abs().max() < TOLERANCE[dtype]
 
 
@@ -93,17 +100,15 @@ def test_packed_requests_equal_single_ones(family, kind):
 
 
 def test_two_level_is_taken(monkeypatch):
-    """Only ``two_level`` calls the two-level implementation."""
+    """Only ``two_level`` calls the two-level implementation, in each layer of the tree's pass."""
     model = random_model("llama", num_layers=2)
     calls = []
-    original = attention.two_level_attention
-    monkeypatch.setattr(
-        attention, "two_level_attention", lambda *a: calls.append(1) or original(*a)
-    )
+    original = backends.two_level_attention
+    monkeypatch.setattr(backends, "two_level_attention", lambda *a: calls.append(a[3].split) or original(*a))
     for kind, expected in (("dense", 0), ("two_level", 2)):
         runner = ModelRunner(model=model, name="target", meter=Meter(), attention=kind)
         runner.forward([grown(runner, runner.new_cache(8))])
-        assert len(calls) == expected
+        assert sum(split > 0 for split in calls) == expected
 
 
 def test_chunked_prefill_equals_whole():

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from specdec.attention.kv_cache import CacheSpec, Contiguous
+from specdec.attention.tree_attention import CacheSpec, Contiguous
 from specdec.executors.stage import ModelStage
 from specdec.pairs import build_pair
 from specdec.runs.runners import PartsRunner

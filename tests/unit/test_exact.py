@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.attention.backends import capped_attention
 from specdec.attention.exact import BLOCK, Context, exact_attention
-from specdec.attention.kv_cache import BlockPool
-from specdec.attention.tree_attention import ScoreOptions
+from specdec.attention.tree_attention import BlockPool, ScoreOptions, capped_attention
 from specdec.clocks.meter import Meter
 from specdec.models.backends import exact
 from specdec.models.backends.exact import Operator, Setting, proved_counts

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import specdec.attention.exact as exact_module
-from specdec.attention.backends import capped_attention
 from specdec.attention.exact import BLOCK, Context
-from specdec.attention.tree_attention import ScoreOptions
+from specdec.attention.tree_attention import ScoreOptions, capped_attention
 from specdec.certify import Check
 from specdec.certify.certify import certify
 from specdec.certify.numerics import plain_config

@@ -14,7 +14,7 @@ from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
 from specdec.pairs.random import build_random
 from specdec.policies import Chain
-from specdec.sources.draft_model import DraftModelSource
+from specdec.sources.model_source import DraftModelSource
 from specdec.verifiers import MatchVerifier
 
 CASES = parity_cases(

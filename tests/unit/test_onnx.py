@@ -11,8 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specdec.attention.kv_cache import BlockPool
-from specdec.attention.tree_attention import host_mask
+from specdec.attention.tree_attention import BlockPool, host_mask
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.execution import Execution

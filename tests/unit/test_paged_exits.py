@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.attention.kv_cache import BlockPool
+from specdec.attention.tree_attention import BlockPool
 from specdec.compose.workbench import Parts, Workbench, planned
 from specdec.executors import EarlyExitExecutor, PipelineExecutor
 from specdec.pairs.random import build_random

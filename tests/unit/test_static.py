@@ -12,11 +12,10 @@ import torch
 from specdec.attention import support
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models.backends.eager import ROW_COUNTS, Eager
 from specdec.models.backends.graphs import COLUMN_COUNTS
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
-from specdec.models.runner import NO_ROWS, ModelRunner
+from specdec.models.runner import NO_ROWS, ROW_COUNTS, Eager, ModelRunner
 from specdec.types import HiddenName, TreeRows
 from tests.trees import grown
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from specdec.interfaces import Verifier
-from specdec.sampling.processors import HistoryTracker
-from specdec.sampling.transform import SamplingParams
+from specdec.sampling.transform import HistoryTracker, SamplingParams
 from specdec.state import DecodeState, RequestState, batch_of
 from specdec.tree import TokenTree
 from specdec.types import Answers, Candidates, CommitKind, Nodes, Output, Verdict

@@ -49,12 +49,13 @@ from specdec.attention.exact import (
     packed,
     row_ranges,
 )
-from specdec.attention.kv_cache import EMPTY, Rows, TreeCache
-from specdec.attention.tree_attention import ScoreOptions
+from specdec.attention.tree_attention import EMPTY, Rows, ScoreOptions, TreeCache
 from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.files import cache_dir, parse_json, write_json
-from specdec.models.backends.eager import (
+from specdec.models.config_values import config_value
+from specdec.models.inspection import CERTIFIED
+from specdec.models.runner import (
     ROW_COUNTS,
     Backend,
     Eager,
@@ -64,8 +65,6 @@ from specdec.models.backends.eager import (
     round_up,
     selected_logits,
 )
-from specdec.models.config_values import config_value
-from specdec.models.inspection import CERTIFIED
 from specdec.types import IntArray, TreeRows
 
 MOST_ROWS = ROW_COUNTS[-1]

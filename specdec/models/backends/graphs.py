@@ -26,12 +26,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.attention.backends import Attention, Visibility, dense_attention, folded_heads
-from specdec.attention.kv_cache import CacheSpec, Contiguous, Rows, TreeCache, layer_views
-from specdec.attention.tree_attention import PassPlan, ScoreOptions
+from specdec.attention.backends import Attention
+from specdec.attention.tree_attention import (
+    CacheSpec,
+    Contiguous,
+    PassPlan,
+    Rows,
+    ScoreOptions,
+    TreeCache,
+    Visibility,
+    dense_attention,
+    folded_heads,
+    layer_views,
+)
 from specdec.clocks import timed_runs
 from specdec.errors import UserError
-from specdec.models.backends.eager import (
+from specdec.models.runner import (
     ROW_COUNTS,
     Backend,
     Eager,

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from specdec.attention.tree_attention import ScoreOptions
-from specdec.models.backends.eager import ModelSlice
 from specdec.models.exits import ReducedOutput
 from specdec.models.onnx.support import head_size
+from specdec.models.runner import ModelSlice
 from specdec.models.slicing import final_norm, layers_name
 from specdec.types import HiddenName
 

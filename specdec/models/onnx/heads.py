@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.attention.kv_cache import CacheSpec, Rows
-from specdec.attention.tree_attention import ScoreOptions
+from specdec.attention.tree_attention import CacheSpec, Rows, ScoreOptions
 from specdec.errors import UserError
 from specdec.models.eagle import EagleHead
 from specdec.models.exits import spread

@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.attention.kv_cache import Rows, TreeCache
+from specdec.attention.tree_attention import Rows, TreeCache
 from specdec.errors import UserError
-from specdec.models.backends.eager import (
+from specdec.models.onnx.graph import build_graph
+from specdec.models.onnx.session import Array, CacheSession
+from specdec.models.onnx.support import problem
+from specdec.models.runner import (
     Backend,
     Eager,
     RunnerOutput,
@@ -22,9 +25,6 @@ from specdec.models.backends.eager import (
     refuse_wrong,
     selected_logits,
 )
-from specdec.models.onnx.graph import build_graph
-from specdec.models.onnx.session import Array, CacheSession
-from specdec.models.onnx.support import problem
 from specdec.types import IntArray, TreeRows
 
 _SAMPLE = 8  # tokens of the comparison with eager passes

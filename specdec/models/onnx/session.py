@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.attention.kv_cache import Rows, TreeCache
-from specdec.attention.tree_attention import host_mask
+from specdec.attention.tree_attention import Rows, TreeCache, host_mask
 from specdec.models.onnx.graph import Graph, mask_name
 
 Array: TypeAlias = np.ndarray[Any, Any]

@@ -9,7 +9,7 @@ import torch
 from specdec.api import Decoder
 from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams, SamplingTransform
-from specdec.sources.draft_model import FAR_SHARE, NearDraw
+from specdec.sources.model_source import FAR_SHARE, NearDraw
 
 pytestmark = pytest.mark.slow
 
