@@ -38,17 +38,7 @@ import numpy as np
 import torch
 
 from experiments.gpu.shapes import Shape
-from experiments.plan.regret_table import (
-    again_line,
-    again_shares,
-    case_line,
-    control_line,
-    control_shares,
-    samples_line,
-    samples_shares,
-    shares,
-    table,
-)
+from experiments.plan.regret_table import KINDS, line, page, pairs_of
 from experiments.scale.checkpoints import agreeing_pair
 from specdec.config.job import run_job_of
 from specdec.files import write_json, write_text
@@ -285,25 +275,6 @@ def _measured(
     return done
 
 
-def _line(kind: str, name: str, stored: Mapping[str, Any]) -> str:
-    """What is printed of a case."""
-    result = stored[kind][name]
-    if kind == "again":
-        return again_line(stored["cases"][name], result)
-    if kind == "samples":
-        return samples_line(stored["cases"][name], result)
-    return control_line(result) if kind == "control" else case_line(result)
-
-
-def _summary(kind: str, stored: Mapping[str, Any]) -> str:
-    """What is printed of all stored cases."""
-    results = stored[kind]
-    if kind in ("again", "samples"):
-        pairs = [(stored["cases"][name], results[name]) for name in results]
-        return again_shares(pairs) if kind == "again" else samples_shares(pairs)
-    return (control_shares if kind == "control" else shares)(list(results.values()))
-
-
 def main() -> None:
     """Runs the cases that are not in the folder yet."""
     names = [case.name for case in cases(False)]
@@ -339,14 +310,11 @@ def main() -> None:
             result["provenance"] = provenance(command=["experiments.plan.regret"], config={})
             found[case.name] = result
             write_json(path, stored)
-        print(f"{case.name}: {_line(kind, case.name, stored)}", flush=True)
-    print(_summary(kind, stored))
+        print(f"{case.name}: {line(stored, kind, case.name)}", flush=True)
+    print(KINDS[kind].summary(list(pairs_of(stored, kind).values())))
     if args.write:
         results = Path(__file__).parent / "results"
-        write_text(
-            results / "regret.md",
-            table(planned, *(stored.get(k, {}) for k in ("control", "again", "samples"))),
-        )
+        write_text(results / "regret.md", page(stored))
         write_json(results / RESULT, stored)
 
 
