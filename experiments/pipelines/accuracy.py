@@ -7,6 +7,8 @@ pipeline with one level per step its hit rate, for a static tree the share of ac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +39,24 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
     first: dict[tuple[int, int], Outcome] = {}
     for draft in drafts(config["drafts"], item, lab, findings):
         cells: dict[tuple[int, int], Outcome] = {}
-        for children in config["children"]:
-            for width in config["widths"]:
-                overrides = [f"policy.width={width}", f"policy.children={children}"]
-                run = lab.run(draft.words(*config["common"], *overrides))
-                cells[width, children] = run
-                s = run.summary
-                shown = (s["hit_rate"], run.tbt_ms, s["loop_share"])
-                table.append((draft.title, width, children, *shown))
+        for children, width in product(config["children"], config["widths"]):
+            overrides = [f"policy.width={width}", f"policy.children={children}"]
+            run = cells[width, children] = lab.run(draft.words(*config["common"], *overrides))
+            shown = (run.summary["hit_rate"], run.tbt_ms, run.summary["loop_share"])
+            table.append((draft.title, width, children, *shown))
         _add_size_measures(findings, config, draft, cells)
         first = first or cells
     columns = ("draft", "width", "children", "accuracy (hit rate)", "TBT ms", "loop_share")
     findings.table("Tree parameters, simulated", columns, table)
     fig, (left, right) = figure(10.0, 3.9, 2)
     for ax, pick in ((left, "hit_rate"), (right, "tbt_ms_mean")):
-        lines(
-            ax,
-            {
-                f"{c} children": (
-                    config["widths"],
-                    [first[w, c].summary[pick] for w in config["widths"]],
-                )
-                for c in config["children"]
-                if first
-            },
-        )
+        widths = config["widths"]
+        curves = {
+            f"{c} children": (widths, [first[w, c].summary[pick] for w in widths])
+            for c in config["children"]
+            if first
+        }
+        lines(ax, curves)
         doublings(ax, config["widths"])
         band(ax, config["choice"][0], config["choice"][0], "the paper's choice", vertical=True)
     tidy(left, x="tree width (nodes per level)", y="accuracy (hit rate)")
@@ -91,14 +86,13 @@ def _add_size_measures(
     loss = 100 * (hit[width, many] - hit[width, children[0]])
     best = min(ms, key=lambda key: ms[key])
     excess = 100 * (ms[width, many] / ms[best] - 1)
-    loops = cells[width, many].summary["loop_share"]
     facts = {
         "saturates": (gain < 2.0, f"{widths[-2]} to {widths[-1]} nodes gain {gain:+.1f} points"),
         "few_children": (loss > 5.0, f"{children[0]} children lose {loss:.1f} points"),
         "optimum": (excess <= 3.0, f"best is {best[0]}/{best[1]}, the choice {excess:+.1f} %"),
     }
     for claim, (value, text) in facts.items():
-        where = f"{draft.title}: {text}"
+        where, loops = f"{draft.title}: {text}", cells[width, many].summary["loop_share"]
         findings.add(claim, bool(value), "simulated", where, kind=draft.kind, loops=loops)
 
 
@@ -120,7 +114,7 @@ def top_k(item: Item, lab: Lab) -> Findings:
             table.append((draft.title, "law", *shares, None, None, None))
             for claim in config.get("claims_of", {}).get(draft.name, ()):
                 value = shares[ks.index(config["claims"][claim])]
-                findings.add(claim, value, "simulated", draft.title, kind=draft.kind)
+                draft.add(findings, claim, value)
         else:
             shares = [record.top_share(k) for k in ks]
             size = (len(record.requests), sum(r.num_output for r in record.requests))
@@ -156,20 +150,16 @@ def _record_of(draft: Draft) -> Record | None:
     if not any(word == "model=replay" for word in draft.overrides):
         return None
     path = next((w.partition("=")[2] for w in draft.overrides if w.startswith("model.record=")), "")
-    return read_record(Path(path)) if path else _shipped()
+    if path:
+        return read_record(Path(path))
+    with resources.as_file(resources.files("specdec.assets") / "records" / "humaneval.npz") as own:
+        return read_record(own)
 
 
 def _law_of(overrides: Sequence[str]) -> dict[str, list[float]]:
     """The parameters of a law, from the model option that the overrides name."""
     model = run_job_of(["strategy=ar", *overrides]).config["model"]
     return {key: model[key] for key in _LAW}
-
-
-def _shipped() -> Record:
-    from importlib import resources
-
-    with resources.as_file(resources.files("specdec.assets") / "records" / "humaneval.npz") as path:
-        return read_record(path)
 
 
 def quality_overrides(easy: float, fair: float | None = None, sure: float = 0.95) -> list[str]:
@@ -251,26 +241,27 @@ def by_depth(item: Item, lab: Lab) -> Findings:
         static = run_rows(lab, draft, [], config["static"])
         accuracy = {name: run.summary["hit_rate"] for name, run in dynamic.items()}
         still = {n: r.summary["accepted_per_pass"] / config["levels"] for n, r in static.items()}
-        loops = next(iter(dynamic.values())).summary["loop_share"]
+        first = next(iter(dynamic.values()))
         ends_of = {name: interval(hits_of(run.results), share) for name, run in dynamic.items()}
         table += [
-            (draft.title, n, a, *ends_of.get(n, (None, None)), loops)
+            (draft.title, n, a, *ends_of.get(n, (None, None)), first.summary["loop_share"])
             for n, a in {**accuracy, **still}.items()
         ]
         ends = list(accuracy.values())
         series[draft.short] = (config["depths"], ends)
         lost = 100 * (ends[0] - ends[-1])
-        text = f"{min(ends):.2f} at least, static {max(still.values()):.2f}"
-        higher = min(ends) > max(still.values())
-        for claim, value, fact in (
-            ("higher", higher, text),
-            (
-                "with_depth",
+        facts = {
+            "higher": (
+                min(ends) > max(still.values()),
+                f"{min(ends):.2f} at least, static {max(still.values()):.2f}",
+            ),
+            "with_depth": (
                 lost < config["points"],
                 f"{lost:.1f} points lost from the shallowest to the deepest",
             ),
-        ):
-            where = f"{draft.title}: {fact}"
+        }
+        for claim, (value, fact) in facts.items():
+            where, loops = f"{draft.title}: {fact}", first.summary["loop_share"]
             findings.add(config[claim], value, "simulated", where, kind=draft.kind, loops=loops)
     columns = ("draft", "tree", "accuracy", "95 % from", "to", "loop_share")
     findings.table("Accuracy", columns, table)

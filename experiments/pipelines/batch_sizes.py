@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.pipelines.token_times import run_rows
 from experiments.reproduce.drafts import Draft, drafts
-from experiments.reproduce.drawing import (
-    band,
-    doublings,
-    figure,
-    legend,
-    lines,
-    tidy,
-)
+from experiments.reproduce.drawing import band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import Interval
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+
+_FIGURES = (
+    *("throughput_tokens_per_s", "tbt_ms_mean", "tbt_ms_p99", "tbt_ms_request_p99"),
+    "loop_share",
+)
 
 
 def batches(item: Item, lab: Lab) -> Findings:
@@ -37,23 +34,9 @@ def batches(item: Item, lab: Lab) -> Findings:
         for name, overrides in config["rows"].items():
             fixed = any(word.startswith("batch_size=") for word in overrides)
             for size in config["batch_sizes"][:1] if fixed else config["batch_sizes"]:
-                run = run_rows(
-                    lab, draft, config["common"], {name: [f"batch_size={size}", *overrides]}
-                )[name]
-                rows.setdefault(name, {})[size] = run
-                s = run.summary
-                table.append(
-                    (
-                        draft.title,
-                        name,
-                        size,
-                        s["throughput_tokens_per_s"],
-                        s["tbt_ms_mean"],
-                        s["tbt_ms_p99"],
-                        s["tbt_ms_request_p99"],
-                        s["loop_share"],
-                    )
-                )
+                words = draft.words(*config["common"], f"batch_size={size}", *overrides)
+                run = rows.setdefault(name, {})[size] = lab.run(words)
+                table.append((draft.title, name, size, *(run.summary[key] for key in _FIGURES)))
             if fixed:
                 (only,) = rows[name].values()
                 rows[name] = dict.fromkeys(config["batch_sizes"], only)
@@ -93,7 +76,7 @@ def _add_batch_measures(
         return float(rows[name][size].summary[metric])
 
     sizes = list(config["batch_sizes"])
-    loops = next(iter(next(iter(rows.values())).values())).summary["loop_share"]
+    first = next(iter(next(iter(rows.values())).values()))
     for claim, ratios in _batch_ratios(config, rows).items():
         metric, ours, other = config["ratios"][claim]
         for size, ratio in ratios.items():
@@ -101,28 +84,17 @@ def _add_batch_measures(
                 continue
             ends: Interval = (None, None)
             if metric.startswith("tbt"):
-                _, low, high = speed_ratio(rows[ours][size], rows[other][size])
-                ends = (low, high)
-            findings.add(
-                claim,
-                ratio,
-                "simulated",
-                f"{draft.title}; batch {size}",
-                kind=draft.kind,
-                loops=loops,
-                interval=ends,
-            )
+                ends = speed_ratio(rows[ours][size], rows[other][size])[1:]
+            draft.add(findings, claim, ratio, f"batch {size}", run=first, interval=ends)
     for claim, (metric, ours, other) in config.get("below", {}).items():
         worst = max(value(ours, size, metric) / value(other, size, metric) for size in sizes)
-        where = f"{draft.title}; at worst {worst:.2f} of it"
-        findings.add(claim, worst < 1.0, "simulated", where, kind=draft.kind, loops=loops)
+        draft.add(findings, claim, worst < 1.0, f"at worst {worst:.2f} of it", run=first)
     for claim, (metric, others, ours) in config.get("overtakes", {}).items():
         last = sizes[-1]
         ahead = {name: value(name, last, metric) / value(ours, last, metric) for name in others}
         text = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ahead.items())
         above = all(r > 1 for r in ahead.values())
-        where = f"{draft.title}; batch {last}: {text}"
-        findings.add(claim, above, "simulated", where, kind=draft.kind, loops=loops)
+        draft.add(findings, claim, above, f"batch {last}: {text}", run=first)
 
 
 def _batch_ratios(

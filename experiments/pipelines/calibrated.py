@@ -44,17 +44,10 @@ def calibrated(item: Item, lab: Lab) -> Findings:
             row, ratio = _had(draft, name, runs)
             table.append(row)
             points.setdefault(draft.short, []).append((row[2], ratio))
-            title = f"{draft.title}; stages {name}"
             for claim, slow in (("over_specinfer", "hidden"), ("over_pp", "plain")):
                 value, *ends = speed_ratio(runs["dynamic"], runs[slow])
-                findings.add(
-                    claim,
-                    value,
-                    "simulated",
-                    title,
-                    kind=draft.kind,
-                    interval=(ends[0], ends[1]),
-                )
+                text = f"stages {name}"
+                draft.add(findings, claim, value, text, interval=(ends[0], ends[1]))
     for name, (_, static_ms, dynamic_ms) in config["stated"].items():
         for kind, profile in profiles.items():
             step = _step_ms(profile, config["nodes"]["step"])

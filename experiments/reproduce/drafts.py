@@ -16,7 +16,7 @@ import yaml
 
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import SIZE, Item
-from experiments.reproduce.lab import Lab
+from experiments.reproduce.lab import Lab, Outcome
 from specdec.errors import UserError
 
 SIMULATED = "clock=simulated"
@@ -52,6 +52,22 @@ class Draft:
         key = "clock.profile="
         swapped = {f"{key}{name}": f"{key}{other}" for name, other in self.swapped.items()}
         return [*self.overrides, SIMULATED, *(swapped.get(word, word) for word in overrides)]
+
+    def add(
+        self,
+        findings: Findings,
+        claim: str,
+        value: float | bool | None,
+        text: str = "",
+        *,
+        run: Outcome | None = None,
+        interval: tuple[float | None, float | None] = (None, None),
+    ) -> None:
+        """Adds a simulated figure with its hits; the loop share is that of ``run``."""
+        where = f"{self.title}; {text}" if text else self.title
+        loops = run.summary["loop_share"] if run else None
+        simulated = (claim, value, "simulated", where)
+        findings.add(*simulated, kind=self.kind, loops=loops, interval=interval)
 
 
 @cache

@@ -26,12 +26,7 @@ from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.swiftspec.by_set import add_sets
 
 _COLUMNS = (
-    "draft",
-    "row",
-    "tokens/s",
-    "accept length",
-    "accepted/pass",
-    "draft passes/token",
+    *("draft", "row", "tokens/s", "accept length", "accepted/pass", "draft passes/token"),
     "loop_share",
 )
 
@@ -65,26 +60,13 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
         ratios.append(ratio)
         loops += [share] if share is not None else []
         for claim in config.get("speedup", ()):
-            findings.add(
-                claim,
-                ratio,
-                "simulated",
-                draft.title,
-                kind=draft.kind,
-                loops=share,
-                interval=(low, high),
-            )
+            draft.add(findings, claim, ratio, run=best, interval=(low, high))
         if "loss" in config:
             ours, other = (next(iter(runs.values())) for runs in sides.values())
             _add_loss(findings, config["loss"], draft, ours, other)
     if ratios and "speedup_mean" in config:
-        findings.add(
-            config["speedup_mean"],
-            fmean(ratios),
-            "simulated",
-            f"mean of {len(ratios)} drafts",
-            loops=fmean(loops) if loops else None,
-        )
+        text, mean_loops = f"mean of {len(ratios)} drafts", fmean(loops) if loops else None
+        findings.add(config["speedup_mean"], fmean(ratios), "simulated", text, loops=mean_loops)
     findings.measures += computed(config)
     findings.table("Simulated decoding", _COLUMNS, table)
     if "sets" in config:
@@ -102,15 +84,8 @@ def _add_loss(findings: Findings, claim: str, draft: Draft, ours: Outcome, other
     """Adds the loss of accepted tokens per pass of one run against another in per cent."""
     ratio = ours.summary["accepted_per_pass"] / other.summary["accepted_per_pass"]
     rows = beside(ours.results, other.results, accepted_of)
-    findings.add(
-        claim,
-        100 * (1 - ratio),
-        "simulated",
-        f"{draft.title}; equal d and w",
-        kind=draft.kind,
-        loops=ours.summary["loop_share"],
-        interval=interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3]))),
-    )
+    ends = interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3])))
+    draft.add(findings, claim, 100 * (1 - ratio), "equal d and w", run=ours, interval=ends)
 
 
 def _row(title: str, name: str, run: Outcome) -> tuple[Any, ...]:
