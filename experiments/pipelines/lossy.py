@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from experiments.reproduce.drafts import size_overrides
 from experiments.reproduce.findings import Findings, surely
 from experiments.reproduce.intervals import Interval, beside, hits_of, interval
 from experiments.reproduce.items import Item
@@ -22,8 +23,7 @@ def lossy(item: Item, lab: Lab) -> Findings:
     ``strict_hits``, ``strict_loss``.
     """
     findings, config = Findings(), item.config
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
-    size = (f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1")
+    size = (*size_overrides(item, lab), "threads=1")
     runs = {
         name: lab.run(["model=tiny", "clock=simulated", *config["common"], *size, *overrides])
         for name, overrides in config["rows"].items()

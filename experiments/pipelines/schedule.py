@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from experiments.reproduce.drafts import SIMULATED, Draft, drafts
+from experiments.reproduce.drafts import SIMULATED, Draft, drafts, size_overrides
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
@@ -59,9 +59,8 @@ def algorithm(item: Item, lab: Lab) -> Findings:
     models); claims ``output``, ``stages``, ``token``, ``prune``, ``forward``.
     """
     findings, config = Findings(), item.config
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
-    overrides = [*config["compare"], f"data.limit={prompts}", f"max_new_tokens={tokens}"]
-    row = next(r for r in lab.compare(overrides)["rows"] if r["strategy"] == "specpipe")
+    compared = lab.compare([*config["compare"], *size_overrides(item, lab)])
+    row = next(r for r in compared["rows"] if r["strategy"] == "specpipe")
     text = f"bundled pair, {row['num_compared']} prompts, {row['num_differing']} differ"
     findings.add("output", bool(row["lossless"]), "measured", text, loops=row["loop_share"])
     rows = []

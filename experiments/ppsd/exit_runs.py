@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.ppsd.laws import eq5_acceptance
-from experiments.reproduce.drafts import SIMULATED
+from experiments.reproduce.drafts import SIMULATED, size_overrides
 from experiments.reproduce.findings import Findings, surely
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
@@ -104,10 +104,9 @@ def exit_run(
 def _common(
     item: Item, lab: Lab, stages: int, profile: Path | str, overrides: Sequence[str]
 ) -> list[str]:
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
     return [
         *("model=tiny", SIMULATED, f"clock.profile={profile}", f"executor.stages={stages}"),
-        *(f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1", *overrides),
+        *(*size_overrides(item, lab), "threads=1", *overrides),
     ]
 
 

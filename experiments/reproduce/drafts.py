@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import SIZE, Item
 from experiments.reproduce.lab import Lab, Outcome
+from experiments.reproduce.stated import own_yaml
 from specdec.errors import UserError
 
 SIMULATED = "clock=simulated"
@@ -70,20 +68,12 @@ class Draft:
         findings.add(*simulated, kind=self.kind, loops=loops, interval=interval)
 
 
-@cache
 def known_bands() -> Mapping[str, Mapping[str, str]]:
-    """The content of ``bands.yaml``."""
-    path = Path(__file__).with_name("bands.yaml")
-    content: Mapping[str, Mapping[str, str]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return content
+    return own_yaml("bands.yaml")
 
 
-@cache
 def known_drafts() -> Mapping[str, Mapping[str, Any]]:
-    """The content of ``drafts.yaml``."""
-    path = Path(__file__).with_name("drafts.yaml")
-    content: Mapping[str, Mapping[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return content
+    return own_yaml("drafts.yaml")
 
 
 def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> Iterator[Draft]:

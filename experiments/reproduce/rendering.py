@@ -80,8 +80,7 @@ def value_text(claim: Claim, measure: Measure) -> str:
         return "open"
     if isinstance(measure.value, bool):
         return "yes" if measure.value else "no"
-    unit = {"x": "x", "%": " %"}.get(claim.unit, f" {claim.unit}" if claim.unit else "")
-    text = f"{cell(float(measure.value))}{unit}"
+    text = f"{cell(float(measure.value))}{claim.suffix}"
     if measure.low is not None and measure.high is not None:
         text += f" ({cell(measure.low)}-{cell(measure.high)})"
     return text
@@ -100,9 +99,8 @@ def span_text(claim: Claim, measures: Sequence[Measure]) -> str:
 def span_of(claim: Claim, measures: Sequence[Measure]) -> str:
     """Least and largest of our figures for a claim that is a number, with the unit."""
     values = sorted(float(m.value) for m in measures if m.value is not None)
-    unit = {"x": "x", "%": " %"}.get(claim.unit, f" {claim.unit}" if claim.unit else "")
     span = dict.fromkeys(cell(value) for value in (values[0], values[-1]))
-    return f"{' to '.join(span)}{unit}"
+    return f"{' to '.join(span)}{claim.suffix}"
 
 
 def cell(value: Any) -> str:
