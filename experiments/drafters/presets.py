@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.drafters.measure import Runs, Target, parsed, parser, write
+from experiments.drafters.measure import Runs, parsed, parser, write
 from specdec.data.edits import chosen_turns
 
 PROFILE = "clock.profile=uniform_30ms"
@@ -42,13 +42,12 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parsed(parser(__doc__ or "", "experiments.drafters.presets"), given)
     runs, rows = Runs(args), list[dict[str, Any]]()
     own = COPYING if args.data == EDITS else PRESETS
-    target: Target = "real" if args.data == EDITS else "texts"
     for name, overrides in own.items():
         words = (*overrides, PROFILE)
         if args.data == EDITS:
             words += ("model=transcript",)
-        found = runs.measured("tokens per pass", *words, target=target)
-        outcome = runs.counted(*words, target=target)
+        found = runs.measured("tokens per pass", *words)
+        outcome = runs.counted(*words)
         row: dict[str, Any] = {"preset": name, "measured": found}
         row["target_rows"] = int(outcome.summary["target_rows"])
         if args.data == EDITS:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.drafters.measure import Runs, Target, parsed, parser, write
+from experiments.drafters.measure import Runs, parsed, parser, write
 
 EXECUTORS = {
     "local": ("tokens per pass", ("strategy=best_first",)),
@@ -55,8 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for executor, (measure, preset) in EXECUTORS.items():
             own = OWN.get((source, executor))
             overrides = own or (*preset, *SOURCES[source])
-            target: Target = "real" if source == "exit" else "texts"
-            found = runs.measured(measure, *overrides, PROFILE, target=target)
+            found = runs.measured(measure, *overrides, PROFILE)
             rows.append({"source": source, "executor": executor, "measured": found})
             print(f"{source:14} {executor:14} {found or 'refused'}", flush=True)
     write("sources", runs.about, rows, args.results)
