@@ -18,16 +18,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.gpu.shapes import LLAMA3_1B, LLAMA3_8B, Shape, llama_config
+from experiments.gpu.shapes import LLAMA3_1B, LLAMA3_8B, LLAMA3_70B, TINY, Shape, llama_config
 
-LLAMA3_70B = Shape(
-    name="llama3-70b", layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, inner=28672,
-    vocab=128256, tied=False,
-)  # fmt: skip
-TINY = Shape(
-    name="tiny", layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, inner=128, vocab=20_000,
-    tied=True,
-)  # fmt: skip
 SHAPES = {shape.name: shape for shape in (LLAMA3_1B, LLAMA3_8B, LLAMA3_70B, TINY)}
 _LOGIT_STD = 3.0  # of a random row of logits
 _POSITIONS = 131_072
