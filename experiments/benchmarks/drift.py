@@ -43,7 +43,6 @@ LATER_S = (120, 180, 240)
 
 
 def main() -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--write", action="store_true")

@@ -23,7 +23,6 @@ _TURNS = 5
 
 
 def main() -> None:
-    """Prints a table per type."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--inputs", type=int, default=2048)
     parser.add_argument("--outputs", type=int, default=8192)

@@ -35,7 +35,6 @@ def measure(checkout: Path, words: list[str], figure: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs the pairs and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)

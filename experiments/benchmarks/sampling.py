@@ -66,7 +66,6 @@ def least_ms(call: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> int:
-    """Prints the table; 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab-size", type=int, default=128_256)

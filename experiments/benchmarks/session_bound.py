@@ -122,7 +122,6 @@ class Sessions:
 
 
 def main() -> int:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strategies", nargs="+", default=list(DEFAULT), metavar="WORDS")
     parser.add_argument("--sampling", default="greedy")

@@ -37,7 +37,6 @@ TREES = {
 
 
 def main() -> None:
-    """Runs the benchmark and prints a line per tree."""
     torch.set_num_threads(1)
     overrides = [*DEFAULTS, *sys.argv[1:]]
     cfg = run_job_of(["strategy=staged", *overrides]).config

@@ -33,7 +33,6 @@ Rows = Sequence[dict[str, Any]]
 
 
 def main() -> int:
-    """Writes pages and figures."""
     for name in PAGES:
         path = DOCS / name
         write_text(path, rendered(path.read_text(encoding="utf-8")))

@@ -46,7 +46,6 @@ PROFILE = "clock.profile=uniform_30ms"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the table; writes sources-DATA-SAMPLING.json."""
     arguments = parser(__doc__ or "", "experiments.drafters.sources")
     arguments.add_argument("--only", nargs="+", choices=SOURCES, default=list(SOURCES))
     args = parsed(arguments, words)

@@ -36,7 +36,6 @@ SMOKE_NOTE = "SMOKE RUN: tiny shapes, to show that the script works; the figures
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the script; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, any machine")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu"))

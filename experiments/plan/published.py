@@ -131,7 +131,6 @@ def table(asked: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()

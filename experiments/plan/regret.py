@@ -276,7 +276,6 @@ def _measured(
 
 
 def main() -> None:
-    """Runs the cases that are not in the folder yet."""
     names = [case.name for case in cases(False)]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output_dir", type=Path)

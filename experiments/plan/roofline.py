@@ -140,7 +140,6 @@ def held_out(times: Sequence[Timed]) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Prints the constants and the errors."""
     times = read_times(data_folder(None, name="pass times", places=FILE) / FILE)
     series = len({timed.series for timed in times})
     constants = fitted(times)

@@ -100,7 +100,6 @@ def agreeing_pair(
 
 
 def main() -> None:
-    """Writes the pair and FOLDER/pair.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--layers", type=int, help="of the target; default: all of the shape")

@@ -160,7 +160,6 @@ def key_of(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str, 
 
 
 def main() -> None:
-    """Runs the missing rows, each in a separate process."""
     args = _arguments()
     if args.row is not None:
         try:

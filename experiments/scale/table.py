@@ -95,7 +95,6 @@ def _refused(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Writes results/table.md."""
     rows, pairs = [], {}
     for path in sorted(RESULTS.glob("*-pair.json")):
         name = path.name.removesuffix("-pair.json")
