@@ -77,15 +77,9 @@ class ModelTime:
 
 def overrides(args: argparse.Namespace, strategy: str, sampling: str) -> list[str]:
     """The configuration of a row."""
-    chosen = [
-        f"strategy={strategy}",
-        "model=hf",
-        f"model.target={args.folder / 'target'}",
-        f"model.draft={args.folder / 'draft'}",
-        f"model.dtype={args.dtype}",
-        f"max_new_tokens={args.tokens}",
-        *SAMPLINGS[sampling],
-    ]
+    chosen = [f"strategy={strategy}", "model=hf", *SAMPLINGS[sampling]]
+    chosen += [f"model.{name}={args.folder / name}" for name in ("target", "draft")]
+    chosen += [f"model.dtype={args.dtype}", f"max_new_tokens={args.tokens}"]
     if strategy.startswith("specpipe"):
         chosen.append(f"executor.stages={max(args.stages, 2)}")
     elif strategy == "swiftspec":
@@ -121,11 +115,8 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
     steps, answers = totals.steps, result.counters.answers
     config = pair.configs[0]
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    slots = (
-        args.context
-        + args.tokens
-        + runner.parts.policy.max_cached_nodes(runner.parts.executor.in_flight)
-    )
+    nodes = runner.parts.policy.max_cached_nodes(runner.parts.executor.in_flight)
+    slots = args.context + args.tokens + nodes
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head
     itemsize = torch.empty(0, dtype=getattr(torch, pair.dtype)).element_size()
     weights = totals.target_bytes + (strategy not in WITHOUT_DRAFT) * totals.draft_bytes
@@ -150,13 +141,8 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
 
 def key_of(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str, Any]:
     """What distinguishes a row from the others."""
-    return {
-        "model": args.folder.name,
-        "strategy": strategy,
-        "sampling": sampling,
-        "stages": args.stages,
-        "context": args.context,
-    }
+    row = {"model": args.folder.name, "strategy": strategy, "sampling": sampling}
+    return {**row, "stages": args.stages, "context": args.context}
 
 
 def main() -> None:
