@@ -72,7 +72,6 @@ def main() -> None:
 
 
 def count_differences(args: argparse.Namespace) -> None:
-    """The part ``tokens``."""
     for exact in args.exact:
         references: dict[bool, dict[int, RequestResult]] = {}
         for name in args.methods:
@@ -91,7 +90,6 @@ def count_differences(args: argparse.Namespace) -> None:
 
 
 def measure_cost(args: argparse.Namespace) -> None:
-    """The part ``cost``."""
     runners: dict[tuple[str, bool], PartsRunner] = {}
     times: dict[tuple[str, bool], list[float]] = {}
     for exact in (False, True):
@@ -126,7 +124,6 @@ def measure_cost(args: argparse.Namespace) -> None:
 
 
 def configured(args: argparse.Namespace, method: Sequence[str], *, exact: bool) -> dict[str, Any]:
-    """The configuration of a row."""
     size = (f"data.limit={args.prompts}", f"max_new_tokens={args.new_tokens}", "ignore_eos=true")
     numerics = (f"model.dtype={args.dtype}", f"model.exact={str(exact).lower()}")
     overrides = [*method, *MODELS[args.model], *numerics, *size]
@@ -140,7 +137,6 @@ def configured(args: argparse.Namespace, method: Sequence[str], *, exact: bool) 
 def outputs(
     cfg: Mapping[str, Any], pair: Any, prompts: Sequence[TokenPrompt]
 ) -> dict[int, RequestResult]:
-    """Results by prompt id."""
     runner = PartsRunner(cfg=dict(cfg), pair=pair, stop=stop_rules(cfg, pair))
     results: dict[int, RequestResult] = {}
     try:

@@ -186,12 +186,10 @@ def words(verifier: str, tree: str) -> tuple[str, ...]:
 
 
 def is_wrong(name: str, row: dict[str, Any]) -> bool:
-    """Whether a row is biased, or a control is not."""
     return "refused" not in row and row["biased"] != name.startswith("control")
 
 
 def line(name: str, row: dict[str, Any]) -> str:
-    """A row as it is printed."""
     if "refused" in row:
         return f"{name:56} refused: {row['refused'][:100]}"
     return (

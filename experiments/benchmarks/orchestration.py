@@ -109,7 +109,6 @@ def noted(executor: DistributedExecutor) -> list[tuple[str, float, float]]:
 
 
 def print_phases(moments: Sequence[tuple[str, float, float]]) -> None:
-    """Prints the median times of each phase."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in _PHASES.values()}
     for (first, wall, cpu), (second, wall_after, cpu_after) in pairwise(moments):
         if name := _PHASES.get((first, second)):
@@ -144,7 +143,6 @@ def decode(parts: Parts, num_tokens: int) -> tuple[int, list[float]]:
 
 
 def report(steps_ms: list[float], cpu_ms: list[float], late: int, args: argparse.Namespace) -> None:
-    """Prints the results."""
     over = np.array(steps_ms) - args.sleep_ms
     print(
         f"{args.stages + 1} ranks, width {args.width}, stages sleep {args.sleep_ms:g} ms:"

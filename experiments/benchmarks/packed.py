@@ -39,7 +39,6 @@ def main() -> None:
 
 @torch.inference_mode()
 def compare(inputs: int, outputs: int, rows: Sequence[int], dtype: torch.dtype) -> None:
-    """Prints the table of one type."""
     size = inputs * outputs * dtype.itemsize
     plain = [
         nn.Linear(inputs, outputs, bias=False, dtype=dtype) for _ in range(round(_BYTES / size) + 1)
@@ -54,7 +53,6 @@ def compare(inputs: int, outputs: int, rows: Sequence[int], dtype: torch.dtype) 
 
 
 def fastest(layers: Sequence[Callable[[Tensor], Tensor]], hidden: Tensor) -> float:
-    """Seconds per layer in the fastest turn."""
     turns = []
     for _ in range(_TURNS):
         start = perf_counter()

@@ -43,7 +43,6 @@ def rows_of(kind: str, rows: int, vocab_size: int) -> torch.Tensor:
 
 
 def operations(logits: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """The timed calls by name."""
     uniforms = np.random.default_rng(1).random(len(logits))
     calls: dict[str, Callable[[], object]] = {}
     for name, params in SAMPLINGS.items():

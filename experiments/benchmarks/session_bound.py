@@ -84,7 +84,6 @@ class Row:
     in_session: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, calls: list[Call]) -> None:
-        """Counts the session calls of a decode phase."""
         for call, following in zip_longest(calls, calls[1:]):
             self.session_s += call.seconds
             self.in_session[call.session] += call.seconds
@@ -157,7 +156,6 @@ def main() -> int:
 
 
 def _decode(runner: Runner, prompt: TokenPrompt, row: Row, sessions: Sessions) -> None:
-    """Adds one request to its row."""
     sessions.calls.clear()
     finished: list[tuple[RequestResult, float]] = []
     totals = runner.run([prompt], lambda result: finished.append((result, perf_counter())))

@@ -39,7 +39,6 @@ GROUPS = {"two groups in turns": "swiftspec_base", "two groups at once": "swifts
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs all configurations; writes lateness-DATA-SAMPLING.json."""
     arguments = parser(__doc__ or "", "experiments.drafters.lateness")
     arguments.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16])
     arguments.add_argument("--only", nargs="+", choices=DRAFTS, default=list(DRAFTS))

@@ -84,7 +84,6 @@ class Runs:
     """Runs configurations of one size; finished ones are read from disk."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Takes the arguments of ``parser``."""
         torch.set_num_threads(1)
         size = (f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}")
         where = (f"data={args.data}", f"sampling={args.sampling}", "model=tiny", "threads=1")

@@ -75,7 +75,6 @@ def _cell(found: Measured | None) -> str:
 
 
 def _change(one: Measured | None, other: Measured | None) -> str:
-    """A difference; in bold where its interval excludes 0."""
     if one is None or other is None:
         return "-"
     value, low, high = difference(one, other)
@@ -92,7 +91,6 @@ def _by_draft(rows: Rows, strategy: str, num: int) -> dict[str, Measured]:
 
 
 def lateness(folder: Path = RESULTS) -> str:
-    """Hit rates over the number of stages, a table per workload."""
     parts = []
     for content in read("lateness", folder):
         rows, lines = content["rows"], []
@@ -132,7 +130,6 @@ def lateness_control(folder: Path = RESULTS) -> str:
 
 
 def lateness_groups(folder: Path = RESULTS) -> str:
-    """Tokens per pass of two groups of devices."""
     lines = []
     for content in read("lateness", folder):
         for name in GROUPS:
@@ -194,7 +191,6 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def sources(folder: Path = RESULTS) -> str:
-    """Sources by executor, a table per workload."""
     parts = []
     for content in read("sources", folder):
         lines = []
@@ -214,7 +210,6 @@ def sources(folder: Path = RESULTS) -> str:
 
 
 def other_tokenizer(folder: Path = RESULTS) -> str:
-    """Tokens per pass over the share of merges, a table per workload."""
     parts = []
     for content in read("other_tokenizer", folder):
         rows, lines = content["rows"], []
@@ -279,7 +274,6 @@ def _times(one: Measured, other: Measured) -> str:
 
 
 def ddtree(folder: Path = RESULTS) -> str:
-    """``ddtree`` over the static tree, a row per workload."""
     lines = []
     for content in read("presets", folder):
         found = _by_preset(content)
@@ -293,7 +287,6 @@ def ddtree(folder: Path = RESULTS) -> str:
 
 
 def suffix(folder: Path = RESULTS) -> str:
-    """``suffix`` over ``prompt_lookup``, a row per workload."""
     lines = []
     for content in read("presets", folder):
         found = _by_preset(content)

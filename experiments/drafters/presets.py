@@ -38,7 +38,6 @@ EDITS = "edits"
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs the presets; writes presets-DATA-SAMPLING.json."""
     args = parsed(parser(__doc__ or "", "experiments.drafters.presets"), given)
     runs, rows = Runs(args), list[dict[str, Any]]()
     own = COPYING if args.data == EDITS else PRESETS

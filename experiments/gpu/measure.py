@@ -89,7 +89,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def make_bench(args: argparse.Namespace) -> Bench:
-    """Settings of a real run, or of a smoke run."""
     cuda = torch.cuda.is_available() and not args.smoke
     return Bench(
         device="cuda" if cuda else "cpu",
@@ -177,7 +176,6 @@ def _part(bench: Bench, part: Callable[[], Rows], rows: Rows) -> str | None:
 
 
 def device_name(bench: Bench) -> str:
-    """The device as torch names it."""
     return torch.cuda.get_device_name() if bench.captured else "cpu"
 
 
@@ -196,7 +194,6 @@ TABLES = {
 
 
 def page(result: dict[str, Any]) -> str:
-    """The tables as Markdown."""
     lines = ["# GPU path", ""]
     if result["note"]:
         lines += [f"**{result['note']}**", ""]

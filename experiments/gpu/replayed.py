@@ -115,18 +115,15 @@ class ReplayedSource(TokenSource):
     """Computes the draft's own candidates and returns the record's."""
 
     def __init__(self, *, real: DraftModelSource, replayed: SyntheticSource, meter: Meter) -> None:
-        """Wraps both; passes and rows are those of the real one."""
         self._real, self._replayed, self._meter = real, replayed, meter
         self.needs = real.needs
         self.vocab_size = real.vocab_size
 
     @property
     def counters(self):  # type: ignore[no-untyped-def]
-        """The draft model's own."""
         return self._real.counters
 
     def open(self, request: RequestState) -> None:
-        """Opens both."""
         self._real.open(request)
         self._replayed.open(request)
 
@@ -137,12 +134,10 @@ class ReplayedSource(TokenSource):
             return self._replayed.expand(state, nodes, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Commits to both."""
         self._real.commit(commits, output)
         with self._meter.model(REPLAY):
             self._replayed.commit(commits, output)
 
     def close(self, request_id: int) -> None:
-        """Closes both."""
         self._real.close(request_id)
         self._replayed.close(request_id)

@@ -46,7 +46,6 @@ class Bench:
         return self.device == "cuda"
 
     def late(self) -> bool:
-        """Whether the deadline has passed."""
         return perf_counter() > self.deadline
 
     def copies(self, num_bytes: int) -> int:

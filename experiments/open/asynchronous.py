@@ -46,8 +46,6 @@ def asynchronous(item: Item, lab: Lab) -> Findings:
 
 
 class _Bench:
-    """Runs the methods of a case."""
-
     def __init__(self, item: Item, lab: Lab, findings: Findings) -> None:
         self._item = item
         self._config = item.config
@@ -149,7 +147,6 @@ class _Bench:
         return Case(layout=spec["layout"], hits=spec["hits"], **{**base, **own})
 
     def _hits(self, law: str) -> Sequence[str]:
-        """Overrides of one of ``laws``."""
         words: Sequence[str] = self._config["laws"][law]["words"]
         return words
 
@@ -198,7 +195,6 @@ class _Bench:
 
 
 def _rows(speeds: Speeds) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    """Columns and rows of a table of speed-ups."""
     columns = (
         *("hits", "layout", "t_target/t_draft", "acceptance", "link ms", "batch", "method"),
         *("speed-up", "low", "high", "devices", "per device", "hit rate", "loop_share"),

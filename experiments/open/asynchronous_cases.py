@@ -58,7 +58,6 @@ class Speed:
 
     @property
     def per_device(self) -> float:
-        """Speed-up divided by the ratio of devices."""
         return self.value / self.devices
 
 

@@ -93,7 +93,6 @@ def _doublings(ax: Axes, axis: str) -> None:
 
 
 def _bars(ax: Axes, names: Sequence[str], groups: Mapping[str, Mapping[str, float]]) -> None:
-    """Bars per group in the methods' colours."""
     looks = styles(names)
     for place, (_, values) in enumerate(groups.items()):
         shown = [name for name in names if name in values]

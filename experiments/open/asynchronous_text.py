@@ -136,7 +136,6 @@ def _kinds(config: Mapping[str, Any], methods: Mapping[str, Speed]) -> tuple[lis
 def _grid(
     config: Mapping[str, Any], speeds: Speeds, layout: str
 ) -> dict[Case, Mapping[str, Speed]]:
-    """The cases of a layout at the base's link and batch."""
     base = config["base"]
     return {
         case: methods
@@ -158,7 +157,6 @@ def _where(beats: Mapping[float, bool | None]) -> str:
 
 
 def _span(values: Iterable[float | None]) -> str:
-    """The values in order."""
     return ", ".join(f"{value:g}" for value in sorted(v for v in values if v is not None))
 
 

@@ -146,7 +146,6 @@ def top_k(item: Item, lab: Lab) -> Findings:
 
 
 def _record_of(draft: Draft) -> Record | None:
-    """The record of a replayed draft; None for a synthetic one."""
     if not any(word == "model=replay" for word in draft.overrides):
         return None
     path = next((w.partition("=")[2] for w in draft.overrides if w.startswith("model.record=")), "")
@@ -157,7 +156,6 @@ def _record_of(draft: Draft) -> Record | None:
 
 
 def _law_of(overrides: Sequence[str]) -> dict[str, list[float]]:
-    """The parameters of a law, from the model option that the overrides name."""
     model = run_job_of(["strategy=ar", *overrides]).config["model"]
     return {key: model[key] for key in _LAW}
 

@@ -131,7 +131,6 @@ def _by_step(trace: Mapping[str, Any]) -> dict[int, list[Event]]:
 
 
 def _rows(events: Sequence[Event], kind: str) -> dict[int, int]:
-    """Rows of one kind of work by rank."""
     return {e["tid"]: e["args"].get("tokens", 0) for e in events if e["cat"] == kind}
 
 

@@ -124,7 +124,6 @@ def table(lab: Lab, common: Sequence[str], rows: Sequence[Row]) -> dict[str, Out
 
 
 def main_table(lab: Lab, common: Sequence[str]) -> None:
-    """All rows, the tree that SpecInfer would need, and the steps of Eq. 2."""
     runs = table(lab, common, ROWS)
     specpipe, hidden = runs["specpipe"], runs[HIDDEN.name]
     nodes, length = (hidden.summary[k] for k in ("rows_per_target_pass", "acceptance_length"))

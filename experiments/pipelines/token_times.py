@@ -67,7 +67,6 @@ def tbt(item: Item, lab: Lab) -> Findings:
 def run_rows(
     lab: Lab, draft: Draft, common: Sequence[str], rows: Mapping[str, Sequence[str]]
 ) -> dict[str, Outcome]:
-    """Runs every row on one draft; later overrides win."""
     return {name: lab.run(draft.words(*common, *overrides)) for name, overrides in rows.items()}
 
 
@@ -77,7 +76,6 @@ def tbt_interval(run: Outcome) -> Interval:
 
 
 def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[Any, ...]:
-    """One line of a table with ``COLUMNS``."""
     s = run.summary
     return (
         *(draft.title, name, run.tbt_ms, plain.tbt_ms / run.tbt_ms, s["steps_per_token"]),
@@ -89,7 +87,6 @@ def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[An
 def add_ratio(
     findings: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome
 ) -> None:
-    """Adds the speed-up of one row over another, with its interval over prompts."""
     value, low, high = speed_ratio(fast, slow)
     draft.add(findings, claim, value, run=fast, interval=(low, high))
 

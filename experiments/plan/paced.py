@@ -146,7 +146,6 @@ def error(row: Mapping[str, Any]) -> float:
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """A row under ``HEADINGS``."""
     sizes = " ".join(f"{key}={value}" for key, value in row["sizes"].items())
     times = (f"{row[f'{kind}_ms']:.2f}" for kind in ("planned", "paced"))
     shares = (f"{100 * error(row):+.1f} %", f"{100 * row['overrun_share']:.2f} %")
@@ -154,7 +153,6 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def table(stored: Mapping[str, Any]) -> str:
-    """The clusters as a page."""
     revision = str(stored["provenance"].get("git", {}).get("revision", "unknown"))[:12]
     clusters = stored["clusters"]
     lines = [

@@ -98,11 +98,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return f"{self.pair}-{self.data}-t{self.threads}-b{self.batch}"
 
     def words(self, pairs: Path) -> list[str]:
-        """Words of the command line that are common to plan and runs."""
         words = [f"data={self.data}", f"data.sample_seed={self.seed}", f"threads={self.threads}"]
         if self.pair == BUNDLED:
             return [*words, "model=tiny", "sampling=t06"]
@@ -196,7 +194,6 @@ def run_samples(case: Case, folder: Path, before: Mapping[str, Any]) -> dict[str
 
 
 def _config(words: Sequence[str], name: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a candidate's runs, in one process."""
     keys = [f"policy.{k}={json.dumps(v)}" for k, v in sizes.items()]
     cfg = dict(run_job_of([*words, f"strategy={name}", *keys]).config)
     if "stages" in cfg["executor"]:  # planned on one device

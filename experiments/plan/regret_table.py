@@ -231,7 +231,6 @@ def pairs_of(stored: Mapping[str, Any], kind: str) -> dict[str, Pair]:
 
 
 def line(stored: Mapping[str, Any], kind: str, name: str) -> str:
-    """What is printed of a case."""
     cells = KINDS[kind].row(*pairs_of(stored, kind)[name])
     return ", ".join(f"{c} {v}" for c, v in zip(KINDS[kind].columns, cells, strict=True))
 

@@ -66,7 +66,6 @@ class Timed:
     sizes: Mapping[str, Any]
 
     def predicted(self, constants: Constants) -> float:
-        """Milliseconds by the roofline."""
         return pass_ms(self.rows, **self.sizes, constants=constants)
 
 

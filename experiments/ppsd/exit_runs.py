@@ -37,12 +37,10 @@ class ExitRun:
 
     @property
     def speedup(self) -> tuple[float, float | None, float | None]:
-        """Speed-up over plain decoding on the same stages, with its interval."""
         return speed_ratio(self.run, self.plain)
 
     @property
     def alpha(self) -> float:
-        """Accepted over verified draft tokens."""
         return float(self.run.summary["acceptance_rate_verified"])
 
     @property
@@ -51,7 +49,6 @@ class ExitRun:
 
     @property
     def law(self) -> float:
-        """Eq. 4 or 6 at the run's own alpha."""
         return float(self.run.summary["speedup_law"])
 
     @property

@@ -79,7 +79,6 @@ def main() -> None:
 
 
 def section(where: tuple[str, ...], table: pd.DataFrame) -> str:
-    """One table: a line per row, a column per figure."""
     part, data, sampling = where
     rows = [[name, *map(cell, row)] for name, row in zip(table.index, table.values, strict=True)]
     return "\n".join([f"## {part}: {data}, {sampling}", "", *grid(["row", *table], rows), ""])
@@ -155,7 +154,6 @@ def exits(run: Run, profile: str, strategies: dict[str, tuple[str, ...]]) -> Row
 
 
 def ppsd(run: Run) -> Rows:
-    """Speed-up and Eq. 6 on both profiles."""
     rows = {}
     for profile in (UNIFORM, EXIT_PAID):
         rows |= exits(run, profile, {profile.partition("=")[2]: ("ppsd",)})

@@ -31,7 +31,6 @@ def arithmetic(item: Item, lab: Lab) -> Findings:
 
 
 def computed(config: Mapping[str, Any]) -> list[Measure]:
-    """The measures of ``computed``."""
     found = Findings()
     for claim, (text, how) in config.get("computed", {}).items():
         found.add(claim, evaluate(str(text)), "formula", f"{how}: {text}")

@@ -132,7 +132,6 @@ def _reading() -> list[str]:
 
 
 def _run_times(results: Results) -> list[str]:
-    """Size, revision and time of every result, and their sums."""
     found = {name: entry[1] for name, entry in results.items() if entry}
     rows = [
         [
@@ -159,7 +158,6 @@ Figures = Mapping[str, tuple[Item, Findings]]
 
 
 def _by_claim(paper: str, items: Mapping[str, Item], results: Results) -> dict[str, Any]:
-    """The findings of a paper's claims, by item/claim."""
     return {
         f"{item.name}/{claim}": (item, entry[0])
         for name, item in items.items()

@@ -107,7 +107,6 @@ def _on_a_band(item: Item) -> bool:
 
 
 def _ends(draft: Draft) -> list[Draft]:
-    """The draft at every end of the band."""
     return [
         replace(
             draft,
@@ -131,7 +130,6 @@ def short_title(title: str) -> str:
 
 
 def _at_end(title: str, label: str) -> str:
-    """The title of a draft at one end of the band."""
     return f"{title}; {label}"
 
 
@@ -162,7 +160,6 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
 
 
 def size_overrides(item: Item, lab: Lab) -> tuple[str, str]:
-    """Overrides of the number of prompts and tokens."""
     prompts, tokens = item.size["quick" if lab.quick else "full"]
     return f"data.limit={prompts}", f"max_new_tokens={tokens}"
 

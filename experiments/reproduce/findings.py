@@ -95,7 +95,6 @@ class Findings:
         self.measures.append(Measure(**found, **ends, kind=kind, loop_share=loops))  # type: ignore[arg-type]
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Sequence[Any]]) -> None:
-        """Adds a ``Table``."""
         self.tables.append(Table(title, tuple(columns), tuple(tuple(row) for row in rows)))
 
 
@@ -170,7 +169,6 @@ def ratio_to_stated(claim: Claim, measure: Measure) -> str:
 
 
 def of_claim(measures: Sequence[Measure], claim: str) -> list[Measure]:
-    """The figures for one claim."""
     return [measure for measure in measures if measure.claim == claim]
 
 

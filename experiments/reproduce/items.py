@@ -57,7 +57,6 @@ class Item:
 
     @property
     def absent(self) -> list[str]:
-        """Required presets that do not exist."""
         known = options("strategy", ())
         return [preset for preset in self.needs if preset not in known]
 
@@ -95,7 +94,6 @@ class Item:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """The function of "module:function"."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found

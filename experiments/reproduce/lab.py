@@ -57,12 +57,10 @@ class Outcome:
 
     @property
     def tbt_ms(self) -> float:
-        """Mean milliseconds between tokens."""
         return float(self.summary["tbt_ms_mean"])
 
     @property
     def profile(self) -> str:
-        """Name of the latency profile."""
         return str(self.config["clock"].get("profile", ""))
 
 
@@ -158,7 +156,6 @@ class Lab:
         return self._job(overrides, "records", "record.npz") / "record.npz"
 
     def models(self) -> ModelPair:
-        """The bundled pair, loaded."""
         config = run_job_of(["strategy=speculative", "model=tiny", "data=stdlib", "data.limit=1"])
         return self._prepare(config.config)[0]
 
@@ -275,7 +272,6 @@ def _digest(folder: Path) -> str:
 
 
 def _last_wins(overrides: Sequence[str]) -> list[str]:
-    """The last override of each key."""
     return list({word.partition("=")[0]: word for word in overrides}.values())
 
 

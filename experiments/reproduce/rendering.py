@@ -30,7 +30,6 @@ _HEADINGS = (
 
 
 def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> str:
-    """The whole page of one table or figure."""
     title = f"# {item.id}: {item.stated.title}"
     lines = [title, "", f"{item.paper.title}, {item.paper.reference}; {item.stated.section}.", ""]
     if item.stated.claims:
@@ -104,7 +103,6 @@ def span_of(claim: Claim, measures: Sequence[Measure]) -> str:
 
 
 def cell(value: Any) -> str:
-    """One value of a table."""
     if value is None:
         return NONE
     if isinstance(value, bool):
@@ -121,7 +119,6 @@ def cell(value: Any) -> str:
 
 
 def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table."""
     safe = [[str(text).replace("|", "/") for text in row] for row in rows]
     return [
         f"| {' | '.join(str(heading) for heading in headings)} |",

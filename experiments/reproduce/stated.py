@@ -87,19 +87,16 @@ class Claim:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The stated range of a number."""
         assert self.low is not None
         assert self.high is not None
         return self.low, self.high
 
     @property
     def suffix(self) -> str:
-        """The unit as printed behind a number."""
         return self.unit if self.unit in ("", "x") else f" {self.unit}"
 
     @property
     def stated(self) -> str:
-        """The stated value as printed."""
         if self.low is None or self.high is None:
             return self.sentence
         ends = dict.fromkeys(f"{end:g}" for end in self.ends)

@@ -65,7 +65,6 @@ def draft_of(target: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 
 
 def scale_late_layers(model: LlamaForCausalLM, first: int, factor: float) -> None:
-    """Multiplies what layers from ``first`` on add to the hidden states."""
     with torch.no_grad():
         for layer in model.model.layers[first:]:
             layer.self_attn.o_proj.weight.mul_(factor)

@@ -61,7 +61,6 @@ class ModelTime:
     """CPU seconds of this thread in passes of models while installed."""
 
     def __init__(self) -> None:
-        """Wraps ``ModelRunner.forward`` of this process."""
         self.seconds = 0.0
         original = ModelRunner.forward
 
@@ -76,7 +75,6 @@ class ModelTime:
 
 
 def overrides(args: argparse.Namespace, strategy: str, sampling: str) -> list[str]:
-    """The configuration of a row."""
     chosen = [f"strategy={strategy}", "model=hf", *SAMPLINGS[sampling]]
     chosen += [f"model.{name}={args.folder / name}" for name in ("target", "draft")]
     chosen += [f"model.dtype={args.dtype}", f"max_new_tokens={args.tokens}"]
@@ -140,7 +138,6 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
 
 
 def key_of(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str, Any]:
-    """What distinguishes a row from the others."""
     row = {"model": args.folder.name, "strategy": strategy, "sampling": sampling}
     return {**row, "stages": args.stages, "context": args.context}
 

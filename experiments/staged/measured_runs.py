@@ -221,7 +221,6 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
 
 
 def _runs(records: Sequence[Any]) -> dict[str, list[Run]]:
-    """The runs of each strategy, one per repeat."""
     by: dict[tuple[str, int], list[Any]] = {}
     for record in records:
         by.setdefault((record.strategy, record.repeat), []).append(record)
