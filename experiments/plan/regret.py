@@ -141,36 +141,16 @@ def run_case(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
     """The plan of a case and the measured times of eight of its candidates."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
-    request = plan_request(
-        [
-            *(*words, f"data.limit={_PLANNED}", "profile=measured"),
-            f"batch={case.batch}",
-            "objective=" + ("latency" if case.batch == 1 else "throughput"),
-        ]
-    )
+    objective = f"objective={'latency' if case.batch == 1 else 'throughput'}"
+    planned = [f"data.limit={_PLANNED}", "profile=measured", f"batch={case.batch}", objective]
+    request = plan_request([*words, *planned])
     torch.set_num_threads(case.threads)
-    plan = plan_job(request, folder, NoProgress())
-    choices = tried(plan.choices)
+    choices = tried(plan_job(request, folder, NoProgress()).choices)
     # Where sizes of few presets are left, the presets as they are fill up the eight.
     for name, sizes, _ in list(choices):
         if sizes and len(choices) < BEST + OTHERS:
             choices.append((name, {}, None))
-    return _result(case, choices, words, quick)
-
-
-def run_control(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
-    """The measured times of eight times the same candidate, as if the first had been chosen."""
-    words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
-    torch.set_num_threads(case.threads)
-    return _result(case, [(CONTROL, {}, None)] * (BEST + OTHERS), words, quick)
-
-
-def run_again(case: Case, folder: Path, quick: bool, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The measured times of the candidates of a stored case, on prompts that follow its own."""
-    words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
-    torch.set_num_threads(case.threads)
-    choices = [(c["strategy"], c["sizes"], c["planned_tokens_per_s"]) for c in before["candidates"]]
-    return _result(case, choices, words, quick, skipped=len(before["candidates"][0]["turns"]))
+    return measured(case, folder, choices, quick)
 
 
 def run_samples(case: Case, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,30 +181,31 @@ def _config(words: Sequence[str], name: str, sizes: Mapping[str, Any]) -> dict[s
     return cfg
 
 
-def _result(
-    case: Case, choices: Sequence[Tried], words: Sequence[str], quick: bool, skipped: int = 0
+def measured(
+    case: Case, folder: Path, choices: Sequence[Tried], quick: bool, skipped: int = 0
 ) -> dict[str, Any]:
     """What is stored of a case; ``turns`` are seconds and tokens of every batch of prompts.
 
     The first ``skipped`` batches after the prompts of the record are left out.
     """
+    torch.set_num_threads(case.threads)
     count = (2 if quick else _RUN[case.batch]) * case.batch
     limit = _PLANNED + skipped * case.batch + count
-    words = [*words, f"data.limit={limit}", f"batch_size={case.batch}"]
-    measured = _measured(words, choices, count, case.batch)
-    return {
-        "case": asdict(case),
-        "candidates": [
-            {
-                "strategy": name,
-                "sizes": dict(sizes),
-                "planned_tokens_per_s": planned,
-                "measured_tokens_per_s": sum(n for _, n in turns) / sum(s for s, _ in turns),
-                "turns": turns,
-            }
-            for (name, sizes, planned), turns in zip(choices, measured, strict=True)
-        ],
-    }
+    words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
+    words += [f"data.limit={limit}", f"batch_size={case.batch}"]
+    candidates = [
+        {
+            "strategy": name,
+            "sizes": dict(sizes),
+            "planned_tokens_per_s": planned,
+            "measured_tokens_per_s": sum(n for _, n in turns) / sum(s for s, _ in turns),
+            "turns": turns,
+        }
+        for (name, sizes, planned), turns in zip(
+            choices, _measured(words, choices, count, case.batch), strict=True
+        )
+    ]
+    return {"case": asdict(case), "candidates": candidates}
 
 
 def tried(choices: Sequence[Recommendation]) -> list[Tried]:
@@ -296,13 +277,18 @@ def main() -> None:
     for case in wanted:
         if case.name not in found:
             folder = args.output_dir / case.name
-            if args.again:
-                result = run_again(case, folder, args.quick, planned[case.name])
-            elif args.samples:
+            if args.samples:
                 result = run_samples(case, folder, planned[case.name])
+            elif args.again:  # on prompts that follow the stored case's own
+                before = planned[case.name]["candidates"]
+                keys = ("strategy", "sizes", "planned_tokens_per_s")
+                again = [tuple(c[key] for key in keys) for c in before]
+                result = measured(case, folder, again, args.quick, len(before[0]["turns"]))
+            elif args.control:
+                same: list[Tried] = [(CONTROL, {}, None)] * (BEST + OTHERS)
+                result = measured(case, folder, same, args.quick)
             else:
-                run = run_control if args.control else run_case
-                result = run(case, folder, args.quick)
+                result = run_case(case, folder, args.quick)
             result["provenance"] = provenance(command=["experiments.plan.regret"], config={})
             found[case.name] = result
             write_json(path, stored)
