@@ -21,7 +21,6 @@ from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.profiles import write_profile
-from specdec.config.options import options
 from specdec.errors import UserError
 
 
@@ -51,14 +50,7 @@ class _Bench:
         self._config = item.config
         self._lab = lab
         self._findings = findings
-        known = options("strategy", ())
-        self._methods = {}
-        for name, method in self._config["methods"].items():
-            preset = method["words"][0].removeprefix("strategy=")
-            if preset in known:
-                self._methods[name] = method
-            else:
-                findings.missing.append(f"{name}: preset {preset} does not exist")
+        self._methods = self._config["methods"]
 
     def speeds(self, case: Case, hits: Sequence[str] | None = None) -> dict[str, Speed]:
         """Every method of the case's layout; ``hits``: overrides in place of the synthetic law."""
@@ -74,10 +66,8 @@ class _Bench:
                     if name == self._config["reference"]:
                         raise
                     self._miss(f"{name}: {error}")
-        plain = runs[self._config["reference"]]
-        return {
-            name: self._speed(case, self._methods[name], run, plain) for name, run in runs.items()
-        }
+        plain, methods = runs[self._config["reference"]], self._methods
+        return {n: self._speed(case, methods[n], run, plain) for n, run in runs.items()}
 
     def replays(self) -> Iterator[tuple[Case, list[str]]]:
         """The bundled pair at the base case, per layout and temperature."""
@@ -97,18 +87,10 @@ class _Bench:
     def claims(self) -> None:
         """The stated values: the ratio of two methods with the hits of a measured pair."""
         for claim, spec in self._config["claims"].items():
-            absent = [name for name in spec["rows"] if name not in self._methods]
-            if absent:
-                self._miss(f"claim {claim}: no {', '.join(absent)}")
-                continue
             case = self._case(spec)
             try:
-                fast, slow = (
-                    self._run(
-                        case, self._methods[name], self._hits(spec["hits"]), spec.get("words", ())
-                    )
-                    for name in spec["rows"]
-                )
+                hits, words = self._hits(spec["hits"]), spec.get("words", ())
+                fast, slow = (self._run(case, self._methods[n], hits, words) for n in spec["rows"])
             except UserError as error:
                 self._miss(f"claim {claim}: {error}")
                 continue
@@ -118,9 +100,8 @@ class _Bench:
             rows = " over ".join(spec["rows"])
             times = ", ".join(spec.get("words", (f"t_target/t_draft {spec['ratio']:g}",)))
             where = f"{rows}; {title}; {layout}, {times}"
-            self._findings.add(
-                claim, value, "simulated", where, kind="calibrated", interval=(low, high)
-            )
+            simulated = (claim, value, "simulated", where)
+            self._findings.add(*simulated, kind="calibrated", interval=(low, high))
 
     def distance(self) -> None:
         """Serial speculation with the draft beside the target or across a link."""
