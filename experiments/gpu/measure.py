@@ -28,6 +28,7 @@ from experiments.gpu.requirements import LIMIT_S, verdicts
 from experiments.gpu.shapes import FULL, LLAMA3_1B, LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET
 from experiments.gpu.strategies import shape_rows, trained_rows
 from experiments.gpu.timing import Bench, copy_bandwidth
+from experiments.reproduce.rendering import grid
 from specdec.files import write_json, write_text
 from specdec.report.provenance import provenance
 
@@ -59,23 +60,18 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     start = perf_counter()
     bench = make_bench(args)
+    settings = {"dtype": str(bench.dtype).removeprefix("torch.")}
+    settings |= {k: getattr(bench, k) for k in ("attention", "graphs", "kernels", "repeats")}
+    settings["timed"] = "CUDA events around replays" if bench.captured else "calls, no graphs"
     result: dict[str, Any] = {
         "smoke": args.smoke,
         "note": SMOKE_NOTE if args.smoke else "",
-        "device": device_name(bench),
-        "settings": {
-            "dtype": str(bench.dtype).removeprefix("torch."),
-            "attention": bench.attention,
-            "graphs": bench.graphs,
-            "kernels": bench.kernels,
-            "repeats": bench.repeats,
-            "timed": "CUDA events around replays" if bench.captured else "calls, no graphs",
-        },
+        "device": torch.cuda.get_device_name() if bench.captured else "cpu",
+        "settings": settings,
         "copy_bandwidth_gb_per_s": None,
         "problems": [],
+        "provenance": provenance(command=["experiments.gpu.measure"], config=settings),
     }
-    settings = result["settings"]
-    result["provenance"] = provenance(command=["experiments.gpu.measure"], config=settings)
 
     def write() -> None:
         result["wall_s"] = perf_counter() - start
@@ -175,10 +171,6 @@ def _part(bench: Bench, part: Callable[[], Rows], rows: Rows) -> str | None:
     return None
 
 
-def device_name(bench: Bench) -> str:
-    return torch.cuda.get_device_name() if bench.captured else "cpu"
-
-
 TABLES = {
     "bars": ["bar", "wanted", "found", "verdict"],
     "passes": [
@@ -206,9 +198,8 @@ def page(result: dict[str, Any]) -> str:
         "says what is accepted; `net` is without what the replay itself takes.",
     ]
     for name, columns in TABLES.items():
-        lines += ["", f"## {name}", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-        for row in result.get(name, []):
-            lines.append(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |")
+        rows = [[_cell(row.get(column)) for column in columns] for row in result.get(name, [])]
+        lines += ["", f"## {name}", "", *grid(columns, rows)]
     if result["problems"]:
         lines += ["", "## Problems", "", *(f"- {problem}" for problem in result["problems"])]
     return "\n".join(lines) + "\n"

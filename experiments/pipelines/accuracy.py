@@ -127,19 +127,17 @@ def top_k(item: Item, lab: Lab) -> Findings:
         series[draft.short] = (ks, shares)
     columns = ("draft", "kind", *(f"top-{k}" for k in ks), "loop_share", "prompts", "tokens")
     findings.table("Hit ratio of the draft's k best tokens", columns, table)
-    findings.missing += list(config.get("times", ()))
+    findings.missing += config.get("times", ())
     fig, (ax,) = figure(7.0, 4.2)
     lines(ax, series)
-    for claim in item.stated.claims.values():
-        if claim.id in config["claims"] and claim.low is not None and claim.high is not None:
-            k = config["claims"][claim.id]
-            ax.plot([k, k], [claim.low, claim.high], lw=7, color="#e0b050", zorder=2)
-            ax.plot([k], [claim.high], marker="_", ms=9, color="#c9982e", zorder=2)
+    for name, k in config["claims"].items():
+        low, high = item.stated.claims[name].ends
+        ax.plot([k, k], [low, high], lw=7, color="#e0b050", zorder=2)
+        ax.plot([k], [high], marker="_", ms=9, color="#c9982e", zorder=2)
     ax.plot([], [], lw=7, color="#e0b050", label="stated for Llama 8B / 1B and 70B")
     doublings(ax, ks)
-    tidy(
-        ax, x="k (candidates)", y="share of the target's tokens among them", title=item.stated.title
-    )
+    y = "share of the target's tokens among them"
+    tidy(ax, x="k (candidates)", y=y, title=item.stated.title)
     legend(ax)
     findings.figure = fig
     return findings
@@ -161,13 +159,8 @@ def _law_of(overrides: Sequence[str]) -> dict[str, list[float]]:
 
 
 def quality_overrides(easy: float, fair: float | None = None, sure: float = 0.95) -> list[str]:
-    """A synthetic draft of rising quality.
-
-    Args:
-        easy: share of easy positions.
-        fair: share of positions of medium difficulty (default: half of the others).
-        sure: probability that it is right at an easy position.
-    """
+    """A synthetic draft: shares of easy and fair positions (default: half of the others), and the
+    probability that it is right at an easy one."""
     fair = (1.0 - easy) / 2 if fair is None else fair
     weights = f"[{easy},{fair:.3f},{1.0 - easy - fair:.3f}]"
     law = [f"model.weights={weights}", f"model.top1=[{sure},0.6,0.3]"]

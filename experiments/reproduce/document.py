@@ -10,6 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from experiments.reproduce.findings import (
+    INSIDE,
     MISSING,
     UNDECIDED,
     Findings,
@@ -111,15 +112,9 @@ def _prose(text: str, *, bullet: str = "") -> list[str]:
     lines = []
     for paragraph in text.strip().split("\n\n"):
         words = " ".join(paragraph.split())
-        indent = " " * len(bullet)
-        lines += wrap(
-            words,
-            _WIDTH,
-            initial_indent=bullet,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        indents = {"initial_indent": bullet, "subsequent_indent": " " * len(bullet)}
+        whole = {"break_long_words": False, "break_on_hyphens": False}
+        lines += wrap(words, _WIDTH, **indents, **whole)  # type: ignore[arg-type]
         lines += [] if bullet else [""]
     return lines
 
@@ -133,18 +128,11 @@ def _reading() -> list[str]:
 
 def _run_times(results: Results) -> list[str]:
     found = {name: entry[1] for name, entry in results.items() if entry}
-    rows = [
-        [
-            name,
-            conditions["size"].partition(":")[0],
-            "yes" if conditions.get("paced") else NONE,
-            f"{conditions['seconds']:.0f}",
-            f"{conditions['cpu_seconds']:.0f}",
-            conditions["revision"],
-        ]
-        for name, conditions in found.items()
-    ]
-    sums = [sum(float(c[key]) for c in found.values()) for key in ("seconds", "cpu_seconds")]
+    keys, rows = ("seconds", "cpu_seconds"), []
+    for name, c in found.items():
+        size = (c["size"].partition(":")[0], "yes" if c.get("paced") else NONE)
+        rows.append([name, *size, *(f"{c[key]:.0f}" for key in keys), c["revision"]])
+    sums = (sum(float(c[key]) for c in found.values()) for key in keys)
     rows.append(["all", NONE, NONE, *(f"{value:.0f}" for value in sums), NONE])
     revisions = {conditions["revision"] for conditions in found.values()}
     num = "one revision" if len(revisions) == 1 else f"{len(revisions)} revisions"
@@ -193,17 +181,10 @@ def _opening(paper: Paper, figures: Figures) -> list[str]:
     for group, heading in _GROUPS.items():
         sentences = paper.summary.get(group, ())
         if sentences:
-            lines += [
-                f"**{heading}.**",
-                "",
-                *(
-                    line
-                    for s in sentences
-                    for line in _prose(
-                        f"{_filled(s.text, figures)} ({', '.join(s.claims)})", bullet="- "
-                    )
-                ),
-            ]
+            lines += [f"**{heading}.**", ""]
+            for s in sentences:
+                text = f"{_filled(s.text, figures)} ({', '.join(s.claims)})"
+                lines += _prose(text, bullet="- ")
             lines.append("")
     return lines
 
@@ -221,14 +202,9 @@ def _summary(items: Mapping[str, Item], results: Mapping[str, Any]) -> list[str]
             claims[outcome if counted else "not tested"] += 1
             kinds = (kind_of(claim, m) for m in of_claim(findings.measures, claim.id))
             figures_of.setdefault(item.paper.name, Counter()).update(kinds)
+    columns = INSIDE, ("outside", "does not hold"), (UNDECIDED,), ("not tested",)
     rows = [
-        [
-            paper,
-            str(claims["inside"] + claims["holds"]),
-            str(claims["outside"] + claims["does not hold"]),
-            str(claims[UNDECIDED]),
-            str(claims["not tested"]),
-        ]
+        [paper, *(str(sum(claims[outcome] for outcome in column)) for column in columns)]
         for paper, claims in claims_of.items()
         if claims
     ]
@@ -244,10 +220,11 @@ def _section(item: Item, result: tuple[Findings, dict[str, Any]] | None) -> list
     if result is None:
         return [*lines, f"No result yet: run `specdec reproduce {item.id}`.", ""]
     findings, conditions = result
-    rows = []
-    for claim in item.stated.claims.values():
-        for measure in of_claim(findings.measures, claim.id) or [None]:
-            rows.append(_row(claim, measure))
+    rows = [
+        _row(claim, measure)
+        for claim in item.stated.claims.values()
+        for measure in of_claim(findings.measures, claim.id) or [None]
+    ]
     if rows:
         headings = ("claim", "paper", "window", "ours", "kind", "verdict", "on")
         lines += [*grid(headings, rows), ""]
@@ -258,11 +235,8 @@ def _section(item: Item, result: tuple[Findings, dict[str, Any]] | None) -> list
         missing = [text.removeprefix("missing: ").rstrip(".") for text in findings.missing]
         lines += _prose(f"Missing: {'; '.join(missing)}.")
     page = f"../experiments/{item.paper.name}/results/{item.name}.md"
-    return [
-        *lines,
-        f"[Table]({page}); {conditions['size']}; revision {conditions['revision']}.",
-        "",
-    ]
+    text = f"[Table]({page}); {conditions['size']}; revision {conditions['revision']}."
+    return [*lines, text, ""]
 
 
 def _row(claim: Claim, measure: Measure | None) -> list[str]:

@@ -47,11 +47,11 @@ def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> s
 
 def claim_rows(item: Item, findings: Findings) -> list[list[str]]:
     """One row per claim and figure of ours; a claim without a figure is "missing"."""
-    rows = []
-    for claim in item.stated.claims.values():
-        for measure in of_claim(findings.measures, claim.id) or [None]:
-            rows.append(_claim_row(claim, measure, item))
-    return rows
+    return [
+        _claim_row(claim, measure, item)
+        for claim in item.stated.claims.values()
+        for measure in of_claim(findings.measures, claim.id) or [None]
+    ]
 
 
 def _claim_row(claim: Claim, measure: Measure | None, item: Item) -> list[str]:
@@ -62,15 +62,8 @@ def _claim_row(claim: Claim, measure: Measure | None, item: Item) -> list[str]:
         return [*stated, *by_origin.values(), "", NONE, MISSING, NONE, why]
     by_origin[measure.origin] = value_text(claim, measure)
     loops = NONE if measure.loop_share is None else f"{100 * measure.loop_share:.0f} %"
-    return [
-        *stated,
-        *by_origin.values(),
-        ratio_to_stated(claim, measure),
-        kind_of(claim, measure),
-        verdict(claim, measure),
-        loops,
-        measure.conditions,
-    ]
+    outcome = (kind_of(claim, measure), verdict(claim, measure), loops, measure.conditions)
+    return [*stated, *by_origin.values(), ratio_to_stated(claim, measure), *outcome]
 
 
 def value_text(claim: Claim, measure: Measure) -> str:
