@@ -30,13 +30,8 @@ from specdec.types import FloatArray
 
 NEAR = 0.1
 WORDS = (
-    "model=tiny",
-    "sampling=t06",
-    "data=humaneval",
-    "data.limit=16",
-    "max_new_tokens=64",
-    "threads=1",
-    "strategy=ar",
+    *("model=tiny", "sampling=t06", "data=humaneval", "data.limit=16", "max_new_tokens=64"),
+    *("threads=1", "strategy=ar"),
 )
 WINDOWS_S = (15, 30, 60)
 LATER_S = (120, 180, 240)

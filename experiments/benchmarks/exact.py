@@ -43,9 +43,7 @@ METHODS: Mapping[str, Sequence[str]] = {
     "specinfer": ["strategy=specinfer"],
     "specpipe": ["strategy=specpipe", *PIPELINE],
     "swiftspec": [
-        "strategy=swiftspec",
-        "executor.target_degree=2",
-        "executor.draft_degree=1",
+        *("strategy=swiftspec", "executor.target_degree=2", "executor.draft_degree=1"),
         "executor.transport=distributed",
     ],
     "ppsd": ["strategy=ppsd"],
@@ -56,10 +54,7 @@ METHODS: Mapping[str, Sequence[str]] = {
 MODELS: Mapping[str, Sequence[str]] = {
     "tiny": ["model=tiny"],
     "vocabulary": [
-        "model=random",
-        "model.vocab_size=128256",
-        "model.hidden_size=64",
-        "model.num_layers=4",
+        *("model=random", "model.vocab_size=128256", "model.hidden_size=64", "model.num_layers=4")
     ],
 }
 

@@ -61,8 +61,6 @@ class Measured:
         value, low, high: over all prompts, and its 95 % bootstrap interval over prompts.
         counts: [numerator, denominator] of each prompt.
         steps_per_token: of the executor; a fill of the pipeline per prompt is included.
-        loop_share: see docs/metrics.md.
-        tokens: number of generated tokens.
         cpu_s: seconds of CPU time; about 0 for a run that was read from disk.
     """
 

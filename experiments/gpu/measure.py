@@ -102,14 +102,7 @@ def make_bench(args: argparse.Namespace) -> Bench:
 def measure(
     bench: Bench, result: dict[str, Any], write: Callable[[], None], *, smoke: bool
 ) -> None:
-    """Measures all sections; a failing part is recorded and the others continue.
-
-    Args:
-        bench: device and number of repeats.
-        result: filled with rows by section, and "problems".
-        write: called after every part.
-        smoke: tiny shapes.
-    """
+    """Fills ``result`` with rows by section; a failing part is recorded, the others continue."""
     bandwidth = copy_bandwidth(bench)
     result["copy_bandwidth_gb_per_s"] = bandwidth / 1e9
     shapes = (SMOKE_TARGET,) if smoke else FULL

@@ -35,20 +35,20 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * context * itemsize
 
 
-def _shape(name: str, *sizes: int, tied: bool) -> Shape:
+def shape_of(name: str, *sizes: int, tied: bool) -> Shape:
     """A shape of its sizes in the order of the class."""
     keys = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")
     return Shape(name=name, **dict(zip(keys, sizes, strict=True)), tied=tied)
 
 
-LLAMA3_1B = _shape("llama3-1b", 16, 2048, 32, 8, 64, 8192, 128256, tied=True)
-LLAMA3_3B = _shape("llama3-3b", 28, 3072, 24, 8, 128, 8192, 128256, tied=True)
-LLAMA3_8B = _shape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256, tied=False)
-LLAMA3_70B = _shape("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256, tied=False)
-LLAMA2_7B = _shape("llama2-7b", 32, 4096, 32, 32, 128, 11008, 32000, tied=False)
-SMOKE_TARGET = _shape("smoke-target", 2, 32, 4, 2, 8, 48, 4096, tied=False)
-SMOKE_DRAFT = _shape("smoke-draft", 1, 16, 2, 1, 8, 24, 4096, tied=True)
-TINY = _shape("tiny", 4, 64, 4, 2, 16, 128, 20_000, tied=True)
+LLAMA3_1B = shape_of("llama3-1b", 16, 2048, 32, 8, 64, 8192, 128256, tied=True)
+LLAMA3_3B = shape_of("llama3-3b", 28, 3072, 24, 8, 128, 8192, 128256, tied=True)
+LLAMA3_8B = shape_of("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256, tied=False)
+LLAMA3_70B = shape_of("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256, tied=False)
+LLAMA2_7B = shape_of("llama2-7b", 32, 4096, 32, 32, 128, 11008, 32000, tied=False)
+SMOKE_TARGET = shape_of("smoke-target", 2, 32, 4, 2, 8, 48, 4096, tied=False)
+SMOKE_DRAFT = shape_of("smoke-draft", 1, 16, 2, 1, 8, 24, 4096, tied=True)
+TINY = shape_of("tiny", 4, 64, 4, 2, 16, 128, 20_000, tied=True)
 
 FULL = (LLAMA3_8B, LLAMA3_3B, LLAMA3_1B, LLAMA2_7B)
 

@@ -20,14 +20,11 @@ class Bench:
     """Settings of the measurements.
 
     Attributes:
-        device: "cuda" or "cpu".
-        dtype: of weights and activations.
         repeats: number of timings, of which the median is taken.
         copy_mib: size of the tensor of the bandwidth measurement.
         cold_mib: size of the different operands over which an operation is timed, so that none is
             still in the second-level cache.
         deadline: ``perf_counter`` value after which no measurement starts.
-        attention, graphs, kernels: settings of the models.
     """
 
     device: str

@@ -43,9 +43,7 @@ class Run:
 
     Attributes:
         hits: int64[T], by position: 1 where the draft's token is the target's, -1 if not known.
-        num_tokens: emitted.
         fixed_s: seconds outside of passes, and the prompt's passes.
-        draft_s, target_s: seconds of every pass.
     """
 
     hits: IntArray

@@ -36,8 +36,6 @@ class Row:
     """One strategy.
 
     Attributes:
-        name: name in tables.
-        overrides: overrides of ``specdec run``.
         beside, between_hit, between_miss: draft passes, see ``decode_counts``.
     """
 

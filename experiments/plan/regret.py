@@ -30,14 +30,15 @@ import argparse
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.gpu.shapes import Shape
+from experiments.gpu.shapes import Shape, shape_of
 from experiments.plan.regret_table import KINDS, line, page, pairs_of
 from experiments.scale.checkpoints import agreeing_pair
 from specdec.config.job import run_job_of
@@ -56,13 +57,9 @@ BUNDLED = "bundled"
 _VOCAB = 4096  # of the bundled tokenizer, which the random pairs share
 # Shape, layers of the draft, and the share of positions at which it has the target's first choice.
 RANDOM: Mapping[str, tuple[Shape, int, float]] = {
-    "random_60": (
-        Shape(name="random_60", layers=8, hidden=512, heads=8, kv_heads=2, head_dim=64, inner=1536,
-              vocab=_VOCAB, tied=True), 1, 0.6),
-    "random_85": (
-        Shape(name="random_85", layers=12, hidden=128, heads=4, kv_heads=2, head_dim=32, inner=384,
-              vocab=_VOCAB, tied=True), 2, 0.85),
-}  # fmt: skip
+    "random_60": (shape_of("random_60", 8, 512, 8, 2, 64, 1536, _VOCAB, tied=True), 1, 0.6),
+    "random_85": (shape_of("random_85", 12, 128, 4, 2, 32, 384, _VOCAB, tied=True), 2, 0.85),
+}
 PAIRS = (BUNDLED, *RANDOM)
 Tried = tuple[str, Mapping[str, Any], float | None]
 """Preset, sizes, and planned tokens per second; None for a preset that fills up."""
@@ -112,14 +109,12 @@ class Case:
 
 def cases(quick: bool) -> list[Case]:
     """All cases; of the batch sizes 4 only for the bundled pair."""
-    found = [
-        Case(pair=pair, data=data, threads=threads, batch=batch)
-        for pair in PAIRS
-        for data in SETS
-        for threads in (1, 2)
+    keys = [
+        {"pair": pair, "data": data, "threads": threads, "batch": batch}
+        for pair, data, threads in product(PAIRS, SETS, (1, 2))
         for batch in ((1, 4) if pair == BUNDLED else (1,))
     ]
-    found = [replace(case, seed=number) for number, case in enumerate(found, 1)]
+    found = [Case(**of, seed=number) for number, of in enumerate(keys, 1)]
     return found[:1] if quick else found
 
 

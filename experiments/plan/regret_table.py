@@ -176,10 +176,8 @@ class Kind:
     """A kind of measurement: its part of the page.
 
     Attributes:
-        head: Markdown above the table.
-        columns: of the table, after the case's name.
-        row: the cells of a ``Pair``.
-        summary: the line under the table.
+        head, summary: Markdown above the table, and the line under it.
+        columns, row: headings after the case's name, and the cells of a ``Pair``.
     """
 
     head: str

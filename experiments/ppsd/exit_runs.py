@@ -71,13 +71,9 @@ def exit_run(
     """Runs a strategy and plain decoding on ceil(layers / exit_layer) equal stages.
 
     Args:
-        item: has the number of prompts and tokens.
-        lab: runs both.
-        exit_layer: a layer with a head.
         pass_ms, transfer_ms: times of a target pass, and of a transfer between two stages.
         overrides: further overrides of both, e.g. data and sampling.
         head: kind of head (default: transformer if the layer has one).
-        strategy: overrides of the strategy.
     """
     stages = -(-_LAYERS // exit_layer)
     profile = write_profile(

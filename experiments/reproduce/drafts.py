@@ -25,11 +25,8 @@ class Draft:
     """One origin of hits.
 
     Attributes:
-        name: name in ``drafts.yaml``.
-        title: title in tables.
-        short: title in pictures.
+        title, short: titles in tables and in pictures.
         overrides: overrides that choose model, prompts and length.
-        kind: kind of verdicts on its figures (``stated.KINDS``).
         profiles: latency profiles that stand in place of others, at one end of a band.
     """
 

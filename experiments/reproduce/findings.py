@@ -26,12 +26,9 @@ class Measure:
     """One figure of ours for a claim.
 
     Attributes:
-        claim: id of the claim.
         value: the figure; for a claim that is a sentence, whether it holds, None if an interval
             leaves it open.
-        origin: one of ``ORIGINS``.
         conditions: models, data and settings.
-        kind: one of ``KINDS``: what a verdict on the figure says.
         low, high: 95 % interval over prompts; None if there is none.
         loop_share: loop share of its tokens; None for synthetic tokens and formulas.
     """
@@ -64,8 +61,6 @@ class Findings:
     """The return value of an item's builder.
 
     Attributes:
-        measures: figures for the claims.
-        tables: tables in order.
         figure: a matplotlib ``Figure``, PNG bytes, or None.
         notes: sentences under the tables, such as assumptions.
         missing: parts that could not be run, with the reason.

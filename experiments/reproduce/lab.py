@@ -43,11 +43,9 @@ class Outcome:
     """One finished run.
 
     Attributes:
-        config: resolved configuration.
         summary: every metric (docs/metrics.md); ``loop_share`` is the record's for replays, None
             for synthetic tokens.
         results, totals: the raw counts of the summary.
-        folder: the run folder.
     """
 
     config: Mapping[str, Any]
@@ -70,8 +68,6 @@ class Lab:
     """Runs strategies for the builders of tables and figures.
 
     Attributes:
-        folder: stores the run folders.
-        quick: small sizes.
         paced: also run on a paced clock, in real time over processes.
         own_record: a record.npz of the user's models, a further draft of simulated tables.
         say: called with a line before each run.

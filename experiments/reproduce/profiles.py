@@ -21,9 +21,6 @@ def write_profile(
     Args:
         folder: parent of the folder ``profiles``.
         target_ms: time of a target pass of up to 64 tokens; a further block costs an eighth more.
-        stages: number of stages.
-        draft_ms: time of a draft pass.
-        transfer_ms: time of a transfer between two devices.
         middle_ms: time of a pass of a middle model. Default: 0, there is none.
     """
 

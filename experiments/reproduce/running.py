@@ -34,11 +34,8 @@ class Settings:
     """Conditions of all items of a command.
 
     Attributes:
-        out: for the results.
-        runs: stores the runs.
+        out, runs: folders of the results and of the runs.
         facts: provenance of the command.
-        quick: small sizes.
-        paced: also the paced columns.
         resume: keep results in ``out`` of this revision, code and size.
         jobs: number of processes of items that measure nothing.
         record: a record.npz of the user's own models.
@@ -112,10 +109,7 @@ def _run_by_name(name: str, settings: Settings) -> Done:
 def run_item(item: Item, settings: Settings, *, paced: bool = False) -> Done:
     """Runs one item and writes its result, or keeps that of an earlier run.
 
-    Args:
-        item: the item.
-        settings: of the command.
-        paced: with its paced column; the time of the run without it is added.
+    With its paced column, the time of the run without it is added.
     """
     stored = read_item(item, settings.out)
     earlier = (0.0, 0.0)

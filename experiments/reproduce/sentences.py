@@ -24,10 +24,6 @@ def contradictions(items: Mapping[str, Item], results: Results) -> list[str]:
 
     A sentence under "holds", "fails" or "open" needs that verdict of every claim that it names, by
     the counted kinds; one under "untested" may name no claim with such a figure.
-
-    Args:
-        items: all items by id.
-        results: findings and conditions by id.
     """
     lines = []
     for paper in {item.paper.name: item.paper for item in items.values()}.values():
