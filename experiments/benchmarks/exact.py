@@ -104,15 +104,13 @@ def measure_cost(args: argparse.Namespace) -> None:
     rows = []
     for (name, exact), all_seconds in times.items():
         seconds = all_seconds[1:]
-        ratios = [mine / base for mine, base in zip(seconds, plain, strict=True)]
-        row = {
-            "strategy": name,
-            "exact": exact,
+        over = median(mine / base for mine, base in zip(seconds, plain, strict=True))
+        times_of = {
             "ms_per_token": round(1e3 * median(seconds), 3),
-            "time_over_plain": round(median(ratios), 3),
+            "time_over_plain": round(over, 3),
         }
-        rows.append(row)
-        print(row, flush=True)
+        rows.append({"strategy": name, "exact": exact, **times_of})
+        print(rows[-1], flush=True)
     settings = {"model": args.model, "dtype": args.dtype, "threads": args.threads}
     measured = {**settings, "repeats": args.repeats, "prompts": len(prompts), "rows": rows}
     write_json(args.out / "cost.json", {**measured, "provenance": _origin(cfg)})
@@ -162,11 +160,8 @@ def _origin(cfg: Mapping[str, Any]) -> dict[str, Any]:
     return provenance(command=sys.argv, config=cfg)
 
 
-_Formatter = argparse.RawDescriptionHelpFormatter
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["tokens", "cost"])
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS)[1:])

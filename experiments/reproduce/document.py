@@ -1,10 +1,13 @@
-"""Writes ``docs/reproduction.md``: every claim, our figure and why they differ."""
+"""Writes ``docs/reproduction.md``: every claim, our figure and why they differ.
+
+The sentences on the papers (``summary`` of ``stated.yaml``) are checked against the verdicts.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -23,8 +26,7 @@ from experiments.reproduce.findings import (
 from experiments.reproduce.items import Item
 from experiments.reproduce.rendering import NONE, grid, span_of, value_text
 from experiments.reproduce.results import read_item
-from experiments.reproduce.sentences import Results, contradictions
-from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Claim, Paper
+from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Claim, Paper, Sentence
 from specdec.errors import UserError
 from specdec.files import write_text
 
@@ -78,6 +80,9 @@ full size is `specdec reproduce --all --paced --resume jobs=2 output_dir=experim
 this machine runs alone first, the rest in two processes, paced columns last; started again it goes
 on where it stopped.
 """
+
+Results = Mapping[str, tuple[Findings, Mapping[str, Any]] | None]
+"""Findings and conditions by the item's id."""
 
 _WIDTH = 100
 
@@ -250,3 +255,56 @@ def _row(claim: Claim, measure: Measure | None) -> list[str]:
         *(claim.text, stated, str(claim.window), value_text(claim, measure)),
         *(kind_of(claim, measure), verdict(claim, measure), f"{where} ({measure.origin})"),
     ]
+
+
+_ALLOWED = {
+    "holds": {"inside", "holds"},
+    "fails": {"outside", "does not hold"},
+    "open": {"undecided"},
+}
+"""Group of a sentence -> verdicts that its claims may have."""
+
+
+def contradictions(items: Mapping[str, Item], results: Results) -> list[str]:
+    """Sentences that a verdict contradicts, a line for each claim.
+
+    A sentence under "holds", "fails" or "open" needs that verdict of every claim that it names, by
+    the counted kinds; one under "untested" may name no claim with such a figure.
+    """
+    lines = []
+    for paper in {item.paper.name: item.paper for item in items.values()}.values():
+        for group, sentences in paper.summary.items():
+            for sentence in sentences:
+                where = f"{paper.name} {group}: {sentence.text[:50]}..."
+                if not sentence.claims:
+                    lines.append(f"{where} names no claim")
+                found = _contradicting(paper.name, group, sentence, items, results)
+                lines += [f"{where} {text}" for text in found]
+    return lines
+
+
+def _contradicting(
+    paper: str,
+    group: str,
+    sentence: Sentence,
+    items: Mapping[str, Item],
+    results: Results,
+) -> Iterator[str]:
+    for claim_id in sentence.claims:
+        name, _, of = claim_id.partition("/")
+        item = items[f"{paper}/{name}"]
+        read = results[item.id]
+        if read is None:
+            yield f"{claim_id} has no result"
+            continue
+        stated = item.stated.claims
+        for claim in [stated[of]] if of else stated.values():
+            outcome, _, shown = claim_verdict(claim, read[0].measures)
+            counted = bool(shown) and kind_of(claim, shown[0]) in COUNTED
+            if group == "untested":
+                if counted:
+                    yield f"{name}/{claim.id} is tested: {outcome}"
+            elif not counted:
+                yield f"{name}/{claim.id} is not tested"
+            elif outcome not in _ALLOWED[group]:
+                yield f"{name}/{claim.id} is {outcome}"
