@@ -218,13 +218,9 @@ def picture(item: Item, speeds: Speeds, replayed: Speeds) -> Figure:
             fixed = ", ".join(f"{key} {v:g}" for key, v in config["base"].items() if key != axis)
             tidy(ax, x=label, y="speed-up over plain decoding", title=f"{title}\n{fixed}")
             if axis != "acceptance":
-                _doublings(ax, axis)
-        base = {"layout": layout, "hits": "synthetic", **config["base"]}
-        at_base = next(
-            methods
-            for case, methods in speeds.items()
-            if all(getattr(case, key) == value for key, value in base.items())
-        )
+                ax.set_xscale("log", base=10 if axis == "link_ms" else 2)
+                ax.xaxis.set_major_formatter("{x:g}")
+        at_base = _points(config, speeds, layout, "ratio")[config["base"]["ratio"]]
         _bars(axes[-2], names, {"base": {n: s.per_device for n, s in at_base.items()}})
         tidy(axes[-2], x="", y="speed-up per device", title=f"{title}\nbase case, per device")
         groups = {
@@ -268,11 +264,6 @@ def _along(ax: Axes, names: Sequence[str], points: Mapping[float, Mapping[str, S
             lows, highs = [b[1] for b in banded], [b[2] for b in banded]
             ax.fill_between(xs, lows, highs, color=style.color, alpha=0.12, lw=0)
     ax.axhline(1.0, color="#888888", lw=0.8)
-
-
-def _doublings(ax: Axes, axis: str) -> None:
-    ax.set_xscale("log", base=10 if axis == "link_ms" else 2)
-    ax.xaxis.set_major_formatter("{x:g}")
 
 
 def _bars(ax: Axes, names: Sequence[str], groups: Mapping[str, Mapping[str, float]]) -> None:

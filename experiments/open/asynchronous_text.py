@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from experiments.open.asynchronous_cases import Case, Speed, Speeds
@@ -84,7 +85,8 @@ def leaders(config: Mapping[str, Any], speeds: Speeds, layout: str) -> str:
     """Which methods have the highest speed-up, and the highest per device, in how many cases."""
     grid = _grid(config, speeds, layout)
     texts = []
-    for what, key in (("fastest", _value), ("most per device", _per_device)):
+    for what, figure in (("fastest", "value"), ("most per device", "per_device")):
+        key = attrgetter(figure)
         wins: dict[str, list[Case]] = {}
         for case, methods in grid.items():
             wins.setdefault(max(methods, key=lambda name: key(methods[name])), []).append(case)
@@ -158,11 +160,3 @@ def _where(beats: Mapping[float, bool | None]) -> str:
 
 def _span(values: Iterable[float | None]) -> str:
     return ", ".join(f"{value:g}" for value in sorted(v for v in values if v is not None))
-
-
-def _value(speed: Speed) -> float:
-    return speed.value
-
-
-def _per_device(speed: Speed) -> float:
-    return speed.per_device
