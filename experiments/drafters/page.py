@@ -317,16 +317,9 @@ def suffix_edits(folder: Path = RESULTS) -> str:
     return _grid(columns, lines)
 
 
-TABLES: dict[str, Callable[[Path], str]] = {
-    "lateness": lateness,
-    "lateness_control": lateness_control,
-    "lateness_groups": lateness_groups,
-    "sources": sources,
-    "other_tokenizer": other_tokenizer,
-    "ddtree": ddtree,
-    "suffix": suffix,
-    "suffix_edits": suffix_edits,
-}
+_LATENESS = (lateness, lateness_control, lateness_groups)
+_TABLES = (*_LATENESS, sources, other_tokenizer, ddtree, suffix, suffix_edits)
+TABLES: dict[str, Callable[[Path], str]] = {table.__name__: table for table in _TABLES}
 """Name in a page -> its table."""
 
 

@@ -21,10 +21,7 @@ from specdec.data.edits import chosen_turns
 
 PROFILE = "clock.profile=uniform_30ms"
 PRESETS: dict[str, tuple[str, ...]] = {
-    "medusa": ("strategy=medusa",),
-    "ddtree": ("strategy=ddtree",),
-    "prompt_lookup": ("strategy=prompt_lookup",),
-    "suffix": ("strategy=suffix",),
+    name: (f"strategy={name}",) for name in ("medusa", "ddtree", "prompt_lookup", "suffix")
 }
 COPYING: dict[str, tuple[str, ...]] = {
     "prompt_lookup": ("strategy=prompt_lookup",),

@@ -26,13 +26,10 @@ EXECUTORS = {
     ),
     "two groups": ("tokens per pass", ("strategy=swiftspec",)),
 }
-SOURCES: dict[str, tuple[str, ...]] = {
-    "draft_model": ("source=draft_model",),
-    "eagle3": ("source=eagle",),
-    "ngram": ("source=ngram",),
-    "prompt_lookup": ("source=prompt_lookup",),
-    "suffix": ("source=suffix",),
-    "medusa": ("source=medusa",),
+_SAME = ("ngram", "prompt_lookup", "suffix", "medusa")
+SOURCES = {
+    **{"draft_model": ("source=draft_model",), "eagle3": ("source=eagle",)},
+    **{name: (f"source={name}",) for name in _SAME},
     "exit": ("source=early_exit",),
 }
 OWN = {

@@ -115,31 +115,21 @@ def _batch_figure(item: Item, curve: tuple[str, Mapping[str, Mapping[int, Outcom
     sizes = item.config["batch_sizes"]
     ratios = _batch_ratios(item.config, rows)
     fig, (left, right, *more) = figure(10.5 + 3.5 * bool(ratios), 4.6, 2 + bool(ratios))
-    by_size = {
-        name: (sizes, [runs[size].summary["tbt_ms_p99"] for size in sizes])
-        for name, runs in rows.items()
-    }
-    plane = {
-        name: (
-            [run.tbt_ms for run in runs.values()],
-            [run.summary["throughput_tokens_per_s"] for run in runs.values()],
-        )
-        for name, runs in rows.items()
-    }
-    lines(left, plane)
-    tidy(
-        left,
-        x="time between tokens (ms, simulated)",
-        y="throughput (tokens/s, simulated)",
-        title=title,
-    )
-    lines(right, by_size)
+
+    def values(runs: Mapping[int, Outcome], metric: str) -> list[float]:
+        return [runs[size].summary[metric] for size in sizes]
+
+    keys = ("tbt_ms_mean", "throughput_tokens_per_s")
+    lines(left, {n: (values(runs, keys[0]), values(runs, keys[1])) for n, runs in rows.items()})
+    x, y = "time between tokens (ms, simulated)", "throughput (tokens/s, simulated)"
+    tidy(left, x=x, y=y, title=title)
+    lines(right, {n: (sizes, values(runs, "tbt_ms_p99")) for n, runs in rows.items()})
     y = "p99 time between tokens (ms, simulated)"
     if any("request" in metric for metric, *_ in item.config.get("below", {}).values()):
         y += "\ndotted: p99 of requests' means"
         for line, runs in zip(right.get_lines(), rows.values(), strict=True):
-            tail = [runs[size].summary["tbt_ms_request_p99"] for size in sizes]
-            right.plot(sizes, tail, ls=":", marker="o", ms=4, color=line.get_color())
+            look = {"ls": ":", "marker": "o", "ms": 4, "color": line.get_color()}
+            right.plot(sizes, values(runs, "tbt_ms_request_p99"), **look)
     doublings(right, sizes)
     tidy(right, x="batch size (requests)", y=y, title=item.id)
     for ax in more:

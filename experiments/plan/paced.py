@@ -66,17 +66,6 @@ def workload(quick: bool) -> list[str]:
     return [*words, f"data.limit={prompts}", f"max_new_tokens={tokens}"]
 
 
-def planned(cluster: Cluster, folder: Path, quick: bool) -> tuple[Search, list[Candidate]]:
-    """The search of the plan of a cluster, and its last candidates."""
-    words = [
-        *(*workload(quick), f"profile={cluster.profile}", f"devices={cluster.devices}"),
-        *(f"link_ms={cluster.link_ms}", "budget_s=60"),
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    search, _, finalists = searched(plan_request(words), folder, NoProgress())
-    return search, finalists
-
-
 def tried(search: Search, finalists: Sequence[Candidate], quick: bool) -> list[Candidate]:
     """The fastest candidates of different presets, others, and plain decoding."""
     ranked = search.ranked(finalists, search.chosen.prompts)
@@ -109,20 +98,19 @@ def run_paced(made: Candidate, cluster: Cluster, folder: Path, quick: bool) -> d
         if status:
             raise SystemExit(f"{made} on {made.layout} failed: see {folder}")
     summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
-    return {
-        "strategy": made.name,
-        "sizes": dict(made.sizes),
-        "layout": str(made.layout),
-        "paced_ms": summary["tbt_ms_mean"] / cluster.scale,
-        "overrun_share": summary["overrun_share"],
-        "loop_share": summary["loop_share"],
-    }
+    row = {"strategy": made.name, "sizes": dict(made.sizes), "layout": str(made.layout)}
+    row["paced_ms"] = summary["tbt_ms_mean"] / cluster.scale
+    return {**row, **{key: summary[key] for key in ("overrun_share", "loop_share")}}
 
 
 def run_cluster(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     """Planned and paced times of the candidates of a cluster."""
     cluster = CLUSTERS[name]
-    search, finalists = planned(cluster, folder / "plan", quick)
+    shape = {"devices": cluster.devices, "link_ms": cluster.link_ms}
+    words = [f"profile={cluster.profile}", *(f"{k}={v}" for k, v in shape.items()), "budget_s=60"]
+    (folder / "plan").mkdir(parents=True, exist_ok=True)
+    request = plan_request([*workload(quick), *words])
+    search, _, finalists = searched(request, folder / "plan", NoProgress())
     rows = []
     for at, made in enumerate(tried(search, finalists, quick)):
         units = search.units(made, _PROMPTS)
@@ -130,8 +118,8 @@ def run_cluster(name: str, folder: Path, quick: bool) -> dict[str, Any]:
         row = run_paced(made, cluster, folder / f"{at}-{made.name}", quick)
         rows.append({"planned_ms": ms, **row})
         print(*cells(rows[-1]), sep=", ", flush=True)
-    shape = {"devices": cluster.devices, "link_ms": cluster.link_ms, "scale": cluster.scale}
-    return {"cluster": {"profile": Path(cluster.profile).stem, **shape}, "rows": rows}
+    about = {"profile": Path(cluster.profile).stem, **shape, "scale": cluster.scale}
+    return {"cluster": about, "rows": rows}
 
 
 def regret(result: Mapping[str, Any]) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from experiments.pipelines.token_times import run_rows
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.drawing import (
@@ -44,10 +45,7 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     ratios, loops = [], []
     for draft in drafts(config["drafts"], item, lab, findings):
         sides = {
-            side: {
-                name: lab.run(draft.words(*config["common"], *overrides))
-                for name, overrides in config[side].items()
-            }
+            side: run_rows(lab, draft, config["common"], config[side])
             for side in ("parallel", "serial")
         }
         rows = {**sides["parallel"], **sides["serial"]}
@@ -207,23 +205,16 @@ def choices(item: Item, lab: Lab) -> Findings:
         for pair, own in pairs.items():
             of = {**config, **own}
             title = f"{pair}: {draft.title}" if pair else draft.title
-            runs = {
-                name: lab.run(draft.words(*of["common"], *overrides))
-                for name, overrides in of["rows"].items()
-            }
+            runs = run_rows(lab, draft, of["common"], of["rows"])
             table += [_row(title, name, run) for name, run in runs.items()]
             short = f"{pair}: {draft.short}" if pair else draft.short
             shown[short] = {n: 1e3 / run.tbt_ms for n, run in runs.items()}
             for claim, allowed in of["best"].items():
                 _add_best(findings, claim, draft, title, runs, allowed)
     findings.table("Simulated decoding", _COLUMNS, table)
-    stated = {
-        name
-        for own in pairs.values()
-        for allowed in {**config, **own}["best"].values()
-        for name in allowed
-    }
-    title = f"{item.stated.title} (the paper's best: {' or '.join(sorted(stated))})"
+    allowed_rows = (rows for own in pairs.values() for rows in {**config, **own}["best"].values())
+    stated = sorted({name for rows in allowed_rows for name in rows})
+    title = f"{item.stated.title} (the paper's best: {' or '.join(stated)})"
     y = "tokens per second (simulated)"
     findings.figure = bar_chart(shown, x="draft", y=y, title=title, size=(7.5, 4.0), form="{:.0f}")
     return findings
