@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.pipelines.token_times import run_rows
-from experiments.reproduce.drafts import SIMULATED, Draft, drafts, make_draft
+from experiments.reproduce.drafts import SIMULATED, Draft, drafts, size_overrides
 from experiments.reproduce.drawing import band, doublings, figure, legend, line_chart, lines, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import hits_of, interval, share
@@ -175,7 +175,7 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
     ``claim`` (for each static tree).
     """
     findings, config = Findings(), item.config
-    size = make_draft("law_1b", item, lab).overrides[-2:]
+    size = size_overrides(item, lab)
     curves: dict[str, tuple[list[float], list[float]]] = {}
     table = []
     rows = {**config["static"], "dynamic tree": config["dynamic"]}
@@ -189,8 +189,7 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
             accuracy = s["accepted_per_pass"] / config["levels"] if is_static else s["hit_rate"]
             xs.append(accuracy)
             ys.append(run.tbt_ms)
-            cells = (accuracy, run.tbt_ms, s["steps_per_token"], s["loop_share"])
-            table.append((name, *quality, *cells))
+            table.append((name, *quality, xs[-1], ys[-1], s["steps_per_token"], s["loop_share"]))
     columns = (
         *("tree", "sure positions", "fair positions", "right where sure", "accuracy", "TBT ms"),
         *("steps/token", "loop_share"),

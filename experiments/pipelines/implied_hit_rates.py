@@ -10,7 +10,7 @@ import numpy as np
 from experiments.pipelines.accuracy import quality_overrides
 from experiments.pipelines.theory import needed_acceptance_length
 from experiments.pipelines.token_times import run_rows
-from experiments.reproduce.drafts import Draft, drafts, make_draft
+from experiments.reproduce.drafts import Draft, drafts, size_overrides
 from experiments.reproduce.drawing import figure, legend, styles, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import hits_of, interval, lengths_of, share
@@ -36,7 +36,7 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
     dynamic), claims ``hit`` and ``length``.
     """
     findings, config = Findings(), item.config
-    size = make_draft("law_1b", item, lab).overrides[-2:]
+    size = size_overrides(item, lab)
     sweep = [
         Draft(f"easy {e}", f"synthetic, {e:.0%} easy", f"{e:.0%}", (*quality_overrides(e), *size))
         for e in config["easy"]

@@ -110,9 +110,8 @@ def add_runs(
     runs: dict[tuple[str, int], list[ExitRun]] = {}
     for name, overrides in config["data"].items():
         for kind, layer in config["heads"]:
-            outcome = exit_run(
-                item, lab, layer, pass_ms=config["pass_ms"], overrides=overrides, head=kind
-            )
+            size = {"pass_ms": config["pass_ms"], "overrides": overrides}
+            outcome = exit_run(item, lab, layer, head=kind, **size)
             runs.setdefault((kind, layer), []).append(outcome)
             ratio, low, high = outcome.speedup
             off = ratio / outcome.law
