@@ -240,15 +240,11 @@ def by_depth(item: Item, lab: Lab) -> Findings:
         ends = list(accuracy.values())
         series[draft.short] = (config["depths"], ends)
         lost = 100 * (ends[0] - ends[-1])
+        least, most = min(ends), max(still.values())
+        lost_text = f"{lost:.1f} points lost from the shallowest to the deepest"
         facts = {
-            "higher": (
-                min(ends) > max(still.values()),
-                f"{min(ends):.2f} at least, static {max(still.values()):.2f}",
-            ),
-            "with_depth": (
-                lost < config["points"],
-                f"{lost:.1f} points lost from the shallowest to the deepest",
-            ),
+            "higher": (least > most, f"{least:.2f} at least, static {most:.2f}"),
+            "with_depth": (lost < config["points"], lost_text),
         }
         for claim, (value, fact) in facts.items():
             where, loops = f"{draft.title}: {fact}", first.summary["loop_share"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from experiments.pipelines.token_times import run_rows, tbt_interval
 from experiments.reproduce.drafts import drafts
 from experiments.reproduce.drawing import line_chart
-from experiments.reproduce.findings import Findings, surely
+from experiments.reproduce.findings import Findings, below
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
 from specdec.clocks.build import build_profile
@@ -69,11 +69,8 @@ def small_model(item: Item, lab: Lab) -> Findings:
         run = run_rows(lab, draft, [], {"PipeDec": config["dynamic"]})["PipeDec"]
         ratio = run.tbt_ms / config["small_ms"]
         rows.append((draft.title, run.tbt_ms, config["small_ms"], ratio, run.summary["loop_share"]))
-        slower = surely(*tbt_interval(run), config["near"] * config["small_ms"])
-        near, text = (
-            None if slower is None else not slower,
-            f"{ratio:.2f} of the small model's time",
-        )
+        near = below(tbt_interval(run), config["near"] * config["small_ms"])
+        text = f"{ratio:.2f} of the small model's time"
         draft.add(findings, config["claim"], near, text, run=run)
     columns = ("draft", "PipeDec TBT ms", "8B alone ms (stated)", "ratio", "loop_share")
     findings.table("70B in a pipeline against 8B alone", columns, rows)

@@ -13,6 +13,7 @@ from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 
 Event = Mapping[str, Any]
+_PASSES = "passes of the last stage, one token each"
 _ROUNDING_US = 1e-3  # of the times in a trace
 
 
@@ -96,11 +97,7 @@ def _facts(
     shrunk = sum(after <= before for before, after in moves)
     return {
         "stages": (*_aligned(steps), "steps in which all stages work at the same time"),
-        "token": (
-            min(len(answered), summary["answers"]),
-            max(len(answered), summary["answers"]),
-            "passes of the last stage, one token each",
-        ),
+        "token": (*sorted((len(answered), summary["answers"])), _PASSES),
         "prune": (len(all_prune), len(some_prune), "prunings by every stage at once"),
         "forward": (shrunk, len(moves), "levels that moved on after a pruning, none larger"),
     }

@@ -149,6 +149,12 @@ def surely(low: float | None, high: float | None, above: float = 1.0) -> bool | 
     return low > above
 
 
+def below(ends: tuple[float | None, float | None], most: float) -> bool | None:
+    """Whether a figure with this interval is at most a number; None if the interval crosses it."""
+    more = surely(*ends, most)
+    return None if more is None else not more
+
+
 def weaker(*kinds: str) -> str:
     """The kind of a figure that takes its sides from several: the last of ``KINDS``."""
     return max(kinds, key=KINDS.index)

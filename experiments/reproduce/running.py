@@ -150,12 +150,11 @@ def _findings(item: Item, lab: Lab) -> Findings:
 
 def _key(item: Item, settings: Settings) -> dict[str, Any]:
     """What must be equal for an earlier result to stand."""
-    prompts, tokens = item.size["quick" if settings.quick else "full"]
     kind = "quick" if settings.quick else "full"
+    prompts, tokens = item.size[kind]
     return {
         "size": f"{kind}: up to {prompts} prompts x {tokens} tokens",
-        "revision": settings.facts["revision"],
-        "code": settings.facts["code"],
+        **{name: settings.facts[name] for name in ("revision", "code")},
         "record": settings.record.name if settings.record else "none",
     }
 

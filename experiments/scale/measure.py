@@ -27,7 +27,6 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
@@ -151,7 +150,8 @@ def main() -> None:
             row = {**key_of(args, *args.row), "refused": str(error)}
         print(json.dumps(row))
         return
-    done = _rows(args.out)
+    lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
+    done = [json.loads(line) for line in lines]
     for strategy in args.strategies:
         for sampling in args.samplings:
             key = key_of(args, strategy, sampling)
@@ -167,12 +167,6 @@ def main() -> None:
             with args.out.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
             print(line, flush=True)
-
-
-def _rows(path: Path) -> Sequence[dict[str, Any]]:
-    if not path.exists():
-        return ()
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _arguments() -> argparse.Namespace:
