@@ -10,8 +10,8 @@ layer, and in brackets the GB/s at which the weight is read. docs/backends.md ex
 from __future__ import annotations
 
 import argparse
+import timeit
 from collections.abc import Callable, Sequence
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -53,13 +53,8 @@ def compare(inputs: int, outputs: int, rows: Sequence[int], dtype: torch.dtype) 
 
 
 def fastest(layers: Sequence[Callable[[Tensor], Tensor]], hidden: Tensor) -> float:
-    turns = []
-    for _ in range(_TURNS):
-        start = perf_counter()
-        for layer in layers:
-            layer(hidden)
-        turns.append((perf_counter() - start) / len(layers))
-    return min(turns)
+    turns = timeit.repeat(lambda: [layer(hidden) for layer in layers], number=1, repeat=_TURNS)
+    return min(turns) / len(layers)
 
 
 if __name__ == "__main__":

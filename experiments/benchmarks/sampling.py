@@ -8,6 +8,7 @@ logits with standard deviation 3 and 1 (as a random model's, of which top-p keep
 from __future__ import annotations
 
 import argparse
+import timeit
 from collections.abc import Callable, Mapping
 from time import thread_time
 
@@ -52,12 +53,7 @@ def operations(logits: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 def least_ms(call: Callable[[], object], repeats: int) -> float:
     """Least milliseconds of CPU time of this thread."""
-    times = []
-    for _ in range(repeats):
-        start = thread_time()
-        call()
-        times.append(thread_time() - start)
-    return min(times) * 1e3
+    return min(timeit.repeat(call, timer=thread_time, number=1, repeat=repeats)) * 1e3
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from experiments.gpu.replayed import REPLAY, ReplayedShapes, ReplayedSource
@@ -104,12 +105,8 @@ def _replayed(name: str, pair: ReplayedShapes, stop: StopRules) -> Runner:
 def _prompts(record: ReplayModels, num: int) -> list[TokenPrompt]:
     """The first recorded prompts with at least ``_MIN_OUTPUT`` recorded output tokens."""
     hidden: Any = record.hidden
-    long = [
-        TokenPrompt(i, tokens)
-        for i, tokens in record.prompts()
-        if hidden.request(i).num_output >= _MIN_OUTPUT
-    ]
-    return long[:num]
+    long = (p for p in record.prompts() if hidden.request(p[0]).num_output >= _MIN_OUTPUT)
+    return [TokenPrompt(*prompt) for prompt in islice(long, num)]
 
 
 def _measured(

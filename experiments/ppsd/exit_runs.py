@@ -53,8 +53,7 @@ class ExitRun:
 
     @property
     def loops(self) -> float | None:
-        loops: float | None = self.run.summary["loop_share"]
-        return loops
+        return self.run.summary["loop_share"]  # type: ignore[no-any-return]
 
 
 def exit_run(

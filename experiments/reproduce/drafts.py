@@ -104,14 +104,10 @@ def _on_a_band(item: Item) -> bool:
 
 
 def _ends(draft: Draft) -> list[Draft]:
+    ends = {_at_end(draft.title, label): profiles for label, profiles in known_bands().items()}
     return [
-        replace(
-            draft,
-            title=_at_end(draft.title, label),
-            short=short_title(_at_end(draft.title, label)),
-            profiles=profiles,
-        )
-        for label, profiles in known_bands().items()
+        replace(draft, title=title, short=short_title(title), profiles=profiles)
+        for title, profiles in ends.items()
     ]
 
 
@@ -147,13 +143,8 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
         overrides = ("model=replay", f"model.record={path}", f"model.method={method}", *size)
     else:
         overrides = (*spec["words"], *size)
-    return Draft(
-        name=name,
-        title=spec["title"],
-        short=spec["short"],
-        overrides=overrides,
-        kind="calibrated" if spec.get("calibrated") else "stand-in",
-    )
+    kind = "calibrated" if spec.get("calibrated") else "stand-in"
+    return Draft(name, spec["title"], spec["short"], overrides, kind)
 
 
 def size_overrides(item: Item, lab: Lab) -> tuple[str, str]:
