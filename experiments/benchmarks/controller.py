@@ -31,29 +31,21 @@ PROFILES = {
 
 
 def main() -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("strategy       us per answer   us per token   answers per token")
     rows = []
     for name, profile in PROFILES.items():
         words = [f"strategy={name}", "model=synthetic", "clock=simulated"]
         words += [f"clock.profile={profile}", f"max_new_tokens={args.tokens}", *EXTRA.get(name, ())]
         runs = [decode(words, args.prompts) for _ in range(args.repeats + 1)][1:]  # first: warm-up
-        seconds, answers, tokens = median(run[0] for run in runs), *runs[0][1:]
-        rows.append(
-            {
-                "strategy": name,
-                "us_per_answer": 1e6 * seconds / answers,
-                "us_per_token": 1e6 * seconds / tokens,
-                "answers_per_token": answers / tokens,
-            }
-        )
-        print("{:14s}{:14.0f}{:15.0f}{:20.3f}".format(*rows[-1].values()), flush=True)
+        us, answers, tokens = 1e6 * median(run[0] for run in runs), *runs[0][1:]
+        row = {"strategy": name, "us_per_answer": us / answers, "us_per_token": us / tokens}
+        rows.append({**row, "answers_per_token": answers / tokens})
+        print(rows[-1], flush=True)
     write_json(RESULT, {"prompts": args.prompts, "tokens": args.tokens, "rows": rows})
 
 

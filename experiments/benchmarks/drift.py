@@ -30,20 +30,14 @@ from specdec.types import FloatArray
 
 NEAR = 0.1
 WORDS = (
-    "model=tiny",
-    "sampling=t06",
-    "data=humaneval",
-    "data.limit=16",
-    "max_new_tokens=64",
-    "threads=1",
-    "strategy=ar",
+    *("model=tiny", "sampling=t06", "data=humaneval", "data.limit=16", "max_new_tokens=64"),
+    *("threads=1", "strategy=ar"),
 )
 WINDOWS_S = (15, 30, 60)
 LATER_S = (120, 180, 240)
 
 
 def main() -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--write", action="store_true")

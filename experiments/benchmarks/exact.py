@@ -20,7 +20,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,9 +43,7 @@ METHODS: Mapping[str, Sequence[str]] = {
     "specinfer": ["strategy=specinfer"],
     "specpipe": ["strategy=specpipe", *PIPELINE],
     "swiftspec": [
-        "strategy=swiftspec",
-        "executor.target_degree=2",
-        "executor.draft_degree=1",
+        *("strategy=swiftspec", "executor.target_degree=2", "executor.draft_degree=1"),
         "executor.transport=distributed",
     ],
     "ppsd": ["strategy=ppsd"],
@@ -57,36 +54,12 @@ METHODS: Mapping[str, Sequence[str]] = {
 MODELS: Mapping[str, Sequence[str]] = {
     "tiny": ["model=tiny"],
     "vocabulary": [
-        "model=random",
-        "model.vocab_size=128256",
-        "model.hidden_size=64",
-        "model.num_layers=4",
+        *("model=random", "model.vocab_size=128256", "model.hidden_size=64", "model.num_layers=4")
     ],
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """Outputs of one strategy against those of plain decoding.
-
-    Attributes:
-        tokens, requests: number decoded.
-        requests_that_differ: number of outputs with a difference.
-        tokens_that_differ: tokens from the first difference of an output to its end.
-        first: place of the earliest difference in an output; None if there is none.
-        loop_share: share of tokens that end an 8-gram generated before.
-    """
-
-    tokens: int
-    requests: int
-    requests_that_differ: int
-    tokens_that_differ: int
-    first: int | None
-    loop_share: float
-
-
 def main() -> None:
-    """Runs one of the two parts."""
     args = _arguments()
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -94,7 +67,6 @@ def main() -> None:
 
 
 def count_differences(args: argparse.Namespace) -> None:
-    """The part ``tokens``."""
     for exact in args.exact:
         references: dict[bool, dict[int, RequestResult]] = {}
         for name in args.methods:
@@ -104,21 +76,15 @@ def count_differences(args: argparse.Namespace) -> None:
             if shared not in references:
                 references[shared] = outputs({**plain_config(cfg), "batch_size": 1}, pair, prompts)
             found = compared(outputs(cfg, pair, prompts), references[shared])
-            row = {
-                "strategy": name,
-                "model": args.model,
-                "dtype": args.dtype,
-                "sampling": args.sampling,
-                "threads": args.threads,
-                "exact": exact,
-                **{key: getattr(found, key) for key in Differences.__slots__},
-            }
+            keys = ("model", "dtype", "sampling", "threads")
+            row = {"strategy": name, **{key: getattr(args, key) for key in keys}, "exact": exact}
+            row |= found
             print(row, flush=True)
-            append(args.out / "tokens.jsonl", row | {"provenance": _origin(cfg)})
+            with (args.out / "tokens.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**row, "provenance": _origin(cfg)}) + "\n")
 
 
 def measure_cost(args: argparse.Namespace) -> None:
-    """The part ``cost``."""
     runners: dict[tuple[str, bool], PartsRunner] = {}
     times: dict[tuple[str, bool], list[float]] = {}
     for exact in (False, True):
@@ -138,33 +104,23 @@ def measure_cost(args: argparse.Namespace) -> None:
     rows = []
     for (name, exact), all_seconds in times.items():
         seconds = all_seconds[1:]
-        ratios = [mine / base for mine, base in zip(seconds, plain, strict=True)]
-        row = {
-            "strategy": name,
-            "exact": exact,
+        over = median(mine / base for mine, base in zip(seconds, plain, strict=True))
+        times_of = {
             "ms_per_token": round(1e3 * median(seconds), 3),
-            "time_over_plain": round(median(ratios), 3),
+            "time_over_plain": round(over, 3),
         }
-        rows.append(row)
-        print(row, flush=True)
+        rows.append({"strategy": name, "exact": exact, **times_of})
+        print(rows[-1], flush=True)
     settings = {"model": args.model, "dtype": args.dtype, "threads": args.threads}
     measured = {**settings, "repeats": args.repeats, "prompts": len(prompts), "rows": rows}
     write_json(args.out / "cost.json", {**measured, "provenance": _origin(cfg)})
 
 
 def configured(args: argparse.Namespace, method: Sequence[str], *, exact: bool) -> dict[str, Any]:
-    """The configuration of a row."""
-    overrides = [
-        *method,
-        *MODELS[args.model],
-        f"model.dtype={args.dtype}",
-        f"model.exact={str(exact).lower()}",
-        f"sampling={args.sampling}",
-        f"data.limit={args.prompts}",
-        f"max_new_tokens={args.new_tokens}",
-        f"threads={args.threads}",
-        "ignore_eos=true",
-    ]
+    size = (f"data.limit={args.prompts}", f"max_new_tokens={args.new_tokens}", "ignore_eos=true")
+    numerics = (f"model.dtype={args.dtype}", f"model.exact={str(exact).lower()}")
+    overrides = [*method, *MODELS[args.model], *numerics, *size]
+    overrides += [f"sampling={args.sampling}", f"threads={args.threads}"]
     cfg = run_job_of(overrides).config
     if cfg["model"]["kind"] == "random":
         cfg["model"]["logit_scale"] = 4.0  # sharper, so that drafts are accepted
@@ -174,7 +130,6 @@ def configured(args: argparse.Namespace, method: Sequence[str], *, exact: bool) 
 def outputs(
     cfg: Mapping[str, Any], pair: Any, prompts: Sequence[TokenPrompt]
 ) -> dict[int, RequestResult]:
-    """Results by prompt id."""
     runner = PartsRunner(cfg=dict(cfg), pair=pair, stop=stop_rules(cfg, pair))
     results: dict[int, RequestResult] = {}
     try:
@@ -184,36 +139,29 @@ def outputs(
     return results
 
 
-def compared(ours: Mapping[int, RequestResult], plain: Mapping[int, RequestResult]) -> Differences:
-    """Counts the differences of outputs with the same ids."""
+def compared(
+    ours: Mapping[int, RequestResult], plain: Mapping[int, RequestResult]
+) -> dict[str, Any]:
+    """Differences of outputs with the same ids; ``first``: the earliest place of one."""
     places = {i: first_difference(ours[i].output, plain[i].output) for i in plain}
     found = {i: at for i, at in places.items() if at is not None}
     texts = [list(result.output) for result in ours.values()]
-    return Differences(
-        tokens=sum(map(len, texts)),
-        requests=len(texts),
-        requests_that_differ=len(found),
-        tokens_that_differ=sum(len(plain[i].output) - at for i, at in found.items()),
-        first=min(found.values(), default=None),
-        loop_share=round(loop_share(texts) or 0.0, 3),
-    )
-
-
-def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds a line to a file of JSON lines."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    return {
+        "tokens": sum(map(len, texts)),
+        "requests": len(texts),
+        "requests_that_differ": len(found),
+        "tokens_that_differ": sum(len(plain[i].output) - at for i, at in found.items()),
+        "first": min(found.values(), default=None),
+        "loop_share": round(loop_share(texts) or 0.0, 3),
+    }
 
 
 def _origin(cfg: Mapping[str, Any]) -> dict[str, Any]:
     return provenance(command=sys.argv, config=cfg)
 
 
-_Formatter = argparse.RawDescriptionHelpFormatter
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["tokens", "cost"])
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS)[1:])

@@ -23,8 +23,9 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -80,7 +81,6 @@ TABLES: dict[str, tuple[Table, Table]] = {
 
 
 def _correction_from_target() -> Any:
-    """The correction token is drawn from the target instead of the residual distribution."""
     return patch("specdec.verifiers.rejection._residual", lambda target, _: target)
 
 
@@ -172,39 +172,24 @@ def tested(
     }
 
 
-def jobs(num_requests: int) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Name of a row -> what decodes it."""
-    level = FALSE_ALARM / (2 * len(VERIFIERS) * len(TREES) * len(TABLES))
-    rows: dict[str, Callable[[], dict[str, Any]]] = {}
-
-    def words(verifier: str, tree: str) -> tuple[str, ...]:
-        return (*TREES[tree], f"verifier={verifier}", "sampling=t08")
-
-    def control(plant: Callable[[], Any], *args: Any) -> dict[str, Any]:
-        with plant():
-            return tested(*args)
-
-    half = num_requests // len(TABLES)
+def jobs() -> Iterator[tuple[str, tuple[str, ...], tuple[Table, Table], Callable[[], Any]]]:
+    """Name of a row, its configuration, tables, and a context manager in which it is decoded."""
     for verifier, tree, draft, bug, plant in CONTROLS:
-        rows[f"control: {verifier}, {tree}, {bug}"] = partial(
-            control, plant, words(verifier, tree), TABLES[draft], half, level
-        )
-    for verifier in VERIFIERS:
-        for tree in TREES:
-            for draft, tables in TABLES.items():
-                rows[f"{verifier}, {tree}, {draft} draft"] = partial(
-                    tested, words(verifier, tree), tables, half, level
-                )
-    return rows
+        yield f"control: {verifier}, {tree}, {bug}", words(verifier, tree), TABLES[draft], plant
+    for verifier, tree, draft in product(VERIFIERS, TREES, TABLES):
+        name = f"{verifier}, {tree}, {draft} draft"
+        yield name, words(verifier, tree), TABLES[draft], nullcontext
+
+
+def words(verifier: str, tree: str) -> tuple[str, ...]:
+    return (*TREES[tree], f"verifier={verifier}", "sampling=t08")
 
 
 def is_wrong(name: str, row: dict[str, Any]) -> bool:
-    """Whether a row is biased, or a control is not."""
     return "refused" not in row and row["biased"] != name.startswith("control")
 
 
 def line(name: str, row: dict[str, Any]) -> str:
-    """A row as it is printed."""
     if "refused" in row:
         return f"{name:56} refused: {row['refused'][:100]}"
     return (
@@ -214,7 +199,6 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--rows", nargs="*", help="names of rows, or parts of them; default: all")
@@ -226,20 +210,17 @@ def main() -> int:
         rows = stored["rows"] if stored["requests"] == args.requests else {}
     print(f"{args.requests} requests, half of them a row")
     print(f"{'row':56}{'log10 e':>12}{'TV':>9}{'bound':>9}")
-    for name, decode in jobs(args.requests).items():
+    about = {"requests": args.requests, "tokens": NUM_TOKENS, "false_alarm": FALSE_ALARM}
+    level = FALSE_ALARM / (2 * len(VERIFIERS) * len(TREES) * len(TABLES))
+    for name, overrides, tables, plant in jobs():
         if args.rows and not any(part in name for part in args.rows):
             continue
         if name not in rows:
-            rows[name] = decode()
-            result = {
-                "requests": args.requests,
-                "tokens": NUM_TOKENS,
-                "false_alarm": FALSE_ALARM,
-                "rows": rows,
-                "provenance": provenance(command=sys.argv, config={"requests": args.requests}),
-            }
+            with plant():
+                rows[name] = tested(overrides, tables, args.requests // len(TABLES), level)
+            made = provenance(command=sys.argv, config={"requests": args.requests})
             args.result.parent.mkdir(parents=True, exist_ok=True)
-            write_json(args.result, result)
+            write_json(args.result, {**about, "rows": rows, "provenance": made})
         print(line(name, rows[name]), flush=True)
     return int(any(is_wrong(name, row) for name, row in rows.items()))
 

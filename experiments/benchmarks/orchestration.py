@@ -12,9 +12,8 @@ step, and the CPU time of all ranks per step, which depends less on other load o
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from statistics import median
 from time import perf_counter, process_time, thread_time
 from typing import Any
 
@@ -47,7 +46,6 @@ _PHASES = {
 
 
 def main() -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
@@ -61,14 +59,14 @@ def main() -> None:
         decode(parts, 16)  # a warm-up
         executor = parts.executor
         assert isinstance(executor, DistributedExecutor)
-        phases = Phases(executor) if args.phases else None
+        moments = noted(executor) if args.phases else []
         before = cpu_s(executor)
         num_steps, steps_ms = decode(parts, args.tokens)
         used = [(a - b) / num_steps * 1e3 for a, b in zip(cpu_s(executor), before, strict=True)]
         late = sum(r["clock"]["overruns"] for r in executor.reports())
         report(steps_ms, used, late, args)
-        if phases is not None:
-            phases.report()
+        if moments:
+            print_phases(moments)
     finally:
         parts.executor.shutdown()
 
@@ -92,34 +90,32 @@ def build(stages: int, width: int, sleep_ms: float) -> Parts:
     )
 
 
-class Phases:
-    """Wall and CPU time of rank 0 between the calls of its executor."""
+def noted(executor: DistributedExecutor) -> list[tuple[str, float, float]]:
+    """Wall and CPU time whenever a method of ``executor`` begins or ends, from now on."""
+    moments: list[tuple[str, float, float]] = []
 
-    def __init__(self, executor: DistributedExecutor) -> None:
-        """Replaces the executor's methods by ones that note when they begin and end."""
-        self._moments: list[tuple[str, float, float]] = []
-        for name in ("submit", "collect", "commit"):
-            setattr(executor, name, self._noted(name, getattr(executor, name)))
-
-    def _noted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self._moments.append((f"start of {name}", perf_counter(), thread_time()))
+    def wrapped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            moments.append((f"start of {name}", perf_counter(), thread_time()))
             result = method(*args, **kwargs)
-            self._moments.append((f"end of {name}", perf_counter(), thread_time()))
+            moments.append((f"end of {name}", perf_counter(), thread_time()))
             return result
 
-        return noted
+        return call
 
-    def report(self) -> None:
-        """Prints the median times of each phase."""
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in _PHASES.values()}
-        for (first, wall, cpu), (second, wall_after, cpu_after) in pairwise(self._moments):
-            name = _PHASES.get((first, second))
-            if name is not None:
-                taken[name].append((wall_after - wall, cpu_after - cpu))
-        for name, times in taken.items():
-            wall, cpu = (median(column) * 1e3 for column in zip(*times, strict=True))
-            print(f"rank 0, {name}: {wall:.2f} ms, of CPU time {cpu:.2f}")
+    for name in ("submit", "collect", "commit"):
+        setattr(executor, name, wrapped(name, getattr(executor, name)))
+    return moments
+
+
+def print_phases(moments: Sequence[tuple[str, float, float]]) -> None:
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in _PHASES.values()}
+    for (first, wall, cpu), (second, wall_after, cpu_after) in pairwise(moments):
+        if name := _PHASES.get((first, second)):
+            taken[name].append((wall_after - wall, cpu_after - cpu))
+    for name, times in taken.items():
+        wall, cpu = np.median(times, axis=0) * 1e3
+        print(f"rank 0, {name}: {wall:.2f} ms, of CPU time {cpu:.2f}")
 
 
 def cpu_s(executor: DistributedExecutor) -> list[float]:
@@ -147,7 +143,6 @@ def decode(parts: Parts, num_tokens: int) -> tuple[int, list[float]]:
 
 
 def report(steps_ms: list[float], cpu_ms: list[float], late: int, args: argparse.Namespace) -> None:
-    """Prints the results."""
     over = np.array(steps_ms) - args.sleep_ms
     print(
         f"{args.stages + 1} ranks, width {args.width}, stages sleep {args.sleep_ms:g} ms:"

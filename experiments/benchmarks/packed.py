@@ -10,8 +10,8 @@ layer, and in brackets the GB/s at which the weight is read. docs/backends.md ex
 from __future__ import annotations
 
 import argparse
+import timeit
 from collections.abc import Callable, Sequence
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ _TURNS = 5
 
 
 def main() -> None:
-    """Prints a table per type."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--inputs", type=int, default=2048)
     parser.add_argument("--outputs", type=int, default=8192)
@@ -40,7 +39,6 @@ def main() -> None:
 
 @torch.inference_mode()
 def compare(inputs: int, outputs: int, rows: Sequence[int], dtype: torch.dtype) -> None:
-    """Prints the table of one type."""
     size = inputs * outputs * dtype.itemsize
     plain = [
         nn.Linear(inputs, outputs, bias=False, dtype=dtype) for _ in range(round(_BYTES / size) + 1)
@@ -55,14 +53,8 @@ def compare(inputs: int, outputs: int, rows: Sequence[int], dtype: torch.dtype) 
 
 
 def fastest(layers: Sequence[Callable[[Tensor], Tensor]], hidden: Tensor) -> float:
-    """Seconds per layer in the fastest turn."""
-    turns = []
-    for _ in range(_TURNS):
-        start = perf_counter()
-        for layer in layers:
-            layer(hidden)
-        turns.append((perf_counter() - start) / len(layers))
-    return min(turns)
+    turns = timeit.repeat(lambda: [layer(hidden) for layer in layers], number=1, repeat=_TURNS)
+    return min(turns) / len(layers)
 
 
 if __name__ == "__main__":

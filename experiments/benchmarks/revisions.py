@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
+
+import pandas as pd
 
 
 def measure(checkout: Path, words: list[str], figure: str) -> dict[str, float]:
@@ -35,7 +36,6 @@ def measure(checkout: Path, words: list[str], figure: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs the pairs and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
@@ -43,20 +43,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--figure", default="tokens_per_s")
     args = parser.parse_args()
-    pairs: list[tuple[dict[str, float], dict[str, float]]] = []
+    sides, found = {"old": args.old, "new": args.new}, []
     for number in range(args.pairs):
-        found = {}
-        for checkout in (args.old, args.new) if number % 2 == 0 else (args.new, args.old):
-            found[checkout] = measure(checkout, args.words, args.figure)
-        pairs.append((found[args.old], found[args.new]))
-    print(f"{args.figure:16}{'old':>9}{'new':>9}   new/old (median, least, most of {args.pairs})")
-    for strategy in pairs[0][0]:
-        old, new = ([pair[side][strategy] for pair in pairs] for side in (0, 1))
-        ratios = [b / a for a, b in zip(old, new, strict=True)]
-        print(
-            f"{strategy:16}{median(old):9.2f}{median(new):9.2f}"
-            f"   {median(ratios):.3f}  {min(ratios):.3f}  {max(ratios):.3f}"
-        )
+        for side in list(sides)[:: -1 if number % 2 else 1]:
+            figures = measure(sides[side], args.words, args.figure)
+            found += [(number, side, *figure) for figure in figures.items()]
+    table = pd.DataFrame(found, columns=["pair", "side", "strategy", args.figure])
+    table = table.pivot(index=["strategy", "pair"], columns="side", values=args.figure)
+    table["new/old"] = table["new"] / table["old"]
+    shown = {"old": "median", "new": "median", "new/old": ["median", "min", "max"]}
+    print(f"{args.figure}, {args.pairs} pairs")
+    print(table.groupby("strategy", sort=False).agg(shown).to_string(float_format="%.3f"))
 
 
 if __name__ == "__main__":

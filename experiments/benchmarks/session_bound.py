@@ -38,25 +38,14 @@ from specdec.runs.runners import Runner, TokenPrompt
 
 PLAIN = "ar"
 DEFAULT = (
-    "speculative",
-    "speculative policy.gamma=4",
-    "best_first",
-    "mixture",
-    "ort_generate",
-    "ort_draft strategy.options.num_draft_tokens=3",
-    "ort_draft",
+    *("speculative", "speculative policy.gamma=4", "best_first", "mixture", "ort_generate"),
+    *("ort_draft strategy.options.num_draft_tokens=3", "ort_draft"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a session.
-
-    Attributes:
-        session: its number.
-        start, seconds: when it began, and how long it took.
-        left: when Python went on.
-    """
+    """One call of a numbered session; ``left``: when Python went on."""
 
     session: int
     start: float
@@ -69,9 +58,7 @@ class Row:
     """Sums over the decode phases of requests.
 
     Attributes:
-        tokens, passes: emitted, and target passes that gave them.
-        seconds: wall time.
-        session_s: of these inside ONNX Runtime; 0 where it is not known.
+        session_s: of the wall time, seconds inside ONNX Runtime; 0 where it is not known.
         after: number of the session -> seconds from each of its calls to the next call.
         in_session: number of the session -> total seconds inside it.
     """
@@ -84,7 +71,6 @@ class Row:
     in_session: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, calls: list[Call]) -> None:
-        """Counts the session calls of a decode phase."""
         for call, following in zip_longest(calls, calls[1:]):
             self.session_s += call.seconds
             self.in_session[call.session] += call.seconds
@@ -122,7 +108,6 @@ class Sessions:
 
 
 def main() -> int:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strategies", nargs="+", default=list(DEFAULT), metavar="WORDS")
     parser.add_argument("--sampling", default="greedy")
@@ -158,7 +143,6 @@ def main() -> int:
 
 
 def _decode(runner: Runner, prompt: TokenPrompt, row: Row, sessions: Sessions) -> None:
-    """Adds one request to its row."""
     sessions.calls.clear()
     finished: list[tuple[RequestResult, float]] = []
     totals = runner.run([prompt], lambda result: finished.append((result, perf_counter())))

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from copy import deepcopy
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from specdec.config.job import run_job_of
-from specdec.interfaces import TreePolicy
 from specdec.metrics import RequestResult
 from specdec.pairs import ModelPair
 from specdec.runs.jobs import prepare, stop_rules
@@ -36,43 +36,7 @@ TREES = {
 }
 
 
-class RecordedPolicy(TreePolicy):
-    """A policy that records the tokens and parents of all submitted nodes."""
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-        self.value_dependent = policy.value_dependent
-        self.trees: list[tuple[Any, ...]] = []
-
-    def check_source(self, source: Any) -> None:
-        self._policy.check_source(source)
-
-    def open(self, request: Any) -> None:
-        self._policy.open(request)
-
-    def close(self, request_id: int) -> None:
-        self._policy.close(request_id)
-
-    def commit(self, commits: Any, output: Any) -> None:
-        self._policy.commit(commits, output)
-
-    def overlap(self, state: Any, source: Any, events: Any) -> bool:
-        return self._policy.overlap(state, source, events)
-
-    def select(self, state: Any, source: Any) -> Nodes:
-        """Records and returns the policy's selection."""
-        nodes: Nodes = self._policy.select(state, source)
-        for request_id, ids in nodes.items:
-            tree = state.requests[request_id].tree
-            slots = tree.slots(ids)
-            self.trees.append(
-                (request_id, tree.tokens[slots].tolist(), tree.parents[slots].tolist())
-            )
-        return nodes
-
-
 def main() -> None:
-    """Runs the benchmark and prints a line per tree."""
     torch.set_num_threads(1)
     overrides = [*DEFAULTS, *sys.argv[1:]]
     cfg = run_job_of(["strategy=staged", *overrides]).config
@@ -107,12 +71,21 @@ def compare(
 
 
 def trees_of(runner: PartsRunner, prompts: Sequence[TokenPrompt]) -> list[tuple[Any, ...]]:
-    """Every submitted tree of one run (which also warms up)."""
-    recorded = RecordedPolicy(runner.parts.policy)
-    object.__setattr__(runner.parts, "policy", recorded)
-    runner.run(prompts, lambda _: None)
-    object.__setattr__(runner.parts, "policy", recorded._policy)
-    return recorded.trees
+    """Tokens and parents of every submitted tree of one run (which also warms up)."""
+    policy, trees = runner.parts.policy, list[tuple[Any, ...]]()
+    select = policy.select
+
+    def recorded(state: Any, source: Any) -> Nodes:
+        nodes = select(state, source)
+        for request_id, ids in nodes.items:
+            tree = state.requests[request_id].tree
+            slots = tree.slots(ids)
+            trees.append((request_id, tree.tokens[slots].tolist(), tree.parents[slots].tolist()))
+        return nodes
+
+    with patch.object(policy, "select", recorded):
+        runner.run(prompts, lambda _: None)
+    return trees
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@
 Level-per-step and best-first pipelines (``specpipe``, ``specpipe_bf``) of N stages with the bundled
 head: a feature arrives with its answer, N - 1 steps after its token was submitted, or as soon as
 its layers have computed it (``source.early=true``; run only where that is sooner). The draft model,
-which reads no features, is the control of what N costs without lateness. Two controls are planted
-(``--only "at once" spoiled``): features leave the first stage, which no target could do, so that
-what is lost to lateness must come back; and the same with wrong features. The two-group executor
+which reads no features, is the control of what N costs without lateness. The two-group executor
 (``swiftspec``) drafts during one pass of the target; its reference waits for each answer
 (``swiftspec_base``). Simulated time; counts do not depend on the machine. Hit rates are without a
 prompt's first verdict: in a level-per-step pipeline early features of the prompt arrive before it,
@@ -22,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.drafters.measure import Measured, Runs, Target, parsed, parser, write
+from experiments.drafters.measure import Measured, Runs, parsed, parser, write
 from specdec.executors.stage import split_layers
 from specdec.models.bundled import family_path
 from specdec.models.eagle_loading import HeadFiles
@@ -33,18 +31,17 @@ DRAFTS: dict[str, tuple[str, ...]] = {
     "early": ("source=eagle", "source.early=true"),
     "draft model": ("source=draft_model",),
 }
-PLANTED: tuple[Target, ...] = ("at once", "spoiled")
-"""Planted controls, not run unless they are named."""
+PLANTED = ("at once", "spoiled")
+"""Two stored controls: features that leave the first stage, and the same with wrong ones."""
 PIPELINES = ("specpipe", "specpipe_bf")
 PROFILE = "clock.profile=uniform_30ms"  # drafting is free: only the order of events counts
 GROUPS = {"two groups in turns": "swiftspec_base", "two groups at once": "swiftspec"}
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs all configurations; writes lateness-DATA-SAMPLING.json."""
     arguments = parser(__doc__ or "", "experiments.drafters.lateness")
     arguments.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16])
-    arguments.add_argument("--only", nargs="+", choices=(*DRAFTS, *PLANTED), default=list(DRAFTS))
+    arguments.add_argument("--only", nargs="+", choices=DRAFTS, default=list(DRAFTS))
     arguments.add_argument("--width", type=int, default=16, help="nodes per step of a pipeline")
     args = parsed(arguments, given)
     runs, rows = Runs(args), list[dict[str, Any]]()
@@ -58,9 +55,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 continue  # one stage answers before a level can follow: no hits with any source
             where = (f"strategy={strategy}", f"executor.stages={num}", f"policy.width={args.width}")
             for draft in _differing(args.only, num):
-                target = next((name for name in PLANTED if name == draft), "texts")
-                words = (*where, *DRAFTS["early" if draft in PLANTED else draft], PROFILE)
-                found = runs.measured("later hit rate", *words, target=target)
+                found = runs.measured("later hit rate", *where, *DRAFTS[draft], PROFILE)
                 _add(rows, strategy, num, draft, found)
             write("lateness", {**runs.about, "width": args.width}, rows, args.results)
     return 0
@@ -79,8 +74,7 @@ def steps_gained(num_stages: int) -> int:
 
 def _differing(drafts: Sequence[str], num_stages: int) -> list[str]:
     """Without early features where they arrive with the answers: the run is the same."""
-    same = {"early": not steps_gained(num_stages)} | dict.fromkeys(PLANTED, num_stages == 1)
-    return [name for name in drafts if not same.get(name)]
+    return [name for name in drafts if name != "early" or steps_gained(num_stages)]
 
 
 def _add(

@@ -11,27 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import process_time
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.drafters.known_texts import KnownText, KnownTexts
+from experiments.reproduce.intervals import interval
 from experiments.reproduce.lab import Lab, Outcome
 from specdec.errors import UserError
 from specdec.files import write_json
 from specdec.metrics import RequestResult
 from specdec.metrics.loops import loop_share
-from specdec.pairs import ModelPair, PretrainedPair
-from specdec.runs.runners import TokenPrompt
 
 RESULTS = Path(__file__).with_name("results")
 WORKLOADS = tuple((d, s) for s in ("t06", "no_repeat4") for d in ("humaneval", "gsm8k"))
 """(data, sampling) in the order of the pages."""
 
-_RESAMPLES, _LEVEL = 2000, 0.95
 Part = Callable[[RequestResult], tuple[float, float]]
-Target = Literal["real", "texts", "at once", "spoiled"]
 
 
 def _hits(result: RequestResult) -> tuple[float, float]:
@@ -65,8 +61,6 @@ class Measured:
         value, low, high: over all prompts, and its 95 % bootstrap interval over prompts.
         counts: [numerator, denominator] of each prompt.
         steps_per_token: of the executor; a fill of the pipeline per prompt is included.
-        loop_share: see docs/metrics.md.
-        tokens: number of generated tokens.
         cpu_s: seconds of CPU time; about 0 for a run that was read from disk.
     """
 
@@ -84,91 +78,31 @@ class Measured:
         return f"{self.value:.3f} ({self.low:.3f}-{self.high:.3f})"
 
 
-class _TextsLab(Lab):
-    """Runs whose target writes the texts of one run of plain decoding.
-
-    Attributes:
-        plain: runs the target itself.
-    """
-
-    def __init__(self, plain: Lab, words: Sequence[str], **planted: bool) -> None:
-        """Takes the laboratory and the overrides of plain decoding.
-
-        Args:
-            plain: runs the target itself; its folder has the folders of these runs.
-            words: overrides of plain decoding.
-            planted: see ``KnownTexts``.
-        """
-        folder = plain.folder / ("-".join(planted) or "texts")
-        super().__init__(folder=folder, quick=False, say=_say)
-        self.plain, self._words, self._planted = plain, words, planted
-        self._texts: dict[int, KnownText] = {}
-        self._known: dict[int, KnownTexts] = {}
-
-    def _prepare(self, config: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt]]:
-        pair, prompts = super()._prepare(config)
-        assert isinstance(pair, PretrainedPair)
-        if not self._texts:
-            outputs = {r.id: r.output for r in self.plain.run(self._words).results}
-            for p in prompts:
-                tokens = np.concatenate([p.tokens, np.array(outputs[p.id], np.int64)])
-                self._texts[p.id] = KnownText(tokens)
-        if id(pair) not in self._known:
-            self._known[id(pair)] = KnownTexts(pair, self._texts, **self._planted)
-        self._known[id(pair)].early = bool(config["source"].get("early"))
-        return self._known[id(pair)], prompts
-
-
-def _say(words: str) -> None:
-    print(words, flush=True)
-
-
 class Runs:
     """Runs configurations of one size; finished ones are read from disk."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Takes the arguments of ``parser``."""
         torch.set_num_threads(1)
         size = (f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}")
         where = (f"data={args.data}", f"sampling={args.sampling}", "model=tiny", "threads=1")
         self._common = ("clock=simulated", *where, *size)
-        plain = Lab(folder=args.out, quick=False, say=_say)
-        words = [*self._common, "strategy=ar"]
-        self._labs: dict[Target, Lab] = {
-            "real": plain,
-            "texts": _TextsLab(plain, words),
-            "at once": _TextsLab(plain, words, at_once=True),
-            "spoiled": _TextsLab(plain, words, at_once=True, spoiled=True),
-        }
-        self.about = {
-            "command": args.command,
-            "revision": _revision(),
-            "prompts": args.prompts,
-            "tokens": args.tokens,
-            "data": args.data,
-            "sampling": args.sampling,
-        }
+        self._lab = Lab(folder=args.out, quick=False, say=lambda words: print(words, flush=True))
+        size_of_run = {key: getattr(args, key) for key in ("prompts", "tokens", "data", "sampling")}
+        self.about = {"command": args.command, "revision": _revision(), **size_of_run}
 
-    def counted(self, *overrides: str, target: Target = "texts") -> Outcome:
+    def counted(self, *overrides: str) -> Outcome:
         """Runs a configuration, or reads its run.
-
-        Args:
-            overrides: of ``specdec run``.
-            target: "texts": the target's tokens come from one run of plain decoding, with the same
-                counts (``known_texts``); "real": for sources that compute layers of the target;
-                "at once": as "texts", with hidden states that leave the first stage; "spoiled": the
-                same, and they are wrong.
 
         Raises:
             UserError: the library refuses it.
         """
-        return self._labs[target].run([*self._common, *overrides])
+        return self._lab.run([*self._common, *overrides])
 
-    def measured(self, measure: str, *overrides: str, target: Target = "texts") -> Measured | None:
+    def measured(self, measure: str, *overrides: str) -> Measured | None:
         """A key of ``PARTS`` of a configuration; None if it is refused. See ``counted``."""
         start = process_time()
         try:
-            outcome = self.counted(*overrides, target=target)
+            outcome = self.counted(*overrides)
         except UserError as error:
             print(f"refused: {error}", flush=True)
             return None
@@ -187,33 +121,34 @@ class Runs:
         )
 
 
-def ratio(counted: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
-    """(ratio of the sums, bounds of its bootstrap interval) of float64[P, 2], a row per prompt."""
-    return _interval(counted, lambda sums: sums[..., 0] / np.maximum(sums[..., 1], 1.0), seed)
+Interval = tuple[float, float, float]
+"""A figure and the ends of its bootstrap interval over prompts."""
 
 
-def difference(one: Measured, other: Measured, seed: int = 0) -> tuple[float, float, float]:
-    """(one - other, bounds of its bootstrap interval) over the prompts of both, in pairs."""
-    both = np.concatenate([np.array(one.counts), np.array(other.counts)], axis=1)  # [P, 4]
-    floor = lambda column: np.maximum(column, 1.0)  # noqa: E731
-    return _interval(
-        both, lambda s: s[..., 0] / floor(s[..., 1]) - s[..., 2] / floor(s[..., 3]), seed
-    )
+def ratio(counts: np.ndarray) -> Interval:
+    """The ratio of the sums of float64[P, 2], a row per prompt."""
+    return _with_interval(counts, lambda s: s[0] / np.maximum(s[1], 1.0))
 
 
-def quotient(one: Measured, other: Measured, seed: int = 0) -> tuple[float, float, float]:
-    """(one / other, bounds of its bootstrap interval) over the prompts of both, in pairs."""
-    both = np.concatenate([np.array(one.counts), np.array(other.counts)], axis=1)  # [P, 4]
-    return _interval(both, lambda s: s[..., 0] * s[..., 3] / (s[..., 1] * s[..., 2]), seed)
+def difference(one: Measured, other: Measured) -> Interval:
+    """one - other over the prompts of both, in pairs."""
+    floor = lambda sums: np.maximum(sums, 1.0)  # noqa: E731
+    return _with_interval(_beside(one, other), lambda s: s[0] / floor(s[1]) - s[2] / floor(s[3]))
 
 
-def _interval(
-    counted: np.ndarray, of: Callable[[np.ndarray], Any], seed: int
-) -> tuple[float, float, float]:
-    """(value, bounds of its bootstrap interval) of a function of sums over prompts."""
-    picks = np.random.default_rng(seed).integers(len(counted), size=(_RESAMPLES, len(counted)))
-    low, high = np.quantile(of(counted[picks].sum(1)), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    return float(of(counted.sum(0))), float(low), float(high)
+def quotient(one: Measured, other: Measured) -> Interval:
+    """one / other over the prompts of both, in pairs."""
+    return _with_interval(_beside(one, other), lambda s: s[0] * s[3] / (s[1] * s[2]))
+
+
+def _beside(one: Measured, other: Measured) -> np.ndarray:
+    return np.concatenate([np.array(one.counts), np.array(other.counts)], axis=1)  # [P, 4]
+
+
+def _with_interval(counts: np.ndarray, of: Callable[[np.ndarray], Any]) -> Interval:
+    value = float(of(counts.sum(0)))
+    low, high = interval(counts, of)
+    return value, value if low is None else low, value if high is None else high
 
 
 def parser(doc: str, module: str) -> argparse.ArgumentParser:

@@ -27,7 +27,6 @@ PROFILE = "clock.profile=uniform_30ms"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs all shares; writes other_tokenizer-DATA-SAMPLING.json."""
     arguments = parser(__doc__ or "", "experiments.drafters.other_tokenizer")
     arguments.add_argument("--shares", type=int, nargs="+", default=[100, 75, 50, 25, 0])
     args = parsed(arguments, words)

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from experiments.drafters.lateness import DRAFTS, GROUPS, PIPELINES, PLANTED
 from experiments.drafters.measure import RESULTS, Measured, difference, quotient, read
 from experiments.drafters.presets import EDITS
 from experiments.drafters.sources import EXECUTORS
+from experiments.reproduce.rendering import grid
 from specdec.files import write_text
 from specdec.report.styles import row_styles
 
@@ -31,7 +33,6 @@ Rows = Sequence[dict[str, Any]]
 
 
 def main() -> int:
-    """Writes pages and figures."""
     for name in PAGES:
         path = DOCS / name
         write_text(path, rendered(path.read_text(encoding="utf-8")))
@@ -66,8 +67,7 @@ def _workload(content: dict[str, Any]) -> str:
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+    return "\n".join([*grid(columns, rows), ""])
 
 
 def _cell(found: Measured | None) -> str:
@@ -75,7 +75,6 @@ def _cell(found: Measured | None) -> str:
 
 
 def _change(one: Measured | None, other: Measured | None) -> str:
-    """A difference; in bold where its interval excludes 0."""
     if one is None or other is None:
         return "-"
     value, low, high = difference(one, other)
@@ -92,7 +91,6 @@ def _by_draft(rows: Rows, strategy: str, num: int) -> dict[str, Measured]:
 
 
 def lateness(folder: Path = RESULTS) -> str:
-    """Hit rates over the number of stages, a table per workload."""
     parts = []
     for content in read("lateness", folder):
         rows, lines = content["rows"], []
@@ -132,7 +130,6 @@ def lateness_control(folder: Path = RESULTS) -> str:
 
 
 def lateness_groups(folder: Path = RESULTS) -> str:
-    """Tokens per pass of two groups of devices."""
     lines = []
     for content in read("lateness", folder):
         for name in GROUPS:
@@ -145,24 +142,13 @@ def lateness_groups(folder: Path = RESULTS) -> str:
 def draw_lateness(contents: Sequence[dict[str, Any]], path: Path) -> None:
     """Hit rate over the number of stages: a column per workload, a row per pipeline."""
     size = (max(5.0, 3.2 * len(contents)), 6.0)
-    figure, axes = plt.subplots(
-        len(PIPELINES),
-        len(contents),
-        figsize=size,
-        sharey="row",
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-    )
+    figure, axes = _panels(len(PIPELINES), len(contents), size, sharey="row", sharex=True)
     stages = sorted({row["stages"] for content in contents for row in content["rows"]})
     for column, content in enumerate(contents):
         for axis, strategy in zip(axes[:, column], PIPELINES, strict=True):
             for place, draft in enumerate((*DRAFTS, PLANTED[0])):
-                here = [
-                    row
-                    for row in content["rows"]
-                    if (row["strategy"], row["draft"]) == (strategy, draft)
-                ]
+                key = (strategy, draft)
+                here = [r for r in content["rows"] if (r["strategy"], r["draft"]) == key]
                 label = draft if draft == "draft model" else f"EAGLE-3 head, features {draft}"
                 factor = 1.03 ** (place - 1)  # so that intervals do not hide each other
                 at = [row["stages"] * factor for row in here]
@@ -171,7 +157,7 @@ def draw_lateness(contents: Sequence[dict[str, Any]], path: Path) -> None:
             axis.set_xticks(stages, [str(num) for num in stages])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
-        axes[0, column].set_title(f"{_SETS[content['data']]}, {content['sampling']}", fontsize=10)
+        axes[0, column].set_title(_workload(content).replace("`", ""), fontsize=10)
         axes[-1, column].set_xlabel("stages")
     for axis, strategy in zip(axes[:, 0], PIPELINES, strict=True):
         axis.set_ylabel(f"{strategy}: hit rate (simulated)")
@@ -181,10 +167,18 @@ def draw_lateness(contents: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _points(axis: Any, at: Sequence[float], found: Sequence[Measured], label: str) -> None:
-    low = [m.value - m.low for m in found]
-    high = [m.high - m.value for m in found]
-    values = [m.value for m in found]
-    axis.errorbar(at, values, (low, high), marker="o", markersize=4, capsize=2, label=label)
+    values, *ends = _with_ends(found)
+    axis.errorbar(at, values, ends, marker="o", markersize=4, capsize=2, label=label)
+
+
+def _with_ends(found: Sequence[Measured]) -> np.ndarray:
+    """float64[3, N]: values, and distances of their intervals' lower and upper ends."""
+    ends = [(m.value, m.value - m.low, m.high - m.value) for m in found]
+    return np.array(ends).reshape(-1, 3).T
+
+
+def _panels(rows: int, columns: int, size: tuple[float, float], **shared: Any) -> Any:
+    return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **shared)
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -197,7 +191,6 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def sources(folder: Path = RESULTS) -> str:
-    """Sources by executor, a table per workload."""
     parts = []
     for content in read("sources", folder):
         lines = []
@@ -217,7 +210,6 @@ def sources(folder: Path = RESULTS) -> str:
 
 
 def other_tokenizer(folder: Path = RESULTS) -> str:
-    """Tokens per pass over the share of merges, a table per workload."""
     parts = []
     for content in read("other_tokenizer", folder):
         rows, lines = content["rows"], []
@@ -249,30 +241,20 @@ def _kept(found: Measured, own: Measured) -> str:
 
 def draw_tokenizers(contents: Sequence[dict[str, Any]], path: Path) -> None:
     """Accepted draft tokens per pass, of those with the target's tokenizer."""
-    figure, axes = plt.subplots(
-        1,
-        len(contents),
-        figsize=(3.4 * len(contents) + 0.6, 3.4),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
+    size = (3.4 * len(contents) + 0.6, 3.4)
+    figure, axes = _panels(1, len(contents), size, sharey=True)
     for axis, content in zip(axes[0], contents, strict=True):
         looks = row_styles(dict.fromkeys(row["policy"] for row in content["rows"]))
         for policy, look in looks.items():
             here = [r for r in content["rows"] if r["policy"] == policy and r["merges"] is not None]
             gain = _own(content["rows"], policy).value - 1.0
-            found = [row["measured"] for row in here]
-            kept = [100 * (m.value - 1.0) / gain for m in found]
-            ends = (
-                [100 * (m.value - m.low) / gain for m in found],
-                [100 * (m.high - m.value) / gain for m in found],
-            )
+            values, *ends = 100 / gain * _with_ends([row["measured"] for row in here])
             at = [row["merges"] for row in here]
+            kept = values - 100 / gain
             axis.errorbar(at, kept, ends, ms=4, capsize=2, label=policy, **look.line())
         axis.axhline(100, color="grey", linewidth=0.8)
         axis.grid(alpha=0.3)
-        axis.set_title(f"{_SETS[content['data']]}, {content['sampling']}", fontsize=10)
+        axis.set_title(_workload(content).replace("`", ""), fontsize=10)
         axis.set_xlabel("merges of the tokenizer kept, %")
     axes[0, 0].set_ylabel("accepted tokens kept, %")
     axes[0, 0].legend(fontsize=8)
@@ -292,7 +274,6 @@ def _times(one: Measured, other: Measured) -> str:
 
 
 def ddtree(folder: Path = RESULTS) -> str:
-    """``ddtree`` over the static tree, a row per workload."""
     lines = []
     for content in read("presets", folder):
         found = _by_preset(content)
@@ -306,7 +287,6 @@ def ddtree(folder: Path = RESULTS) -> str:
 
 
 def suffix(folder: Path = RESULTS) -> str:
-    """``suffix`` over ``prompt_lookup``, a row per workload."""
     lines = []
     for content in read("presets", folder):
         found = _by_preset(content)
@@ -337,16 +317,9 @@ def suffix_edits(folder: Path = RESULTS) -> str:
     return _grid(columns, lines)
 
 
-TABLES: dict[str, Callable[[Path], str]] = {
-    "lateness": lateness,
-    "lateness_control": lateness_control,
-    "lateness_groups": lateness_groups,
-    "sources": sources,
-    "other_tokenizer": other_tokenizer,
-    "ddtree": ddtree,
-    "suffix": suffix,
-    "suffix_edits": suffix_edits,
-}
+_LATENESS = (lateness, lateness_control, lateness_groups)
+_TABLES = (*_LATENESS, sources, other_tokenizer, ddtree, suffix, suffix_edits)
+TABLES: dict[str, Callable[[Path], str]] = {table.__name__: table for table in _TABLES}
 """Name in a page -> its table."""
 
 

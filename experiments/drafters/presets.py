@@ -16,15 +16,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.drafters.measure import Runs, Target, parsed, parser, write
+from experiments.drafters.measure import Runs, parsed, parser, write
 from specdec.data.edits import chosen_turns
 
 PROFILE = "clock.profile=uniform_30ms"
 PRESETS: dict[str, tuple[str, ...]] = {
-    "medusa": ("strategy=medusa",),
-    "ddtree": ("strategy=ddtree",),
-    "prompt_lookup": ("strategy=prompt_lookup",),
-    "suffix": ("strategy=suffix",),
+    name: (f"strategy={name}",) for name in ("medusa", "ddtree", "prompt_lookup", "suffix")
 }
 COPYING: dict[str, tuple[str, ...]] = {
     "prompt_lookup": ("strategy=prompt_lookup",),
@@ -38,17 +35,15 @@ EDITS = "edits"
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs the presets; writes presets-DATA-SAMPLING.json."""
     args = parsed(parser(__doc__ or "", "experiments.drafters.presets"), given)
     runs, rows = Runs(args), list[dict[str, Any]]()
     own = COPYING if args.data == EDITS else PRESETS
-    target: Target = "real" if args.data == EDITS else "texts"
     for name, overrides in own.items():
         words = (*overrides, PROFILE)
         if args.data == EDITS:
             words += ("model=transcript",)
-        found = runs.measured("tokens per pass", *words, target=target)
-        outcome = runs.counted(*words, target=target)
+        found = runs.measured("tokens per pass", *words)
+        outcome = runs.counted(*words)
         row: dict[str, Any] = {"preset": name, "measured": found}
         row["target_rows"] = int(outcome.summary["target_rows"])
         if args.data == EDITS:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.drafters.measure import Runs, Target, parsed, parser, write
+from experiments.drafters.measure import Runs, parsed, parser, write
 
 EXECUTORS = {
     "local": ("tokens per pass", ("strategy=best_first",)),
@@ -26,13 +26,10 @@ EXECUTORS = {
     ),
     "two groups": ("tokens per pass", ("strategy=swiftspec",)),
 }
-SOURCES: dict[str, tuple[str, ...]] = {
-    "draft_model": ("source=draft_model",),
-    "eagle3": ("source=eagle",),
-    "ngram": ("source=ngram",),
-    "prompt_lookup": ("source=prompt_lookup",),
-    "suffix": ("source=suffix",),
-    "medusa": ("source=medusa",),
+_SAME = ("ngram", "prompt_lookup", "suffix", "medusa")
+SOURCES = {
+    **{"draft_model": ("source=draft_model",), "eagle3": ("source=eagle",)},
+    **{name: (f"source={name}",) for name in _SAME},
     "exit": ("source=early_exit",),
 }
 OWN = {
@@ -46,7 +43,6 @@ PROFILE = "clock.profile=uniform_30ms"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the table; writes sources-DATA-SAMPLING.json."""
     arguments = parser(__doc__ or "", "experiments.drafters.sources")
     arguments.add_argument("--only", nargs="+", choices=SOURCES, default=list(SOURCES))
     args = parsed(arguments, words)
@@ -55,8 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for executor, (measure, preset) in EXECUTORS.items():
             own = OWN.get((source, executor))
             overrides = own or (*preset, *SOURCES[source])
-            target: Target = "real" if source == "exit" else "texts"
-            found = runs.measured(measure, *overrides, PROFILE, target=target)
+            found = runs.measured(measure, *overrides, PROFILE)
             rows.append({"source": source, "executor": executor, "measured": found})
             print(f"{source:14} {executor:14} {found or 'refused'}", flush=True)
     write("sources", runs.about, rows, args.results)

@@ -19,8 +19,7 @@ Call = Callable[[int], Any]
 
 def attention_rows(bench: Bench, shape: Shape, *, context: int, nodes: int) -> list[dict[str, Any]]:
     """Tree attention of ``nodes`` rows over ``context`` tokens and themselves."""
-    generator = torch.Generator(bench.device).manual_seed(0)
-    options: dict[str, Any] = {"generator": generator, "device": bench.device, "dtype": bench.dtype}
+    options = _options(bench)
     slots = context + nodes
     pair_bytes = 2 * shape.kv_heads * slots * shape.head_dim * bench.dtype.itemsize
     copies = bench.copies(pair_bytes)
@@ -75,7 +74,9 @@ def swiglu_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str, Any
     """Gate and up projections, SiLU and product."""
     weight_bytes = 2 * shape.hidden * shape.inner * bench.dtype.itemsize
     copies = bench.copies(weight_bytes)
-    hidden, weights = _operands(bench, shape, nodes, copies, 2 * shape.inner)
+    options = _options(bench)
+    hidden = torch.randn(nodes, shape.hidden, **options)
+    weights = torch.randn(copies, 2 * shape.inner, shape.hidden, **options) * shape.hidden**-0.5
 
     def halves(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         return weights[i, : shape.inner], weights[i, shape.inner :]
@@ -88,7 +89,8 @@ def swiglu_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str, Any
         return silu(hidden @ gate.T) * (hidden @ up.T)
 
     def ours() -> Call:
-        _require_triton(bench)
+        problem = support.triton_problem(bench.device, bench.dtype)
+        support.require(problem, "the Triton kernel")
         from specdec.kernels.swiglu import swiglu
 
         return lambda i: swiglu(hidden, *halves(i))
@@ -107,19 +109,10 @@ def swiglu_rows(bench: Bench, shape: Shape, *, nodes: int) -> list[dict[str, Any
     return _compared(bench, about, sides, copies, weight_bytes)
 
 
-def _operands(
-    bench: Bench, shape: Shape, nodes: int, copies: int, outputs: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _options(bench: Bench) -> dict[str, Any]:
+    """Of random operands."""
     generator = torch.Generator(bench.device).manual_seed(0)
-    options: dict[str, Any] = {"generator": generator, "device": bench.device, "dtype": bench.dtype}
-    hidden = torch.randn(nodes, shape.hidden, **options)
-    weights = torch.randn(copies, outputs, shape.hidden, **options) * shape.hidden**-0.5
-    return hidden, weights
-
-
-def _require_triton(bench: Bench) -> None:
-    problem = support.triton_problem(bench.device, bench.dtype)
-    support.require(problem, "the Triton kernel")
+    return {"generator": generator, "device": bench.device, "dtype": bench.dtype}
 
 
 def _compared(

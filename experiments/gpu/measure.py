@@ -28,6 +28,7 @@ from experiments.gpu.requirements import LIMIT_S, verdicts
 from experiments.gpu.shapes import FULL, LLAMA3_1B, LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET
 from experiments.gpu.strategies import shape_rows, trained_rows
 from experiments.gpu.timing import Bench, copy_bandwidth
+from experiments.reproduce.rendering import grid
 from specdec.files import write_json, write_text
 from specdec.report.provenance import provenance
 
@@ -36,7 +37,6 @@ SMOKE_NOTE = "SMOKE RUN: tiny shapes, to show that the script works; the figures
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the script; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, any machine")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu"))
@@ -60,23 +60,18 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     start = perf_counter()
     bench = make_bench(args)
+    settings = {"dtype": str(bench.dtype).removeprefix("torch.")}
+    settings |= {k: getattr(bench, k) for k in ("attention", "graphs", "kernels", "repeats")}
+    settings["timed"] = "CUDA events around replays" if bench.captured else "calls, no graphs"
     result: dict[str, Any] = {
         "smoke": args.smoke,
         "note": SMOKE_NOTE if args.smoke else "",
-        "device": device_name(bench),
-        "settings": {
-            "dtype": str(bench.dtype).removeprefix("torch."),
-            "attention": bench.attention,
-            "graphs": bench.graphs,
-            "kernels": bench.kernels,
-            "repeats": bench.repeats,
-            "timed": "CUDA events around replays" if bench.captured else "calls, no graphs",
-        },
+        "device": torch.cuda.get_device_name() if bench.captured else "cpu",
+        "settings": settings,
         "copy_bandwidth_gb_per_s": None,
         "problems": [],
+        "provenance": provenance(command=["experiments.gpu.measure"], config=settings),
     }
-    settings = result["settings"]
-    result["provenance"] = provenance(command=["experiments.gpu.measure"], config=settings)
 
     def write() -> None:
         result["wall_s"] = perf_counter() - start
@@ -90,7 +85,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def make_bench(args: argparse.Namespace) -> Bench:
-    """Settings of a real run, or of a smoke run."""
     cuda = torch.cuda.is_available() and not args.smoke
     return Bench(
         device="cuda" if cuda else "cpu",
@@ -108,14 +102,7 @@ def make_bench(args: argparse.Namespace) -> Bench:
 def measure(
     bench: Bench, result: dict[str, Any], write: Callable[[], None], *, smoke: bool
 ) -> None:
-    """Measures all sections; a failing part is recorded and the others continue.
-
-    Args:
-        bench: device and number of repeats.
-        result: filled with rows by section, and "problems".
-        write: called after every part.
-        smoke: tiny shapes.
-    """
+    """Fills ``result`` with rows by section; a failing part is recorded, the others continue."""
     bandwidth = copy_bandwidth(bench)
     result["copy_bandwidth_gb_per_s"] = bandwidth / 1e9
     shapes = (SMOKE_TARGET,) if smoke else FULL
@@ -177,11 +164,6 @@ def _part(bench: Bench, part: Callable[[], Rows], rows: Rows) -> str | None:
     return None
 
 
-def device_name(bench: Bench) -> str:
-    """The device as torch names it."""
-    return torch.cuda.get_device_name() if bench.captured else "cpu"
-
-
 TABLES = {
     "bars": ["bar", "wanted", "found", "verdict"],
     "passes": [
@@ -197,7 +179,6 @@ TABLES = {
 
 
 def page(result: dict[str, Any]) -> str:
-    """The tables as Markdown."""
     lines = ["# GPU path", ""]
     if result["note"]:
         lines += [f"**{result['note']}**", ""]
@@ -210,9 +191,8 @@ def page(result: dict[str, Any]) -> str:
         "says what is accepted; `net` is without what the replay itself takes.",
     ]
     for name, columns in TABLES.items():
-        lines += ["", f"## {name}", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-        for row in result.get(name, []):
-            lines.append(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |")
+        rows = [[_cell(row.get(column)) for column in columns] for row in result.get(name, [])]
+        lines += ["", f"## {name}", "", *grid(columns, rows)]
     if result["problems"]:
         lines += ["", "## Problems", "", *(f"- {problem}" for problem in result["problems"])]
     return "\n".join(lines) + "\n"

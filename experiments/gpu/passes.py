@@ -26,11 +26,7 @@ def pass_rows(
 ) -> list[dict[str, Any]]:
     """One row per number of nodes: a tree pass, including the wait for its logits.
 
-    Args:
-        bench: device and number of repeats.
-        shape: shape of the model, with random weights.
-        context: committed tokens before the tree.
-        bandwidth: measured, bytes per second.
+    The model has random weights; ``bandwidth`` is the measured one in bytes per second.
     """
     positions = context + 2 * NODE_COUNTS[-1]
     model = random_llama(shape, device=bench.device, dtype=bench.dtype, positions=positions)
@@ -51,19 +47,10 @@ def pass_rows(
         ms = _one(bench, runner, cache, context, nodes)
         itemsize = bench.dtype.itemsize
         read = shape.weight_bytes(itemsize) + shape.cache_bytes(context + nodes, itemsize)
-        results.append(
-            {
-                "shape": shape.name,
-                "context": context,
-                "nodes": nodes,
-                "ms": ms,
-                "over_one_node": ms / results[0]["ms"] if results else 1.0,
-                "bytes": read,
-                "bandwidth_share": read / (ms * 1e-3) / bandwidth,
-                "attention": bench.attention,
-                "graphs": bench.graphs,
-            }
-        )
+        row = {"shape": shape.name, "context": context, "nodes": nodes, "ms": ms}
+        row["over_one_node"] = ms / results[0]["ms"] if results else 1.0
+        row |= {"bytes": read, "bandwidth_share": read / (ms * 1e-3) / bandwidth}
+        results.append({**row, "attention": bench.attention, "graphs": bench.graphs})
     return results
 
 

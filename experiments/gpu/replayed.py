@@ -8,14 +8,14 @@ separately.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
-from specdec.executors.stage import AnsweredRequest, Answerer, ModelAnswerer, ModelStage, Stage
+from specdec.executors.stage import Answerer, ModelAnswerer, ModelStage, Stage
 from specdec.interfaces import TokenSource
 from specdec.models.execution import Execution
 from specdec.models.quantize import num_bytes
@@ -27,7 +27,7 @@ from specdec.sources import DraftModelSource, SyntheticSource
 from specdec.types import Answers, Batch, Candidates, Commit, HiddenName, Nodes, Output
 
 if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
+    from specdec.state import DecodeState
 
 REPLAY = "replay"
 """Name under which the replacement is metered."""
@@ -70,7 +70,7 @@ class ReplayedShapes(ModelPair):
         """Samples the target's logits, then answers from the record."""
         real = ModelAnswerer(draws=draws, needs_probs=needs_probs)
         replayed = self.record.answerer(draws=draws, needs_probs=needs_probs)
-        return _Answerer(real, replayed, self)
+        return _Answerer(real, replayed, lambda: self.meter)  # the stage's, made later
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:
         """The whole draft."""
@@ -78,71 +78,53 @@ class ReplayedShapes(ModelPair):
         return self._runner(self.draft, name, meter)
 
     def _runner(self, model: PreTrainedModel, name: str, meter: Meter) -> ModelRunner:
-        return ModelRunner(
-            model=model,
-            name=name,
-            meter=meter,
-            attention=self._attention,
-            execution=self._execution,
-        )
+        settings = {"attention": self._attention, "execution": self._execution}
+        return ModelRunner(model=model, name=name, meter=meter, **settings)  # type: ignore[arg-type]
 
 
-class _Answerer(Answerer):
-    """Computes the target's own answers and returns the record's."""
+class _Both:
+    """Calls the real part, then the replayed one, whose time is metered apart."""
 
-    def __init__(self, real: Answerer, replayed: Answerer, pair: ReplayedShapes) -> None:
-        self._real, self._replayed, self._pair = real, replayed, pair
+    def __init__(self, real: Any, replayed: Any, meter: Callable[[], Meter]) -> None:
+        self._real, self._replayed, self._meter = real, replayed, meter
 
-    def open(self, request: AnsweredRequest) -> None:
+    def open(self, request: Any) -> None:
         self._real.open(request)
         self._replayed.open(request)
+
+    def commit(self, commits: Sequence[Commit], *output: Output) -> None:
+        self._real.commit(commits, *output)
+        with self._meter().model(REPLAY):
+            self._replayed.commit(commits, *output)
+
+    def close(self, request_id: int) -> None:
+        self._real.close(request_id)
+        self._replayed.close(request_id)
+
+
+class _Answerer(_Both, Answerer):  # type: ignore[misc]
+    """Computes the target's own answers and returns the record's."""
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         self._real.answer(batch, logits)
-        with self._pair.meter.model(REPLAY):  # the stage's, which is made after the answerer
-            return self._replayed.answer(batch, None)
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        self._real.commit(commits)
-        self._replayed.commit(commits)
-
-    def close(self, request_id: int) -> None:
-        self._real.close(request_id)
-        self._replayed.close(request_id)
+        with self._meter().model(REPLAY):
+            answers: tuple[Answers, ...] = self._replayed.answer(batch, None)
+        return answers
 
 
-class ReplayedSource(TokenSource):
-    """Computes the draft's own candidates and returns the record's."""
+class ReplayedSource(_Both, TokenSource):  # type: ignore[misc]
+    """Computes the draft's own candidates and returns the record's; passes are the real ones."""
 
     def __init__(self, *, real: DraftModelSource, replayed: SyntheticSource, meter: Meter) -> None:
-        """Wraps both; passes and rows are those of the real one."""
-        self._real, self._replayed, self._meter = real, replayed, meter
-        self.needs = real.needs
-        self.vocab_size = real.vocab_size
+        super().__init__(real, replayed, lambda: meter)
+        self.needs, self.vocab_size = real.needs, real.vocab_size
 
     @property
     def counters(self):  # type: ignore[no-untyped-def]
-        """The draft model's own."""
         return self._real.counters
 
-    def open(self, request: RequestState) -> None:
-        """Opens both."""
-        self._real.open(request)
-        self._replayed.open(request)
-
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Runs the draft's pass and returns the record's candidates."""
         self._real.expand(state, nodes, k)
-        with self._meter.model(REPLAY):
-            return self._replayed.expand(state, nodes, k)
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Commits to both."""
-        self._real.commit(commits, output)
-        with self._meter.model(REPLAY):
-            self._replayed.commit(commits, output)
-
-    def close(self, request_id: int) -> None:
-        """Closes both."""
-        self._real.close(request_id)
-        self._replayed.close(request_id)
+        with self._meter().model(REPLAY):
+            candidates: Candidates = self._replayed.expand(state, nodes, k)
+        return candidates

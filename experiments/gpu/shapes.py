@@ -35,30 +35,20 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * context * itemsize
 
 
-LLAMA3_1B = Shape(
-    name="llama3-1b", layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, inner=8192,
-    vocab=128256, tied=True,
-)  # fmt: skip
-LLAMA3_3B = Shape(
-    name="llama3-3b", layers=28, hidden=3072, heads=24, kv_heads=8, head_dim=128, inner=8192,
-    vocab=128256, tied=True,
-)  # fmt: skip
-LLAMA3_8B = Shape(
-    name="llama3-8b", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, inner=14336,
-    vocab=128256, tied=False,
-)  # fmt: skip
-LLAMA2_7B = Shape(
-    name="llama2-7b", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, inner=11008,
-    vocab=32000, tied=False,
-)  # fmt: skip
-SMOKE_TARGET = Shape(
-    name="smoke-target", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, inner=48,
-    vocab=4096, tied=False,
-)  # fmt: skip
-SMOKE_DRAFT = Shape(
-    name="smoke-draft", layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, inner=24,
-    vocab=4096, tied=True,
-)  # fmt: skip
+def shape_of(name: str, *sizes: int, tied: bool) -> Shape:
+    """A shape of its sizes in the order of the class."""
+    keys = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")
+    return Shape(name=name, **dict(zip(keys, sizes, strict=True)), tied=tied)
+
+
+LLAMA3_1B = shape_of("llama3-1b", 16, 2048, 32, 8, 64, 8192, 128256, tied=True)
+LLAMA3_3B = shape_of("llama3-3b", 28, 3072, 24, 8, 128, 8192, 128256, tied=True)
+LLAMA3_8B = shape_of("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256, tied=False)
+LLAMA3_70B = shape_of("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256, tied=False)
+LLAMA2_7B = shape_of("llama2-7b", 32, 4096, 32, 32, 128, 11008, 32000, tied=False)
+SMOKE_TARGET = shape_of("smoke-target", 2, 32, 4, 2, 8, 48, 4096, tied=False)
+SMOKE_DRAFT = shape_of("smoke-draft", 1, 16, 2, 1, 8, 24, 4096, tied=True)
+TINY = shape_of("tiny", 4, 64, 4, 2, 16, 128, 20_000, tied=True)
 
 FULL = (LLAMA3_8B, LLAMA3_3B, LLAMA3_1B, LLAMA2_7B)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from experiments.gpu.replayed import REPLAY, ReplayedShapes, ReplayedSource
@@ -76,14 +77,8 @@ def trained_rows(
     bench: Bench, *, num_prompts: int, max_new_tokens: int, overrides: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """The bundled pair on its own prompts, in float32, with real acceptances."""
-    common = [
-        "model=tiny",
-        f"model.device={bench.device}",
-        "data=stdlib",
-        f"data.limit={num_prompts}",
-        f"max_new_tokens={max_new_tokens}",
-        *overrides,
-    ]
+    size = (f"data.limit={num_prompts}", f"max_new_tokens={max_new_tokens}")
+    common = ["model=tiny", f"model.device={bench.device}", "data=stdlib", *size, *overrides]
     common += [f"model.graphs={bench.graphs}"]  # has no effect on the baselines
     rows: list[dict[str, Any]] = []
     pair, prompts, _ = prepare(run_job_of(["strategy=ar", *common]).config)
@@ -110,12 +105,8 @@ def _replayed(name: str, pair: ReplayedShapes, stop: StopRules) -> Runner:
 def _prompts(record: ReplayModels, num: int) -> list[TokenPrompt]:
     """The first recorded prompts with at least ``_MIN_OUTPUT`` recorded output tokens."""
     hidden: Any = record.hidden
-    long = [
-        TokenPrompt(i, tokens)
-        for i, tokens in record.prompts()
-        if hidden.request(i).num_output >= _MIN_OUTPUT
-    ]
-    return long[:num]
+    long = (p for p in record.prompts() if hidden.request(p[0]).num_output >= _MIN_OUTPUT)
+    return [TokenPrompt(*prompt) for prompt in islice(long, num)]
 
 
 def _measured(
@@ -139,18 +130,14 @@ def _measured(
     wall_s = sum(len(r.output) for r in results) / per_s if per_s else None
     gross = wall_s / max(1e-9, wall_s - replay_s) if wall_s else 1.0
     overhead = summary["overhead_share"]
+    same = ("target_passes", "draft_passes", "acceptance_length", "relative_memory_traffic")
     return {
         "skipped": None,
         "tokens_per_s": per_s,
         "tokens_per_s_net": None if not wall_s else per_s * gross,
         "replay_ms": replay_s * 1e3,
-        "target_passes": summary["target_passes"],
-        "draft_passes": summary["draft_passes"],
-        "acceptance_length": summary["acceptance_length"],
         "overhead_share": None if overhead is None else overhead * gross,
-        "relative_memory_traffic": summary["relative_memory_traffic"],
-        "loop_share": summary["loop_share"],
-        "new_tokens": summary["new_tokens"],
+        **{key: summary[key] for key in (*same, "loop_share", "new_tokens")},
     }
 
 

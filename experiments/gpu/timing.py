@@ -20,14 +20,11 @@ class Bench:
     """Settings of the measurements.
 
     Attributes:
-        device: "cuda" or "cpu".
-        dtype: of weights and activations.
         repeats: number of timings, of which the median is taken.
         copy_mib: size of the tensor of the bandwidth measurement.
         cold_mib: size of the different operands over which an operation is timed, so that none is
             still in the second-level cache.
         deadline: ``perf_counter`` value after which no measurement starts.
-        attention, graphs, kernels: settings of the models.
     """
 
     device: str
@@ -46,7 +43,6 @@ class Bench:
         return self.device == "cuda"
 
     def late(self) -> bool:
-        """Whether the deadline has passed."""
         return perf_counter() > self.deadline
 
     def copies(self, num_bytes: int) -> int:
@@ -67,14 +63,17 @@ def copy_bandwidth(bench: Bench) -> float:
 
 
 def _called(bench: Bench, run: Callable[[], object]) -> float:
-    for _ in range(_WARM_UP):
-        run()
-    times = []
-    for _ in range(bench.repeats):
+    def once() -> float:
         start = perf_counter()
         run()
-        times.append(perf_counter() - start)
-    return median(times) * 1e6
+        return (perf_counter() - start) * 1e6
+
+    return _median(bench, once)
+
+
+def _median(bench: Bench, once: Callable[[], float]) -> float:
+    """Of the microseconds of ``once``, after some that do not count."""
+    return median([once() for _ in range(_WARM_UP + bench.repeats)][_WARM_UP:])
 
 
 def _captured(bench: Bench, run: Callable[[], object]) -> float:
@@ -87,14 +86,13 @@ def _captured(bench: Bench, run: Callable[[], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    for _ in range(_WARM_UP):
-        graph.replay()
-    times = []
-    for _ in range(bench.repeats):
+
+    def once() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return median(times)
+        return float(start.elapsed_time(end)) * 1e3
+
+    return _median(bench, once)

@@ -13,15 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from experiments.open.asynchronous_cases import Case, Speed, Speeds, cases, hits_of, numbers
-from experiments.open.asynchronous_figure import picture
 from experiments.open.asynchronous_text import sentences
 from experiments.reproduce.drafts import size_overrides
+from experiments.reproduce.drawing import styles, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.profiles import write_profile
-from specdec.config.options import options
 from specdec.errors import UserError
 
 
@@ -46,21 +48,12 @@ def asynchronous(item: Item, lab: Lab) -> Findings:
 
 
 class _Bench:
-    """Runs the methods of a case."""
-
     def __init__(self, item: Item, lab: Lab, findings: Findings) -> None:
         self._item = item
         self._config = item.config
         self._lab = lab
         self._findings = findings
-        known = options("strategy", ())
-        self._methods = {}
-        for name, method in self._config["methods"].items():
-            preset = method["words"][0].removeprefix("strategy=")
-            if preset in known:
-                self._methods[name] = method
-            else:
-                findings.missing.append(f"{name}: preset {preset} does not exist")
+        self._methods = self._config["methods"]
 
     def speeds(self, case: Case, hits: Sequence[str] | None = None) -> dict[str, Speed]:
         """Every method of the case's layout; ``hits``: overrides in place of the synthetic law."""
@@ -76,10 +69,8 @@ class _Bench:
                     if name == self._config["reference"]:
                         raise
                     self._miss(f"{name}: {error}")
-        plain = runs[self._config["reference"]]
-        return {
-            name: self._speed(case, self._methods[name], run, plain) for name, run in runs.items()
-        }
+        plain, methods = runs[self._config["reference"]], self._methods
+        return {n: self._speed(case, methods[n], run, plain) for n, run in runs.items()}
 
     def replays(self) -> Iterator[tuple[Case, list[str]]]:
         """The bundled pair at the base case, per layout and temperature."""
@@ -99,18 +90,10 @@ class _Bench:
     def claims(self) -> None:
         """The stated values: the ratio of two methods with the hits of a measured pair."""
         for claim, spec in self._config["claims"].items():
-            absent = [name for name in spec["rows"] if name not in self._methods]
-            if absent:
-                self._miss(f"claim {claim}: no {', '.join(absent)}")
-                continue
             case = self._case(spec)
             try:
-                fast, slow = (
-                    self._run(
-                        case, self._methods[name], self._hits(spec["hits"]), spec.get("words", ())
-                    )
-                    for name in spec["rows"]
-                )
+                hits, words = self._hits(spec["hits"]), spec.get("words", ())
+                fast, slow = (self._run(case, self._methods[n], hits, words) for n in spec["rows"])
             except UserError as error:
                 self._miss(f"claim {claim}: {error}")
                 continue
@@ -120,9 +103,8 @@ class _Bench:
             rows = " over ".join(spec["rows"])
             times = ", ".join(spec.get("words", (f"t_target/t_draft {spec['ratio']:g}",)))
             where = f"{rows}; {title}; {layout}, {times}"
-            self._findings.add(
-                claim, value, "simulated", where, kind="calibrated", interval=(low, high)
-            )
+            simulated = (claim, value, "simulated", where)
+            self._findings.add(*simulated, kind="calibrated", interval=(low, high))
 
     def distance(self) -> None:
         """Serial speculation with the draft beside the target or across a link."""
@@ -149,7 +131,6 @@ class _Bench:
         return Case(layout=spec["layout"], hits=spec["hits"], **{**base, **own})
 
     def _hits(self, law: str) -> Sequence[str]:
-        """Overrides of one of ``laws``."""
         words: Sequence[str] = self._config["laws"][law]["words"]
         return words
 
@@ -198,7 +179,6 @@ class _Bench:
 
 
 def _rows(speeds: Speeds) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    """Columns and rows of a table of speed-ups."""
     columns = (
         *("hits", "layout", "t_target/t_draft", "acceptance", "link ms", "batch", "method"),
         *("speed-up", "low", "high", "devices", "per device", "hit rate", "loop_share"),
@@ -213,3 +193,86 @@ def _rows(speeds: Speeds) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
         for name, speed in methods.items()
     ]
     return columns, rows
+
+
+_PANELS = {
+    "ratio": "t_target / t_draft",
+    "acceptance": "acceptance",
+    "link_ms": "link latency (ms)",
+    "batch": "requests at a time",
+}
+_DPI = 110
+
+
+def picture(item: Item, speeds: Speeds, replayed: Speeds) -> Figure:
+    """Speed-up along each axis, per device at the base case, and on the replayed pair."""
+    config = item.config
+    names = list(config["methods"])
+    layouts = list(config["layouts"])
+    fig = Figure(figsize=(19.0, 4.0 * len(layouts) + 0.8), dpi=_DPI, layout="constrained")
+    grid = fig.subplots(len(layouts), len(_PANELS) + 2, squeeze=False)
+    for axes, layout in zip(grid, layouts, strict=True):
+        title = config["layouts"][layout]["title"]
+        for ax, (axis, label) in zip(axes, _PANELS.items(), strict=False):
+            _along(ax, names, _points(config, speeds, layout, axis))
+            fixed = ", ".join(f"{key} {v:g}" for key, v in config["base"].items() if key != axis)
+            tidy(ax, x=label, y="speed-up over plain decoding", title=f"{title}\n{fixed}")
+            if axis != "acceptance":
+                ax.set_xscale("log", base=10 if axis == "link_ms" else 2)
+                ax.xaxis.set_major_formatter("{x:g}")
+        at_base = _points(config, speeds, layout, "ratio")[config["base"]["ratio"]]
+        _bars(axes[-2], names, {"base": {n: s.per_device for n, s in at_base.items()}})
+        tidy(axes[-2], x="", y="speed-up per device", title=f"{title}\nbase case, per device")
+        groups = {
+            case.hits.partition(", ")[2]: {n: s.value for n, s in methods.items()}
+            for case, methods in replayed.items()
+            if case.layout == layout
+        }
+        _bars(axes[-1], names, groups)
+        tidy(axes[-1], x="", y="speed-up", title=f"{title}\nbundled pair, replayed")
+    for name, look in styles(names).items():
+        shown = any(name in methods for methods in speeds.values())
+        if shown:
+            grid[0][0].plot([], [], ms=4, label=name, **look.line())
+    fig.legend(loc="outside lower center", ncols=len(names), fontsize=9, frameon=False)
+    fig.suptitle(f"{item.stated.title} (simulated; bands: 95 % over prompts)", fontsize=11)
+    return fig
+
+
+def _points(
+    config: Mapping[str, Any], speeds: Speeds, layout: str, axis: str
+) -> dict[float, Mapping[str, Speed]]:
+    """Value of the axis -> speeds, the other axes at the base."""
+    base = {key: value for key, value in config["base"].items() if key != axis}
+
+    def on_line(case: Case) -> bool:
+        return case.layout == layout and all(getattr(case, k) == v for k, v in base.items())
+
+    found = {getattr(case, axis): methods for case, methods in speeds.items() if on_line(case)}
+    return dict(sorted(found.items()))
+
+
+def _along(ax: Axes, names: Sequence[str], points: Mapping[float, Mapping[str, Speed]]) -> None:
+    for name, style in styles(names).items():
+        found = [(x, methods[name]) for x, methods in points.items() if name in methods]
+        if not found:
+            continue
+        xs = [x for x, _ in found]
+        ax.plot(xs, [s.value for _, s in found], ms=3.5, lw=1.3, **style.line())
+        banded = [(x, s.low, s.high) for x, s in found if s.low is not None and s.high is not None]
+        if len(banded) == len(found):
+            lows, highs = [b[1] for b in banded], [b[2] for b in banded]
+            ax.fill_between(xs, lows, highs, color=style.color, alpha=0.12, lw=0)
+    ax.axhline(1.0, color="#888888", lw=0.8)
+
+
+def _bars(ax: Axes, names: Sequence[str], groups: Mapping[str, Mapping[str, float]]) -> None:
+    looks = styles(names)
+    for place, (_, values) in enumerate(groups.items()):
+        shown = [name for name in names if name in values]
+        width = 0.84 / max(1, len(shown))
+        for i, name in enumerate(shown):
+            x = place + (i - (len(shown) - 1) / 2) * width
+            ax.bar(x, values[name], 0.92 * width, **looks[name].bar())
+    ax.set_xticks(range(len(groups)), list(groups), fontsize=8)
+    ax.axhline(1.0, color="#888888", lw=0.8)

@@ -22,12 +22,8 @@ class Case:
     """One point of the comparison.
 
     Attributes:
-        layout: name of the layout of the target's devices.
         ratio: target pass over draft pass.
         acceptance: chance of a draft token; None: ``hits`` has its own.
-        hits: name of the hits.
-        link_ms: latency of a link.
-        batch: requests at a time.
     """
 
     layout: str
@@ -45,8 +41,6 @@ class Speed:
     Attributes:
         value: times as fast; low, high: its 95 % interval over prompts.
         devices: devices that the method uses, as a multiple of the reference's.
-        loops: loop share of its tokens; None for synthetic tokens.
-        run: what was run.
     """
 
     value: float
@@ -58,7 +52,6 @@ class Speed:
 
     @property
     def per_device(self) -> float:
-        """Speed-up divided by the ratio of devices."""
         return self.value / self.devices
 
 

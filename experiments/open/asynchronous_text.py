@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from experiments.open.asynchronous_cases import Case, Speed, Speeds
@@ -84,7 +85,8 @@ def leaders(config: Mapping[str, Any], speeds: Speeds, layout: str) -> str:
     """Which methods have the highest speed-up, and the highest per device, in how many cases."""
     grid = _grid(config, speeds, layout)
     texts = []
-    for what, key in (("fastest", _value), ("most per device", _per_device)):
+    for what, figure in (("fastest", "value"), ("most per device", "per_device")):
+        key = attrgetter(figure)
         wins: dict[str, list[Case]] = {}
         for case, methods in grid.items():
             wins.setdefault(max(methods, key=lambda name: key(methods[name])), []).append(case)
@@ -136,7 +138,6 @@ def _kinds(config: Mapping[str, Any], methods: Mapping[str, Speed]) -> tuple[lis
 def _grid(
     config: Mapping[str, Any], speeds: Speeds, layout: str
 ) -> dict[Case, Mapping[str, Speed]]:
-    """The cases of a layout at the base's link and batch."""
     base = config["base"]
     return {
         case: methods
@@ -158,13 +159,4 @@ def _where(beats: Mapping[float, bool | None]) -> str:
 
 
 def _span(values: Iterable[float | None]) -> str:
-    """The values in order."""
     return ", ".join(f"{value:g}" for value in sorted(v for v in values if v is not None))
-
-
-def _value(speed: Speed) -> float:
-    return speed.value
-
-
-def _per_device(speed: Speed) -> float:
-    return speed.per_device

@@ -22,14 +22,8 @@ def transfer_latency(item: Item, lab: Lab) -> Findings:
     for transfer_ms in config["transfer_ms"]:
         xs, ys = series.setdefault(f"transfer {transfer_ms} ms", ([], []))
         for exit_layer in config["exits"]:
-            outcome = exit_run(
-                item,
-                lab,
-                exit_layer,
-                pass_ms=config["pass_ms"],
-                transfer_ms=transfer_ms,
-                overrides=config["words"],
-            )
+            times = {"pass_ms": config["pass_ms"], "transfer_ms": transfer_ms}
+            outcome = exit_run(item, lab, exit_layer, **times, overrides=config["words"])
             speed, plain = 1e3 / outcome.run.tbt_ms, 1e3 / outcome.plain.tbt_ms
             per_device = speed / outcome.stages
             loops = outcome.run.summary["loop_share"]

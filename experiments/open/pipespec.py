@@ -43,9 +43,7 @@ class Run:
 
     Attributes:
         hits: int64[T], by position: 1 where the draft's token is the target's, -1 if not known.
-        num_tokens: emitted.
         fixed_s: seconds outside of passes, and the prompt's passes.
-        draft_s, target_s: seconds of every pass.
     """
 
     hits: IntArray
@@ -82,28 +80,24 @@ class Matches:
         ]
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """See ``HiddenPair``."""
         drawn = hash_u64(_TOKEN, request_id, positions)
         return (drawn % np.uint64(_VOCABULARY)).astype(np.int64)
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """See ``HiddenPair``."""
         return np.zeros(len(positions), np.int64)
 
     def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
-        """See ``HiddenPair``; beyond the run's end the draft is right."""
+        """Beyond the run's end the draft is right."""
         hits = self._hits[request_id]
         padded = np.append(hits, 1)
         return 1 - padded[np.minimum(positions, len(hits))]
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """See ``HiddenPair``."""
         return None
 
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """See ``HiddenPair``."""
         return (tokens + 1) % _VOCABULARY, np.zeros(len(positions), np.int64)
 
 

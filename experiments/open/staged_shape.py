@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from experiments.reproduce.drafts import size_overrides
 from experiments.reproduce.drawing import bar_chart
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
@@ -15,8 +16,7 @@ def staged_shape(item: Item, lab: Lab) -> Findings:
     over target weights of the paper).
     """
     findings, config = Findings(), item.config
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
-    size = [*config["data"], f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1"]
+    size = [*config["data"], *size_overrides(item, lab), "threads=1"]
     rows = []
     best: dict[str, dict[str, float | None]] = {}
     for tree, branching in config["trees"].items():
@@ -34,13 +34,7 @@ def staged_shape(item: Item, lab: Lab) -> Findings:
         *("traffic, the paper's sizes", "nodes/pass", "loop_share"),
     )
     findings.table("Counts of runs on the bundled pair (exact)", columns, rows)
-    x, y = "tree (children per level); n-gram guesses by depth", "relative memory traffic"
-    findings.figure = bar_chart(
-        best,
-        x=x,
-        y=f"{y} at the paper's sizes",
-        title=item.stated.title,
-        size=(9.0, 4.2),
-        form="{:.2f}",
-    )
+    x, title = "tree (children per level); n-gram guesses by depth", item.stated.title
+    y = "relative memory traffic at the paper's sizes"
+    findings.figure = bar_chart(best, x=x, y=y, title=title, size=(9.0, 4.2), form="{:.2f}")
     return findings

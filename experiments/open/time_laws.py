@@ -1,8 +1,10 @@
 """Expected time per token of strategies whose draft works beside the target, or in a pipeline.
 
 Every law is for independent positions, constant times of a pass (or stage) of the target and of a
-draft pass, free transfers and long outputs. Times share one unit, such as milliseconds. Tests
-compare simulated runs with them.
+draft pass, free transfers and long outputs. Times share one unit, such as milliseconds: of a pass
+of the ``target`` or a pipeline's ``stage``, of a ``middle`` model, of a ``draft``. ``alpha`` is the
+chance that a draft token is accepted if those before it were. Tests compare simulated runs with
+them.
 
 PipeInfer and FlowSpec: a node that enters the pipeline in step s is answered at the end of step
 s + stages - 1. A miss empties pipeline and tree, so what follows does not depend on what was
@@ -20,6 +22,11 @@ from specdec.metrics.speedup import expected_accepted
 _NEGLIGIBLE = 1e-10
 
 
+def _check(alpha: float) -> None:
+    if not 0.0 <= alpha < 1.0:
+        raise ValueError(f"alpha={alpha} must be at least 0 and below 1")
+
+
 def pearl_time(*, alpha: float, gamma: int, target: float, draft: float) -> float:
     """Expected time per token of PEARL (arXiv 2408.11850).
 
@@ -28,12 +35,7 @@ def pearl_time(*, alpha: float, gamma: int, target: float, draft: float) -> floa
     first rejection and a correction, or all gamma and stays, with probability alpha^gamma.
 
     Args:
-        alpha: chance that a draft token is accepted if those before it were.
         gamma: draft tokens per round.
-        target, draft: times of a pass.
-
-    Raises:
-        ValueError: ``alpha`` outside 0 .. 1.
     """
     per_post = 1.0 + expected_accepted(alpha, gamma - 1)
     leaves = 1.0 - alpha**gamma
@@ -82,16 +84,11 @@ def amusd_time(*, alpha: float, target: float, draft: float) -> float:
     answer judges a token drafted meanwhile. A miss at the end of pass k ends the chain; the draft
     pass that then begins or runs is lost, and the next one drafts the next chain's first token.
 
-    Args:
-        alpha: chance that a draft token is accepted if those before it were; below 1.
-        target, draft: times of a pass.
-
     Raises:
         ValueError: ``alpha`` not below 1, or a target pass shorter than two draft passes, which may
             find no token of the draft.
     """
-    if not 0.0 <= alpha < 1.0:
-        raise ValueError(f"alpha={alpha} must be at least 0 and below 1")
+    _check(alpha)
     ratio = target / draft
     if ratio < 2.0:
         raise ValueError(f"target={target} must be at least twice draft={draft}")
@@ -122,7 +119,6 @@ def pipespec_time(
     Args:
         draft_right: chance that the draft's token is the target's if those before it were.
         middle_right: that of the middle model, which is right wherever the draft is; below 1.
-        target, middle, draft: times of a pass.
 
     Raises:
         ValueError: chances out of this order, or a middle model faster than two draft passes.
@@ -156,15 +152,9 @@ def dsi_time(*, alpha: float, lookahead: int, target: float, draft: float) -> fl
     useless.
 
     Args:
-        alpha: chance that a draft token is accepted if those before it were; below 1.
         lookahead: draft tokens per block.
-        target, draft: times of a pass.
-
-    Raises:
-        ValueError: ``alpha`` not below 1.
     """
-    if not 0.0 <= alpha < 1.0:
-        raise ValueError(f"alpha={alpha} must be at least 0 and below 1")
+    _check(alpha)
     lost = draft * (floor(target / draft + 1e-9) + 1) - target
     blocks = alpha / (1.0 - alpha**lookahead)  # E ceil(right tokens / lookahead)
     cycle = target + alpha * lost + blocks * lookahead * draft
@@ -193,17 +183,10 @@ def pipeinfer_time(
     1 / (1 - alpha) tokens.
 
     Args:
-        alpha: chance that a draft token is right if those before it were; below 1.
         tokens: tokens of a run, draft passes per step.
-        stages: of the pipeline.
-        stage, draft: times of a stage and of a draft pass.
         cutoff, recovery, decay: the cut-off and its moves. Default: none.
-
-    Raises:
-        ValueError: ``alpha`` not below 1.
     """
-    if not 0.0 <= alpha < 1.0:
-        raise ValueError(f"alpha={alpha} must be at least 0 and below 1")
+    _check(alpha)
     cycle_time = cycle_tokens = 0.0
     reached = 1.0
     moves = (cutoff, recovery, decay)
@@ -282,7 +265,6 @@ def flowspec_time(
         ranks: chance that the target's token is the draft's first, second, ... candidate.
         segment: nodes per step.
         nodes: nodes of a round's first tree and of each later one, root included.
-        stages: of the pipeline.
         stage: time of a stage over a segment.
         between: time of the drafting between a miss and the next root's step.
     """

@@ -7,13 +7,15 @@ pipeline with one level per step its hit rate, for a static tree the share of ac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.pipelines.token_times import run_rows
-from experiments.reproduce.drafts import SIMULATED, Draft, drafts, make_draft
+from experiments.reproduce.drafts import SIMULATED, Draft, drafts, size_overrides
 from experiments.reproduce.drawing import band, doublings, figure, legend, line_chart, lines, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import hits_of, interval, share
@@ -37,31 +39,24 @@ def tree_sizes(item: Item, lab: Lab) -> Findings:
     first: dict[tuple[int, int], Outcome] = {}
     for draft in drafts(config["drafts"], item, lab, findings):
         cells: dict[tuple[int, int], Outcome] = {}
-        for children in config["children"]:
-            for width in config["widths"]:
-                overrides = [f"policy.width={width}", f"policy.children={children}"]
-                run = lab.run(draft.words(*config["common"], *overrides))
-                cells[width, children] = run
-                s = run.summary
-                shown = (s["hit_rate"], run.tbt_ms, s["loop_share"])
-                table.append((draft.title, width, children, *shown))
+        for children, width in product(config["children"], config["widths"]):
+            overrides = [f"policy.width={width}", f"policy.children={children}"]
+            run = cells[width, children] = lab.run(draft.words(*config["common"], *overrides))
+            shown = (run.summary["hit_rate"], run.tbt_ms, run.summary["loop_share"])
+            table.append((draft.title, width, children, *shown))
         _add_size_measures(findings, config, draft, cells)
         first = first or cells
     columns = ("draft", "width", "children", "accuracy (hit rate)", "TBT ms", "loop_share")
     findings.table("Tree parameters, simulated", columns, table)
     fig, (left, right) = figure(10.0, 3.9, 2)
     for ax, pick in ((left, "hit_rate"), (right, "tbt_ms_mean")):
-        lines(
-            ax,
-            {
-                f"{c} children": (
-                    config["widths"],
-                    [first[w, c].summary[pick] for w in config["widths"]],
-                )
-                for c in config["children"]
-                if first
-            },
-        )
+        widths = config["widths"]
+        curves = {
+            f"{c} children": (widths, [first[w, c].summary[pick] for w in widths])
+            for c in config["children"]
+            if first
+        }
+        lines(ax, curves)
         doublings(ax, config["widths"])
         band(ax, config["choice"][0], config["choice"][0], "the paper's choice", vertical=True)
     tidy(left, x="tree width (nodes per level)", y="accuracy (hit rate)")
@@ -91,14 +86,13 @@ def _add_size_measures(
     loss = 100 * (hit[width, many] - hit[width, children[0]])
     best = min(ms, key=lambda key: ms[key])
     excess = 100 * (ms[width, many] / ms[best] - 1)
-    loops = cells[width, many].summary["loop_share"]
     facts = {
         "saturates": (gain < 2.0, f"{widths[-2]} to {widths[-1]} nodes gain {gain:+.1f} points"),
         "few_children": (loss > 5.0, f"{children[0]} children lose {loss:.1f} points"),
         "optimum": (excess <= 3.0, f"best is {best[0]}/{best[1]}, the choice {excess:+.1f} %"),
     }
     for claim, (value, text) in facts.items():
-        where = f"{draft.title}: {text}"
+        where, loops = f"{draft.title}: {text}", cells[width, many].summary["loop_share"]
         findings.add(claim, bool(value), "simulated", where, kind=draft.kind, loops=loops)
 
 
@@ -120,7 +114,7 @@ def top_k(item: Item, lab: Lab) -> Findings:
             table.append((draft.title, "law", *shares, None, None, None))
             for claim in config.get("claims_of", {}).get(draft.name, ()):
                 value = shares[ks.index(config["claims"][claim])]
-                findings.add(claim, value, "simulated", draft.title, kind=draft.kind)
+                draft.add(findings, claim, value)
         else:
             shares = [record.top_share(k) for k in ks]
             size = (len(record.requests), sum(r.num_output for r in record.requests))
@@ -133,53 +127,40 @@ def top_k(item: Item, lab: Lab) -> Findings:
         series[draft.short] = (ks, shares)
     columns = ("draft", "kind", *(f"top-{k}" for k in ks), "loop_share", "prompts", "tokens")
     findings.table("Hit ratio of the draft's k best tokens", columns, table)
-    findings.missing += list(config.get("times", ()))
+    findings.missing += config.get("times", ())
     fig, (ax,) = figure(7.0, 4.2)
     lines(ax, series)
-    for claim in item.stated.claims.values():
-        if claim.id in config["claims"] and claim.low is not None and claim.high is not None:
-            k = config["claims"][claim.id]
-            ax.plot([k, k], [claim.low, claim.high], lw=7, color="#e0b050", zorder=2)
-            ax.plot([k], [claim.high], marker="_", ms=9, color="#c9982e", zorder=2)
+    for name, k in config["claims"].items():
+        low, high = item.stated.claims[name].ends
+        ax.plot([k, k], [low, high], lw=7, color="#e0b050", zorder=2)
+        ax.plot([k], [high], marker="_", ms=9, color="#c9982e", zorder=2)
     ax.plot([], [], lw=7, color="#e0b050", label="stated for Llama 8B / 1B and 70B")
     doublings(ax, ks)
-    tidy(
-        ax, x="k (candidates)", y="share of the target's tokens among them", title=item.stated.title
-    )
+    y = "share of the target's tokens among them"
+    tidy(ax, x="k (candidates)", y=y, title=item.stated.title)
     legend(ax)
     findings.figure = fig
     return findings
 
 
 def _record_of(draft: Draft) -> Record | None:
-    """The record of a replayed draft; None for a synthetic one."""
     if not any(word == "model=replay" for word in draft.overrides):
         return None
     path = next((w.partition("=")[2] for w in draft.overrides if w.startswith("model.record=")), "")
-    return read_record(Path(path)) if path else _shipped()
+    if path:
+        return read_record(Path(path))
+    with resources.as_file(resources.files("specdec.assets") / "records" / "humaneval.npz") as own:
+        return read_record(own)
 
 
 def _law_of(overrides: Sequence[str]) -> dict[str, list[float]]:
-    """The parameters of a law, from the model option that the overrides name."""
     model = run_job_of(["strategy=ar", *overrides]).config["model"]
     return {key: model[key] for key in _LAW}
 
 
-def _shipped() -> Record:
-    from importlib import resources
-
-    with resources.as_file(resources.files("specdec.assets") / "records" / "humaneval.npz") as path:
-        return read_record(path)
-
-
 def quality_overrides(easy: float, fair: float | None = None, sure: float = 0.95) -> list[str]:
-    """A synthetic draft of rising quality.
-
-    Args:
-        easy: share of easy positions.
-        fair: share of positions of medium difficulty (default: half of the others).
-        sure: probability that it is right at an easy position.
-    """
+    """A synthetic draft: shares of easy and fair positions (default: half of the others), and the
+    probability that it is right at an easy one."""
     fair = (1.0 - easy) / 2 if fair is None else fair
     weights = f"[{easy},{fair:.3f},{1.0 - easy - fair:.3f}]"
     law = [f"model.weights={weights}", f"model.top1=[{sure},0.6,0.3]"]
@@ -194,7 +175,7 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
     ``claim`` (for each static tree).
     """
     findings, config = Findings(), item.config
-    size = make_draft("law_1b", item, lab).overrides[-2:]
+    size = size_overrides(item, lab)
     curves: dict[str, tuple[list[float], list[float]]] = {}
     table = []
     rows = {**config["static"], "dynamic tree": config["dynamic"]}
@@ -208,8 +189,7 @@ def static_or_dynamic(item: Item, lab: Lab) -> Findings:
             accuracy = s["accepted_per_pass"] / config["levels"] if is_static else s["hit_rate"]
             xs.append(accuracy)
             ys.append(run.tbt_ms)
-            cells = (accuracy, run.tbt_ms, s["steps_per_token"], s["loop_share"])
-            table.append((name, *quality, *cells))
+            table.append((name, *quality, xs[-1], ys[-1], s["steps_per_token"], s["loop_share"]))
     columns = (
         *("tree", "sure positions", "fair positions", "right where sure", "accuracy", "TBT ms"),
         *("steps/token", "loop_share"),
@@ -251,26 +231,23 @@ def by_depth(item: Item, lab: Lab) -> Findings:
         static = run_rows(lab, draft, [], config["static"])
         accuracy = {name: run.summary["hit_rate"] for name, run in dynamic.items()}
         still = {n: r.summary["accepted_per_pass"] / config["levels"] for n, r in static.items()}
-        loops = next(iter(dynamic.values())).summary["loop_share"]
+        first = next(iter(dynamic.values()))
         ends_of = {name: interval(hits_of(run.results), share) for name, run in dynamic.items()}
         table += [
-            (draft.title, n, a, *ends_of.get(n, (None, None)), loops)
+            (draft.title, n, a, *ends_of.get(n, (None, None)), first.summary["loop_share"])
             for n, a in {**accuracy, **still}.items()
         ]
         ends = list(accuracy.values())
         series[draft.short] = (config["depths"], ends)
         lost = 100 * (ends[0] - ends[-1])
-        text = f"{min(ends):.2f} at least, static {max(still.values()):.2f}"
-        higher = min(ends) > max(still.values())
-        for claim, value, fact in (
-            ("higher", higher, text),
-            (
-                "with_depth",
-                lost < config["points"],
-                f"{lost:.1f} points lost from the shallowest to the deepest",
-            ),
-        ):
-            where = f"{draft.title}: {fact}"
+        least, most = min(ends), max(still.values())
+        lost_text = f"{lost:.1f} points lost from the shallowest to the deepest"
+        facts = {
+            "higher": (least > most, f"{least:.2f} at least, static {most:.2f}"),
+            "with_depth": (lost < config["points"], lost_text),
+        }
+        for claim, (value, fact) in facts.items():
+            where, loops = f"{draft.title}: {fact}", first.summary["loop_share"]
             findings.add(config[claim], value, "simulated", where, kind=draft.kind, loops=loops)
     columns = ("draft", "tree", "accuracy", "95 % from", "to", "loop_share")
     findings.table("Accuracy", columns, table)

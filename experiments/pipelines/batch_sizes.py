@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.pipelines.token_times import run_rows
 from experiments.reproduce.drafts import Draft, drafts
-from experiments.reproduce.drawing import (
-    band,
-    doublings,
-    figure,
-    legend,
-    lines,
-    tidy,
-)
+from experiments.reproduce.drawing import band, doublings, figure, legend, lines, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import Interval
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
+
+_FIGURES = (
+    *("throughput_tokens_per_s", "tbt_ms_mean", "tbt_ms_p99", "tbt_ms_request_p99"),
+    "loop_share",
+)
 
 
 def batches(item: Item, lab: Lab) -> Findings:
@@ -37,23 +34,9 @@ def batches(item: Item, lab: Lab) -> Findings:
         for name, overrides in config["rows"].items():
             fixed = any(word.startswith("batch_size=") for word in overrides)
             for size in config["batch_sizes"][:1] if fixed else config["batch_sizes"]:
-                run = run_rows(
-                    lab, draft, config["common"], {name: [f"batch_size={size}", *overrides]}
-                )[name]
-                rows.setdefault(name, {})[size] = run
-                s = run.summary
-                table.append(
-                    (
-                        draft.title,
-                        name,
-                        size,
-                        s["throughput_tokens_per_s"],
-                        s["tbt_ms_mean"],
-                        s["tbt_ms_p99"],
-                        s["tbt_ms_request_p99"],
-                        s["loop_share"],
-                    )
-                )
+                words = draft.words(*config["common"], f"batch_size={size}", *overrides)
+                run = rows.setdefault(name, {})[size] = lab.run(words)
+                table.append((draft.title, name, size, *(run.summary[key] for key in _FIGURES)))
             if fixed:
                 (only,) = rows[name].values()
                 rows[name] = dict.fromkeys(config["batch_sizes"], only)
@@ -93,7 +76,7 @@ def _add_batch_measures(
         return float(rows[name][size].summary[metric])
 
     sizes = list(config["batch_sizes"])
-    loops = next(iter(next(iter(rows.values())).values())).summary["loop_share"]
+    first = next(iter(next(iter(rows.values())).values()))
     for claim, ratios in _batch_ratios(config, rows).items():
         metric, ours, other = config["ratios"][claim]
         for size, ratio in ratios.items():
@@ -101,28 +84,17 @@ def _add_batch_measures(
                 continue
             ends: Interval = (None, None)
             if metric.startswith("tbt"):
-                _, low, high = speed_ratio(rows[ours][size], rows[other][size])
-                ends = (low, high)
-            findings.add(
-                claim,
-                ratio,
-                "simulated",
-                f"{draft.title}; batch {size}",
-                kind=draft.kind,
-                loops=loops,
-                interval=ends,
-            )
+                ends = speed_ratio(rows[ours][size], rows[other][size])[1:]
+            draft.add(findings, claim, ratio, f"batch {size}", run=first, interval=ends)
     for claim, (metric, ours, other) in config.get("below", {}).items():
         worst = max(value(ours, size, metric) / value(other, size, metric) for size in sizes)
-        where = f"{draft.title}; at worst {worst:.2f} of it"
-        findings.add(claim, worst < 1.0, "simulated", where, kind=draft.kind, loops=loops)
+        draft.add(findings, claim, worst < 1.0, f"at worst {worst:.2f} of it", run=first)
     for claim, (metric, others, ours) in config.get("overtakes", {}).items():
         last = sizes[-1]
         ahead = {name: value(name, last, metric) / value(ours, last, metric) for name in others}
         text = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ahead.items())
         above = all(r > 1 for r in ahead.values())
-        where = f"{draft.title}; batch {last}: {text}"
-        findings.add(claim, above, "simulated", where, kind=draft.kind, loops=loops)
+        draft.add(findings, claim, above, f"batch {last}: {text}", run=first)
 
 
 def _batch_ratios(
@@ -143,31 +115,21 @@ def _batch_figure(item: Item, curve: tuple[str, Mapping[str, Mapping[int, Outcom
     sizes = item.config["batch_sizes"]
     ratios = _batch_ratios(item.config, rows)
     fig, (left, right, *more) = figure(10.5 + 3.5 * bool(ratios), 4.6, 2 + bool(ratios))
-    by_size = {
-        name: (sizes, [runs[size].summary["tbt_ms_p99"] for size in sizes])
-        for name, runs in rows.items()
-    }
-    plane = {
-        name: (
-            [run.tbt_ms for run in runs.values()],
-            [run.summary["throughput_tokens_per_s"] for run in runs.values()],
-        )
-        for name, runs in rows.items()
-    }
-    lines(left, plane)
-    tidy(
-        left,
-        x="time between tokens (ms, simulated)",
-        y="throughput (tokens/s, simulated)",
-        title=title,
-    )
-    lines(right, by_size)
+
+    def values(runs: Mapping[int, Outcome], metric: str) -> list[float]:
+        return [runs[size].summary[metric] for size in sizes]
+
+    keys = ("tbt_ms_mean", "throughput_tokens_per_s")
+    lines(left, {n: (values(runs, keys[0]), values(runs, keys[1])) for n, runs in rows.items()})
+    x, y = "time between tokens (ms, simulated)", "throughput (tokens/s, simulated)"
+    tidy(left, x=x, y=y, title=title)
+    lines(right, {n: (sizes, values(runs, "tbt_ms_p99")) for n, runs in rows.items()})
     y = "p99 time between tokens (ms, simulated)"
     if any("request" in metric for metric, *_ in item.config.get("below", {}).values()):
         y += "\ndotted: p99 of requests' means"
         for line, runs in zip(right.get_lines(), rows.values(), strict=True):
-            tail = [runs[size].summary["tbt_ms_request_p99"] for size in sizes]
-            right.plot(sizes, tail, ls=":", marker="o", ms=4, color=line.get_color())
+            look = {"ls": ":", "marker": "o", "ms": 4, "color": line.get_color()}
+            right.plot(sizes, values(runs, "tbt_ms_request_p99"), **look)
     doublings(right, sizes)
     tidy(right, x="batch size (requests)", y=y, title=item.id)
     for ax in more:

@@ -44,20 +44,14 @@ def calibrated(item: Item, lab: Lab) -> Findings:
             row, ratio = _had(draft, name, runs)
             table.append(row)
             points.setdefault(draft.short, []).append((row[2], ratio))
-            title = f"{draft.title}; stages {name}"
             for claim, slow in (("over_specinfer", "hidden"), ("over_pp", "plain")):
                 value, *ends = speed_ratio(runs["dynamic"], runs[slow])
-                findings.add(
-                    claim,
-                    value,
-                    "simulated",
-                    title,
-                    kind=draft.kind,
-                    interval=(ends[0], ends[1]),
-                )
+                text = f"stages {name}"
+                draft.add(findings, claim, value, text, interval=(ends[0], ends[1]))
     for name, (_, static_ms, dynamic_ms) in config["stated"].items():
         for kind, profile in profiles.items():
-            step = _step_ms(profile, config["nodes"]["step"])
+            kinds = (Work.STAGE, Work.TRANSFER, Work.PRUNE)  # a step of a full pipeline
+            step = float(sum(profile.ms(work, config["nodes"]["step"]) for work in kinds))
             stages = config["stages"]
             hit = 1.0 - (dynamic_ms / step - 1.0) / (stages - 1)
             tree = needed_acceptance_length(static_ms, config["nodes"]["tree"], stages, profile)
@@ -79,12 +73,6 @@ def _had(draft: Draft, profile: str, runs: Mapping[str, Outcome]) -> tuple[tuple
         *(draft.title, profile, hit, length, dynamic.tbt_ms, hidden.tbt_ms, ratio, low, high),
         *(serial.tbt_ms, over_serial, over_plain),
     ), ratio
-
-
-def _step_ms(profile: Any, nodes: int) -> float:
-    """A step of a full pipeline with ``nodes`` per level: stage, transfer and prune."""
-    kinds = (Work.STAGE, Work.TRANSFER, Work.PRUNE)
-    return float(sum(profile.ms(kind, nodes) for kind in kinds))
 
 
 def _picture(item: Item, points: Mapping[str, list[tuple[float, float]]]) -> Any:

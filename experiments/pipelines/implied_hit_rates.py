@@ -10,7 +10,7 @@ import numpy as np
 from experiments.pipelines.accuracy import quality_overrides
 from experiments.pipelines.theory import needed_acceptance_length
 from experiments.pipelines.token_times import run_rows
-from experiments.reproduce.drafts import Draft, drafts, make_draft
+from experiments.reproduce.drafts import Draft, drafts, size_overrides
 from experiments.reproduce.drawing import figure, legend, styles, tidy
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.intervals import hits_of, interval, lengths_of, share
@@ -36,7 +36,7 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
     dynamic), claims ``hit`` and ``length``.
     """
     findings, config = Findings(), item.config
-    size = make_draft("law_1b", item, lab).overrides[-2:]
+    size = size_overrides(item, lab)
     sweep = [
         Draft(f"easy {e}", f"synthetic, {e:.0%} easy", f"{e:.0%}", (*quality_overrides(e), *size))
         for e in config["easy"]
@@ -67,16 +67,7 @@ def implied_pairs(item: Item, lab: Lab) -> Findings:
             (config["hit"], d.summary["hit_rate"], hits_of(d.results)),
             (config["length"], s.summary["acceptance_length"], lengths_of(s.results)),
         ):
-            ends, loops = interval(counts, share), d.summary["loop_share"]
-            findings.add(
-                claim,
-                value,
-                "simulated",
-                draft.title,
-                kind=draft.kind,
-                loops=loops,
-                interval=ends,
-            )
+            draft.add(findings, claim, value, run=d, interval=interval(counts, share))
     findings.notes.append(_pairs_note(implied[0], swept))
     findings.figure = _pairs_figure(item, points, swept, implied)
     return findings
@@ -120,55 +111,32 @@ def _pairs_note(best: tuple[Any, ...], swept: Sequence[tuple[Draft, Outcome, Out
     )
 
 
+def _place(point: tuple[Draft, Outcome, Outcome]) -> tuple[float, float]:
+    """Hit rate of the dynamic tree and acceptance length of the static one."""
+    _, dynamic, static = point
+    return dynamic.summary["hit_rate"], static.summary["acceptance_length"]
+
+
 def _pairs_figure(item: Item, points: Any, swept: Any, implied: Sequence[tuple[Any, ...]]) -> Any:
     fig, (ax,) = figure(7.8, 5.0)
-    hits = [d.summary["hit_rate"] for _, d, _ in swept]
-    ax.plot(
-        hits,
-        [s.summary["acceptance_length"] for _, _, s in swept],
-        marker="o",
-        ms=3,
-        color="#333333",
-        label="synthetic drafts of rising quality",
-    )
+    xs, ys = zip(*map(_place, swept), strict=True)
+    label = "synthetic drafts of rising quality"
+    ax.plot(xs, ys, marker="o", ms=3, color="#333333", label=label)
     shown = points[: len(points) - len(swept)]
     looks = styles([draft.short for draft, _, _ in shown])
-    for i, (draft, d, s) in enumerate(shown):
-        ax.plot(
-            [d.summary["hit_rate"]],
-            [s.summary["acceptance_length"]],
-            lw=0,
-            marker="s^Dv*P"[i % 6],
-            ms=7,
-            color=looks[draft.short].color,
-            label=draft.short,
-        )
+    for i, point in enumerate(shown):
+        look = {"marker": "s^Dv*P"[i % 6], "ms": 7, "color": looks[point[0].short].color}
+        ax.plot(*_place(point), lw=0, label=point[0].short, **look)
     known = [(hit, length) for *_, hit, length in implied[1:] if hit is not None]
     if known:
         xs, ys = zip(*known, strict=True)
-        ax.fill_between(
-            [min(xs), max(xs)],
-            min(ys),
-            max(ys),
-            color="#f2d7a6",
-            label="implied by the stated ranges",
-        )
+        label = "implied by the stated ranges"
+        ax.fill_between([min(xs), max(xs)], min(ys), max(ys), color="#f2d7a6", label=label)
     _, _, _, hit, length = implied[0]
     if hit is not None:
-        ax.plot(
-            [hit],
-            [length],
-            lw=0,
-            marker="X",
-            ms=10,
-            color="#c9982e",
-            label="implied by the best cell",
-        )
-    tidy(
-        ax,
-        x="hit rate of the dynamic tree",
-        y="acceptance length of the static tree",
-        title=item.stated.title,
-    )
+        look = {"marker": "X", "ms": 10, "color": "#c9982e"}
+        ax.plot(hit, length, lw=0, label="implied by the best cell", **look)
+    y = "acceptance length of the static tree"
+    tidy(ax, x="hit rate of the dynamic tree", y=y, title=item.stated.title)
     legend(ax)
     return fig

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from experiments.pipelines.token_times import run_rows, tbt_interval
 from experiments.reproduce.drafts import drafts
-from experiments.reproduce.drawing import (
-    line_chart,
-)
-from experiments.reproduce.findings import Findings, surely
+from experiments.reproduce.drawing import line_chart
+from experiments.reproduce.findings import Findings, below
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
 from specdec.clocks.build import build_profile
@@ -37,18 +35,11 @@ def latency_formulas(item: Item, lab: Lab) -> Findings:
                 hit, share = run.summary["hit_rate"], run.summary["loop_share"]
                 found_ms = (laws[key], run.tbt_ms, off[key][-1])
                 table.append((draft.title, key, stages, *found_ms, hit, share))
-        loops = table[-1][-1]
         series[draft.short] = (config["stages"], off["pipedec"])
         for key, errors in off.items():
             worst = max(errors, key=abs)
-            findings.add(
-                config[f"claim_{key}"],
-                abs(worst) <= 5.0,
-                "simulated",
-                f"{draft.title}; the formula is {worst:+.1f} % off",
-                kind=draft.kind,
-                loops=loops,
-            )
+            text = f"the formula is {worst:+.1f} % off"
+            draft.add(findings, config[f"claim_{key}"], abs(worst) <= 5.0, text, run=run)
     columns = (
         *("draft", "method", "stages", "formula ms", "simulated ms", "formula off, %"),
         *("hit rate", "loop_share"),
@@ -78,15 +69,9 @@ def small_model(item: Item, lab: Lab) -> Findings:
         run = run_rows(lab, draft, [], {"PipeDec": config["dynamic"]})["PipeDec"]
         ratio = run.tbt_ms / config["small_ms"]
         rows.append((draft.title, run.tbt_ms, config["small_ms"], ratio, run.summary["loop_share"]))
-        slower = surely(*tbt_interval(run), config["near"] * config["small_ms"])
-        findings.add(
-            config["claim"],
-            None if slower is None else not slower,
-            "simulated",
-            f"{draft.title}; {ratio:.2f} of the small model's time",
-            kind=draft.kind,
-            loops=run.summary["loop_share"],
-        )
+        near = below(tbt_interval(run), config["near"] * config["small_ms"])
+        text = f"{ratio:.2f} of the small model's time"
+        draft.add(findings, config["claim"], near, text, run=run)
     columns = ("draft", "PipeDec TBT ms", "8B alone ms (stated)", "ratio", "loop_share")
     findings.table("70B in a pipeline against 8B alone", columns, rows)
     return findings

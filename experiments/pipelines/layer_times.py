@@ -26,9 +26,8 @@ def layer_times(item: Item, lab: Lab) -> Findings:
     rows = list(config["rows"])
     repeats = config["repeats"]["quick" if lab.quick else "full"]
     pair = cast("HuggingFacePair", lab.models())
-    samples = measure_model(
-        pair, stages=config["stages"], tokens=rows, repeats=repeats, context=_CONTEXT
-    )
+    size = {"stages": config["stages"], "tokens": rows}
+    samples = measure_model(pair, **size, repeats=repeats, context=_CONTEXT)
     ms = {
         work: {sample.tokens: min(sample.ms) for sample in samples[work]}
         for work in (Work.STAGE, Work.DRAFT)

@@ -47,12 +47,12 @@ def memory(item: Item, lab: Lab) -> Findings:
         (f"mask of {nodes} nodes, a byte each (MiB)", mask),
     )
     findings.table("Arithmetic on the model's shape", ("what", "value"), rows)
-    for claim, value in (
-        ("first", middle + table),
-        ("middle", middle),
-        ("last", middle + table),
-        ("tree", hidden + mask),
-    ):
+    for claim, value in {
+        "first": middle + table,
+        "middle": middle,
+        "last": middle + table,
+        "tree": hidden + mask,
+    }.items():
         findings.add(claim, value, "formula", config["conditions"])
     return findings
 
@@ -71,18 +71,12 @@ def features(item: Item, lab: Lab) -> Findings:
         step = 1e3 * run.summary["clock_s"] / run.summary["steps"]
         draft_ms = build_profile(run.config["clock"]).ms(Work.DRAFT, 1)
         batch = [name for name in config["batch"] if name in presets]
-        facts: list[tuple[str, bool, str, str]] = [
-            (
-                "no_latency",
-                draft_ms < step,
-                "simulated",
-                f"a draft pass of {draft_ms:.0f} ms beside a mean step of {step:.0f} ms",
-            ),
-            ("no_training", True, "formula", "any pair that shares a tokenizer runs as it is"),
-            ("dynamic", True, "formula", "the tree grows and is pruned each step (specdec trace)"),
-        ]
+        text = f"a draft pass of {draft_ms:.0f} ms beside a mean step of {step:.0f} ms"
+        findings.add("no_latency", draft_ms < step, "simulated", text)
+        text = "any pair that shares a tokenizer runs as it is"
+        findings.add("no_training", True, "formula", text)
+        text = "the tree grows and is pruned each step (specdec trace)"
+        findings.add("dynamic", True, "formula", text)
         if batch:
-            facts.append(("large_batch", True, "formula", f"preset {', '.join(batch)}"))
-        for claim, value, kind, text in facts:
-            findings.add(claim, bool(value), kind, text)
+            findings.add("large_batch", True, "formula", f"preset {', '.join(batch)}")
     return findings

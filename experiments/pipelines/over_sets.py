@@ -57,8 +57,7 @@ def _add_mean(findings: Findings, claim: str, runs: Runs, slow: str, fast: str) 
     """
     ratios = [speed_ratio(rows[fast], rows[slow]) for rows in runs.values()]
     mean = fmean(value for value, _, _ in ratios)
-    below = _combined([(value, low) for value, low, _ in ratios])
-    above = _combined([(value, high) for value, _, high in ratios])
+    below, above = (_combined([(ratio[0], ratio[end]) for ratio in ratios]) for end in (1, 2))
     low = None if below is None else mean - below
     high = None if above is None else mean + above
     text = f"bundled pair, mean of {len(runs)} sets, replayed"

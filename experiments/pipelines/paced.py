@@ -1,13 +1,15 @@
-"""Pipelines on real ranks with a paced clock, compared with the simulator's times.
+"""Strategies on real ranks with a paced clock, compared with the simulator's times.
 
     python -m experiments.pipelines.paced [--strategies specpipe specinfer ar] [--scale 2]
         [--prompts 4] [--tokens 64] [--samplings t06] [--words WORD ...] [--out outputs/paced]
     python -m experiments.pipelines.paced --strategies ppsd --words clock.profile=ppsd_vicuna7b_exit
 
-Each strategy runs twice on 8 stages and profile specpipe_8x3090 (``--words`` has further
-overrides): simulated in one process, paced on 9 ranks. Tokens, hits and steps must be the same;
-prints the difference of the times and the share of overruns. A row takes its TBT x tokens x scale;
-the machine should be idle otherwise.
+Each strategy runs twice on one profile: simulated in one process, paced on a rank per device. Those
+of ``GROUPS`` have two groups of devices and the profiles named there, all others 8 stages and
+specpipe_8x3090; ``--words`` has further overrides. Tokens, passes, hits and unused nodes must be
+the same; prints the difference of the times and the share of overruns. ``clock.scale`` stretches
+the profile, so that this machine computes each pass within its time. A row takes its
+TBT x tokens x scale; the machine should be idle otherwise.
 """
 
 from __future__ import annotations
@@ -27,13 +29,25 @@ from specdec.metrics import RequestResult, summarise
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
+TABLE6 = ("clock.profile=swiftspec_table6",)
+SWIFTSPEC = ("strategy=swiftspec", "policy.d=ratio")
+GROUPS = {
+    **{name: (f"strategy={name}", *TABLE6) for name in ("pearl", "ssd", "amusd")},
+    "swiftspec": (*SWIFTSPEC, *TABLE6, *(f"executor.{g}_degree=null" for g in ("target", "draft"))),
+    "swiftspec_2x2": (
+        *(*SWIFTSPEC, "clock.profile=swiftspec_table1"),
+        *(f"executor.{group}_degree=2" for group in ("target", "draft")),
+    ),
+}
 KINDS = {"simulated": "in_process", "paced": "distributed"}
 WARM_UP_STEPS = 24
-SAME = ("outputs", "steps", "hit_rate", "target_passes", "target_rows", "draft_passes")
+SAME = (
+    *("outputs", "steps", "hit_rate", "target_passes", "target_rows", "draft_passes"),
+    "wasted_nodes",
+)
 
 
 def main() -> None:
-    """Runs the strategies and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategies", nargs="+", default=["specpipe", "specinfer", "ar"])
     parser.add_argument("--scale", type=float, default=2.0)
@@ -44,15 +58,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/paced"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    size = (f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}")
-    common = ("data=humaneval", *size, *PIPELINE, "threads=1", *args.words)
+    size = (f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}", "threads=1")
     print(
-        f"paced against simulated; 9 ranks, clock.scale={args.scale:g}, {args.prompts} prompts x"
+        f"paced against simulated; clock.scale={args.scale:g}, {args.prompts} prompts x"
         f" {args.tokens} tokens {' '.join(args.words)}"
     )
     for name, sampling in product(args.strategies, args.samplings):
-        chosen = (f"strategy={name}", f"sampling={sampling}")
-        overrides = (*chosen, *common, f"clock.scale={args.scale}")
+        chosen = GROUPS.get(name, (f"strategy={name}", *PIPELINE))
+        common = (*chosen, f"sampling={sampling}", "data=humaneval", *size, *args.words)
+        overrides = (*common, f"clock.scale={args.scale}")
         summaries = {kind: run(kind, overrides) for kind in KINDS}
         write_json(args.out / f"{name}-{sampling}.json", summaries)
         report(f"{name} {sampling}", args.scale, **summaries)

@@ -9,7 +9,7 @@ from typing import Any
 from experiments.pipelines.token_times import COLUMNS, row_of, run_rows
 from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.drawing import bars, claims_panel, figure, legend, tidy
-from experiments.reproduce.findings import Findings, surely
+from experiments.reproduce.findings import Findings, below
 from experiments.reproduce.intervals import Interval, hits_of, interval, times_of
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
@@ -69,12 +69,10 @@ def _add_changes(
     facts: list[tuple[str, bool | None, str]] = []
     for claim, name in config.get("sentences", {}).items():
         value, ends, span = change[name]
-        more = surely(*ends, config["small"])
-        facts.append((claim, None if more is None else not more, f"change {value:+.1f} %, {span}"))
+        facts.append((claim, below(ends, config["small"]), f"change {value:+.1f} %, {span}"))
     for claim, name in config.get("accuracy", {}).items():
         fall, ends = _accuracy_fall(plain[name], [rows[name] for rows in sampled])
-        more = surely(*ends, config["points"])
-        facts.append((claim, None if more is None else not more, f"{fall:.1f} points less"))
+        facts.append((claim, below(ends, config["points"]), f"{fall:.1f} points less"))
     for claim, (name, other) in config.get("stabler", {}).items():
         ours, theirs = change[name][0], change[other][0]
         facts.append((claim, ours < theirs, f"{name} {ours:+.1f} %, {other} {theirs:+.1f} %"))

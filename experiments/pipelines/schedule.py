@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from experiments.reproduce.drafts import SIMULATED, Draft, drafts
+from experiments.reproduce.drafts import SIMULATED, Draft, drafts, size_overrides
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 
 Event = Mapping[str, Any]
+_PASSES = "passes of the last stage, one token each"
 _ROUNDING_US = 1e-3  # of the times in a trace
 
 
@@ -59,9 +60,8 @@ def algorithm(item: Item, lab: Lab) -> Findings:
     models); claims ``output``, ``stages``, ``token``, ``prune``, ``forward``.
     """
     findings, config = Findings(), item.config
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
-    overrides = [*config["compare"], f"data.limit={prompts}", f"max_new_tokens={tokens}"]
-    row = next(r for r in lab.compare(overrides)["rows"] if r["strategy"] == "specpipe")
+    compared = lab.compare([*config["compare"], *size_overrides(item, lab)])
+    row = next(r for r in compared["rows"] if r["strategy"] == "specpipe")
     text = f"bundled pair, {row['num_compared']} prompts, {row['num_differing']} differ"
     findings.add("output", bool(row["lossless"]), "measured", text, loops=row["loop_share"])
     rows = []
@@ -97,11 +97,7 @@ def _facts(
     shrunk = sum(after <= before for before, after in moves)
     return {
         "stages": (*_aligned(steps), "steps in which all stages work at the same time"),
-        "token": (
-            min(len(answered), summary["answers"]),
-            max(len(answered), summary["answers"]),
-            "passes of the last stage, one token each",
-        ),
+        "token": (*sorted((len(answered), summary["answers"])), _PASSES),
         "prune": (len(all_prune), len(some_prune), "prunings by every stage at once"),
         "forward": (shrunk, len(moves), "levels that moved on after a pruning, none larger"),
     }
@@ -132,7 +128,6 @@ def _by_step(trace: Mapping[str, Any]) -> dict[int, list[Event]]:
 
 
 def _rows(events: Sequence[Event], kind: str) -> dict[int, int]:
-    """Rows of one kind of work by rank."""
     return {e["tid"]: e["args"].get("tokens", 0) for e in events if e["cat"] == kind}
 
 

@@ -19,8 +19,6 @@ class DecodeCounts:
     """Counts of the decode phase: everything after each request's first answer.
 
     Attributes:
-        tokens: tokens emitted after the first answer.
-        answers: answers after the first.
         steps: these answers, and the steps without an answer in flushes and partial refills.
         rows: mean tree nodes per target pass.
         beside: draft passes beside each step.
@@ -46,7 +44,6 @@ def decode_counts(
     """The counts of a run that decodes one request at a time.
 
     Args:
-        results, totals: the run.
         beside: draft passes beside each step.
         between_hit, between_miss: draft passes for which the target waits after a hit and after a
             miss.

@@ -67,7 +67,6 @@ def tbt(item: Item, lab: Lab) -> Findings:
 def run_rows(
     lab: Lab, draft: Draft, common: Sequence[str], rows: Mapping[str, Sequence[str]]
 ) -> dict[str, Outcome]:
-    """Runs every row on one draft; later overrides win."""
     return {name: lab.run(draft.words(*common, *overrides)) for name, overrides in rows.items()}
 
 
@@ -77,7 +76,6 @@ def tbt_interval(run: Outcome) -> Interval:
 
 
 def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[Any, ...]:
-    """One line of a table with ``COLUMNS``."""
     s = run.summary
     return (
         *(draft.title, name, run.tbt_ms, plain.tbt_ms / run.tbt_ms, s["steps_per_token"]),
@@ -89,18 +87,8 @@ def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[An
 def add_ratio(
     findings: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome
 ) -> None:
-    """Adds the speed-up of one row over another, with its interval over prompts."""
     value, low, high = speed_ratio(fast, slow)
-    loops = fast.summary["loop_share"]
-    findings.add(
-        claim,
-        value,
-        "simulated",
-        draft.title,
-        kind=draft.kind,
-        loops=loops,
-        interval=(low, high),
-    )
+    draft.add(findings, claim, value, run=fast, interval=(low, high))
 
 
 def _add_ratios(
@@ -111,15 +99,7 @@ def _add_ratios(
     if draft.name in config.get("values_of", [draft.name]):
         for claim, name in config.get("values", {}).items():
             run = runs[name]
-            findings.add(
-                claim,
-                run.tbt_ms,
-                "simulated",
-                draft.title,
-                kind=draft.kind,
-                loops=run.summary["loop_share"],
-                interval=tbt_interval(run),
-            )
+            draft.add(findings, claim, run.tbt_ms, run=run, interval=tbt_interval(run))
 
 
 def _chains(
@@ -210,14 +190,8 @@ def levels(item: Item, lab: Lab) -> Findings:
         one, *more = runs.values()
         slower = [surely(*speed_ratio(one, run)[1:]) for run in more]
         times = ", ".join(f"{run.tbt_ms / one.tbt_ms:.2f}" for run in more)
-        findings.add(
-            config["worse"],
-            False if False in slower else None if None in slower else True,
-            "simulated",
-            f"{draft.title}; {times} of one level's time",
-            kind=draft.kind,
-            loops=one.summary["loop_share"],
-        )
+        worse = False if False in slower else None if None in slower else True
+        draft.add(findings, config["worse"], worse, f"{times} of one level's time", run=one)
     columns = tuple("of one level" if c == "of PP" else c for c in COLUMNS)
     findings.table("Levels per step", columns, table)
     y = "time between tokens (ms, simulated)"
@@ -241,8 +215,7 @@ def equations(item: Item, lab: Lab) -> Findings:
         for claim, column in (("eq1", 6), ("eq2", 9)):
             worst = max((row[column] for row in rows), key=abs)
             text = f"{draft.title}; {worst:+.1f} % off at most"
-            met = abs(worst) <= 5.0
-            findings.add(claim, met, "simulated", text, kind=draft.kind, loops=loops)
+            findings.add(claim, abs(worst) <= 5.0, "simulated", text, kind=draft.kind, loops=loops)
         for name, column in (("Eq. 1", 6), ("Eq. 2", 9)):
             xs = [float(row[1]) for row in rows]
             series[f"{name}, {draft.short}"] = (xs, [row[column] for row in rows])

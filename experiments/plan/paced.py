@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.reproduce.rendering import grid
 from specdec.cli.main import main as command
 from specdec.files import write_json, write_text
 from specdec.planning.candidates import PLAIN, Candidate, Times
@@ -36,19 +37,14 @@ _HERE = Path(__file__).parent
 RESULT = "paced.json"
 BEST, OTHERS = 4, 3
 _PROMPTS, _TOKENS = 4, 64
+HEADINGS = ("cluster", "choice", "layout", "planned ms per token", "paced", "error", "overruns")
 _OVERRUNS = 0.02  # share of a run's pieces of work, above which it does not count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cluster:
-    """A profile, a number of devices, a link, and the factor that stretches paced time.
-
-    Attributes:
-        profile: name or path.
-        devices: in total, the draft's included.
-        link_ms: of a transfer.
-        scale: ``clock.scale`` of the runs.
-    """
+    """A profile (name or path), devices with the draft's, milliseconds of a transfer, and
+    ``clock.scale`` of the runs."""
 
     profile: str
     devices: int
@@ -57,11 +53,9 @@ class Cluster:
 
 
 CLUSTERS: Mapping[str, Cluster] = {
-    "four_stages": Cluster(
-        profile=str(_HERE / "clusters" / "four_stages.yaml"), devices=5, link_ms=0.1, scale=6.0
-    ),
-    "eight_stages": Cluster(profile="specpipe_8x3090", devices=9, link_ms=1.0, scale=4.0),
-    "two_groups": Cluster(profile="swiftspec_table6", devices=2, link_ms=5.0, scale=15.0),
+    "four_stages": Cluster(str(_HERE / "clusters" / "four_stages.yaml"), 5, 0.1, 6.0),
+    "eight_stages": Cluster("specpipe_8x3090", 9, 1.0, 4.0),
+    "two_groups": Cluster("swiftspec_table6", 2, 5.0, 15.0),
 }
 
 
@@ -70,17 +64,6 @@ def workload(quick: bool) -> list[str]:
     prompts, tokens = (1, 24) if quick else (_PROMPTS, _TOKENS)
     words = ["model=tiny", "data=humaneval", "sampling=t06", "threads=1"]
     return [*words, f"data.limit={prompts}", f"max_new_tokens={tokens}"]
-
-
-def planned(cluster: Cluster, folder: Path, quick: bool) -> tuple[Search, list[Candidate]]:
-    """The search of the plan of a cluster, and its last candidates."""
-    words = [
-        *(*workload(quick), f"profile={cluster.profile}", f"devices={cluster.devices}"),
-        *(f"link_ms={cluster.link_ms}", "budget_s=60"),
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    search, _, finalists = searched(plan_request(words), folder, NoProgress())
-    return search, finalists
 
 
 def tried(search: Search, finalists: Sequence[Candidate], quick: bool) -> list[Candidate]:
@@ -115,29 +98,28 @@ def run_paced(made: Candidate, cluster: Cluster, folder: Path, quick: bool) -> d
         if status:
             raise SystemExit(f"{made} on {made.layout} failed: see {folder}")
     summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
-    return {
-        "strategy": made.name,
-        "sizes": dict(made.sizes),
-        "layout": str(made.layout),
-        "paced_ms": summary["tbt_ms_mean"] / cluster.scale,
-        "overrun_share": summary["overrun_share"],
-        "loop_share": summary["loop_share"],
-    }
+    row = {"strategy": made.name, "sizes": dict(made.sizes), "layout": str(made.layout)}
+    row["paced_ms"] = summary["tbt_ms_mean"] / cluster.scale
+    return {**row, **{key: summary[key] for key in ("overrun_share", "loop_share")}}
 
 
 def run_cluster(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     """Planned and paced times of the candidates of a cluster."""
     cluster = CLUSTERS[name]
-    search, finalists = planned(cluster, folder / "plan", quick)
+    shape = {"devices": cluster.devices, "link_ms": cluster.link_ms}
+    words = [f"profile={cluster.profile}", *(f"{k}={v}" for k, v in shape.items()), "budget_s=60"]
+    (folder / "plan").mkdir(parents=True, exist_ok=True)
+    request = plan_request([*workload(quick), *words])
+    search, _, finalists = searched(request, folder / "plan", NoProgress())
     rows = []
     for at, made in enumerate(tried(search, finalists, quick)):
         units = search.units(made, _PROMPTS)
         ms = 1e3 * Times.of(units, "latency").mean
         row = run_paced(made, cluster, folder / f"{at}-{made.name}", quick)
         rows.append({"planned_ms": ms, **row})
-        print(_line(rows[-1]), flush=True)
-    shape = {"devices": cluster.devices, "link_ms": cluster.link_ms, "scale": cluster.scale}
-    return {"cluster": {"profile": Path(cluster.profile).stem, **shape}, "rows": rows}
+        print(*cells(rows[-1]), sep=", ", flush=True)
+    about = {"profile": Path(cluster.profile).stem, **shape, "scale": cluster.scale}
+    return {"cluster": about, "rows": rows}
 
 
 def regret(result: Mapping[str, Any]) -> float:
@@ -151,45 +133,28 @@ def error(row: Mapping[str, Any]) -> float:
     return float(row["planned_ms"] / row["paced_ms"] - 1.0)
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def cells(row: Mapping[str, Any]) -> list[str]:
     sizes = " ".join(f"{key}={value}" for key, value in row["sizes"].items())
-    return (
-        f"  {row['strategy']} {sizes} on {row['layout']}: planned {row['planned_ms']:.2f} ms per"
-        f" token, paced {row['paced_ms']:.2f} ({100 * error(row):+.1f} %), overruns"
-        f" {100 * row['overrun_share']:.2f} %"
-    )
-
-
-def counted(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows whose paced times count."""
-    return [row for row in rows if row["overrun_share"] <= _OVERRUNS]
+    times = (f"{row[f'{kind}_ms']:.2f}" for kind in ("planned", "paced"))
+    shares = (f"{100 * error(row):+.1f} %", f"{100 * row['overrun_share']:.2f} %")
+    return [f"{row['strategy']} {sizes}", row["layout"], *times, *shares]
 
 
 def table(stored: Mapping[str, Any]) -> str:
-    """The clusters as a page."""
     revision = str(stored["provenance"].get("git", {}).get("revision", "unknown"))[:12]
+    clusters = stored["clusters"]
     lines = [
         "# The choices of plans on paced clusters\n",
         f"`python -m experiments.plan.paced DIR --write`, revision {revision}; a process per"
         f" device, {' '.join(stored['workload'])}.\n",
-        "| cluster | choice | layout | planned ms per token | paced | error | overruns |",
-        "|---|---|---|---|---|---|---|",
+        *grid(HEADINGS, [[n, *cells(row)] for n in clusters for row in clusters[n]["rows"]]),
     ]
-    for name, result in stored["clusters"].items():
-        for row in result["rows"]:
-            sizes = " ".join(f"{k}={v}" for k, v in row["sizes"].items())
-            lines.append(
-                f"| {name} | {row['strategy']} {sizes} | {row['layout']} |"
-                f" {row['planned_ms']:.2f} | {row['paced_ms']:.2f} | {100 * error(row):+.1f} % |"
-                f" {100 * row['overrun_share']:.2f} % |"
-            )
-    lines += ["", *(summary(name, result) for name, result in stored["clusters"].items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *(summary(*entry) for entry in clusters.items())]) + "\n"
 
 
 def summary(name: str, result: Mapping[str, Any]) -> str:
     """Regret of the first choice, and how many planned times are near the paced ones."""
-    kept = counted(result["rows"])
+    kept = [row for row in result["rows"] if row["overrun_share"] <= _OVERRUNS]
     near = sum(abs(error(row)) <= 0.1 for row in kept)
     return (
         f"{name}: regret {100 * regret(result):.1f} %, {near} of {len(kept)} within 10 %,"
@@ -198,7 +163,6 @@ def summary(name: str, result: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Runs the clusters that are not in the folder yet."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--only", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
@@ -212,7 +176,7 @@ def main() -> None:
         print(f"{name}:", flush=True)
         if name in stored["clusters"]:
             for row in stored["clusters"][name]["rows"]:
-                print(_line(row))
+                print(*cells(row), sep=", ")
         else:
             stored["clusters"][name] = run_cluster(name, args.output_dir / name, args.quick)
             stored["provenance"] = provenance(command=["experiments.plan.paced"], config={})

@@ -33,7 +33,6 @@ _PROMPTS, _TOKENS = 24, 128
 
 
 def law_of(name: str) -> OfLaw:
-    """A shipped law."""
     return OfLaw.of(compose_config([f"model={name}"]).values["model"])
 
 
@@ -58,7 +57,6 @@ def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float,
 def simulated_ms(
     law: OfLaw, machine: Profiled, name: str, sizes: Mapping[str, Any], layout: Layout
 ) -> float:
-    """Milliseconds per token of a preset with some sizes in a layout."""
     pair = law.pair()
     found, _ = families(law.overrides, [], [name], pair)
     family = next(family for family in found if family.name == name)
@@ -87,7 +85,6 @@ def predicted_cycle(pipeline: Mapping[str, Any], theory: float) -> float:
 
 
 def cycle_table(asked: Mapping[str, Any]) -> str:
-    """The table of SPD's runs."""
     lines = [
         "| stages | prompts | published | predicted | error |",
         "|---|---|---|---|---|",
@@ -112,7 +109,6 @@ def order(*groups: Sequence[tuple[float, float]]) -> str:
 
 
 def table(asked: Mapping[str, Any]) -> str:
-    """The table of PipeSpec's runs, with the errors."""
     lines = [
         "| target | run | published | predicted | error | predicted ms per token |",
         "|---|---|---|---|---|---|",
@@ -131,7 +127,6 @@ def table(asked: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()

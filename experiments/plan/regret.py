@@ -30,25 +30,16 @@ import argparse
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.gpu.shapes import Shape
-from experiments.plan.regret_table import (
-    again_line,
-    again_shares,
-    case_line,
-    control_line,
-    control_shares,
-    samples_line,
-    samples_shares,
-    shares,
-    table,
-)
+from experiments.gpu.shapes import Shape, shape_of
+from experiments.plan.regret_table import KINDS, line, page, pairs_of
 from experiments.scale.checkpoints import agreeing_pair
 from specdec.config.job import run_job_of
 from specdec.files import write_json, write_text
@@ -66,13 +57,9 @@ BUNDLED = "bundled"
 _VOCAB = 4096  # of the bundled tokenizer, which the random pairs share
 # Shape, layers of the draft, and the share of positions at which it has the target's first choice.
 RANDOM: Mapping[str, tuple[Shape, int, float]] = {
-    "random_60": (
-        Shape(name="random_60", layers=8, hidden=512, heads=8, kv_heads=2, head_dim=64, inner=1536,
-              vocab=_VOCAB, tied=True), 1, 0.6),
-    "random_85": (
-        Shape(name="random_85", layers=12, hidden=128, heads=4, kv_heads=2, head_dim=32, inner=384,
-              vocab=_VOCAB, tied=True), 2, 0.85),
-}  # fmt: skip
+    "random_60": (shape_of("random_60", 8, 512, 8, 2, 64, 1536, _VOCAB, tied=True), 1, 0.6),
+    "random_85": (shape_of("random_85", 12, 128, 4, 2, 32, 384, _VOCAB, tied=True), 2, 0.85),
+}
 PAIRS = (BUNDLED, *RANDOM)
 Tried = tuple[str, Mapping[str, Any], float | None]
 """Preset, sizes, and planned tokens per second; None for a preset that fills up."""
@@ -108,11 +95,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return f"{self.pair}-{self.data}-t{self.threads}-b{self.batch}"
 
     def words(self, pairs: Path) -> list[str]:
-        """Words of the command line that are common to plan and runs."""
         words = [f"data={self.data}", f"data.sample_seed={self.seed}", f"threads={self.threads}"]
         if self.pair == BUNDLED:
             return [*words, "model=tiny", "sampling=t06"]
@@ -124,14 +109,12 @@ class Case:
 
 def cases(quick: bool) -> list[Case]:
     """All cases; of the batch sizes 4 only for the bundled pair."""
-    found = [
-        Case(pair=pair, data=data, threads=threads, batch=batch)
-        for pair in PAIRS
-        for data in SETS
-        for threads in (1, 2)
+    keys = [
+        {"pair": pair, "data": data, "threads": threads, "batch": batch}
+        for pair, data, threads in product(PAIRS, SETS, (1, 2))
         for batch in ((1, 4) if pair == BUNDLED else (1,))
     ]
-    found = [replace(case, seed=number) for number, case in enumerate(found, 1)]
+    found = [Case(**of, seed=number) for number, of in enumerate(keys, 1)]
     return found[:1] if quick else found
 
 
@@ -153,36 +136,16 @@ def run_case(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
     """The plan of a case and the measured times of eight of its candidates."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
-    request = plan_request(
-        [
-            *(*words, f"data.limit={_PLANNED}", "profile=measured"),
-            f"batch={case.batch}",
-            "objective=" + ("latency" if case.batch == 1 else "throughput"),
-        ]
-    )
+    objective = f"objective={'latency' if case.batch == 1 else 'throughput'}"
+    planned = [f"data.limit={_PLANNED}", "profile=measured", f"batch={case.batch}", objective]
+    request = plan_request([*words, *planned])
     torch.set_num_threads(case.threads)
-    plan = plan_job(request, folder, NoProgress())
-    choices = tried(plan.choices)
+    choices = tried(plan_job(request, folder, NoProgress()).choices)
     # Where sizes of few presets are left, the presets as they are fill up the eight.
     for name, sizes, _ in list(choices):
         if sizes and len(choices) < BEST + OTHERS:
             choices.append((name, {}, None))
-    return _result(case, choices, words, quick)
-
-
-def run_control(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
-    """The measured times of eight times the same candidate, as if the first had been chosen."""
-    words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
-    torch.set_num_threads(case.threads)
-    return _result(case, [(CONTROL, {}, None)] * (BEST + OTHERS), words, quick)
-
-
-def run_again(case: Case, folder: Path, quick: bool, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The measured times of the candidates of a stored case, on prompts that follow its own."""
-    words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
-    torch.set_num_threads(case.threads)
-    choices = [(c["strategy"], c["sizes"], c["planned_tokens_per_s"]) for c in before["candidates"]]
-    return _result(case, choices, words, quick, skipped=len(before["candidates"][0]["turns"]))
+    return measured(case, folder, choices, quick)
 
 
 def run_samples(case: Case, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +169,6 @@ def run_samples(case: Case, folder: Path, before: Mapping[str, Any]) -> dict[str
 
 
 def _config(words: Sequence[str], name: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a candidate's runs, in one process."""
     keys = [f"policy.{k}={json.dumps(v)}" for k, v in sizes.items()]
     cfg = dict(run_job_of([*words, f"strategy={name}", *keys]).config)
     if "stages" in cfg["executor"]:  # planned on one device
@@ -214,30 +176,31 @@ def _config(words: Sequence[str], name: str, sizes: Mapping[str, Any]) -> dict[s
     return cfg
 
 
-def _result(
-    case: Case, choices: Sequence[Tried], words: Sequence[str], quick: bool, skipped: int = 0
+def measured(
+    case: Case, folder: Path, choices: Sequence[Tried], quick: bool, skipped: int = 0
 ) -> dict[str, Any]:
     """What is stored of a case; ``turns`` are seconds and tokens of every batch of prompts.
 
     The first ``skipped`` batches after the prompts of the record are left out.
     """
+    torch.set_num_threads(case.threads)
     count = (2 if quick else _RUN[case.batch]) * case.batch
     limit = _PLANNED + skipped * case.batch + count
-    words = [*words, f"data.limit={limit}", f"batch_size={case.batch}"]
-    measured = _measured(words, choices, count, case.batch)
-    return {
-        "case": asdict(case),
-        "candidates": [
-            {
-                "strategy": name,
-                "sizes": dict(sizes),
-                "planned_tokens_per_s": planned,
-                "measured_tokens_per_s": sum(n for _, n in turns) / sum(s for s, _ in turns),
-                "turns": turns,
-            }
-            for (name, sizes, planned), turns in zip(choices, measured, strict=True)
-        ],
-    }
+    words = [*case.words(folder.parent / "pairs"), f"max_new_tokens={_TOKENS}"]
+    words += [f"data.limit={limit}", f"batch_size={case.batch}"]
+    candidates = [
+        {
+            "strategy": name,
+            "sizes": dict(sizes),
+            "planned_tokens_per_s": planned,
+            "measured_tokens_per_s": sum(n for _, n in turns) / sum(s for s, _ in turns),
+            "turns": turns,
+        }
+        for (name, sizes, planned), turns in zip(
+            choices, _measured(words, choices, count, case.batch), strict=True
+        )
+    ]
+    return {"case": asdict(case), "candidates": candidates}
 
 
 def tried(choices: Sequence[Recommendation]) -> list[Tried]:
@@ -285,27 +248,7 @@ def _measured(
     return done
 
 
-def _line(kind: str, name: str, stored: Mapping[str, Any]) -> str:
-    """What is printed of a case."""
-    result = stored[kind][name]
-    if kind == "again":
-        return again_line(stored["cases"][name], result)
-    if kind == "samples":
-        return samples_line(stored["cases"][name], result)
-    return control_line(result) if kind == "control" else case_line(result)
-
-
-def _summary(kind: str, stored: Mapping[str, Any]) -> str:
-    """What is printed of all stored cases."""
-    results = stored[kind]
-    if kind in ("again", "samples"):
-        pairs = [(stored["cases"][name], results[name]) for name in results]
-        return again_shares(pairs) if kind == "again" else samples_shares(pairs)
-    return (control_shares if kind == "control" else shares)(list(results.values()))
-
-
 def main() -> None:
-    """Runs the cases that are not in the folder yet."""
     names = [case.name for case in cases(False)]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output_dir", type=Path)
@@ -329,24 +272,26 @@ def main() -> None:
     for case in wanted:
         if case.name not in found:
             folder = args.output_dir / case.name
-            if args.again:
-                result = run_again(case, folder, args.quick, planned[case.name])
-            elif args.samples:
+            if args.samples:
                 result = run_samples(case, folder, planned[case.name])
+            elif args.again:  # on prompts that follow the stored case's own
+                before = planned[case.name]["candidates"]
+                keys = ("strategy", "sizes", "planned_tokens_per_s")
+                again = [tuple(c[key] for key in keys) for c in before]
+                result = measured(case, folder, again, args.quick, len(before[0]["turns"]))
+            elif args.control:
+                same: list[Tried] = [(CONTROL, {}, None)] * (BEST + OTHERS)
+                result = measured(case, folder, same, args.quick)
             else:
-                run = run_control if args.control else run_case
-                result = run(case, folder, args.quick)
+                result = run_case(case, folder, args.quick)
             result["provenance"] = provenance(command=["experiments.plan.regret"], config={})
             found[case.name] = result
             write_json(path, stored)
-        print(f"{case.name}: {_line(kind, case.name, stored)}", flush=True)
-    print(_summary(kind, stored))
+        print(f"{case.name}: {line(stored, kind, case.name)}", flush=True)
+    print(KINDS[kind].summary(list(pairs_of(stored, kind).values())))
     if args.write:
         results = Path(__file__).parent / "results"
-        write_text(
-            results / "regret.md",
-            table(planned, *(stored.get(k, {}) for k in ("control", "again", "samples"))),
-        )
+        write_text(results / "regret.md", page(stored))
         write_json(results / RESULT, stored)
 
 

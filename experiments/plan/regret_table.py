@@ -6,11 +6,13 @@ tokens/s, and seconds and tokens of every batch of prompts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from experiments.reproduce.rendering import grid
 from specdec.planning.candidates import PLAIN
 
 WITHIN = 0.05
@@ -20,6 +22,9 @@ NEAR = 0.1
 """Wanted error of the planned tokens/s, in 80 % of cases."""
 
 _RESAMPLES = 4000
+
+Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""The stored result of a case, and what is reported of it: itself, or a further measurement."""
 
 
 def regrets(result: Mapping[str, Any]) -> list[float]:
@@ -68,18 +73,6 @@ def _plain(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def shares(results: Sequence[Mapping[str, Any]]) -> str:
-    """The shares of cases within the bars."""
-    small = np.mean([regret(r) <= WITHIN for r in results])
-    near = np.mean([abs(error(r)) <= NEAR for r in results])
-    gains = np.mean([abs(gain_error(r)) <= NEAR for r in results])
-    return (
-        f"{len(results)} cases: regret at most 5 % in {100 * small:.0f} % (wanted 90 %),"
-        f" tokens/s within 10 % in {100 * near:.0f} % (wanted 80 %), gains over plain decoding"
-        f" within 10 % in {100 * gains:.0f} %"
-    )
-
-
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float, float, float]:
     """How two measurements of a case differ: first choice, plain decoding, gain of the first."""
 
@@ -90,68 +83,6 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float,
     names = [candidate["strategy"] for candidate in before["candidates"]]
     first, plain = change(0), change(names.index(PLAIN))
     return first, plain, (1.0 + first) / (1.0 + plain) - 1.0
-
-
-def table(
-    results: Mapping[str, Any],
-    control: Mapping[str, Any],
-    again: Mapping[str, Any],
-    samples: Mapping[str, Any],
-) -> str:
-    """The cases, and those of ``--control``, ``--again`` and ``--samples``, as a page."""
-    states = [result["provenance"].get("git", {}) for result in results.values()]
-    revisions = sorted({str(state.get("revision", "unknown"))[:7] for state in states})
-    machines = [result["provenance"].get("hardware", {}) for result in results.values()]
-    told = sorted({f"{m.get('cpu', '?')}, {m.get('cores', '?')} cores" for m in machines})
-    lines = [
-        "# The first choice of plans against measured time\n",
-        f"`python -m experiments.plan.regret DIR --write`, revision {', '.join(revisions)};"
-        f" {'; '.join(told)}. Eight candidates per case are in regret.json.\n",
-        "| case | first choice | tokens/s measured | planned | error | of the gain | regret |"
-        " lower end of its 95 % interval |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, result in results.items():
-        first = result["candidates"][0]
-        sizes = " ".join(f"{k}={v}" for k, v in first["sizes"].items())
-        least = least_regret(result)
-        lines.append(
-            f"| {name} | {first['strategy']} {sizes} | {first['measured_tokens_per_s']:.1f} |"
-            f" {first['planned_tokens_per_s']:.1f} | {100 * error(result):+.1f} % |"
-            f" {100 * gain_error(result):+.1f} % | {100 * regret(result):.1f} % |"
-            f" {'-' if least is None else f'{100 * least:.1f} %'} |"
-        )
-    more = [*_control(control), *_again(results, again), *_samples(results, samples)]
-    return "\n".join([*lines, "", shares(list(results.values())), *more]) + "\n"
-
-
-def case_line(result: Mapping[str, Any]) -> str:
-    """What is printed of a case."""
-    first = result["candidates"][0]
-    return (
-        f"{first['strategy']} {first['measured_tokens_per_s']:.1f} tokens/s,"
-        f" planned {first['planned_tokens_per_s']:.1f} ({100 * error(result):+.1f} %; gain"
-        f" {100 * gain_error(result):+.1f} %), regret {100 * regret(result):.1f} %"
-    )
-
-
-def again_line(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """What is printed of a case of ``--again``."""
-    first, plain, gain = changes(before, after)
-    return (
-        f"first choice {100 * first:+.1f} %, plain decoding {100 * plain:+.1f} %,"
-        f" gain {100 * gain:+.1f} %"
-    )
-
-
-def again_shares(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
-    """How often a measurement is within the bar of the same measurement at another time."""
-    found = np.abs([changes(before, after) for before, after in pairs])
-    near = [f"{100 * share:.0f} %" for share in np.mean(found <= NEAR, axis=0)]
-    return (
-        f"{len(pairs)} cases measured twice: the first choice within 10 % of itself in {near[0]},"
-        f" plain decoding in {near[1]}, the gain in {near[2]}"
-    )
 
 
 def sample_ratio(samples: Mapping[str, Any]) -> float:
@@ -165,104 +96,154 @@ def gain_error_of_speed(before: Mapping[str, Any], samples: Mapping[str, Any]) -
     return (1.0 + gain_error(before)) / sample_ratio(samples) - 1.0
 
 
-def samples_line(before: Mapping[str, Any], samples: Mapping[str, Any]) -> str:
-    """What is printed of a case of ``--samples``."""
+def _percent(value: float) -> str:
+    return f"{100 * value:+.1f} %"
+
+
+def _share(holds: Any) -> str:
+    return f"{100 * np.mean(holds):.0f} %"
+
+
+def _case_row(case: Mapping[str, Any], _: Mapping[str, Any]) -> list[str]:
+    first, least = case["candidates"][0], least_regret(case)
+    sizes = " ".join(f"{k}={v}" for k, v in first["sizes"].items())
+    speeds = (f"{first[f'{kind}_tokens_per_s']:.1f}" for kind in ("measured", "planned"))
+    errors = (_percent(error(case)), _percent(gain_error(case)), f"{100 * regret(case):.1f} %")
+    lower = "-" if least is None else f"{100 * least:.1f} %"
+    return [f"{first['strategy']} {sizes}", *speeds, *errors, lower]
+
+
+def shares(results: Sequence[Mapping[str, Any]]) -> str:
+    """The shares of cases within the bars."""
+    small = _share([regret(r) <= WITHIN for r in results])
+    near, gains = (_share([abs(of(r)) <= NEAR for r in results]) for of in (error, gain_error))
     return (
-        f"tokens per answer {100 * (sample_ratio(samples) - 1):+.1f} % on the plan's prompts, gain"
-        f" {100 * gain_error(before):+.1f} %, without it"
-        f" {100 * gain_error_of_speed(before, samples):+.1f} %"
+        f"{len(results)} cases: regret at most 5 % in {small} (wanted 90 %), tokens/s within 10 %"
+        f" in {near} (wanted 80 %), gains over plain decoding within 10 % in {gains}"
     )
 
 
-def samples_shares(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
-    """The errors of planned gains with and without the difference between the samples."""
-    ratios = [sample_ratio(samples) - 1.0 for _, samples in pairs]
-    errors = [gain_error(before) for before, _ in pairs]
-    left = [gain_error_of_speed(before, samples) for before, samples in pairs]
-    return (
-        f"{len(pairs)} cases: the first choice has {100 * np.mean(ratios):+.1f} % tokens per answer"
-        f" on the plan's prompts ({100 * min(ratios):+.1f} to {100 * max(ratios):+.1f} %); the"
-        f" planned gain is {100 * np.mean(errors):+.1f} % off on average and within 10 % in"
-        f" {100 * np.mean(np.abs(errors) <= NEAR):.0f} %, without that difference"
-        f" {100 * np.mean(left):+.1f} % and {100 * np.mean(np.abs(left) <= NEAR):.0f} %"
-    )
-
-
-def control_line(result: Mapping[str, Any]) -> str:
-    """What is printed of a case of ``--control``."""
+def _control_row(_: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    speeds = [c["measured_tokens_per_s"] for c in result["candidates"]]
     found = regrets(result)
-    return f"regret {100 * np.median(found):.1f} % (median), {100 * max(found):.1f} % (largest)"
+    each = (f"{100 * value:.1f} %" for value in (np.median(found), max(found)))
+    return [f"{min(speeds):.1f} to {max(speeds):.1f}", *each]
 
 
-def control_shares(results: Sequence[Mapping[str, Any]]) -> str:
-    """How often one of eight identical candidates is within the bar."""
-    found = np.concatenate([regrets(r) for r in results])
+def _control_summary(pairs: Sequence[Pair]) -> str:
+    found = np.concatenate([regrets(result) for _, result in pairs])
     return (
-        f"{len(found)} candidates in groups of eight identical ones:"
-        f" regret at most 5 % in {100 * np.mean(found <= WITHIN):.0f} %,"
-        f" 90 % of them below {100 * np.quantile(found, 0.9):.1f} %"
+        f"{len(found)} candidates in groups of eight identical ones: regret at most 5 % in"
+        f" {_share(found <= WITHIN)}, 90 % of them below {100 * np.quantile(found, 0.9):.1f} %"
     )
 
 
-def _control(results: Mapping[str, Any]) -> list[str]:
-    """The page's second part; empty without ``--control``."""
-    if not results:
-        return []
-    lines = [
-        "\n## Eight times the same candidate\n",
-        "`python -m experiments.plan.regret DIR --control`: no plan can choose better than among"
-        " these, so their regrets are the noise of machine and measurement.\n",
-        "| case | slowest and fastest, tokens/s | median regret | largest |",
-        "|---|---|---|---|",
-    ]
-    for name, result in results.items():
-        speeds = [c["measured_tokens_per_s"] for c in result["candidates"]]
-        found = regrets(result)
-        lines.append(
-            f"| {name} | {min(speeds):.1f} to {max(speeds):.1f} | {100 * np.median(found):.1f} % |"
-            f" {100 * max(found):.1f} % |"
-        )
-    return [*lines, "", control_shares(list(results.values()))]
+def _again_row(case: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    speeds = [r["candidates"][0]["measured_tokens_per_s"] for r in (case, result)]
+    return [*(f"{speed:.1f}" for speed in speeds), *map(_percent, changes(case, result))]
 
 
-def _again(results: Mapping[str, Any], again: Mapping[str, Any]) -> list[str]:
-    """The page's third part; empty without ``--again``."""
-    if not again:
-        return []
-    lines = [
-        "\n## The same runs at another time\n",
-        "`python -m experiments.plan.regret DIR --again`: how far the second measurement is from"
-        " the first, on other prompts; a plan that is right has this error.\n",
-        "| case | first choice, tokens/s | then | change | plain decoding | gain |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, result in again.items():
-        before, after = (r["candidates"][0] for r in (results[name], result))
-        first, plain, gain = changes(results[name], result)
-        lines.append(
-            f"| {name} | {before['measured_tokens_per_s']:.1f} |"
-            f" {after['measured_tokens_per_s']:.1f} | {100 * first:+.1f} % |"
-            f" {100 * plain:+.1f} % | {100 * gain:+.1f} % |"
-        )
-    return [*lines, "", again_shares([(results[name], again[name]) for name in again])]
+def _again_summary(pairs: Sequence[Pair]) -> str:
+    near = np.abs([changes(*pair) for pair in pairs]) <= NEAR
+    first, plain, gain = map(_share, near.T)
+    return (
+        f"{len(pairs)} cases measured twice: the first choice within 10 % of itself in {first},"
+        f" plain decoding in {plain}, the gain in {gain}"
+    )
 
 
-def _samples(results: Mapping[str, Any], samples: Mapping[str, Any]) -> list[str]:
-    """The page's last part; empty without ``--samples``."""
-    if not samples:
-        return []
-    lines = [
-        "\n## The two samples of prompts\n",
-        "`python -m experiments.plan.regret DIR --samples`: tokens per answer of the first choice"
-        " on the prompts that the plan decoded and on those of the run; counts, no times.\n",
-        "| case | plan's prompts | run's prompts | difference | error of the gain | without it |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, found in samples.items():
-        planned, run = (tokens / answers for tokens, answers in (found["planned"], found["run"]))
-        lines.append(
-            f"| {name} | {planned:.2f} | {run:.2f} | {100 * (sample_ratio(found) - 1):+.1f} % |"
-            f" {100 * gain_error(results[name]):+.1f} % |"
-            f" {100 * gain_error_of_speed(results[name], found):+.1f} % |"
-        )
-    return [*lines, "", samples_shares([(results[name], samples[name]) for name in samples])]
+def _samples_row(case: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    planned, run = (tokens / answers for tokens, answers in (result["planned"], result["run"]))
+    errors = (sample_ratio(result) - 1, gain_error(case), gain_error_of_speed(case, result))
+    return [f"{planned:.2f}", f"{run:.2f}", *map(_percent, errors)]
+
+
+def _samples_summary(pairs: Sequence[Pair]) -> str:
+    ratios = [sample_ratio(samples) - 1.0 for _, samples in pairs]
+    errors = np.array([gain_error(case) for case, _ in pairs])
+    left = np.array([gain_error_of_speed(*pair) for pair in pairs])
+    return (
+        f"{len(pairs)} cases: the first choice has {_percent(np.mean(ratios))} tokens per answer"
+        f" on the plan's prompts ({100 * min(ratios):+.1f} to {_percent(max(ratios))}); the"
+        f" planned gain is {_percent(errors.mean())} off on average and within 10 % in"
+        f" {_share(np.abs(errors) <= NEAR)}, without that difference {_percent(left.mean())} and"
+        f" {_share(np.abs(left) <= NEAR)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of measurement: its part of the page.
+
+    Attributes:
+        head, summary: Markdown above the table, and the line under it.
+        columns, row: headings after the case's name, and the cells of a ``Pair``.
+    """
+
+    head: str
+    columns: tuple[str, ...]
+    row: Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]]
+    summary: Callable[[Sequence[Pair]], str]
+
+
+_COMMAND = "`python -m experiments.plan.regret DIR"
+KINDS = {
+    "cases": Kind(
+        "# The first choice of plans against measured time\n\n"
+        f"{_COMMAND} --write`, revision {{}}; {{}}. Eight candidates per case are in regret.json.",
+        (
+            *("first choice", "tokens/s measured", "planned", "error", "of the gain", "regret"),
+            "lower end of its 95 % interval",
+        ),
+        _case_row,
+        lambda pairs: shares([case for case, _ in pairs]),
+    ),
+    "control": Kind(
+        f"## Eight times the same candidate\n\n{_COMMAND} --control`: no plan can choose better"
+        " than among these, so their regrets are the noise of machine and measurement.",
+        ("slowest and fastest, tokens/s", "median regret", "largest"),
+        _control_row,
+        _control_summary,
+    ),
+    "again": Kind(
+        f"## The same runs at another time\n\n{_COMMAND} --again`: how far the second measurement"
+        " is from the first, on other prompts; a plan that is right has this error.",
+        ("first choice, tokens/s", "then", "change", "plain decoding", "gain"),
+        _again_row,
+        _again_summary,
+    ),
+    "samples": Kind(
+        f"## The two samples of prompts\n\n{_COMMAND} --samples`: tokens per answer of the first"
+        " choice on the prompts that the plan decoded and on those of the run; counts, no times.",
+        ("plan's prompts", "run's prompts", "difference", "error of the gain", "without it"),
+        _samples_row,
+        _samples_summary,
+    ),
+}
+
+
+def pairs_of(stored: Mapping[str, Any], kind: str) -> dict[str, Pair]:
+    """The stored results of a kind by case; a controlled case need not have a plan."""
+    found = stored.get(kind, {})
+    return {name: (stored["cases"].get(name, {}), result) for name, result in found.items()}
+
+
+def line(stored: Mapping[str, Any], kind: str, name: str) -> str:
+    cells = KINDS[kind].row(*pairs_of(stored, kind)[name])
+    return ", ".join(f"{c} {v}" for c, v in zip(KINDS[kind].columns, cells, strict=True))
+
+
+def page(stored: Mapping[str, Any]) -> str:
+    """All kinds of which there are results, as Markdown."""
+    made = [result["provenance"] for result in stored["cases"].values()]
+    revisions = sorted({str(m.get("git", {}).get("revision", "unknown"))[:7] for m in made})
+    machines = [m.get("hardware", {}) for m in made]
+    named = sorted({f"{m.get('cpu', '?')}, {m.get('cores', '?')} cores" for m in machines})
+    parts = []
+    for name, kind in KINDS.items():
+        if pairs := pairs_of(stored, name):
+            rows = [[case, *kind.row(*pair)] for case, pair in pairs.items()]
+            head = kind.head.format(", ".join(revisions), "; ".join(named))
+            table = [*grid(("case", *kind.columns), rows), ""]
+            parts.append("\n".join([head, "", *table, kind.summary(list(pairs.values()))]))
+    return "\n\n".join(parts) + "\n"

@@ -9,13 +9,15 @@ each model is held out once, on all machines. A series is a model on a machine.
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from specdec.data.files import data_folder
 from specdec.planning.machines import CONSTANTS, Constants, pass_ms
@@ -56,65 +58,41 @@ _GRID = {
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A published pass time with the sizes that the roofline needs."""
+    """A published pass time; ``sizes`` are the arguments of ``pass_ms``."""
 
-    source: str
     series: str
-    rows: int
     ms: float
-    parameters: float
-    num_bytes: float
-    layers: int
-    bytes_per_s: float
-    flops_per_s: float
-    degree: int
-    eager: bool
+    rows: int
+    sizes: Mapping[str, Any]
 
     def predicted(self, constants: Constants) -> float:
-        """Milliseconds by the roofline."""
-        return pass_ms(
-            self.rows,
-            parameters=self.parameters,
-            num_bytes=self.num_bytes,
-            layers=self.layers,
-            bytes_per_s=self.bytes_per_s,
-            flops_per_s=self.flops_per_s,
-            degree=self.degree,
-            eager=self.eager,
-            constants=constants,
-        )
+        return pass_ms(self.rows, **self.sizes, constants=constants)
 
 
 def read_times(path: Path) -> list[Timed]:
     """The rows that can be used: 16-bit weights, a named GPU, a known model, no pipeline."""
+    table = pd.read_csv(path, dtype=str, keep_default_na=False)
     found = []
-    with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            machine = re.fullmatch(r"(\d+)x (.+?)(?: TP(\d+))?", row["hardware"])
-            if machine is None or machine[2] not in GPUS or row["model"] not in MODELS:
-                continue
-            if int(row["rows"]) > _MOST_ROWS or "INFERRED" in row["note"]:
-                continue
-            degree = int(machine[3] or 1)
-            billions, layers, kv_kb = MODELS[row["model"]]
-            speed, flops = GPUS[machine[2]]
-            weights = 2e9 * billions
-            requests = int(row["rows"]) if "concurrency" in row["note"] else 1
-            found.append(
-                Timed(
-                    source=row["source"],
-                    series=f"{row['source']} {row['model']} {row['hardware']} {row['engine']}",
-                    rows=int(row["rows"]),
-                    ms=float(row["ms"]),
-                    parameters=1e9 * billions,
-                    num_bytes=weights + 1e3 * kv_kb * _context(row["context"]) * requests,
-                    layers=layers,
-                    bytes_per_s=1e9 * speed,
-                    flops_per_s=1e12 * flops,
-                    degree=degree,
-                    eager=row["engine"].startswith("HF"),
-                )
-            )
+    for row in table.to_dict("records"):
+        machine = re.fullmatch(r"(\d+)x (.+?)(?: TP(\d+))?", row["hardware"])
+        if machine is None or machine[2] not in GPUS or row["model"] not in MODELS:
+            continue
+        if int(row["rows"]) > _MOST_ROWS or "INFERRED" in row["note"]:
+            continue
+        billions, layers, kv_kb = MODELS[row["model"]]
+        speed, flops = GPUS[machine[2]]
+        requests = int(row["rows"]) if "concurrency" in row["note"] else 1
+        sizes = {
+            "parameters": 1e9 * billions,
+            "num_bytes": 2e9 * billions + 1e3 * kv_kb * _context(row["context"]) * requests,
+            "layers": layers,
+            "bytes_per_s": 1e9 * speed,
+            "flops_per_s": 1e12 * flops,
+            "degree": int(machine[3] or 1),
+            "eager": row["engine"].startswith("HF"),
+        }
+        series = " ".join(row[key] for key in ("source", "model", "hardware", "engine"))
+        found.append(Timed(series, float(row["ms"]), int(row["rows"]), sizes))
     return found
 
 
@@ -128,31 +106,20 @@ def _context(text: str) -> float:
 
 def fitted(times: Sequence[Timed]) -> Constants:
     """Constants of the least mean absolute log error, every series alike: by coordinates."""
-    weights = _weights(times)
+    counts = Counter(timed.series for timed in times)
+    weights = np.array([1.0 / counts[timed.series] for timed in times])
+
+    def loss(constants: Constants) -> float:
+        return float(np.average(np.abs(log_errors(times, constants)), weights=weights))
+
     best = CONSTANTS
     for _ in range(4):
         before = best
         for name, values in _GRID.items():
-            tries = [Constants(**{**_plain(best), name: value}) for value in values]
-            best = min(tries, key=lambda c: _loss(times, weights, c))
+            best = min((replace(best, **{name: value}) for value in values), key=loss)
         if best == before:
             break
     return best
-
-
-def _plain(constants: Constants) -> dict[str, float]:
-    return {name: getattr(constants, name) for name in _GRID}
-
-
-def _weights(times: Sequence[Timed]) -> np.ndarray:
-    counts: dict[str, int] = {}
-    for timed in times:
-        counts[timed.series] = counts.get(timed.series, 0) + 1
-    return np.array([1.0 / counts[timed.series] for timed in times])
-
-
-def _loss(times: Sequence[Timed], weights: np.ndarray, constants: Constants) -> float:
-    return float(weights @ np.abs(log_errors(times, constants)) / weights.sum())
 
 
 def log_errors(times: Sequence[Timed], constants: Constants) -> np.ndarray:
@@ -162,21 +129,16 @@ def log_errors(times: Sequence[Timed], constants: Constants) -> np.ndarray:
 
 def held_out(times: Sequence[Timed]) -> dict[str, np.ndarray]:
     """Series -> log errors under constants that are fitted without its model on any machine."""
-    unseen = {
-        model: fitted([timed for timed in times if timed.parameters != model])
-        for model in {timed.parameters for timed in times}
-    }
-    by_series: dict[str, list[Timed]] = {}
+    models = {timed.sizes["parameters"] for timed in times}
+    unseen = {m: fitted([t for t in times if t.sizes["parameters"] != m]) for m in models}
+    errors: dict[str, list[np.ndarray]] = {}
     for timed in times:
-        by_series.setdefault(timed.series, []).append(timed)
-    return {
-        series: log_errors(inside, unseen[inside[0].parameters])
-        for series, inside in by_series.items()
-    }
+        found = log_errors([timed], unseen[timed.sizes["parameters"]])
+        errors.setdefault(timed.series, []).append(found)
+    return {series: np.concatenate(of) for series, of in errors.items()}
 
 
 def main() -> None:
-    """Prints the constants and the errors."""
     times = read_times(data_folder(None, name="pass times", places=FILE) / FILE)
     series = len({timed.series for timed in times})
     constants = fitted(times)
@@ -193,10 +155,7 @@ def main() -> None:
     every = np.abs(np.concatenate(list(errors.values())))
     for label, values in (("series", each), ("pass times", every)):
         cells = [f"{100 * np.expm1(np.quantile(values, q)):.0f} %" for q in (0.5, 0.75, 0.9)]
-        print(
-            f"held-out error over {label}: median {cells[0]}, 75 % below {cells[1]},"
-            f" 90 % {cells[2]}"
-        )
+        print(f"held-out error over {label}: median, 75 % and 90 % below {', '.join(cells)}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.ppsd.exit_runs import rival_runs
 from experiments.ppsd.laws import alpha_of_speedup
+from experiments.reproduce.drafts import size_overrides
 from experiments.reproduce.drawing import line_chart
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
@@ -112,20 +113,8 @@ def independent(item: Item, lab: Lab) -> Findings:
 def cases(item: Item, lab: Lab) -> Findings:
     """Fig. 6 and 7: plain decoding and PPSD give the same text (measured, real models)."""
     findings = Findings()
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
-    overrides = [
-        "strategies=[ar,ppsd]",
-        "data=stdlib",
-        f"data.limit={prompts}",
-        f"max_new_tokens={tokens}",
-    ]
-    rows = {row["strategy"]: row for row in lab.compare(overrides)["rows"]}
-    row = rows["ppsd"]
-    findings.add(
-        "same",
-        bool(row["lossless"]),
-        "measured",
-        f"{row['num_compared']} prompts compared, {row['num_differing']} differ",
-        loops=row["loop_share"],
-    )
+    words = ["strategies=[ar,ppsd]", "data=stdlib", *size_overrides(item, lab)]
+    row = next(row for row in lab.compare(words)["rows"] if row["strategy"] == "ppsd")
+    text = f"{row['num_compared']} prompts compared, {row['num_differing']} differ"
+    findings.add("same", bool(row["lossless"]), "measured", text, loops=row["loop_share"])
     return findings

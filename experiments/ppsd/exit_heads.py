@@ -18,11 +18,8 @@ def heads(item: Item, lab: Lab) -> Findings:
     ``runs`` (see ``add_runs``)."""
     findings, config = Findings(), item.config
     by_head = config["acceptance"]
-    lower = all(
-        norm < own
-        for pair in by_head.values()
-        for norm, own in zip(pair["norm"], pair["transformer"], strict=True)
-    )
+    pairs = (zip(of["norm"], of["transformer"], strict=True) for of in by_head.values())
+    lower = all(norm < own for pair in pairs for norm, own in pair)
     theory = config["theory"]
     law = eq6_speedup(theory["alpha"], theory["exit_layer"], theory["layers"])
     findings.add("lower", lower, "formula", "stated cells of Tables 6, 7")
@@ -36,10 +33,8 @@ def heads(item: Item, lab: Lab) -> Findings:
         for model, pair in by_head.items()
         for i, name in enumerate(names)
     }
-    y = "acceptance rate (per cent, stated)"
-    findings.figure = bar_chart(
-        shown, x="model, data set", y=y, title=item.stated.title, size=(6.5, 3.7)
-    )
+    x, y, title = "model, data set", "acceptance rate (per cent, stated)", item.stated.title
+    findings.figure = bar_chart(shown, x=x, y=y, title=title, size=(6.5, 3.7))
     return findings
 
 

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.ppsd.laws import eq5_acceptance
-from experiments.reproduce.drafts import SIMULATED
+from experiments.reproduce.drafts import SIMULATED, size_overrides
 from experiments.reproduce.findings import Findings, surely
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
@@ -28,12 +28,7 @@ _STAGES = 8  # of Table 2's runs
 
 @dataclass(frozen=True, slots=True)
 class ExitRun:
-    """An early-exit strategy and plain decoding on one pipeline.
-
-    Attributes:
-        exit_layer, stages: layers before the exit, and number of stages.
-        plain, run: outcomes of plain decoding and of the strategy.
-    """
+    """An early-exit strategy and plain decoding on one pipeline."""
 
     exit_layer: int
     stages: int
@@ -42,29 +37,23 @@ class ExitRun:
 
     @property
     def speedup(self) -> tuple[float, float | None, float | None]:
-        """Speed-up over plain decoding on the same stages, with its interval."""
         return speed_ratio(self.run, self.plain)
 
     @property
     def alpha(self) -> float:
-        """Accepted over verified draft tokens."""
         return float(self.run.summary["acceptance_rate_verified"])
 
     @property
     def alpha_interval(self) -> Interval:
-        """Interval of ``alpha`` over prompts."""
         return interval([judged(r.counters, self.run.totals) for r in self.run.results], share)
 
     @property
     def law(self) -> float:
-        """Eq. 4 or 6 at the run's own alpha."""
         return float(self.run.summary["speedup_law"])
 
     @property
     def loops(self) -> float | None:
-        """loop_share of the run."""
-        loops: float | None = self.run.summary["loop_share"]
-        return loops
+        return self.run.summary["loop_share"]  # type: ignore[no-any-return]
 
 
 def exit_run(
@@ -81,14 +70,9 @@ def exit_run(
     """Runs a strategy and plain decoding on ceil(layers / exit_layer) equal stages.
 
     Args:
-        item: has the number of prompts and tokens.
-        lab: runs both.
-        exit_layer: a layer with a head.
-        pass_ms: time of a target pass.
-        transfer_ms: time of a transfer between two stages.
+        pass_ms, transfer_ms: times of a target pass, and of a transfer between two stages.
         overrides: further overrides of both, e.g. data and sampling.
         head: kind of head (default: transformer if the layer has one).
-        strategy: overrides of the strategy.
     """
     stages = -(-_LAYERS // exit_layer)
     profile = write_profile(
@@ -104,10 +88,9 @@ def exit_run(
 def _common(
     item: Item, lab: Lab, stages: int, profile: Path | str, overrides: Sequence[str]
 ) -> list[str]:
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
     return [
         *("model=tiny", SIMULATED, f"clock.profile={profile}", f"executor.stages={stages}"),
-        *(f"data.limit={prompts}", f"max_new_tokens={tokens}", "threads=1", *overrides),
+        *(*size_overrides(item, lab), "threads=1", *overrides),
     ]
 
 
@@ -126,9 +109,8 @@ def add_runs(
     runs: dict[tuple[str, int], list[ExitRun]] = {}
     for name, overrides in config["data"].items():
         for kind, layer in config["heads"]:
-            outcome = exit_run(
-                item, lab, layer, pass_ms=config["pass_ms"], overrides=overrides, head=kind
-            )
+            size = {"pass_ms": config["pass_ms"], "overrides": overrides}
+            outcome = exit_run(item, lab, layer, head=kind, **size)
             runs.setdefault((kind, layer), []).append(outcome)
             ratio, low, high = outcome.speedup
             off = ratio / outcome.law
@@ -146,42 +128,26 @@ def add_runs(
     )
     title = "PPSD on the bundled target, transfers and heads at no cost (simulated)"
     findings.table(title, columns, rows)
-    for claim, spec in config.get("best", {}).items():
-        _add_best(findings, claim, runs, *spec)
+    speedups = {key: fmean(run.speedup[0] for run in same) for key, same in runs.items()}
+    for claim, (kind, claimed) in config.get("best", {}).items():
+        means = {layer: mean for (name, layer), mean in speedups.items() if name == kind}
+        best = max(means, key=means.__getitem__)
+        text = "bundled target, " + ", ".join(f"E={e}/24: {m:.2f}x" for e, m in means.items())
+        findings.add(claim, best == claimed, "simulated", text, loops=runs[kind, best][0].loops)
     if "lower" in config:
-        _add_lower(findings, config["lower"], runs)
+        alphas = {key: fmean(run.alpha for run in same) for key, same in runs.items()}
+        pairs = {
+            layer: (alpha, alphas["transformer", layer])
+            for (kind, layer), alpha in alphas.items()
+            if kind == "norm" and ("transformer", layer) in alphas
+        }
+        text = ", ".join(f"E={e}/24: {a:.2f} against {b:.2f}" for e, (a, b) in pairs.items())
+        less, loops = (
+            all(a < b for a, b in pairs.values()),
+            runs["norm", next(iter(pairs))][0].loops,
+        )
+        findings.add(config["lower"], less, "simulated", f"bundled target, {text}", loops=loops)
     return [(outcome.law, outcome.speedup[0]) for same in runs.values() for outcome in same]
-
-
-Runs = Mapping[tuple[str, int], Sequence[ExitRun]]
-
-
-def _add_best(findings: Findings, claim: str, runs: Runs, kind: str, claimed: int) -> None:
-    """Whether one exit has the highest mean speed-up of its kind of head."""
-    means = {
-        layer: fmean(outcome.speedup[0] for outcome in same)
-        for (name, layer), same in runs.items()
-        if name == kind
-    }
-    best = max(means, key=lambda layer: means[layer])
-    text = "bundled target, " + ", ".join(f"E={e}/24: {m:.2f}x" for e, m in means.items())
-    findings.add(claim, best == claimed, "simulated", text, loops=runs[kind, best][0].loops)
-
-
-def _add_lower(findings: Findings, claim: str, runs: Runs) -> None:
-    pairs = {
-        layer: (same, runs["transformer", layer])
-        for (kind, layer), same in runs.items()
-        if kind == "norm" and ("transformer", layer) in runs
-    }
-    alphas = {
-        layer: tuple(fmean(outcome.alpha for outcome in side) for side in sides)
-        for layer, sides in pairs.items()
-    }
-    text = ", ".join(f"E={e}/24: {a:.2f} against {b:.2f}" for e, (a, b) in alphas.items())
-    loops = next(iter(pairs.values()))[0][0].loops
-    less = all(a < b for a, b in alphas.values())
-    findings.add(claim, less, "simulated", f"bundled target, {text}", loops=loops)
 
 
 Curve = tuple[list[float], list[float]]
@@ -215,13 +181,11 @@ def draft_length_runs(
     rates, speeds = [row[2] for row in rows], [row[4] for row in rows]
     top = speeds.index(max(speeds))
     falls = all(b < a for a, b in pairwise(rates))
-    peak = f"peak of {speeds[top]:.2f}x at a draft length of {gammas[top]}"
-    for claim, value, text in (
-        ("falls", falls, f"{rates[0]:.2f} to {rates[-1]:.2f}"),
-        ("peaks", 0 < top < len(speeds) - 1, peak),
-    ):
-        loops = rows[0][-1]
-        findings.add(claim, value, "simulated", f"EESD, bundled target; {text}", loops=loops)
+    where, loops = "EESD, bundled target;", rows[0][-1]
+    text = f"{where} {rates[0]:.2f} to {rates[-1]:.2f}"
+    findings.add("falls", falls, "simulated", text, loops=loops)
+    text = f"{where} peak of {speeds[top]:.2f}x at a draft length of {gammas[top]}"
+    findings.add("peaks", 0 < top < len(speeds) - 1, "simulated", text, loops=loops)
     xs = [float(gamma) for gamma in gammas]
     return (xs, rates), (xs, speeds)
 

@@ -7,106 +7,55 @@
 ppsd: `ppsd` against `ar` on equal stages (uniform_30ms), beside Eq. 6 at the run's own alpha, and
 on a profile in which the exit's stage includes the exit head and its output layer
 (ppsd_vicuna7b_exit). multi: an exit chosen per token (`ppsd_multi`, B.3) against each of its exits
-alone. eesd: acceptance and speed-up against draft lengths 1 .. 10 (the paper's Fig.
-1), beside Eq. 4 and 5. tree: `ppsd_tree` against `ppsd` on a profile in which stages take
-longer for more tokens (specpipe_8x3090). All rows of a part share stages and their times.
+alone. eesd: acceptance and speed-up against draft lengths 1 .. 10 (the paper's Fig. 1), beside
+Eq. 4 and 5. tree: `ppsd_tree` against `ppsd` on a profile in which stages take longer for more
+tokens (specpipe_8x3090). All rows of a part share stages and their times.
 
 If the time of a step does not depend on its work, all prompts are decoded in one batch: a request's
 times are those of a single request, except for the last round of `eesd`, in which others may still
 draft. On ppsd_vicuna7b_exit this holds for `ppsd`, whose exit stage works in every step; `ar` runs
-alone. Prompts longer than the context lose their first tokens, and their number is printed.
+alone. Prompts longer than the context lose their first tokens.
 
-Prints tables; writes them, bars.csv and bars_fig1.png to --results, where sections of other calls
-remain. Runs in --out are reused.
+Prints a table per part, data set and sampling (speed-ups are over `ar` on the same stages; `loops`
+is the share of tokens that end an 8-gram generated before; `as_ar` is 1 if the tokens are those of
+`ar`). Writes the figures to bars.csv in --results, where those of other calls remain, all tables to
+bars.md, and bars_fig1.png. Runs in --out are reused.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import pandas as pd
 import torch
 
-from experiments.pipelines.simulated_runs import Bench, Row
 from experiments.ppsd.laws import eq5_acceptance
 from experiments.reproduce.drawing import as_png, figure, legend, lines, styles, tidy
-from specdec.config.job import run_job_of
+from experiments.reproduce.lab import Lab, Outcome
+from experiments.reproduce.rendering import cell, grid
+from specdec.files import write_bytes, write_text
 from specdec.report.provenance import provenance
-from specdec.runs.jobs import prepare
 
-STAGES = 8
-EXIT = "model.exit_layer=3"
-PIPELINE = ("executor=pipeline", f"executor.stages={STAGES}", EXIT)
-TOGETHER = "batch_size=16"
-AR = Row("ar", ("strategy=ar", *PIPELINE))
-PPSD = Row("ppsd", ("strategy=ppsd", *PIPELINE))
-LATE = Row("ppsd, exit at 6", ("strategy=ppsd", *PIPELINE, "model.exit_layer=6"))
-MULTI = Row("ppsd_multi, exits at 3 and 6", ("strategy=ppsd_multi", *PIPELINE))
-TREE = Row("ppsd_tree", ("strategy=ppsd_tree", *PIPELINE))
+STAGES = "executor.stages=8"
+PIPELINE = ("executor=pipeline", STAGES, "model.exit_layer=3")
+EESD = ("executor=early_exit", STAGES, "model.exit_layer=3")
 GAMMAS = range(1, 11)
-UNIFORM = "clock.profile=uniform_30ms"
-EXIT_PAID = "clock.profile=ppsd_vicuna7b_exit"
+UNIFORM, EXIT_PAID = "clock.profile=uniform_30ms", "clock.profile=ppsd_vicuna7b_exit"
 TOKENS_COST = "clock.profile=specpipe_8x3090"
-REQUIRED = 0.95
-ORDER, DATA = ("ppsd", "multi", "eesd", "tree"), ("humaneval", "gsm8k", "xsum")
+KEYS = ["part", "data", "sampling"]
 HEAD = """# PPSD and EESD against Eq. 4-6, simulated
 
-Written by `python -m experiments.ppsd.exit_speedups`, 8 stages; one section or more per call.
-`of ar`, `simulated`: speed-up over plain decoding on the same stages. `loops` is the share of
-tokens that end an 8-gram generated before, which flatters every row."""
+Written by `python -m experiments.ppsd.exit_speedups`, 8 stages; one section or more per call."""
 
-Key = tuple[str, str, str]
-Figure = tuple[str, str, str, str, str, float]
-
-
-@dataclass(slots=True)
-class Report:
-    """Collects sections for terminal and file, and figures for the table of all parts.
-
-    Attributes:
-        sections: part, data set and sampling -> Markdown.
-        figures: part, data set, sampling, row, name and value of each figure.
-    """
-
-    sections: dict[Key, str] = field(default_factory=dict)
-    figures: list[Figure] = field(default_factory=list)
-    where: Key = ("", "", "")
-
-    def begin(self, part: str, data: str, sampling: str) -> None:
-        """Starts a section."""
-        self.where = part, data, sampling
-        self.sections[self.where] = ""
-        print(f"## {part}: {data}, {sampling}\n", flush=True)
-
-    def store(self, row: str, **values: float) -> None:
-        """Stores the figures of a row."""
-        self.figures += [(*self.where, row, name, value) for name, value in values.items()]
-
-    def say(self, line: str) -> None:
-        """Prints and stores a line."""
-        print(line, flush=True)
-        self.sections[self.where] = f"{self.sections[self.where]}{line}\n".lstrip("\n")
-
-    def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A Markdown table."""
-        for cells in (heads, ["---"] * len(heads), *rows):
-            self.say("| " + " | ".join(cells) + " |")
-        self.say("")
-
-
-Part = Callable[[Bench, str, Report], None]
+Run = Callable[..., Outcome]
+Rows = dict[str, dict[str, float]]
 
 
 def main() -> None:
-    """Runs the selected parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts: dict[str, Part] = {"ppsd": ppsd, "multi": multi, "eesd": eesd, "tree": tree}
-    parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts))
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--data", nargs="+", default=["humaneval", "gsm8k", "xsum"])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
@@ -115,202 +64,136 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("outputs/ppsd"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    report = Report()
-    for part in args.parts:
-        for sampling in args.samplings:
-            for data in args.data:
-                size = (f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}")
-                common = (f"data={data}", "data.truncation=left", *size)
-                bench = Bench(common=common, out=args.out / data)
-                _, prompts, cut = prepare(run_job_of(["strategy=ar", *common]).config)
-                report.begin(part, data, sampling)
-                report.say(
-                    f"{len(prompts)} prompts x {args.tokens} tokens at most, {cut} prompts cut."
-                    f" {_origin()}\n"
-                )
-                parts[part](bench, sampling, report)
-                write(args.results, report)
+    lab = Lab(folder=args.out, quick=False)
+    size = (f"data.limit={args.prompts}", f"max_new_tokens={args.tokens}", "data.truncation=left")
+    for where in [(p, d, s) for p in args.parts for s in args.samplings for d in args.data]:
+        part, data, sampling = where
+        common = ("clock=simulated", f"data={data}", f"sampling={sampling}", *size)
+
+        def run(strategy: str, *words: str, common: tuple[str, ...] = common) -> Outcome:
+            return lab.run([*common, f"strategy={strategy}", *words])
+
+        rows = PARTS[part](run)
+        print(section(where, pd.DataFrame(rows).T), flush=True)
+        write(args.results, where, rows)
 
 
-def _origin() -> str:
-    facts = provenance(command=[], config={})
-    git = facts["git"]
-    revision = git.get("revision", "unknown")[:10] if git else "unknown"
-    return f"Revision {revision}, {facts['time'][:16]}, torch {facts['versions'].get('torch')}."
+def section(where: tuple[str, ...], table: pd.DataFrame) -> str:
+    part, data, sampling = where
+    rows = [[name, *map(cell, row)] for name, row in zip(table.index, table.values, strict=True)]
+    return "\n".join([f"## {part}: {data}, {sampling}", "", *grid(["row", *table], rows), ""])
 
 
-def write(folder: Path, report: Report) -> None:
+def write(folder: Path, where: tuple[str, ...], rows: Rows) -> None:
     """Writes bars.md, bars.csv and the figure; sections of other calls remain."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text, table = folder / "bars.md", folder / "bars.csv"
-    sections, figures = _read(text, table)
-    sections.update(report.sections)
-    new = {row[:3] for row in report.figures}
-    figures = [row for row in figures if row[:3] not in new] + report.figures
-    figures.sort(key=lambda row: _place(*row[:3]))
-    ordered = sorted(sections.items(), key=lambda entry: _place(*entry[0]))
-    parts = [f"## {part}: {data}, {how}\n\n{body.strip()}" for (part, data, how), body in ordered]
-    text.write_text("\n\n".join([HEAD, *parts]) + "\n", encoding="utf-8")
-    with open(table, "w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(["part", "data", "sampling", "row", "figure", "value"])
-        rows.writerows([*row[:-1], f"{row[-1]:.4f}"] for row in figures)
-    if any(row[0] == "eesd" for row in figures):
-        draw(folder / "bars_fig1.png", figures)
+    git = provenance(command=[], config={})["git"] or {}
+    revision = str(git.get("revision", "unknown"))[:10]
+    new = pd.DataFrame(
+        [
+            (*where, row, name, value, revision)
+            for row, figures in rows.items()
+            for name, value in figures.items()
+        ],
+        columns=[*KEYS, "row", "figure", "value", "revision"],
+    )
+    path = folder / "bars.csv"
+    if path.is_file():
+        old = pd.read_csv(path, dtype={"row": str})
+        new = pd.concat([old[(old[KEYS] != list(where)).any(axis=1)], new])
+    order = new["part"].map(list(PARTS).index)
+    new = new.iloc[order.argsort(kind="stable")]
+    write_text(path, new.to_csv(index=False, float_format="%.4f"))
+    tables = {
+        key: group.pivot_table("value", "row", "figure", sort=False)
+        for key, group in new.groupby(KEYS, sort=False)
+    }
+    write_text(folder / "bars.md", "\n\n".join([HEAD, *(section(*kv) for kv in tables.items())]))
+    curves = {", ".join(k[1:]): t for k, t in tables.items() if k[0] == "eesd"}
+    if curves:
+        draw(folder / "bars_fig1.png", curves)
 
 
-def _place(part: str, data: str, sampling: str) -> tuple[int, bool, int]:
-    return ORDER.index(part), sampling != "t06", DATA.index(data) if data in DATA else len(DATA)
-
-
-def _read(text: Path, table: Path) -> tuple[dict[Key, str], list[Figure]]:
-    """Sections and figures of earlier calls."""
-    if not (text.is_file() and table.is_file()):
-        return {}, []
-    sections: dict[Key, str] = {}
-    for section in text.read_text(encoding="utf-8").split("\n## ")[1:]:
-        title, _, body = section.partition("\n")
-        part, data, sampling = title.replace(":", ",").split(", ")
-        sections[part, data, sampling] = body.strip()
-    with open(table, newline="", encoding="utf-8") as file:
-        rows = list(csv.reader(file))[1:]
-    return sections, [(*row[:5], float(row[5])) for row in rows]  # type: ignore[misc]
-
-
-def draw(path: Path, figures: Sequence[Figure]) -> None:
+def draw(path: Path, curves: dict[str, pd.DataFrame]) -> None:
     """The paper's Fig. 1: acceptance and speed-up against the draft length."""
-    series: dict[str, dict[str, list[float]]] = {}
-    for part, data, sampling, _, name, value in figures:
-        if part == "eesd":
-            series.setdefault(f"{data}, {sampling}", {}).setdefault(name, []).append(value)
     gammas = list(GAMMAS)
     fig, (left, right) = figure(11.0, 4.4, 2)
-    lines(left, {name: (gammas, values["accepted"]) for name, values in series.items()})
-    for name, look in styles(series).items():
-        left.plot(gammas, series[name]["eq5"], ls=":", lw=1, color=look.color)
-    lines(right, {name: (gammas, values["speedup"]) for name, values in series.items()})
+    for ax, name in ((left, "accepted"), (right, "speedup")):
+        lines(ax, {title: (gammas, table[name].tolist()) for title, table in curves.items()})
+    for title, look in styles(curves).items():
+        left.plot(gammas, curves[title]["eq5"], ls=":", lw=1, color=look.color)
     x = "draft length (tokens)"
     tidy(left, x=x, y="accepted / proposed (simulated)", title="EESD (dotted: Eq. 5)")
     tidy(right, x=x, y="speed-up over plain decoding (times, simulated)", title="E = N/8")
     for ax in (left, right):
         legend(ax)
-    path.write_bytes(as_png(fig))
+    write_bytes(path, as_png(fig))
 
 
-def ppsd(bench: Bench, sampling: str, report: Report) -> None:
-    """Measured speed-up over Eq. 6 on both profiles."""
-    rows = []
-    drawn = f"sampling={sampling}"
-    outputs = bench.run(AR, UNIFORM, drawn, TOGETHER)["outputs"]
+def plain_of(run: Run, profile: str) -> Outcome:
+    """A short run of plain decoding, whose tokens all take the same time."""
+    return run("ar", *PIPELINE, profile, "data.limit=1", "max_new_tokens=32")
+
+
+def outputs(outcome: Outcome) -> list[tuple[int, ...]]:
+    return sorted(tuple(result.output) for result in outcome.results)
+
+
+def exits(run: Run, profile: str, strategies: dict[str, tuple[str, ...]]) -> Rows:
+    """alpha, the law and the speed-up of strategies that decode all prompts in one batch."""
+    plain, batch = plain_of(run, profile), "batch_size=16"
+    tokens = outputs(run("ar", *PIPELINE, UNIFORM, batch))
+    rows = {}
+    for name, words in strategies.items():
+        found = run(words[0], *PIPELINE, *words[1:], profile, batch)
+        s, speedup = found.summary, plain.tbt_ms / found.tbt_ms
+        rows[name] = {"alpha": s["acceptance_rate_verified"], "speedup": speedup}
+        if words == ("ppsd",):
+            rows[name] |= {"eq6": s["speedup_law"], "ratio": speedup / s["speedup_law"]}
+        rows[name] |= {"loops": s["loop_share"], "as_ar": float(outputs(found) == tokens)}
+    return rows
+
+
+def ppsd(run: Run) -> Rows:
+    rows = {}
     for profile in (UNIFORM, EXIT_PAID):
-        one = (
-            "data.limit=1",
-            "max_new_tokens=32",
-        )  # all tokens of plain decoding take the same time
-        alone, ours = bench.run(AR, profile, drawn, *one), bench.run(PPSD, profile, drawn, TOGETHER)
-        measured = speedup(ours, alone)
-        ratio = measured / ours["speedup_law"]
-        verdict = "" if profile != UNIFORM else ("holds" if ratio >= REQUIRED else "MISSED")
-        alpha = ours["acceptance_rate_verified"]
-        name = profile.removeprefix("clock.profile=")
-        loops = ours["loop_share"]
-        report.store(
-            name, alpha=alpha, eq6=ours["speedup_law"], speedup=measured, ratio=ratio, loops=loops
-        )
-        rows.append(
-            [
-                name,
-                f"{alpha:.3f}",
-                f"{ours['speedup_law']:.3f}",
-                f"{measured:.3f}",
-                f"{ratio:.3f}",
-                verdict,
-                f"{100 * loops:.0f} %",
-                same_tokens(ours["outputs"], outputs),
-            ]
-        )
-    heads = ["profile", "alpha", "Eq. 6", "simulated", "ratio", f"bar {REQUIRED}", "loops"]
-    report.table([*heads, "as ar"], rows)
+        rows |= exits(run, profile, {profile.partition("=")[2]: ("ppsd",)})
+    return rows
 
 
-def multi(bench: Bench, sampling: str, report: Report) -> None:
+def multi(run: Run) -> Rows:
     """An exit per token against each exit alone, with equal times of all steps."""
-    extra = (UNIFORM, f"sampling={sampling}", TOGETHER)
-    plain, rows = bench.run(AR, *extra), []
-    alone = bench.run(AR, UNIFORM, f"sampling={sampling}", "data.limit=1", "max_new_tokens=32")
-    for row in (PPSD, LATE, MULTI):
-        summary = bench.run(row, *extra)
-        measured, alpha = speedup(summary, alone), summary["acceptance_rate_verified"]
-        report.store(row.name, alpha=alpha, speedup=measured, loops=summary["loop_share"])
-        same = same_tokens(summary["outputs"], plain["outputs"])
-        loops = f"{100 * summary['loop_share']:.0f} %"
-        rows.append([row.name, f"{alpha:.3f}", f"{measured:.3f}", loops, same])
-    report.table(["strategy", "alpha", "simulated", "loops", "as ar"], rows)
+    late = ("ppsd", "model.exit_layer=6")
+    names = {"ppsd": ("ppsd",), "ppsd, exit at 6": late}
+    return exits(run, UNIFORM, {**names, "ppsd_multi, exits at 3 and 6": ("ppsd_multi",)})
 
 
-def eesd(bench: Bench, sampling: str, report: Report) -> None:
+def eesd(run: Run) -> Rows:
     """Fig. 1: overall acceptance falls with the draft length, speed-up rises and falls."""
-    extra = (UNIFORM, f"sampling={sampling}", TOGETHER)
-    plain = bench.run(AR, UNIFORM, f"sampling={sampling}", "data.limit=1", "max_new_tokens=32")
-    rows: list[list[str]] = []
-    rates: list[float] = []
+    plain, rows = plain_of(run, UNIFORM), {}
     for gamma in GAMMAS:
-        overrides = ("strategy=eesd", "executor=early_exit", f"executor.stages={STAGES}", EXIT)
-        summary = bench.run(Row(f"eesd {gamma}", (*overrides, f"policy.gamma={gamma}")), *extra)
-        alpha = summary["acceptance_rate_verified"]
-        rates.append(summary["acceptance_rate"])
-        report.store(
-            str(gamma),
-            alpha=alpha,
-            accepted=rates[-1],
-            eq5=eq5_acceptance(alpha, gamma),
-            speedup=speedup(summary, plain),
-            eq4=summary["speedup_law"],
-            loops=summary["loop_share"],
-        )
-        rows.append(
-            [
-                str(gamma),
-                f"{alpha:.3f}",
-                f"{summary['acceptance_rate']:.3f}",
-                f"{eq5_acceptance(alpha, gamma):.3f}",
-                f"{speedup(summary, plain):.3f}",
-                f"{summary['speedup_law']:.3f}",
-            ]
-        )
-    heads = ["gamma", "alpha", "accepted / proposed", "Eq. 5", "simulated", "Eq. 4"]
-    report.table(heads, rows)
-    falls = all(a > b for a, b in pairwise(rates))
-    report.say(f"Acceptance {'falls' if falls else 'DOES NOT FALL'} with the draft length.\n")
+        found = run("eesd", *EESD, f"policy.gamma={gamma}", UNIFORM, "batch_size=16")
+        s = found.summary
+        alpha = s["acceptance_rate_verified"]
+        rows[str(gamma)] = {
+            **{"alpha": alpha, "accepted": s["acceptance_rate"]},
+            **{"eq5": eq5_acceptance(alpha, gamma), "speedup": plain.tbt_ms / found.tbt_ms},
+            **{"eq4": s["speedup_law"], "loops": s["loop_share"]},
+        }
+    return rows
 
 
-def tree(bench: Bench, sampling: str, report: Report) -> None:
+def tree(run: Run) -> Rows:
     """A level of candidates per step against one token per step."""
-    extra = (TOKENS_COST, f"sampling={sampling}")
-    plain, rows = bench.run(AR, *extra, "data.limit=1", "max_new_tokens=32"), []
-    for row in (PPSD, TREE):
-        summary = bench.run(row, *extra)
-        report.store(row.name, hit_rate=summary["hit_rate"], speedup=speedup(summary, plain))
-        rows.append(
-            [
-                row.name,
-                f"{summary['hit_rate']:.3f}",
-                f"{summary['rows_per_target_pass']:.2f}",
-                f"{summary['tbt_ms_mean']:.1f}",
-                f"{speedup(summary, plain):.3f}",
-            ]
-        )
-    report.table(["strategy", "hit rate", "tokens per step", "TBT ms", "of ar"], rows)
+    plain, rows = plain_of(run, TOKENS_COST), {}
+    for name in ("ppsd", "ppsd_tree"):
+        found = run(name, *PIPELINE, TOKENS_COST)
+        keys = ("hit_rate", "rows_per_target_pass", "tbt_ms_mean")
+        rows[name] = {key: found.summary[key] for key in keys}
+        rows[name]["speedup"] = plain.tbt_ms / found.tbt_ms
+    return rows
 
 
-def same_tokens(ours: list[list[int]], plain: list[list[int]]) -> str:
-    """Whether two runs gave the same outputs, in any order of the requests."""
-    return "yes" if sorted(ours) == sorted(plain) else "NO"
-
-
-def speedup(summary: dict[str, Any], plain: dict[str, Any]) -> float:
-    """Ratio of decoding speeds."""
-    return float(plain["tbt_ms_mean"] / summary["tbt_ms_mean"])
+PARTS: dict[str, Callable[[Run], Rows]] = {"ppsd": ppsd, "multi": multi, "eesd": eesd, "tree": tree}
 
 
 if __name__ == "__main__":

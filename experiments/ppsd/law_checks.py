@@ -47,8 +47,7 @@ def cells(item: Item, lab: Lab) -> Findings:
         law = float(np.mean([cell[8] for cell in chosen]))
         equation = "Eq. 6" if method.startswith("PPSD") else "Eq. 4 and 5"
         start = f"{equation} at AR of" if which != "mean" else f"mean of {equation},"
-        where = f"{start} {model}, {method}"
-        findings.add(claim, law, "formula", where)
+        findings.add(claim, law, "formula", f"{start} {model}, {method}")
     above = [cell for cell in ppsd if cell[9] > 1.02]
     worst = max(ppsd, key=lambda cell: cell[9])
     text = f"{len(above)} of {len(ppsd)} cells above by more than 2 %"
@@ -77,14 +76,11 @@ def _cells(row: Sequence[Any], plain: Mapping[str, Sequence[float]]) -> list[tup
     model, method, layers, exit_layer, gamma, values = row
     cells: list[tuple[Any, ...]] = []
     for name, (rate, speed, ratio), base in zip(SETS, values, plain[model], strict=True):
+        law = eq6_speedup(rate / 100, exit_layer, layers)
         if gamma:
             law = eq4_speedup(alpha_of_overall(rate / 100, gamma), gamma, exit_layer, layers)
-        else:
-            law = eq6_speedup(rate / 100, exit_layer, layers)
-        share = f"{exit_layer}/{layers}"
-        cells.append(
-            (model, method, share, name, rate, speed, ratio, speed / base, law, ratio / law)
-        )
+        stated = (model, method, f"{exit_layer}/{layers}", name, rate, speed, ratio)
+        cells.append((*stated, speed / base, law, ratio / law))
     return cells
 
 
@@ -122,19 +118,10 @@ def exits(item: Item, lab: Lab) -> Findings:
         for name, (rate, ratio) in zip(SETS, values, strict=True):
             law = eq6_speedup(rate / 100, exit_layer, layers)
             small = ppsd_law(exit_layer, layers, layers).speedup(rate / 100)
-            table.append(
-                (model, head, exit_layer, layers, name, rate, ratio, law, small, ratio / small)
-            )
+            cell = (model, head, exit_layer, layers, name, rate, ratio)
+            table.append((*cell, law, small, ratio / small))
     columns = (
-        "model",
-        "head",
-        "E",
-        "N",
-        "set",
-        "AR %",
-        "SR stated",
-        "Eq. 6",
-        "Eq. 6 with S < E",
+        *("model", "head", "E", "N", "set", "AR %", "SR stated", "Eq. 6", "Eq. 6 with S < E"),
         "stated / law",
     )
     findings.table("Formula check of every stated cell", columns, table)
@@ -145,28 +132,19 @@ def exits(item: Item, lab: Lab) -> Findings:
     text = f"{inside} of {len(off)} cells within {config['within']} % of the nearer form"
     text += f"; worst {100 * max(off):.0f} %"
     findings.add(config["follows"], inside == len(off), "formula", text)
-    for claim, spec in config.get("best", {}).items():
-        _add_best_exit(findings, claim, spec, table)
+    for claim, (*which, claimed) in config.get("best", {}).items():
+        speedups: dict[int, list[float]] = {}
+        for row in table:
+            if list(row[:2]) == which:
+                speedups.setdefault(row[2], []).append(row[6])
+        means = {exit_layer: float(np.mean(values)) for exit_layer, values in speedups.items()}
+        text = "means " + ", ".join(f"E={e}: {m:.2f}x" for e, m in means.items())
+        findings.add(claim, max(means, key=means.__getitem__) == claimed, "formula", text)
     stated: dict[str, list[tuple[float, float]]] = {}
     for row in table:
         stated.setdefault(f"{row[0]}, {row[1]}", []).append((row[8], row[6]))
     findings.figure = _law_figure(item, stated, add_runs(item, lab, findings, config["runs"]))
     return findings
-
-
-def _add_best_exit(
-    findings: Findings, claim: str, spec: Sequence[Any], table: Sequence[tuple[Any, ...]]
-) -> None:
-    """Whether one exit position has the highest mean stated speed-up of its model and head."""
-    model, head, claimed = spec
-    speedups: dict[int, list[float]] = {}
-    for row in table:
-        if (row[0], row[1]) == (model, head):
-            speedups.setdefault(row[2], []).append(row[6])
-    means = {exit_layer: float(np.mean(values)) for exit_layer, values in speedups.items()}
-    best = max(means, key=lambda key: means[key])
-    text = "means " + ", ".join(f"E={e}: {m:.2f}x" for e, m in means.items())
-    findings.add(claim, best == claimed, "formula", text)
 
 
 def draft_lengths(item: Item, lab: Lab) -> Findings:
@@ -195,13 +173,9 @@ def draft_lengths(item: Item, lab: Lab) -> Findings:
     name = f"run, E = {config['runs']['exit_layer']} of 24"
     lines(left, {**rates, name: run_rates})
     lines(right, {**speeds, name: run_speeds})
-    tidy(left, x="draft length (tokens)", y="overall acceptance rate")
-    tidy(
-        right,
-        x="draft length (tokens)",
-        y="speed-up of EESD (times)",
-        title="alpha: by the laws; run: simulated",
-    )
+    x, title = "draft length (tokens)", "alpha: by the laws; run: simulated"
+    tidy(left, x=x, y="overall acceptance rate")
+    tidy(right, x=x, y="speed-up of EESD (times)", title=title)
     legend(left)
     legend(right)
     findings.figure = fig
@@ -219,7 +193,7 @@ def no_verification(item: Item, lab: Lab) -> Findings:
     gammas, exit_layer = config["gammas"], config["exit_layer"]
     eesd = [config["tokens"] / g * (g * exit_layer + config["layers"]) * per_layer for g in gammas]
     ppsd = config["tokens"] * exit_layer * per_layer
-    rows = tuple((g, s, ppsd) for g, s in zip(gammas, eesd, strict=True))
+    rows = [(g, s, ppsd) for g, s in zip(gammas, eesd, strict=True)]
     findings.table("Seconds for all tokens, computed", ("draft length", "EESD", "PPSD"), rows)
     text = f"EESD {min(eesd):.1f} s at its best length, PPSD {ppsd:.1f} s"
     findings.add("lowest", ppsd < min(eesd), "formula", text)
@@ -227,12 +201,8 @@ def no_verification(item: Item, lab: Lab) -> Findings:
     lines(ax, {"EESD": (gammas, eesd)})
     band(ax, ppsd, ppsd, "PPSD")
     doublings(ax, gammas)
-    tidy(
-        ax,
-        x="draft length (tokens)",
-        y="time for 512 tokens (s, computed)",
-        title=item.stated.title,
-    )
+    y = "time for 512 tokens (s, computed)"
+    tidy(ax, x="draft length (tokens)", y=y, title=item.stated.title)
     legend(ax)
     findings.figure = fig
     return findings

@@ -9,19 +9,6 @@ from specdec.metrics.speedup import expected_accepted
 from specdec.sources.early_exit import eesd_law, ppsd_law
 
 
-def eq3_speedup(
-    alpha: float, gamma: int, *, target_one: float, target_gamma: float, draft_one: float
-) -> float:
-    """Eq. 3: speed-up of speculative decoding over plain decoding.
-
-    Args:
-        alpha, gamma: see ``specdec.sources.early_exit``.
-        target_one, target_gamma, draft_one: times of a target pass over one token and over gamma,
-            and of a draft pass, in one unit.
-    """
-    return target_one / (gamma * draft_one + target_gamma) * (expected_accepted(alpha, gamma) + 1.0)
-
-
 def eq4_speedup(alpha: float, gamma: int, exit_layer: int, num_layers: int) -> float:
     """Eq. 4: EESD over plain decoding, (1 - alpha^(gamma+1)) N / ((1 - alpha) (gamma E + N))."""
     return eesd_law(gamma, exit_layer, num_layers).speedup(alpha)

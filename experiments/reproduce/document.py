@@ -1,15 +1,19 @@
-"""Writes ``docs/reproduction.md``: every claim, our figure and why they differ."""
+"""Writes ``docs/reproduction.md``: every claim, our figure and why they differ.
+
+The sentences on the papers (``summary`` of ``stated.yaml``) are checked against the verdicts.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from experiments.reproduce.findings import (
+    INSIDE,
     MISSING,
     UNDECIDED,
     Findings,
@@ -22,8 +26,7 @@ from experiments.reproduce.findings import (
 from experiments.reproduce.items import Item
 from experiments.reproduce.rendering import NONE, grid, span_of, value_text
 from experiments.reproduce.results import read_item
-from experiments.reproduce.sentences import Results, contradictions
-from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Claim, Paper
+from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Claim, Paper, Sentence
 from specdec.errors import UserError
 from specdec.files import write_text
 
@@ -78,6 +81,9 @@ this machine runs alone first, the rest in two processes, paced columns last; st
 on where it stopped.
 """
 
+Results = Mapping[str, tuple[Findings, Mapping[str, Any]] | None]
+"""Findings and conditions by the item's id."""
+
 _WIDTH = 100
 
 _GROUPS = {
@@ -111,15 +117,9 @@ def _prose(text: str, *, bullet: str = "") -> list[str]:
     lines = []
     for paragraph in text.strip().split("\n\n"):
         words = " ".join(paragraph.split())
-        indent = " " * len(bullet)
-        lines += wrap(
-            words,
-            _WIDTH,
-            initial_indent=bullet,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        indents = {"initial_indent": bullet, "subsequent_indent": " " * len(bullet)}
+        whole = {"break_long_words": False, "break_on_hyphens": False}
+        lines += wrap(words, _WIDTH, **indents, **whole)  # type: ignore[arg-type]
         lines += [] if bullet else [""]
     return lines
 
@@ -132,20 +132,12 @@ def _reading() -> list[str]:
 
 
 def _run_times(results: Results) -> list[str]:
-    """Size, revision and time of every result, and their sums."""
     found = {name: entry[1] for name, entry in results.items() if entry}
-    rows = [
-        [
-            name,
-            conditions["size"].partition(":")[0],
-            "yes" if conditions.get("paced") else NONE,
-            f"{conditions['seconds']:.0f}",
-            f"{conditions['cpu_seconds']:.0f}",
-            conditions["revision"],
-        ]
-        for name, conditions in found.items()
-    ]
-    sums = [sum(float(c[key]) for c in found.values()) for key in ("seconds", "cpu_seconds")]
+    keys, rows = ("seconds", "cpu_seconds"), []
+    for name, c in found.items():
+        size = (c["size"].partition(":")[0], "yes" if c.get("paced") else NONE)
+        rows.append([name, *size, *(f"{c[key]:.0f}" for key in keys), c["revision"]])
+    sums = (sum(float(c[key]) for c in found.values()) for key in keys)
     rows.append(["all", NONE, NONE, *(f"{value:.0f}" for value in sums), NONE])
     revisions = {conditions["revision"] for conditions in found.values()}
     num = "one revision" if len(revisions) == 1 else f"{len(revisions)} revisions"
@@ -159,7 +151,6 @@ Figures = Mapping[str, tuple[Item, Findings]]
 
 
 def _by_claim(paper: str, items: Mapping[str, Item], results: Results) -> dict[str, Any]:
-    """The findings of a paper's claims, by item/claim."""
     return {
         f"{item.name}/{claim}": (item, entry[0])
         for name, item in items.items()
@@ -195,17 +186,10 @@ def _opening(paper: Paper, figures: Figures) -> list[str]:
     for group, heading in _GROUPS.items():
         sentences = paper.summary.get(group, ())
         if sentences:
-            lines += [
-                f"**{heading}.**",
-                "",
-                *(
-                    line
-                    for s in sentences
-                    for line in _prose(
-                        f"{_filled(s.text, figures)} ({', '.join(s.claims)})", bullet="- "
-                    )
-                ),
-            ]
+            lines += [f"**{heading}.**", ""]
+            for s in sentences:
+                text = f"{_filled(s.text, figures)} ({', '.join(s.claims)})"
+                lines += _prose(text, bullet="- ")
             lines.append("")
     return lines
 
@@ -223,14 +207,9 @@ def _summary(items: Mapping[str, Item], results: Mapping[str, Any]) -> list[str]
             claims[outcome if counted else "not tested"] += 1
             kinds = (kind_of(claim, m) for m in of_claim(findings.measures, claim.id))
             figures_of.setdefault(item.paper.name, Counter()).update(kinds)
+    columns = INSIDE, ("outside", "does not hold"), (UNDECIDED,), ("not tested",)
     rows = [
-        [
-            paper,
-            str(claims["inside"] + claims["holds"]),
-            str(claims["outside"] + claims["does not hold"]),
-            str(claims[UNDECIDED]),
-            str(claims["not tested"]),
-        ]
+        [paper, *(str(sum(claims[outcome] for outcome in column)) for column in columns)]
         for paper, claims in claims_of.items()
         if claims
     ]
@@ -246,10 +225,11 @@ def _section(item: Item, result: tuple[Findings, dict[str, Any]] | None) -> list
     if result is None:
         return [*lines, f"No result yet: run `specdec reproduce {item.id}`.", ""]
     findings, conditions = result
-    rows = []
-    for claim in item.stated.claims.values():
-        for measure in of_claim(findings.measures, claim.id) or [None]:
-            rows.append(_row(claim, measure))
+    rows = [
+        _row(claim, measure)
+        for claim in item.stated.claims.values()
+        for measure in of_claim(findings.measures, claim.id) or [None]
+    ]
     if rows:
         headings = ("claim", "paper", "window", "ours", "kind", "verdict", "on")
         lines += [*grid(headings, rows), ""]
@@ -260,11 +240,8 @@ def _section(item: Item, result: tuple[Findings, dict[str, Any]] | None) -> list
         missing = [text.removeprefix("missing: ").rstrip(".") for text in findings.missing]
         lines += _prose(f"Missing: {'; '.join(missing)}.")
     page = f"../experiments/{item.paper.name}/results/{item.name}.md"
-    return [
-        *lines,
-        f"[Table]({page}); {conditions['size']}; revision {conditions['revision']}.",
-        "",
-    ]
+    text = f"[Table]({page}); {conditions['size']}; revision {conditions['revision']}."
+    return [*lines, text, ""]
 
 
 def _row(claim: Claim, measure: Measure | None) -> list[str]:
@@ -278,3 +255,56 @@ def _row(claim: Claim, measure: Measure | None) -> list[str]:
         *(claim.text, stated, str(claim.window), value_text(claim, measure)),
         *(kind_of(claim, measure), verdict(claim, measure), f"{where} ({measure.origin})"),
     ]
+
+
+_ALLOWED = {
+    "holds": {"inside", "holds"},
+    "fails": {"outside", "does not hold"},
+    "open": {"undecided"},
+}
+"""Group of a sentence -> verdicts that its claims may have."""
+
+
+def contradictions(items: Mapping[str, Item], results: Results) -> list[str]:
+    """Sentences that a verdict contradicts, a line for each claim.
+
+    A sentence under "holds", "fails" or "open" needs that verdict of every claim that it names, by
+    the counted kinds; one under "untested" may name no claim with such a figure.
+    """
+    lines = []
+    for paper in {item.paper.name: item.paper for item in items.values()}.values():
+        for group, sentences in paper.summary.items():
+            for sentence in sentences:
+                where = f"{paper.name} {group}: {sentence.text[:50]}..."
+                if not sentence.claims:
+                    lines.append(f"{where} names no claim")
+                found = _contradicting(paper.name, group, sentence, items, results)
+                lines += [f"{where} {text}" for text in found]
+    return lines
+
+
+def _contradicting(
+    paper: str,
+    group: str,
+    sentence: Sentence,
+    items: Mapping[str, Item],
+    results: Results,
+) -> Iterator[str]:
+    for claim_id in sentence.claims:
+        name, _, of = claim_id.partition("/")
+        item = items[f"{paper}/{name}"]
+        read = results[item.id]
+        if read is None:
+            yield f"{claim_id} has no result"
+            continue
+        stated = item.stated.claims
+        for claim in [stated[of]] if of else stated.values():
+            outcome, _, shown = claim_verdict(claim, read[0].measures)
+            counted = bool(shown) and kind_of(claim, shown[0]) in COUNTED
+            if group == "untested":
+                if counted:
+                    yield f"{name}/{claim.id} is tested: {outcome}"
+            elif not counted:
+                yield f"{name}/{claim.id} is not tested"
+            elif outcome not in _ALLOWED[group]:
+                yield f"{name}/{claim.id} is {outcome}"

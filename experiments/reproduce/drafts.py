@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import SIZE, Item
-from experiments.reproduce.lab import Lab
+from experiments.reproduce.lab import Lab, Outcome
+from experiments.reproduce.stated import own_yaml
 from specdec.errors import UserError
 
 SIMULATED = "clock=simulated"
@@ -27,11 +25,8 @@ class Draft:
     """One origin of hits.
 
     Attributes:
-        name: name in ``drafts.yaml``.
-        title: title in tables.
-        short: title in pictures.
+        title, short: titles in tables and in pictures.
         overrides: overrides that choose model, prompts and length.
-        kind: kind of verdicts on its figures (``stated.KINDS``).
         profiles: latency profiles that stand in place of others, at one end of a band.
     """
 
@@ -53,21 +48,29 @@ class Draft:
         swapped = {f"{key}{name}": f"{key}{other}" for name, other in self.swapped.items()}
         return [*self.overrides, SIMULATED, *(swapped.get(word, word) for word in overrides)]
 
+    def add(
+        self,
+        findings: Findings,
+        claim: str,
+        value: float | bool | None,
+        text: str = "",
+        *,
+        run: Outcome | None = None,
+        interval: tuple[float | None, float | None] = (None, None),
+    ) -> None:
+        """Adds a simulated figure with its hits; the loop share is that of ``run``."""
+        where = f"{self.title}; {text}" if text else self.title
+        loops = run.summary["loop_share"] if run else None
+        simulated = (claim, value, "simulated", where)
+        findings.add(*simulated, kind=self.kind, loops=loops, interval=interval)
 
-@cache
+
 def known_bands() -> Mapping[str, Mapping[str, str]]:
-    """The content of ``bands.yaml``."""
-    path = Path(__file__).with_name("bands.yaml")
-    content: Mapping[str, Mapping[str, str]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return content
+    return own_yaml("bands.yaml")
 
 
-@cache
 def known_drafts() -> Mapping[str, Mapping[str, Any]]:
-    """The content of ``drafts.yaml``."""
-    path = Path(__file__).with_name("drafts.yaml")
-    content: Mapping[str, Mapping[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return content
+    return own_yaml("drafts.yaml")
 
 
 def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> Iterator[Draft]:
@@ -101,15 +104,10 @@ def _on_a_band(item: Item) -> bool:
 
 
 def _ends(draft: Draft) -> list[Draft]:
-    """The draft at every end of the band."""
+    ends = {_at_end(draft.title, label): profiles for label, profiles in known_bands().items()}
     return [
-        replace(
-            draft,
-            title=_at_end(draft.title, label),
-            short=short_title(_at_end(draft.title, label)),
-            profiles=profiles,
-        )
-        for label, profiles in known_bands().items()
+        replace(draft, title=title, short=short_title(title), profiles=profiles)
+        for title, profiles in ends.items()
     ]
 
 
@@ -125,7 +123,6 @@ def short_title(title: str) -> str:
 
 
 def _at_end(title: str, label: str) -> str:
-    """The title of a draft at one end of the band."""
     return f"{title}; {label}"
 
 
@@ -146,17 +143,11 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
         overrides = ("model=replay", f"model.record={path}", f"model.method={method}", *size)
     else:
         overrides = (*spec["words"], *size)
-    return Draft(
-        name=name,
-        title=spec["title"],
-        short=spec["short"],
-        overrides=overrides,
-        kind="calibrated" if spec.get("calibrated") else "stand-in",
-    )
+    kind = "calibrated" if spec.get("calibrated") else "stand-in"
+    return Draft(name, spec["title"], spec["short"], overrides, kind)
 
 
 def size_overrides(item: Item, lab: Lab) -> tuple[str, str]:
-    """Overrides of the number of prompts and tokens."""
     prompts, tokens = item.size["quick" if lab.quick else "full"]
     return f"data.limit={prompts}", f"max_new_tokens={tokens}"
 

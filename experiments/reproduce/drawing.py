@@ -66,15 +66,9 @@ def legend(ax: Axes) -> None:
     lines_of_ticks = 1 + max((t.get_text().count("\n") for t in ax.get_xticklabels()), default=0)
     points = 26.0 + 9.5 * lines_of_ticks
     under = ax.transAxes + ScaledTranslation(0.0, -points / 72.0, fig.dpi_scale_trans)
-    ax.legend(
-        fontsize=7.5,
-        frameon=False,
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0.0),
-        bbox_transform=under,
-        borderaxespad=0.0,
-        ncols=columns,
-    )
+    place: dict[str, Any] = {"bbox_to_anchor": (0.5, 0.0), "bbox_transform": under}
+    place |= {"loc": "upper center", "borderaxespad": 0.0, "ncols": columns}
+    ax.legend(fontsize=7.5, frameon=False, **place)
 
 
 def doublings(ax: Axes, values: Sequence[float]) -> None:
@@ -169,16 +163,9 @@ def bars(
                 drawn.append((group + (place - (len(values) - 1) / 2) * width, values[name]))
         xs, ys = [x for x, _ in drawn], [y for _, y in drawn]
         ax.bar(xs, ys, width * 0.92, label=name, zorder=2, **looks[name].bar())
+        look: dict[str, Any] = {"ha": "center", "fontsize": 6, "rotation": upright}
         for x, y in drawn:
-            ax.annotate(
-                form.format(y),
-                (x, y),
-                (0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=6,
-                rotation=upright,
-            )
+            ax.annotate(form.format(y), (x, y), (0, 2), textcoords="offset points", **look)
     ax.margins(y=0.1)
     ax.set_xticks(range(len(groups)), [fill(name, 11) for name in groups], fontsize=7.5)
 

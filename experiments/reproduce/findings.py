@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from experiments.reproduce.stated import COUNTED, KINDS, Claim
@@ -26,12 +26,9 @@ class Measure:
     """One figure of ours for a claim.
 
     Attributes:
-        claim: id of the claim.
         value: the figure; for a claim that is a sentence, whether it holds, None if an interval
             leaves it open.
-        origin: one of ``ORIGINS``.
         conditions: models, data and settings.
-        kind: one of ``KINDS``: what a verdict on the figure says.
         low, high: 95 % interval over prompts; None if there is none.
         loop_share: loop share of its tokens; None for synthetic tokens and formulas.
     """
@@ -64,8 +61,6 @@ class Findings:
     """The return value of an item's builder.
 
     Attributes:
-        measures: figures for the claims.
-        tables: tables in order.
         figure: a matplotlib ``Figure``, PNG bytes, or None.
         notes: sentences under the tables, such as assumptions.
         missing: parts that could not be run, with the reason.
@@ -89,22 +84,12 @@ class Findings:
         interval: tuple[float | None, float | None] = (None, None),
     ) -> None:
         """Adds a ``Measure``; without a kind it is a formula by origin, else a stand-in."""
-        low, high = interval
-        self.measures.append(
-            Measure(
-                claim=claim,
-                value=value,
-                origin=origin,
-                conditions=conditions,
-                kind=kind or ("formula" if origin == "formula" else "stand-in"),
-                low=low,
-                high=high,
-                loop_share=loops,
-            )
-        )
+        kind = kind or ("formula" if origin == "formula" else "stand-in")
+        found = {"claim": claim, "value": value, "origin": origin, "conditions": conditions}
+        ends = dict(zip(("low", "high"), interval, strict=True))
+        self.measures.append(Measure(**found, **ends, kind=kind, loop_share=loops))  # type: ignore[arg-type]
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Sequence[Any]]) -> None:
-        """Adds a ``Table``."""
         self.tables.append(Table(title, tuple(columns), tuple(tuple(row) for row in rows)))
 
 
@@ -164,6 +149,12 @@ def surely(low: float | None, high: float | None, above: float = 1.0) -> bool | 
     return low > above
 
 
+def below(ends: tuple[float | None, float | None], most: float) -> bool | None:
+    """Whether a figure with this interval is at most a number; None if the interval crosses it."""
+    more = surely(*ends, most)
+    return None if more is None else not more
+
+
 def weaker(*kinds: str) -> str:
     """The kind of a figure that takes its sides from several: the last of ``KINDS``."""
     return max(kinds, key=KINDS.index)
@@ -171,12 +162,7 @@ def weaker(*kinds: str) -> str:
 
 def ratio_to_stated(claim: Claim, measure: Measure) -> str:
     """Ours over the paper's value, at both ends of a range; "" for sentences."""
-    if (
-        claim.low is None
-        or not claim.low
-        or not claim.high
-        or isinstance(measure.value, bool | None)
-    ):
+    if not claim.low or not claim.high or isinstance(measure.value, bool | None):
         return ""
     if claim.low == claim.high:
         return f"{measure.value / claim.low:.2f}"
@@ -184,21 +170,14 @@ def ratio_to_stated(claim: Claim, measure: Measure) -> str:
 
 
 def of_claim(measures: Sequence[Measure], claim: str) -> list[Measure]:
-    """The figures for one claim."""
     return [measure for measure in measures if measure.claim == claim]
 
 
 def to_json(findings: Findings) -> dict[str, Any]:
     """Plain values of everything but the picture."""
     return {
-        "measures": [
-            {name: getattr(m, name) for name in Measure.__dataclass_fields__}
-            for m in findings.measures
-        ],
-        "tables": [
-            {"title": t.title, "columns": list(t.columns), "rows": [list(r) for r in t.rows]}
-            for t in findings.tables
-        ],
+        "measures": [asdict(measure) for measure in findings.measures],
+        "tables": [asdict(table) for table in findings.tables],
         "notes": findings.notes,
         "missing": findings.missing,
     }
@@ -206,12 +185,11 @@ def to_json(findings: Findings) -> dict[str, Any]:
 
 def from_json(values: Mapping[str, Any]) -> Findings:
     """The inverse of ``to_json``."""
-    return Findings(
-        measures=[Measure(**m) for m in values["measures"]],
-        tables=[
-            Table(t["title"], tuple(t["columns"]), tuple(tuple(r) for r in t["rows"]))
-            for t in values["tables"]
-        ],
+    findings = Findings(
+        measures=[Measure(**measure) for measure in values["measures"]],
         notes=list(values["notes"]),
         missing=list(values["missing"]),
     )
+    for table in values["tables"]:
+        findings.table(**table)
+    return findings

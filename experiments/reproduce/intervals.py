@@ -24,7 +24,6 @@ def interval(
     Args:
         rows: counts of each prompt, float[P, K].
         value: computes the figure from the sums, float64[K, num_resamples].
-        num_resamples: bootstrap samples.
     """
     table = np.asarray(list(rows), float)
     if len(table) < 2:

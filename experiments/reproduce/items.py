@@ -33,19 +33,11 @@ SIZE = {"quick": (8, 48), "full": (32, 128)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One table or figure.
+    """One table or figure; see the keys above.
 
     Attributes:
-        paper: the paper of the item.
-        name: name of the item in the paper's folder.
-        stated: the paper's claims.
         config: keys of the builder.
-        builder: "module:function"; empty if there is nothing to run.
-        picture: "module:function" that draws findings, stored ones too; empty if the builder draws.
-        needs: required presets.
-        size: (prompts, tokens) of "quick" and "full".
         reason: why there is no builder.
-        alone: whether its times are measured on this machine.
     """
 
     paper: Paper
@@ -61,12 +53,10 @@ class Item:
 
     @property
     def id(self) -> str:
-        """The id: paper/item."""
         return f"{self.paper.name}/{self.name}"
 
     @property
     def absent(self) -> list[str]:
-        """Required presets that do not exist."""
         known = options("strategy", ())
         return [preset for preset in self.needs if preset not in known]
 
@@ -104,7 +94,6 @@ class Item:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """The function of "module:function"."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found

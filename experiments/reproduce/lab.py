@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from specdec.metrics.compare import speed_ratio_interval
 from specdec.models.bundled import family_path
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.pairs.recorded import ReplayModels
+from specdec.planning.job import NoProgress
 from specdec.report.requests import RequestRecord, RequestWriter, read_requests
 from specdec.runs.jobs import compare_jobs, prepare, run_job, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
@@ -42,11 +43,9 @@ class Outcome:
     """One finished run.
 
     Attributes:
-        config: resolved configuration.
         summary: every metric (docs/metrics.md); ``loop_share`` is the record's for replays, None
             for synthetic tokens.
         results, totals: the raw counts of the summary.
-        folder: the run folder.
     """
 
     config: Mapping[str, Any]
@@ -57,52 +56,29 @@ class Outcome:
 
     @property
     def tbt_ms(self) -> float:
-        """Mean milliseconds between tokens."""
         return float(self.summary["tbt_ms_mean"])
 
     @property
     def profile(self) -> str:
-        """Name of the latency profile."""
         return str(self.config["clock"].get("profile", ""))
 
 
-class _Silent:
-    """Progress without output."""
-
-    def phase(self, label: str, total: int | None) -> None: ...
-
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
+@dataclass(kw_only=True)
 class Lab:
-    """Runs strategies for the builders of tables and figures."""
+    """Runs strategies for the builders of tables and figures.
 
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        quick: bool,
-        paced: bool = False,
-        own_record: Path | None = None,
-        say: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        """Sets the folder and the size of all runs.
+    Attributes:
+        paced: also run on a paced clock, in real time over processes.
+        own_record: a record.npz of the user's models, a further draft of simulated tables.
+        say: called with a line before each run.
+    """
 
-        Args:
-            folder: stores the run folders.
-            quick: small sizes.
-            paced: also run on a paced clock, in real time over processes.
-            own_record: a record.npz of the user's models, a further draft of simulated tables.
-            say: called with a line before each run.
-        """
-        self.folder = folder
-        self.quick = quick
-        self.paced = paced
-        self.own_record = own_record
-        self._say = say
-        self._prepared: dict[str, tuple[ModelPair, list[TokenPrompt]]] = {}
+    folder: Path
+    quick: bool
+    paced: bool = False
+    own_record: Path | None = None
+    say: Callable[[str], None] = lambda _: None
+    _prepared: dict[str, tuple[ModelPair, list[TokenPrompt]]] = field(default_factory=dict)
 
     def run(self, overrides: Sequence[str]) -> Outcome:
         """Runs one strategy in this process, one prompt at a time unless ``batch_size`` is above 1.
@@ -112,18 +88,18 @@ class Lab:
         """
         config = run_job_of(_last_wins(overrides)).config
         pair, prompts = self._prepare(config)
-        key = {"config": config, "models": _identity(pair, config), "code": code_hash()}
-        folder = self.folder / "runs" / _hash(key)
-        path, done = folder / "requests.jsonl", folder / "summary.json"
-        with _locked(folder):
-            if not done.is_file():
-                self._say(" ".join(w for w in overrides if not w.startswith("model.record=")))
-                path.unlink(missing_ok=True)
-                write_json(folder / "config.json", key)
-                expansions = _decode(config, pair, prompts, path)
-                write_json(done, {**_summary(pair, path), "expansions": expansions})
-        results, totals = _read(path)
-        summary = json.loads(done.read_text(encoding="utf-8"))
+        key = {"config": config, "models": _identity(pair, config)}
+
+        def decode(folder: Path) -> None:
+            path = folder / "requests.jsonl"
+            write_json(folder / "config.json", key)
+            expansions = _decode(config, pair, prompts, path)
+            write_json(folder / "summary.json", {**_summary(pair, path), "expansions": expansions})
+
+        text = " ".join(w for w in overrides if not w.startswith("model.record="))
+        folder = self._once("runs", key, "summary.json", text, decode)
+        results, totals = _read(folder / "requests.jsonl")
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         return Outcome(
             config=config, summary=summary, results=results, totals=totals, folder=folder
         )
@@ -135,18 +111,15 @@ class Lab:
             The content of ``comparison.json``, with ``folder``.
         """
         comparison = compose_comparison(_last_wins(overrides))
-        key = {"config": comparison.config, "code": code_hash()}
-        folder = self.folder / "compared" / _hash(key)
-        path = folder / "comparison.json"
-        with _locked(folder):
-            if not path.is_file():
-                self._say(" ".join(overrides))
-                (folder / "requests.jsonl").unlink(missing_ok=True)
-                configs = [job.config for job in comparison.jobs]
-                with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-                    compare_jobs(configs, folder, comparison.repeats, _Silent())
-        comparison_json: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {**comparison_json, "folder": folder}
+
+        def compared(folder: Path) -> None:
+            configs = [job.config for job in comparison.jobs]
+            compare_jobs(configs, folder, comparison.repeats, NoProgress())
+
+        key, text = {"config": comparison.config}, " ".join(overrides)
+        folder = self._once("compared", key, "comparison.json", text, compared)
+        content = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+        return {**content, "folder": folder}
 
     def traced(self, overrides: Sequence[str]) -> Path:
         """Runs with a trace; returns the folder with trace.json and trees.json."""
@@ -158,21 +131,36 @@ class Lab:
         return self._job(overrides, "records", "record.npz") / "record.npz"
 
     def models(self) -> ModelPair:
-        """The bundled pair, loaded."""
         config = run_job_of(["strategy=speculative", "model=tiny", "data=stdlib", "data.limit=1"])
         return self._prepare(config.config)[0]
 
     def _job(self, overrides: Sequence[str], kind: str, result_file: str) -> Path:
         config = run_job_of(_last_wins(overrides)).config
         pair, _ = self._prepare(config)
-        key = {"config": config, "models": _identity(pair, config), "code": code_hash()}
+        key, text = {"config": config, "models": _identity(pair, config)}, " ".join(overrides)
+
+        def done(folder: Path) -> None:
+            run_job(config, folder, NoProgress())
+
+        return self._once(kind, key, result_file, f"{kind}: {text}", done)
+
+    def _once(
+        self,
+        kind: str,
+        key: Mapping[str, Any],
+        result: str,
+        text: str,
+        work: Callable[[Path], None],
+    ) -> Path:
+        """The folder of a run, done once; what an interrupted one has left is deleted."""
+        key = {**key, "code": code_hash()}
         folder = self.folder / kind / _hash(key)
         with _locked(folder):
-            if not (folder / result_file).is_file():
-                self._say(f"{kind}: {' '.join(overrides)}")
+            if not (folder / result).is_file():
+                self.say(text)
                 (folder / "requests.jsonl").unlink(missing_ok=True)
                 with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-                    run_job(config, folder, _Silent())
+                    work(folder)
         return folder
 
     def _prepare(self, config: Mapping[str, Any]) -> tuple[ModelPair, list[TokenPrompt]]:
@@ -275,7 +263,6 @@ def _digest(folder: Path) -> str:
 
 
 def _last_wins(overrides: Sequence[str]) -> list[str]:
-    """The last override of each key."""
     return list({word.partition("=")[0]: word for word in overrides}.values())
 
 

@@ -20,8 +20,6 @@ def add_paced(config: Mapping[str, Any], lab: Lab, findings: Findings) -> None:
         config: ``words`` (overrides of ``specdec compare``), ``where`` (conditions as text),
             ``ratios`` (claim -> [slow, fast], two strategies), ``follows`` (claim -> a strategy
             whose speed-up over ``ar`` should be within 5 per cent of its law's).
-        lab: runs the comparisons.
-        findings: extended by a table and measures.
     """
     compared = lab.compare(config["words"])
     rows = {row["strategy"]: row for row in compared["rows"]}

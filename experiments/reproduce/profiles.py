@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from specdec.files import write_json
 
@@ -21,23 +22,15 @@ def write_profile(
     Args:
         folder: parent of the folder ``profiles``.
         target_ms: time of a target pass of up to 64 tokens; a further block costs an eighth more.
-        stages: number of stages.
-        draft_ms: time of a draft pass.
-        transfer_ms: time of a transfer between two devices.
         middle_ms: time of a pass of a middle model. Default: 0, there is none.
     """
 
-    def flat(ms: float) -> dict[str, list[float]]:
+    def flat(ms: float) -> dict[str, Any]:
         return {"tokens": [1, 64], "ms": [ms, ms]}
 
     stage = target_ms / stages
     costs = {
-        "stage": {
-            "tokens": [1, 64],
-            "ms": [stage, stage],
-            "block_tokens": 64,
-            "block_ms": stage / 8,
-        },
+        "stage": {**flat(stage), "block_tokens": 64, "block_ms": stage / 8},
         "draft": flat(draft_ms),
         "transfer": {"tokens": [1], "ms": [transfer_ms]},
     }

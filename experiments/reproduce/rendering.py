@@ -30,7 +30,6 @@ _HEADINGS = (
 
 
 def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> str:
-    """The whole page of one table or figure."""
     title = f"# {item.id}: {item.stated.title}"
     lines = [title, "", f"{item.paper.title}, {item.paper.reference}; {item.stated.section}.", ""]
     if item.stated.claims:
@@ -48,11 +47,11 @@ def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> s
 
 def claim_rows(item: Item, findings: Findings) -> list[list[str]]:
     """One row per claim and figure of ours; a claim without a figure is "missing"."""
-    rows = []
-    for claim in item.stated.claims.values():
-        for measure in of_claim(findings.measures, claim.id) or [None]:
-            rows.append(_claim_row(claim, measure, item))
-    return rows
+    return [
+        _claim_row(claim, measure, item)
+        for claim in item.stated.claims.values()
+        for measure in of_claim(findings.measures, claim.id) or [None]
+    ]
 
 
 def _claim_row(claim: Claim, measure: Measure | None, item: Item) -> list[str]:
@@ -63,15 +62,8 @@ def _claim_row(claim: Claim, measure: Measure | None, item: Item) -> list[str]:
         return [*stated, *by_origin.values(), "", NONE, MISSING, NONE, why]
     by_origin[measure.origin] = value_text(claim, measure)
     loops = NONE if measure.loop_share is None else f"{100 * measure.loop_share:.0f} %"
-    return [
-        *stated,
-        *by_origin.values(),
-        ratio_to_stated(claim, measure),
-        kind_of(claim, measure),
-        verdict(claim, measure),
-        loops,
-        measure.conditions,
-    ]
+    outcome = (kind_of(claim, measure), verdict(claim, measure), loops, measure.conditions)
+    return [*stated, *by_origin.values(), ratio_to_stated(claim, measure), *outcome]
 
 
 def value_text(claim: Claim, measure: Measure) -> str:
@@ -80,8 +72,7 @@ def value_text(claim: Claim, measure: Measure) -> str:
         return "open"
     if isinstance(measure.value, bool):
         return "yes" if measure.value else "no"
-    unit = {"x": "x", "%": " %"}.get(claim.unit, f" {claim.unit}" if claim.unit else "")
-    text = f"{cell(float(measure.value))}{unit}"
+    text = f"{cell(float(measure.value))}{claim.suffix}"
     if measure.low is not None and measure.high is not None:
         text += f" ({cell(measure.low)}-{cell(measure.high)})"
     return text
@@ -100,13 +91,11 @@ def span_text(claim: Claim, measures: Sequence[Measure]) -> str:
 def span_of(claim: Claim, measures: Sequence[Measure]) -> str:
     """Least and largest of our figures for a claim that is a number, with the unit."""
     values = sorted(float(m.value) for m in measures if m.value is not None)
-    unit = {"x": "x", "%": " %"}.get(claim.unit, f" {claim.unit}" if claim.unit else "")
     span = dict.fromkeys(cell(value) for value in (values[0], values[-1]))
-    return f"{' to '.join(span)}{unit}"
+    return f"{' to '.join(span)}{claim.suffix}"
 
 
 def cell(value: Any) -> str:
-    """One value of a table."""
     if value is None:
         return NONE
     if isinstance(value, bool):
@@ -123,7 +112,6 @@ def cell(value: Any) -> str:
 
 
 def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table."""
     safe = [[str(text).replace("|", "/") for text in row] for row in rows]
     return [
         f"| {' | '.join(str(heading) for heading in headings)} |",

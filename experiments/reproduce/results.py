@@ -15,7 +15,6 @@ from specdec.files import write_bytes, write_json, write_text
 
 
 def write_item(item: Item, findings: Findings, out: Path, conditions: Mapping[str, Any]) -> None:
-    """Writes the page, the data and the picture of one item."""
     folder = out / item.paper.name / "results"
     write_text(folder / f"{item.name}.md", markdown(item, findings, conditions))
     write_text(folder / f"{item.name}.csv", csv_text(item, findings))

@@ -34,11 +34,8 @@ class Settings:
     """Conditions of all items of a command.
 
     Attributes:
-        out: for the results.
-        runs: stores the runs.
+        out, runs: folders of the results and of the runs.
         facts: provenance of the command.
-        quick: small sizes.
-        paced: also the paced columns.
         resume: keep results in ``out`` of this revision, code and size.
         jobs: number of processes of items that measure nothing.
         record: a record.npz of the user's own models.
@@ -112,10 +109,7 @@ def _run_by_name(name: str, settings: Settings) -> Done:
 def run_item(item: Item, settings: Settings, *, paced: bool = False) -> Done:
     """Runs one item and writes its result, or keeps that of an earlier run.
 
-    Args:
-        item: the item.
-        settings: of the command.
-        paced: with its paced column; the time of the run without it is added.
+    With its paced column, the time of the run without it is added.
     """
     stored = read_item(item, settings.out)
     earlier = (0.0, 0.0)
@@ -156,12 +150,11 @@ def _findings(item: Item, lab: Lab) -> Findings:
 
 def _key(item: Item, settings: Settings) -> dict[str, Any]:
     """What must be equal for an earlier result to stand."""
-    prompts, tokens = item.size["quick" if settings.quick else "full"]
     kind = "quick" if settings.quick else "full"
+    prompts, tokens = item.size[kind]
     return {
         "size": f"{kind}: up to {prompts} prompts x {tokens} tokens",
-        "revision": settings.facts["revision"],
-        "code": settings.facts["code"],
+        **{name: settings.facts[name] for name in ("revision", "code")},
         "record": settings.record.name if settings.record else "none",
     }
 

@@ -66,18 +66,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One stated value.
+    """One stated value; its fields are those of the file.
 
     Attributes:
-        id: name in the item.
-        text: description.
         low, high: the stated range, equal for a number; None for a sentence.
         sentence: the claimed sentence; empty for numbers.
-        unit: unit of the numbers; may be empty.
-        section: section of the paper.
-        mark: one of ``MARKS``.
-        window: decides the verdict.
-        kind: the kind of the claim's verdicts, one of ``KINDS``; empty if each figure has its own.
+        kind: empty if each figure has its own.
     """
 
     id: str
@@ -93,30 +87,25 @@ class Claim:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The stated range of a number."""
         assert self.low is not None
         assert self.high is not None
         return self.low, self.high
 
     @property
+    def suffix(self) -> str:
+        return self.unit if self.unit in ("", "x") else f" {self.unit}"
+
+    @property
     def stated(self) -> str:
-        """The stated value as printed."""
         if self.low is None or self.high is None:
             return self.sentence
-        unit = {"x": "x", "%": " %"}.get(self.unit, f" {self.unit}" if self.unit else "")
-        if self.low == self.high:
-            return f"{self.low:g}{unit}"
-        return f"{self.low:g}-{self.high:g}{unit}"
+        ends = dict.fromkeys(f"{end:g}" for end in self.ends)
+        return f"{'-'.join(ends)}{self.suffix}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stated:
-    """The claims of one table or figure.
-
-    Attributes:
-        title, section: title and section of the item.
-        claims: claims by id, in the order of the file.
-    """
+    """The claims of one table or figure, by id in the order of the file."""
 
     title: str
     section: str
@@ -137,14 +126,7 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paper:
-    """The claims of one paper.
-
-    Attributes:
-        name: name of the folder.
-        title, reference: the method and the citation.
-        items: tables and figures by name, in the order of the file.
-        summary: sentences on the paper by group: holds, fails, open, untested.
-    """
+    """The claims of one paper: tables and figures by name, and sentences by ``GROUPS``."""
 
     name: str
     title: str
@@ -200,25 +182,23 @@ def _claim(where: str, key: str, values: Mapping[str, Any], section: str) -> Cla
         raise UserError(f"{where}: kind={kind} is not one of {', '.join(KINDS)}")
     low, high, sentence = _value(where, values["stated"])
     return Claim(
-        id=key,
-        text=values["text"],
-        low=low,
-        high=high,
-        sentence=sentence,
-        unit=str(values.get("unit", "")),
-        section=str(values.get("section", section)),
-        mark=mark,
-        window=_window(where, low, high, values.get("window")),
-        kind=kind,
+        **{"id": key, "text": values["text"], "low": low, "high": high, "sentence": sentence},
+        **{key: str(values.get(key, other)) for key, other in (("unit", ""), ("section", section))},
+        **{"mark": mark, "window": _window(where, low, high, values.get("window")), "kind": kind},
     )
 
 
 @cache
-def known_windows() -> Mapping[str, Mapping[str, Any]]:
-    """The content of ``windows.yaml``."""
-    path = Path(__file__).with_name("windows.yaml")
-    content: Mapping[str, Mapping[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+def own_yaml(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """The content of a YAML file beside this module."""
+    content: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
+        Path(__file__).with_name(name).read_text(encoding="utf-8")
+    )
     return content
+
+
+def known_windows() -> Mapping[str, Mapping[str, Any]]:
+    return own_yaml("windows.yaml")
 
 
 def _window(where: str, low: float | None, high: float | None, given: Any) -> Window:

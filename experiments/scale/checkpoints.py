@@ -18,16 +18,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.gpu.shapes import LLAMA3_1B, LLAMA3_8B, Shape, llama_config
+from experiments.gpu.shapes import LLAMA3_1B, LLAMA3_8B, LLAMA3_70B, TINY, Shape, llama_config
 
-LLAMA3_70B = Shape(
-    name="llama3-70b", layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, inner=28672,
-    vocab=128256, tied=False,
-)  # fmt: skip
-TINY = Shape(
-    name="tiny", layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, inner=128, vocab=20_000,
-    tied=True,
-)  # fmt: skip
 SHAPES = {shape.name: shape for shape in (LLAMA3_1B, LLAMA3_8B, LLAMA3_70B, TINY)}
 _LOGIT_STD = 3.0  # of a random row of logits
 _POSITIONS = 131_072
@@ -73,7 +65,6 @@ def draft_of(target: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 
 
 def scale_late_layers(model: LlamaForCausalLM, first: int, factor: float) -> None:
-    """Multiplies what layers from ``first`` on add to the hidden states."""
     with torch.no_grad():
         for layer in model.model.layers[first:]:
             layer.self_attn.o_proj.weight.mul_(factor)
@@ -108,7 +99,6 @@ def agreeing_pair(
 
 
 def main() -> None:
-    """Writes the pair and FOLDER/pair.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--layers", type=int, help="of the target; default: all of the shape")

@@ -27,7 +27,6 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
@@ -61,7 +60,6 @@ class ModelTime:
     """CPU seconds of this thread in passes of models while installed."""
 
     def __init__(self) -> None:
-        """Wraps ``ModelRunner.forward`` of this process."""
         self.seconds = 0.0
         original = ModelRunner.forward
 
@@ -76,16 +74,9 @@ class ModelTime:
 
 
 def overrides(args: argparse.Namespace, strategy: str, sampling: str) -> list[str]:
-    """The configuration of a row."""
-    chosen = [
-        f"strategy={strategy}",
-        "model=hf",
-        f"model.target={args.folder / 'target'}",
-        f"model.draft={args.folder / 'draft'}",
-        f"model.dtype={args.dtype}",
-        f"max_new_tokens={args.tokens}",
-        *SAMPLINGS[sampling],
-    ]
+    chosen = [f"strategy={strategy}", "model=hf", *SAMPLINGS[sampling]]
+    chosen += [f"model.{name}={args.folder / name}" for name in ("target", "draft")]
+    chosen += [f"model.dtype={args.dtype}", f"max_new_tokens={args.tokens}"]
     if strategy.startswith("specpipe"):
         chosen.append(f"executor.stages={max(args.stages, 2)}")
     elif strategy == "swiftspec":
@@ -121,11 +112,8 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
     steps, answers = totals.steps, result.counters.answers
     config = pair.configs[0]
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    slots = (
-        args.context
-        + args.tokens
-        + runner.parts.policy.max_cached_nodes(runner.parts.executor.in_flight)
-    )
+    nodes = runner.parts.policy.max_cached_nodes(runner.parts.executor.in_flight)
+    slots = args.context + args.tokens + nodes
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head
     itemsize = torch.empty(0, dtype=getattr(torch, pair.dtype)).element_size()
     weights = totals.target_bytes + (strategy not in WITHOUT_DRAFT) * totals.draft_bytes
@@ -149,18 +137,11 @@ def run_row(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str,
 
 
 def key_of(args: argparse.Namespace, strategy: str, sampling: str) -> dict[str, Any]:
-    """What distinguishes a row from the others."""
-    return {
-        "model": args.folder.name,
-        "strategy": strategy,
-        "sampling": sampling,
-        "stages": args.stages,
-        "context": args.context,
-    }
+    row = {"model": args.folder.name, "strategy": strategy, "sampling": sampling}
+    return {**row, "stages": args.stages, "context": args.context}
 
 
 def main() -> None:
-    """Runs the missing rows, each in a separate process."""
     args = _arguments()
     if args.row is not None:
         try:
@@ -169,7 +150,8 @@ def main() -> None:
             row = {**key_of(args, *args.row), "refused": str(error)}
         print(json.dumps(row))
         return
-    done = _rows(args.out)
+    lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
+    done = [json.loads(line) for line in lines]
     for strategy in args.strategies:
         for sampling in args.samplings:
             key = key_of(args, strategy, sampling)
@@ -185,12 +167,6 @@ def main() -> None:
             with args.out.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
             print(line, flush=True)
-
-
-def _rows(path: Path) -> Sequence[dict[str, Any]]:
-    if not path.exists():
-        return ()
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _arguments() -> argparse.Namespace:

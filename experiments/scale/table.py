@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.reproduce.rendering import grid
 from experiments.scale.measure import SAMPLINGS, STRATEGIES
 from specdec.files import write_text
 
@@ -43,9 +44,7 @@ def page(rows: Sequence[Mapping[str, Any]], pairs: Mapping[str, Mapping[str, Any
             f" {pair['draft_layers']}, with the target's first choice at"
             f" {100 * pair['agreement']:.0f} % of random tokens; target"
             f" {pair['target_bytes'] / 1e6:,.0f} MB, draft {pair['draft_bytes'] / 1e6:,.0f} MB.\n",
-            f"| {' | '.join(_HEAD)} |",
-            f"|{'---|' * len(_HEAD)}",
-            *(_line(row) for row in some if "refused" not in row),
+            *grid(_HEAD, [_line(row) for row in some if "refused" not in row]),
             *_refused([row for row in some if "refused" in row]),
         ]
     return "\n".join(lines) + "\n"
@@ -60,24 +59,15 @@ def _order(row: Mapping[str, Any]) -> tuple[int, ...]:
     )
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    sent = row["bytes_per_step"]
-    cells = [
-        *_key(row),
-        f"{row['load_s']:.1f}",
-        f"{row['peak_mb']:,}",
-        f"{row['rank_peak_mb']:,}" if row["rank_peak_mb"] else "-",
-        f"{row['weights_mb']:,}",
-        f"{row['cache_mb']:.1f}",
-        str(row["tokens"]),
-        str(row["steps"]),
-        f"{row['host_ms']:.2f}",
-        f"{100 * row['share_of_12_ms']:.0f} %",
-        f"{100 * row['overhead']:.1f} %",
-        f"{sent / 1e3:,.0f}" if sent else "-",
-        f"{row['accepted_per_pass']:.2f}",
+def _line(row: Mapping[str, Any]) -> list[str]:
+    sent, rank = row["bytes_per_step"], row["rank_peak_mb"]
+    return [
+        *(*_key(row), f"{row['load_s']:.1f}", f"{row['peak_mb']:,}"),
+        *(f"{rank:,}" if rank else "-", f"{row['weights_mb']:,}", f"{row['cache_mb']:.1f}"),
+        *(str(row["tokens"]), str(row["steps"]), f"{row['host_ms']:.2f}"),
+        *(f"{100 * row['share_of_12_ms']:.0f} %", f"{100 * row['overhead']:.1f} %"),
+        *(f"{sent / 1e3:,.0f}" if sent else "-", f"{row['accepted_per_pass']:.2f}"),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _key(row: Mapping[str, Any]) -> list[str]:
@@ -95,7 +85,6 @@ def _refused(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Writes results/table.md."""
     rows, pairs = [], {}
     for path in sorted(RESULTS.glob("*-pair.json")):
         name = path.name.removesuffix("-pair.json")

@@ -116,17 +116,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, arguments in {
-        "split": ("prompts", "folder"),
-        "collect": ("prompts", "runs", "file"),
-        "texts": ("answers", "prompts", "file"),
-    }.items():
-        command = commands.add_parser(name)
+    commands = {
+        "split": (split, ("prompts", "folder")),
+        "collect": (collect, ("prompts", "runs", "file")),
+        "texts": (texts, ("answers", "prompts", "file")),
+    }
+    parsers = parser.add_subparsers(dest="command", required=True)
+    for name, (_, arguments) in commands.items():
+        command = parsers.add_parser(name)
         for argument in arguments:
             command.add_argument(argument, type=Path)
     options = vars(parser.parse_args())
-    {"split": split, "collect": collect, "texts": texts}[options.pop("command")](**options)
+    commands[options.pop("command")][0](**options)
 
 
 if __name__ == "__main__":

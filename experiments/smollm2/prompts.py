@@ -27,6 +27,7 @@ import random
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 from specdec.data.files import read_records
@@ -48,13 +49,9 @@ SEED = 2026
 Entry = dict[str, str]
 
 
-def words_of(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower())
-
-
 def ngrams(text: str) -> set[int]:
     """Hashes of the 13-grams of words; a shorter text has none."""
-    words = words_of(text)
+    words = re.findall(r"[a-z0-9]+", text.lower())
     return {hash(tuple(words[i : i + NGRAM])) for i in range(len(words) - NGRAM + 1)}
 
 
@@ -80,13 +77,12 @@ def entry(kind: str, source: str, text: str) -> Entry:
 def chat(run: Path) -> Iterator[Entry]:
     """User messages that the target completed, without those it only began or repeated."""
     seen = set()
-    for number, record in read_records(run / "requests.jsonl"):
+    for _, record in read_records(run / "requests.jsonl"):
         text = record["text"].split("<|im_end|>")[0].strip()
         if record["finish_reason"] != "eos" or not 12 <= len(text) <= 1200 or text in seen:
             continue
         seen.add(text)
         yield entry("chat", f"turn {record['id']}", text)
-        del number
 
 
 def math() -> Iterator[Entry]:
@@ -102,9 +98,7 @@ def code() -> Iterator[Entry]:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
             sys.exit(f"{package} is not installed; install it or remove it from PACKAGES")
-        version = importlib.metadata.version(
-            {"hydra": "hydra-core", "huggingface_hub": "huggingface-hub"}.get(package, package)
-        )
+        version = importlib.metadata.version("hydra-core" if package == "hydra" else package)
         for relative, path in python_files(Path(spec.origin).parent):
             text = read_source(path)
             for head in heads_of(text or "", relative):
@@ -127,8 +121,7 @@ def build(file: Path, run: Path, each: int) -> None:
     excluded = evaluation_ngrams()
     kinds = [chosen(entries, each, excluded) for entries in (chat(run), math(), code())]
     # Interleaved, so that every beginning of the file has all kinds.
-    longest = max(map(len, kinds))
-    rows = [kind[i] for i in range(longest) for kind in kinds if i < len(kind)]
+    rows = [row for group in zip_longest(*kinds) for row in group if row is not None]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} prompts in {file}")
 
@@ -137,18 +130,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    turns = commands.add_parser("turns")
-    turns.add_argument("file", type=Path)
-    turns.add_argument("--number", type=int, default=2400)
-    make = commands.add_parser("build")
-    make.add_argument("file", type=Path)
-    make.add_argument("--turns", type=Path, required=True)
-    make.add_argument("--each", type=int, default=2200)
+    parser.add_argument("command", choices=("turns", "build"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--number", type=int, default=2400)
+    parser.add_argument("--turns", type=Path)
+    parser.add_argument("--each", type=int, default=2200)
     options = parser.parse_args()
     if options.command == "turns":
         line = json.dumps({"text": USER_TURN}) + "\n"
         options.file.write_text(line * options.number, encoding="utf-8")
+    elif options.turns is None:
+        parser.error("build needs --turns, the folder of the run that wrote the user turns")
     else:
         build(options.file, options.turns, options.each)
 

@@ -24,13 +24,9 @@ NUM_BYTES = 200_000
 WINDOW, STEP = 1024, 512
 
 
-def held_out_text() -> str:
-    text = read_text(Path(os.environ["SPECDEC_DATA"], "wikitext2", "test.txt.gz"))
-    return text.encode()[:NUM_BYTES].decode(errors="ignore")
-
-
 def nats_per_byte(folder: str, dtype: str) -> float:
-    text = held_out_text()
+    whole = read_text(Path(os.environ["SPECDEC_DATA"], "wikitext2", "test.txt.gz"))
+    text = whole.encode()[:NUM_BYTES].decode(errors="ignore")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.reproduce.drafts import size_overrides
 from experiments.reproduce.drawing import (
     bars,
     claims_figure,
@@ -42,19 +43,10 @@ def compared(item: Item, lab: Lab, label: str) -> dict[str, Any]:
 
     Keys of the config: ``samplings`` (label -> overrides), ``repeats``.
     """
-    prompts, tokens = item.size["quick" if lab.quick else "full"]
-    repeats = item.config.get("repeats", 3)
-    return lab.compare(
-        [
-            f"strategies=[{','.join(STRATEGIES)}]",
-            *data_overrides(),
-            f"data.limit={prompts}",
-            f"max_new_tokens={tokens}",
-            f"repeats={repeats}",
-            "threads=1",
-            *item.config["samplings"][label],
-        ]
-    )
+    words = (f"strategies=[{','.join(STRATEGIES)}]", *data_overrides(), "threads=1")
+    repeats = f"repeats={item.config.get('repeats', 3)}"
+    sampling = item.config["samplings"][label]
+    return lab.compare([*words, *size_overrides(item, lab), repeats, *sampling])
 
 
 def relative_traffic(row: Mapping[str, Any], draft_share: float) -> float:
@@ -74,40 +66,22 @@ def traffic(item: Item, lab: Lab) -> Findings:
             name = row["strategy"]
             scaled = relative_traffic(row, config["paper_share"] if name != "ar" else 0.0)
             own = row["relative_memory_traffic"]
-            table.append(
-                (
-                    label,
-                    name,
-                    own,
-                    scaled,
-                    row["acceptance_length"],
-                    row["draft_passes"] / row["new_tokens"],
-                    row["loop_share"],
-                )
-            )
-            claim = config["claims"][label].get(name)
+            passes, loops = row["draft_passes"] / row["new_tokens"], row["loop_share"]
+            table.append((label, name, own, scaled, row["acceptance_length"], passes, loops))
+            if name not in config["claims"][label]:
+                continue
+            claim = config["claims"][label][name]
             sizes = (
                 (own, _draft_share(counts[name]), "own"),
                 (scaled, config["paper_share"], "the paper's"),
             )
             for value, share_of, text in sizes:
-                if claim:
-                    findings.add(
-                        claim,
-                        value,
-                        "measured",
-                        f"counts of the bundled pair, {data_overrides()[0]}; {text} sizes",
-                        loops=row["loop_share"],
-                        interval=_traffic_interval(counts[name], share_of),
-                    )
+                where = f"counts of the bundled pair, {data_overrides()[0]}; {text} sizes"
+                ends = _traffic_interval(counts[name], share_of)
+                findings.add(claim, value, "measured", where, loops=loops, interval=ends)
     columns = (
-        "sampling",
-        "row",
-        "own sizes",
-        "the paper's sizes",
-        "accept length",
-        "draft passes/token",
-        "loop_share",
+        *("sampling", "row", "own sizes", "the paper's sizes", "accept length"),
+        *("draft passes/token", "loop_share"),
     )
     findings.table("Relative memory traffic (counts of runs, exact)", columns, table)
     findings.figure = claims_figure(item.stated.claims, findings.measures, item.stated.title)
@@ -199,25 +173,16 @@ def overhead(item: Item, lab: Lab) -> Findings:
             bound = plain / part
             implied = 100 * (1 - speed_of / bound)
             rows.append((label, name, bound, speed_of, implied))
-            findings.add(
-                "overhead",
-                implied,
-                "formula",
-                (f"{label}, {name}: {speed_of} of {bound:.0f} tokens/s that its traffic allows"),
-            )
+            text = f"{label}, {name}: {speed_of} of {bound:.0f} tokens/s that its traffic allows"
+            findings.add("overhead", implied, "formula", text)
     columns = ("sampling", "row", "tokens/s by traffic alone", "stated tokens/s", "lost, %")
     findings.table("What Tables 1 and 2 imply", columns, rows)
     for label in config["samplings"]:
         result = compared(item, lab, label)
         row = next(r for r in result["rows"] if r["strategy"] == "staged")
-        findings.add(
-            "overhead",
-            100 * row["overhead_share"],
-            "measured",
-            f"staged on this CPU, {label}",
-            loops=row["loop_share"],
-            interval=_overhead_interval(_totals(result)["staged"]),
-        )
+        measured = (100 * row["overhead_share"], "measured", f"staged on this CPU, {label}")
+        ends = _overhead_interval(_totals(result)["staged"])
+        findings.add("overhead", *measured, loops=row["loop_share"], interval=ends)
     findings.figure = claims_figure(item.stated.claims, findings.measures, item.stated.title)
     return findings
 
@@ -236,17 +201,8 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
         for name, values in ratios.items():
             shares = (np.arange(len(values)) + 0.5) / len(values)
             ax.plot(values, shares, ms=3.5, label=name, **looks[name].line())
-            table.append(
-                (
-                    label,
-                    name,
-                    float(values[0]),
-                    float(np.median(values)),
-                    float(values[-1]),
-                    len(values),
-                    loops,
-                )
-            )
+            span = (float(values[0]), float(np.median(values)), float(values[-1]))
+            table.append((label, name, *span, len(values), loops))
         tidy(ax, x="speed-up over ar (times, measured)", y="share of prompts below", title=label)
         legend(ax)
         staged, single = ratios["staged"], ratios["speculative"]
@@ -256,9 +212,8 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
             ("spread", spread > 1.5, f"best over worst {spread:.1f}"),
             ("above", above > 1.0, f"medians' ratio {above:.2f}"),
         ):
-            findings.add(
-                claim, value, "measured", f"{label}, {len(staged)} prompts; {text}", loops=loops
-            )
+            where = f"{label}, {len(staged)} prompts; {text}"
+            findings.add(claim, value, "measured", where, loops=loops)
     columns = ("sampling", "row", "worst prompt", "median", "best prompt", "prompts", "loop_share")
     findings.table("Speed-up over ar per prompt, measured", columns, table)
     findings.figure = fig
@@ -266,7 +221,6 @@ def per_prompt(item: Item, lab: Lab) -> Findings:
 
 
 def _runs(records: Sequence[Any]) -> dict[str, list[Run]]:
-    """The runs of each strategy, one per repeat."""
     by: dict[tuple[str, int], list[Any]] = {}
     for record in records:
         by.setdefault((record.strategy, record.repeat), []).append(record)

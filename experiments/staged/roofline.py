@@ -33,12 +33,8 @@ def roofline(item: Item, lab: Lab) -> Findings:
         ax.plot([1.0 / part], [speed_of], lw=0, marker="os^Dv"[i], ms=7, label=f"{name}, stated")
     ax.set_xscale("log")
     ax.set_yscale("log")
-    tidy(
-        ax,
-        x="arithmetic intensity (FLOP per byte)",
-        y="useful TFLOP/s (computed)",
-        title=item.stated.title,
-    )
+    x, y = "arithmetic intensity (FLOP per byte)", "useful TFLOP/s (computed)"
+    tidy(ax, x=x, y=y, title=item.stated.title)
     legend(ax)
     findings.figure = fig
     return findings

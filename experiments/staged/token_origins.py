@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.patches import Rectangle
 
 from experiments.reproduce.drawing import figure, legend, tidy
 from experiments.reproduce.findings import Findings
@@ -53,23 +54,16 @@ def origins(item: Item, lab: Lab) -> Findings:
         kind: {n: c / max(1, sum(of_kind.values())) for n, c in of_kind.items()}
         for kind, of_kind in counts.items()
     }
-    rows = tuple(
-        (kind, *(shares[kind][n] for n in names), sum(counts[kind].values()), loops)
-        for kind in counts
-    )
+    rows = [
+        (kind, *of_kind.values(), sum(counts[kind].values()), loops)
+        for kind, of_kind in shares.items()
+    ]
     columns = ("tokens", *names, "count", "loop_share")
     findings.table("Share of tokens by origin", columns, rows)
     value = shares["white space"]["n-gram"]
-    findings.add(
-        "white_space",
-        value > shares["other"]["n-gram"],
-        "measured",
-        (
-            f"{100 * value:.0f} % of white space,"
-            f" {100 * shares['other']['n-gram']:.0f} % of the rest"
-        ),
-        loops=loops,
-    )
+    rest = shares["other"]["n-gram"]
+    text = f"{100 * value:.0f} % of white space, {100 * rest:.0f} % of the rest"
+    findings.add("white_space", value > rest, "measured", text, loops=loops)
     findings.figure = _coloured(shown, item.stated.title)
     return findings
 
@@ -86,7 +80,7 @@ def _coloured(shown: Sequence[tuple[str, str]], title: str) -> Any:
                 row, column = row + 1, 0
             mark = "." if letter == " " else letter
             if letter != "\n":
-                ax.add_patch(_square(column, row, colors[origin]))
+                ax.add_patch(Rectangle((column, row), 1, 1, color=colors[origin], lw=0))
                 ax.text(
                     column + 0.5, row + 0.7, mark, fontsize=6.5, family="monospace", ha="center"
                 )
@@ -99,9 +93,3 @@ def _coloured(shown: Sequence[tuple[str, str]], title: str) -> Any:
     tidy(ax, x="letters of a line (a dot: a space)", y="lines", title=title)
     legend(ax)
     return fig
-
-
-def _square(column: int, row: int, color: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((column, row), 1, 1, color=color, lw=0)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from experiments.pipelines.token_times import run_rows
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.drawing import (
@@ -20,18 +21,12 @@ from experiments.reproduce.drawing import (
     tidy,
 )
 from experiments.reproduce.findings import Findings, surely
-from experiments.reproduce.intervals import Interval, accepted_of, beside, interval
+from experiments.reproduce.intervals import Interval, accepted_of, beside, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
-from experiments.swiftspec.by_set import add_sets
 
 _COLUMNS = (
-    "draft",
-    "row",
-    "tokens/s",
-    "accept length",
-    "accepted/pass",
-    "draft passes/token",
+    *("draft", "row", "tokens/s", "accept length", "accepted/pass", "draft passes/token"),
     "loop_share",
 )
 
@@ -50,10 +45,7 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     ratios, loops = [], []
     for draft in drafts(config["drafts"], item, lab, findings):
         sides = {
-            side: {
-                name: lab.run(draft.words(*config["common"], *overrides))
-                for name, overrides in config[side].items()
-            }
+            side: run_rows(lab, draft, config["common"], config[side])
             for side in ("parallel", "serial")
         }
         rows = {**sides["parallel"], **sides["serial"]}
@@ -61,30 +53,17 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
         shown[draft.short] = {n: 1e3 / run.tbt_ms for n, run in rows.items()}
         best, base = (min(sides[s].values(), key=lambda run: run.tbt_ms) for s in sides)
         ratio, low, high = speed_ratio(best, base)
-        share = best.summary["loop_share"]
+        looped = best.summary["loop_share"]
         ratios.append(ratio)
-        loops += [share] if share is not None else []
+        loops += [looped] if looped is not None else []
         for claim in config.get("speedup", ()):
-            findings.add(
-                claim,
-                ratio,
-                "simulated",
-                draft.title,
-                kind=draft.kind,
-                loops=share,
-                interval=(low, high),
-            )
+            draft.add(findings, claim, ratio, run=best, interval=(low, high))
         if "loss" in config:
             ours, other = (next(iter(runs.values())) for runs in sides.values())
             _add_loss(findings, config["loss"], draft, ours, other)
     if ratios and "speedup_mean" in config:
-        findings.add(
-            config["speedup_mean"],
-            fmean(ratios),
-            "simulated",
-            f"mean of {len(ratios)} drafts",
-            loops=fmean(loops) if loops else None,
-        )
+        text, mean_loops = f"mean of {len(ratios)} drafts", fmean(loops) if loops else None
+        findings.add(config["speedup_mean"], fmean(ratios), "simulated", text, loops=mean_loops)
     findings.measures += computed(config)
     findings.table("Simulated decoding", _COLUMNS, table)
     if "sets" in config:
@@ -102,15 +81,8 @@ def _add_loss(findings: Findings, claim: str, draft: Draft, ours: Outcome, other
     """Adds the loss of accepted tokens per pass of one run against another in per cent."""
     ratio = ours.summary["accepted_per_pass"] / other.summary["accepted_per_pass"]
     rows = beside(ours.results, other.results, accepted_of)
-    findings.add(
-        claim,
-        100 * (1 - ratio),
-        "simulated",
-        f"{draft.title}; equal d and w",
-        kind=draft.kind,
-        loops=ours.summary["loop_share"],
-        interval=interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3]))),
-    )
+    ends = interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3])))
+    draft.add(findings, claim, 100 * (1 - ratio), "equal d and w", run=ours, interval=ends)
 
 
 def _row(title: str, name: str, run: Outcome) -> tuple[Any, ...]:
@@ -119,6 +91,46 @@ def _row(title: str, name: str, run: Outcome) -> tuple[Any, ...]:
         *(title, name, s["tokens_per_s"], s["acceptance_length"], s["accepted_per_pass"]),
         *(s["draft_passes_per_token"], s["loop_share"]),
     )
+
+
+def add_sets(item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]) -> None:
+    """Table 6 set by set: a figure per form and set, the mean speeds, and the mean loss.
+
+    Guesses are accepted tokens per pass without the bonus token, as Table 6 counts; the draft
+    ``set_NAME`` gives the claim ``FORM_NAME``. Speeds are the mean of the sets' tokens per second.
+
+    Keys: ``drafts`` (one per set), ``forms`` (parallel and serial: overrides), ``speeds`` (form ->
+    claim), ``loss`` (claim).
+    """
+    table = []
+    runs: dict[str, list[Outcome]] = {form: [] for form in config["forms"]}
+    for draft in drafts(config["drafts"], item, lab, findings):
+        name = draft.name.removeprefix("set_")
+        for form, overrides in config["forms"].items():
+            run = lab.run(draft.words(*item.config["common"], *overrides))
+            runs[form].append(run)
+            s = run.summary
+            guesses, loops = s["accepted_per_pass"], s["loop_share"]
+            ends = interval(accepted_of(run.results), share)
+            claim = f"{form}_{name}"
+            if claim in item.stated.claims:
+                findings.add(claim, guesses, "simulated", draft.title, loops=loops, interval=ends)
+            table.append((draft.title, form, guesses, *ends, s["tokens_per_s"], loops))
+    columns = ("set", "form", "guesses per pass", "95 % from", "to", "tokens/s", "loop_share")
+    findings.table("Set by set, simulated on Table 6's times", columns, table)
+    if not all(runs.values()):
+        return
+    text = f"bundled pair, mean of {len(config['drafts'])} sets"
+    loops = fmean(float(run.summary["loop_share"] or 0.0) for run in runs["parallel"])
+    for form, claim in config["speeds"].items():
+        speed = fmean(float(run.summary["tokens_per_s"]) for run in runs[form])
+        findings.add(claim, speed, "simulated", text, loops=loops)
+    means = {
+        form: fmean(float(run.summary["accepted_per_pass"]) for run in of)
+        for form, of in runs.items()
+    }
+    lost = 100.0 * (1.0 - means["parallel"] / means["serial"])
+    findings.add(config["loss"], lost, "simulated", f"{text}; equal d and w", loops=loops)
 
 
 def tree_batches(item: Item, lab: Lab) -> Findings:
@@ -193,23 +205,16 @@ def choices(item: Item, lab: Lab) -> Findings:
         for pair, own in pairs.items():
             of = {**config, **own}
             title = f"{pair}: {draft.title}" if pair else draft.title
-            runs = {
-                name: lab.run(draft.words(*of["common"], *overrides))
-                for name, overrides in of["rows"].items()
-            }
+            runs = run_rows(lab, draft, of["common"], of["rows"])
             table += [_row(title, name, run) for name, run in runs.items()]
             short = f"{pair}: {draft.short}" if pair else draft.short
             shown[short] = {n: 1e3 / run.tbt_ms for n, run in runs.items()}
             for claim, allowed in of["best"].items():
                 _add_best(findings, claim, draft, title, runs, allowed)
     findings.table("Simulated decoding", _COLUMNS, table)
-    stated = {
-        name
-        for own in pairs.values()
-        for allowed in {**config, **own}["best"].values()
-        for name in allowed
-    }
-    title = f"{item.stated.title} (the paper's best: {' or '.join(sorted(stated))})"
+    allowed_rows = (rows for own in pairs.values() for rows in {**config, **own}["best"].values())
+    stated = sorted({name for rows in allowed_rows for name in rows})
+    title = f"{item.stated.title} (the paper's best: {' or '.join(stated)})"
     y = "tokens per second (simulated)"
     findings.figure = bar_chart(shown, x="draft", y=y, title=title, size=(7.5, 4.0), form="{:.0f}")
     return findings
@@ -229,11 +234,7 @@ def _add_best(
     rival = min(rivals, key=lambda name: runs[name].tbt_ms)
     lead, low, high = speed_ratio(runs[best], runs[rival])
     ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
-    findings.add(
-        claim,
-        (best in allowed) if surely(low, high) else None,
-        "simulated",
-        f"{title}; best: {best}, {lead:.2f}x{ends} of {rival}",
-        kind=draft.kind,
-        loops=runs[best].summary["loop_share"],
-    )
+    holds = (best in allowed) if surely(low, high) else None
+    text = f"{title}; best: {best}, {lead:.2f}x{ends} of {rival}"
+    loops = runs[best].summary["loop_share"]
+    findings.add(claim, holds, "simulated", text, kind=draft.kind, loops=loops)

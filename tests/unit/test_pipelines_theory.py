@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments.pipelines.simulated_runs import Bench
 from experiments.pipelines.strategy_speeds import ROWS
 from experiments.pipelines.theory import (
     DecodeCounts,
@@ -14,6 +13,7 @@ from experiments.pipelines.theory import (
     implied_tbt_ms,
     needed_acceptance_length,
 )
+from experiments.reproduce.lab import Lab
 from specdec.clocks import CostCurve, LatencyProfile
 from specdec.profiling.trees import eq2_tbt
 
@@ -52,10 +52,11 @@ def test_crossing_is_found_between_samples() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_simulator_agrees_with_counts_and_profile(row, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Within 5 % for every row; the row is then read back instead of run again."""
-    bench = Bench(common=("model=synthetic", "data.limit=3", "max_new_tokens=48"), out=tmp_path)
-    found = bench.run(row)
-    assert found["tbt_ms_mean"] == pytest.approx(found["implied_tbt_ms"], rel=0.05)
-    (path,) = tmp_path.iterdir()
+    lab = Lab(folder=tmp_path, quick=True)
+    small = ("clock=simulated", "model=synthetic", "data.limit=3", "max_new_tokens=48")
+    found = lab.run([*small, *row.overrides])
+    assert found.tbt_ms == pytest.approx(row.implied_ms(found), rel=0.05)
+    path = found.folder / "requests.jsonl"
     written = path.stat().st_mtime_ns
-    assert bench.run(row)["tbt_ms_mean"] == found["tbt_ms_mean"]
+    assert lab.run([*small, *row.overrides]).tbt_ms == found.tbt_ms
     assert path.stat().st_mtime_ns == written

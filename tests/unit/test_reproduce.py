@@ -20,6 +20,7 @@ from experiments.ppsd.laws import (
 )
 from experiments.reproduce import results
 from experiments.reproduce.arithmetic import evaluate
+from experiments.reproduce.document import contradictions
 from experiments.reproduce.drafts import known_drafts
 from experiments.reproduce.findings import (
     Findings,
@@ -35,7 +36,6 @@ from experiments.reproduce.findings import (
 from experiments.reproduce.items import all_items
 from experiments.reproduce.lab import Lab
 from experiments.reproduce.rendering import markdown
-from experiments.reproduce.sentences import contradictions
 from experiments.reproduce.stated import COUNTED, KINDS, Claim, Window, read_paper
 from specdec.errors import UserError
 

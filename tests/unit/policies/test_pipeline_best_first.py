@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.pipelines.simulated_runs import Bench, Row
+from experiments.reproduce.lab import Lab
 from specdec.policies import FixedWidth
 from strategies.specpipe_bf import PipelineBestFirst
 from tests.matrix.cells import Cell, config, decode, plain, runner
@@ -86,12 +86,10 @@ def test_output_is_the_targets_own_at_any_depth(stages: int, sampling: str) -> N
 
 def test_it_needs_a_tenth_fewer_steps_than_whole_levels(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """The preset's stated gain on synthetic drafts with equal nodes per step (16 % on 16 x 128)."""
-    bench = Bench(
-        common=("model=synthetic", "data.limit=4", "max_new_tokens=64", "executor.stages=8"),
-        out=tmp_path,
-    )
+    small = ("clock=simulated", "model=synthetic", "data.limit=4", "max_new_tokens=64")
+    lab = Lab(folder=tmp_path, quick=True)
     steps = {
-        name: bench.run(Row(name, (f"strategy={name}",)))["steps_per_token"]
+        name: lab.run([*small, "executor.stages=8", f"strategy={name}"]).summary["steps_per_token"]
         for name in ("specpipe", "specpipe_bf")
     }
     assert steps["specpipe_bf"] < 0.9 * steps["specpipe"]
