@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -72,10 +72,8 @@ class FitOptions:
 
 def main(words: Sequence[str]) -> int:
     files, options = _arguments(words)
-    how = ReadOptions(
-        method=options.method, lengths=options.lengths, draft_tokens=options.draft_tokens
-    )
     others = ReadOptions(method=options.method, lengths=options.lengths)
+    how = replace(others, draft_tokens=options.draft_tokens)
     fitted = fit_logs(
         [read_log(path, how) for path in files],
         covers_tree=options.passes == "tree",
@@ -85,12 +83,8 @@ def main(words: Sequence[str]) -> int:
     print(fitted.report(options.predict))
     if options.output_dir:
         stated = [word for word in words if not word.startswith("output_dir=")]
-        text = fitted.option_text(
-            shlex.join(["specdec", "fit", *stated]),
-            draft=options.draft,
-            source=options.source,
-            data_license=options.license,
-        )
+        command = shlex.join(["specdec", "fit", *stated])
+        text = fitted.option_text(command, options.draft, options.source, options.license)
         path = Path(options.output_dir).expanduser() / "model" / f"{options.name}.yaml"
         print(f"model: {write_text(path, text)}")
         print(f"use it with --config-dir {options.output_dir} model={options.name}")

@@ -24,20 +24,7 @@ from specdec.fitting.model import AcceptanceModel
 from specdec.fitting.requests import AcceptanceLog, RequestLog, with_draft_tokens
 from specdec.fitting.tails import RankTail, class_decays, fit_tail, tail_of
 
-_LEAST = 20.0  # verified draft tokens, fewer are refused
-_MEANING = {
-    "weights": "how often each class of positions is drawn",
-    "top1": "chance that the draft's first candidate is right",
-    "decay": "how fast the chance falls with the rank",
-    "miss": "share of the rest that no candidate gets right",
-    "stay": "chance to keep the class at the next position",
-    "depth": "added to the log odds of top1 by distance from the root",
-    "covers": "a hit is some node of the measured tree",
-    "requests": "that it was fitted to, for intervals",
-    "draft_name": "whose hits: the profile must have its time",
-    "origin": "of the model, for result files",
-}
-"""Key of a model option -> comment beside it in the YAML."""
+_LEAST = 20  # verified draft tokens, fewer are refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +47,16 @@ class HeldOutCheck:
         return abs(self.predicted - self.measured) <= self.margin
 
     def __str__(self) -> str:
-        low, high = self.predicted - self.margin, self.predicted + self.margin
-        verdict = "inside" if self.is_inside else "outside"
-        interval = f" (95 % interval {low:.3f} to {high:.3f}, {verdict})"
-        return (
+        text = (
             f"{self.name}: {self.requests} requests, {self.draft_tokens:.1f} draft tokens per pass:"
             f" measured {self.measured:.3f} tokens per pass, predicted {self.predicted:.3f},"
-            f" {self.error:+.1%}{'' if math.isnan(self.margin) else interval}"
+            f" {self.error:+.1%}"
         )
+        if math.isnan(self.margin):
+            return text
+        low, high = self.predicted - self.margin, self.predicted + self.margin
+        verdict = "inside" if self.is_inside else "outside"
+        return f"{text} (95 % interval {low:.3f} to {high:.3f}, {verdict})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +69,8 @@ class FittedModel:
     covers_tree: bool = False  # a hit means that any node of a tree was right
     requests: int = 0
     draft_tokens: float = 0.0
-    held_out: HeldOutCheck | None = None  # of the same size, fitted to the other requests
-    checks: tuple[HeldOutCheck, ...] = ()  # predictions for further logs
+    held_out: HeldOutCheck | None = None  # of a model of this size, fitted to the other requests
+    checks: tuple[HeldOutCheck, ...] = ()  # of this model, with further logs
     notes: tuple[str, ...] = ()  # what was inferred rather than stated in the logs
 
     def model_option(self) -> dict[str, Any]:
@@ -98,15 +87,13 @@ class FittedModel:
         plain = {key: np.round(values, 4).tolist() for key, values in option.items()}
         return {**plain, "covers": "tree"} if self.covers_tree else plain
 
-    def option_text(
-        self, command: str, *, draft: str | None, source: str, data_license: str
-    ) -> str:
-        """Returns the YAML of a model option, with the model's provenance as comments."""
+    def option_text(self, command: str, draft: str | None, source: str, terms: str) -> str:
+        """Returns the YAML of a model option; its comments state origin and licence of the data."""
         about = [
             f"Acceptance model by `specdec fit`: {source}",
             f"{self.requests} requests, {self.draft_tokens:.0f} draft tokens;"
             f" ranks: {self.tail_source}",
-            *([f"licence of the data: {data_license}"] if data_license else []),
+            *([f"licence of the data: {terms}"] if terms else []),
             *([str(self.held_out)] if self.held_out else []),
             *self.notes,
             command,
@@ -114,19 +101,12 @@ class FittedModel:
         # A single request is a summary, which has no spread between requests.
         requests = {"requests": self.requests} if self.requests > 1 else {}
         option = {**self.model_option(), **requests, "draft_name": draft, "origin": source}
-        wrapped = [
-            textwrap.fill(
-                line,
-                98,
-                break_on_hyphens=False,
-                initial_indent="# ",
-                subsequent_indent="# ",
-                break_long_words=False,
-            )
-            for line in about
-        ]
-        keys = [f"{key}: {json.dumps(value)}  # {_MEANING[key]}" for key, value in option.items()]
-        return "\n".join([*wrapped, "defaults:", "  - synthetic", "  - _self_", *keys, ""])
+        wrapper = textwrap.TextWrapper(96, break_on_hyphens=False, break_long_words=False)
+        lines = [f"# {part}" for line in about for part in wrapper.wrap(line)]
+        lines += ["defaults:", "  - synthetic", "  - _self_"]
+        return "\n".join(
+            [*lines, *(f"{key}: {json.dumps(value)}" for key, value in option.items()), ""]
+        )
 
     def report(self, lengths: Sequence[int]) -> str:
         """Describes the model, its checks, and the tokens per pass of chains of such lengths."""
@@ -140,14 +120,13 @@ class FittedModel:
             f" {self.tail_source}: decay {self.tail.decay:.2f}, beyond 64 {self.tail.miss:.1%} of"
             " the misses",
             *map(str, ([self.held_out] if self.held_out else []) + [*self.checks]),
+            "draft tokens per pass -> tokens per pass:",
         ]
         if self.covers_tree:
-            deep = len(model.depth)
-            tokens = model.tokens_per_pass(deep)
-            return "\n".join([*lines, f"tokens per pass of its tree of depth {deep}: {tokens:.3f}"])
+            lengths, lines[-1] = [len(model.depth)], "depth of the tree -> tokens per pass:"
         cells = [f"{k}: {model.tokens_per_pass(k):.3f}" for k in lengths]
         rows = ["  " + "  ".join(cells[at : at + 7]) for at in range(0, len(cells), 7)]
-        return "\n".join([*lines, "draft tokens per pass -> tokens per pass:", *rows])
+        return "\n".join([*lines, *rows])
 
 
 def fit_logs(
@@ -181,8 +160,7 @@ def fit_logs(
     known = observe(requests).num_known
     if known < _LEAST:
         raise UserError(
-            f"the logs have {known:g} verified draft tokens, too few to fit a model: give at least"
-            f" {_LEAST:g}"
+            f"the logs have {known:g} verified draft tokens, too few to fit: give at least {_LEAST}"
         )
     size = choose_size(requests, chains=not covers_tree)
     model, held_out = fit_model(requests, size)[0], None

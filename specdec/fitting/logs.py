@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import torch
 
 from specdec.data.files import read_text
 from specdec.errors import UserError
@@ -60,19 +62,11 @@ _LLAMA_LINE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How to read a log.
+    """How to read a log; method "1" may also be the second model of PipeSpec's chains."""
 
-    Attributes:
-        method: which of several methods or pairs in a file to read: a name or a part of it, or the
-            number of a model in PipeSpec's chains of several models.
-        lengths: whether lists count the target's own token ("emitted") or not ("accepted"). "auto"
-            takes a list that contains a 0 as "accepted" and any other as "emitted".
-        draft_tokens: verified draft tokens per pass if the log does not say; None if unknown.
-    """
-
-    method: str | None = None
-    lengths: Lengths = "auto"
-    draft_tokens: int | None = None
+    method: str | None = None  # which of several pairs or methods in a file: a part of its name
+    lengths: Lengths = "auto"  # whether lists count the target's own token; auto: if none is 0
+    draft_tokens: int | None = None  # verified draft tokens per pass if the log does not say
 
 
 def read_log(path: str | Path, options: ReadOptions | None = None) -> AcceptanceLog:
@@ -98,15 +92,12 @@ def read_log(path: str | Path, options: ReadOptions | None = None) -> Acceptance
 
 def _requests(text: str, options: ReadOptions) -> Iterator[RequestLog]:
     """Reads a JSON document, or its lines if it is not JSON."""
-    whole = _json(text)
-    lines = [line.strip().removeprefix("data:").strip() for line in text.splitlines()]
+    whole, lines = _json(text), [line.strip().removeprefix("data:") for line in text.splitlines()]
     lists: list[list[int]] = []
     for value in [_json(line) or line for line in lines] if whole is None else [whole]:
         plain = _plain_lists(value)
         lists += plain
         yield from [] if plain else _found(value, "", options)
-    if all(len(part) == 1 for part in lists):  # one request with one number per line
-        lists = [[part[0] for part in lists]]
     own = _own_token([length for part in lists for length in part], options)
     note = "with the target's own token, since none is 0" if own else "without it, since one is 0"
     notes = (f"lengths of lists taken {note}",) if options.lengths == "auto" else ()
@@ -116,7 +107,7 @@ def _requests(text: str, options: ReadOptions) -> Iterator[RequestLog]:
 
 def _json(text: str) -> Any:
     try:
-        return parse_json(text) if text[:1] in ("{", "[") else None
+        return parse_json(text) if text.lstrip()[:1] in ("{", "[") else None
     except ValueError:
         return None
 
@@ -243,11 +234,9 @@ def _trace(node: Node, options: ReadOptions) -> RequestLog:
     return of_passes(np.array(accepted), longest)
 
 
-def _rates(node: Node, _: ReadOptions) -> RequestLog:
-    return of_rates(node["speculation_steps"], node["acceptance_rate_by_position"])
-
-
 def _by_position(node: Node, _: ReadOptions) -> RequestLog | None:
+    if "acceptance_rate_by_position" in node:
+        return of_rates(node["speculation_steps"], node["acceptance_rate_by_position"])
     counts, passes = node["accepted_by_pos"], node.get("drafts")
     counts = json.loads(counts) if isinstance(counts, str) else counts
     if not counts or not passes:
@@ -262,7 +251,7 @@ _READERS: dict[str, Callable[[Node, ReadOptions], RequestLog | None]] = {
     "verify_lengths": _sglang_lengths,
     "spec_verify_ct": _sglang,
     "draft_n": _llama_cpp,
-    "acceptance_rate_by_position": _rates,
+    "acceptance_rate_by_position": _by_position,
     "accepted_by_pos": _by_position,
     "acc_len": _trace,
     **{key: partial(_lengths, key) for key in ("accept_lengths", "pre_num", "accepted_tokens")},
@@ -289,11 +278,7 @@ def _vector(file: Path, options: ReadOptions) -> RankVector | None:
     Known are a torch file (its miss share is element 0, or the last if element 0 is 0), a JSON list
     of shares, and the row named by ``method`` in a CSV with columns r1, r2, ...
     """
-    with file.open("rb") as stream:
-        is_torch = stream.read(2) == b"PK"
-    if is_torch:
-        import torch
-
+    if zipfile.is_zipfile(file):
         try:
             values = torch.load(file, map_location="cpu", weights_only=True).double().tolist()
         except Exception as error:  # torch names no class for what a broken file raises

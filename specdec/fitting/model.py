@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from scipy.sparse import csc_array
+from scipy.sparse.linalg import spsolve
 from scipy.special import expit, logit
 
 from specdec.types import FloatArray
@@ -102,7 +104,7 @@ class AcceptanceModel:
                 starts[at, :, more[at]] += alive[count] @ step  # the bonus token has no draft token
             system = starts.reshape(-1, size[0] * size[1]).T - np.eye(size[0] * size[1])
             system[-1] = 1.0  # the stationary distribution sums to 1
-            root = np.linalg.solve(system, np.eye(len(system))[-1])
+            root = spsolve(csc_array(system), np.eye(len(system))[-1])
             tokens = 1.0 + root @ np.concatenate([accepted[count] for count in counts])
             passes_per_token.append(1.0 / tokens)
         return float(1.0 / (self.group_shares @ passes_per_token))

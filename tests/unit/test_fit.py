@@ -257,7 +257,7 @@ def test_the_adaptive_schedule_is_recognised() -> None:
         ("[1, 2]", ["draft_tokens=0"], "draft_tokens=0 cannot be used: it must be a whole number"),
         ("[1, 2]", ["predict=[1,a]"], "predict[1]='a' cannot be used"),
         ("[1, 2]", ["draf=x"], "draf=x is not an option: did you mean draft"),
-        ("[1, 2]", [], "2 verified draft tokens, too few to fit a model: give at least 20"),
+        ("[1, 2]", [], "2 verified draft tokens, too few to fit: give at least 20"),
         ("[0, 2]", ["lengths=emitted"], "no length can be 0 with lengths=emitted"),
         ('{"accept_lengths": [1.5]}', [], "accepted lengths must be whole numbers from 1 to 4096"),
         ('{"acceptance_histogram": [-1]}', [], "has counts of at least 0"),
