@@ -128,7 +128,8 @@ def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[Acceptan
     returns Akaike's criterion, 2 parameters - 2 log likelihood.
     """
     classes, bins, data = size.classes, torch.tensor(size.bins), observe(requests)
-    hit_rate = float((data.hits == 1).double().sum(0) @ data.weights) / data.num_known
+    known = max(data.num_known, 1.0)
+    hit_rate = float((data.hits == 1).double().sum(0) @ data.weights) / known
     several, mean = classes > 1, measured(requests)[0]
     parts = (  # start and limit of each array of log odds
         (logit(np.clip(hit_rate, 0.02, 0.98)) + np.linspace(-1.5, 1.5, classes) * several, 9.2),
@@ -150,7 +151,7 @@ def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[Acceptan
 
     def cost(values: FloatArray) -> tuple[float, FloatArray]:
         variable = torch.tensor(values, requires_grad=True)
-        loss = -log_likelihood(data, *parameters(variable)) / data.num_known
+        loss = -log_likelihood(data, *parameters(variable)) / known
         (gradient,) = torch.autograd.grad(loss, variable)
         return loss.item(), gradient.numpy()
 
@@ -166,7 +167,7 @@ def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[Acceptan
         options={"ftol": 1e-9, "maxiter": 300},
     )
     torch.set_num_threads(threads)
-    return model(found.x), 2.0 * (len(found.x) + found.fun * data.num_known)
+    return model(found.x), 2.0 * (len(found.x) + found.fun * known)
 
 
 def choose_size(requests: Sequence[RequestLog], *, chains: bool) -> ModelSize:
