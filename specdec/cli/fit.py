@@ -1,29 +1,29 @@
-"""``specdec fit`` fits an acceptance model (a law of hits) to acceptance measured elsewhere."""
+"""``specdec fit`` fits an acceptance model to acceptance measured elsewhere."""
 
 from __future__ import annotations
 
-import glob
-import json
-import re
 import shlex
-import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from glob import glob
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from specdec.cli.arguments import read_arguments
 from specdec.errors import UserError
 from specdec.files import write_text
-from specdec.fitting.fit import FittedLaw, HeldOutCheck, fit_logs
+from specdec.fitting.fit import fit_logs
 from specdec.fitting.logs import FORMATS, Lengths, ReadOptions, read_log
-from specdec.parts.fields import did_you_mean
+from specdec.parts.fields import Count, Text, did_you_mean, validated
 
 HELP = f"""\
 specdec fit FILE... [key=value] ...
 
-Fits a law of a draft's hits to measured acceptance, prints how well the law of two thirds of the
-requests describes the others, and the tokens per pass that it predicts for chains of other lengths.
-It writes a model option that every command takes, on any clock, tree and executor.
+Fits a model of which draft tokens are accepted to measured acceptance, prints how well the model of
+two thirds of the requests describes the others, and the tokens per pass that it predicts for chains
+of other lengths. It writes a model option for every command, on any clock, tree and executor.
 
   FILE                 acceptance logs of one pair (or a pattern in quotes), JSON, JSON lines, text
                        or CSV, plain or gzip; more than one are pooled
@@ -32,9 +32,9 @@ It writes a model option that every command takes, on any clock, tree and execut
   method=NAME          which of several pairs, methods or models in a file
   draft_tokens=K       verified draft tokens per pass, where the log does not say
   lengths=auto         emitted | accepted: whether lists count the target's own token
-  passes=chain         tree: the passes verified trees; the law then says how often a tree was right
-  predict=1,3,7        chain lengths (draft tokens) to print; 1 to 20 by default
-  check=FILE           a log of the same pair at another chain length; several times or a pattern
+  passes=chain         tree: the passes verified trees; a hit is then any right node of a tree
+  predict=[1,3,7]      chain lengths (draft tokens) to print; 1 to 20 by default
+  check=FILE           a log of the same pair at another chain length; [FILE,FILE] or a pattern
   holdout=3            every third request is held out for the check
   draft=NAME           of the draft; profiles then need its time
   source=TEXT license=TEXT
@@ -48,179 +48,77 @@ Examples
   specdec compare 'strategies=[ar,speculative]' --config-dir outputs/law model=mine clock=simulated
 """
 
-_KEYS: dict[str, str] = {
-    "name": r"[A-Za-z][\w.-]*",
-    "output_dir": r".+",
-    "method": r".+",
-    "draft_tokens": r"[1-9]\d{0,3}",
-    "lengths": "|".join(get_args(Lengths)),
-    "passes": r"chain|tree",
-    "predict": r"[1-9]\d{0,2}(,[1-9]\d{0,2})*",
-    "check": r".+",
-    "holdout": r"[2-9]|[1-9]\d",
-    "draft": r"[\w.-]+",
-    "source": r".+",
-    "license": r".+",
-}
-"""Key -> regular expression of its value."""
+Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 
-_MEANING = {
-    "weights": "how often each class of positions is drawn, over all groups",
-    "top1": "chance that the draft's first candidate is right",
-    "decay": "how fast the chance falls with the rank",
-    "miss": "share of the rest that no candidate gets right",
-    "group_shares": "share of the prompts in each group",
-    "group_weights": "`weights` of each group",
-    "stay": "chance to keep the class at the next position",
-    "depth": "added to the log odds of top1 by distance from the root",
-    "covers": "a hit is some node of the measured tree",
-    "requests": "that it was fitted to, for intervals",
-    "draft_name": "whose hits: the profile must have its time",
-    "origin": "of the law, for result files",
-}
-"""Key of the option -> comment beside it in the YAML."""
 
-_LENGTHS = tuple(range(1, 21))
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitOptions:
+    """The keys of the command, as its help describes them."""
+
+    name: Name = "law"
+    output_dir: Text | None = None
+    method: Text | None = None
+    draft_tokens: Count | None = None
+    lengths: Lengths = "auto"
+    passes: Literal["chain", "tree"] = "chain"
+    predict: tuple[Count, ...] = tuple(range(1, 21))
+    check: tuple[Text, ...] = ()
+    holdout: Annotated[int, Field(ge=2, le=99)] = 3
+    draft: Name | None = None
+    source: Text = "acceptance logs"
+    license: str = ""
 
 
 def main(words: Sequence[str]) -> int:
-    files, values, checks = _arguments(words)
-    options = ReadOptions(
-        method=values.get("method"),
-        lengths=values.get("lengths", "auto"),  # type: ignore[arg-type]
-        draft_tokens=int(values["draft_tokens"]) if "draft_tokens" in values else None,
-    )
+    files, options = _arguments(words)
     others = ReadOptions(method=options.method, lengths=options.lengths)
-    logs = [read_log(path, options) for path in files]
+    how = replace(others, draft_tokens=options.draft_tokens)
     fitted = fit_logs(
-        logs,
-        covers_tree=values.get("passes") == "tree",
-        holdout=int(values.get("holdout", 3)),
-        checks=[read_log(path, others) for path in checks],
+        [read_log(path, how) for path in files],
+        covers_tree=options.passes == "tree",
+        holdout=options.holdout,
+        checks=[read_log(path, others) for path in _matching(options.check)],
     )
-    lengths = [int(part) for part in values.get("predict", "").split(",") if part] or _LENGTHS
-    forms = ", ".join(dict.fromkeys(log.form for log in logs))
-    print(f"{len(files)} file{'s' if len(files) > 1 else ''} ({forms})")
-    print("\n".join(_report(fitted, lengths)))
-    if "output_dir" in values:
-        name = values.get("name", "law")
+    print(fitted.report(options.predict))
+    if options.output_dir:
         stated = [word for word in words if not word.startswith("output_dir=")]
         command = shlex.join(["specdec", "fit", *stated])
-        path = Path(values["output_dir"]).expanduser() / "model" / f"{name}.yaml"
-        write_text(path, option_text(fitted, values, command))
-        print(f"law: {path}")
-        print(f"use it with --config-dir {values['output_dir']} model={name}")
+        text = fitted.option_text(command, options.draft, options.source, options.license)
+        path = Path(options.output_dir).expanduser() / "model" / f"{options.name}.yaml"
+        print(f"model: {write_text(path, text)}")
+        print(f"use it with --config-dir {options.output_dir} model={options.name}")
     return 0
 
 
-def option_text(fitted: FittedLaw, values: dict[str, str], command: str) -> str:
-    """Writes the YAML of a model option, with the law's provenance as comments.
-
-    ``values`` may have draft, source and license of the command line.
-    """
-    origin = values.get("source", "acceptance logs")
-    about = [
-        f"Law of hits by `specdec fit`: {origin}",
-        f"{fitted.requests} requests, {fitted.draft_tokens:.0f} draft tokens;"
-        f" ranks: {fitted.tail_source}",
-        *([f"licence of the data: {values['license']}"] if "license" in values else []),
-        *(_check_line(fitted.goodness.check) if fitted.goodness else ()),
-        *fitted.notes,
-        command,
-    ]
-    option: dict[str, Any] = {
-        **fitted.model_option(),
-        # A single request is a summary, which has no spread between requests.
-        **({"requests": fitted.requests} if fitted.requests > 1 else {}),
-        "draft_name": values.get("draft"),
-        "origin": origin,
-    }
-    lines = [f"# {line}" for text in about for line in _wrapped(text)]
-    lines += ["defaults:", "  - synthetic", "  - _self_"]
-    lines += [f"{k}: {json.dumps(v)}  # {_MEANING[k]}" for k, v in option.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 96, break_on_hyphens=False, break_long_words=False)
-
-
-def _arguments(words: Sequence[str]) -> tuple[list[Path], dict[str, str], list[Path]]:
-    """Returns the log files, the values by key, and the files of ``check=``."""
-    files: list[Path] = []
-    checks: list[Path] = []
-    values: dict[str, str] = {}
+def _arguments(words: Sequence[str]) -> tuple[list[str], FitOptions]:
+    """Returns the log files and the options; of ``[a,b]`` and of whole numbers the values."""
+    known = [field.name for field in fields(FitOptions)]
+    files: list[str] = []
+    values: dict[str, Any] = {}
     for word in read_arguments(words, flags=()).overrides:
         key, equals, value = word.partition("=")
-        if not equals or (key not in _KEYS and Path(word).expanduser().exists()):
-            files += _matching(word)
-        elif key not in _KEYS:
-            raise UserError(f"{word} is not an option: {did_you_mean(key, _KEYS)}")
-        elif not re.fullmatch(_KEYS[key], value):
-            raise UserError(f"{word} cannot be used: see `specdec fit --help`")
-        elif key == "check":
-            checks += _matching(value)
+        if not equals or (key not in known and Path(word).expanduser().exists()):
+            files.append(word)
+        elif key not in known:
+            raise UserError(f"{word} is not an option: {did_you_mean(key, known)}")
+        elif key in ("predict", "check"):
+            values[key] = [_number(part) for part in value.strip("[]").split(",")]
         else:
-            values[key] = value
+            values[key] = _number(value) if key in ("draft_tokens", "holdout") else value
     if not files:
         raise UserError("specdec fit needs at least one acceptance log: see `specdec fit --help`")
-    return files, values, checks
+    try:
+        return _matching(files), FitOptions(**values)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
-def _matching(word: str) -> list[Path]:
-    """Returns the named file, or the files that a glob pattern matches."""
-    path = Path(word).expanduser()
-    if path.exists() or not glob.has_magic(word):
-        return [path]
-    matches = sorted(glob.glob(str(path)))
-    if not matches:
-        raise UserError(f"no file fits {word!r}")
-    return [Path(name) for name in matches]
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
-def _report(fitted: FittedLaw, lengths: Sequence[int]) -> list[str]:
-    law = fitted.law
-    lines = [f"note: {note}" for note in fitted.notes]
-    groups, classes = law.weights.shape
-    by_depth = "hit rates by depth" if law.depth.any() else "no dependence on the depth"
-    lines += [
-        f"fitted to {fitted.requests} requests, {fitted.draft_tokens:.0f} draft tokens: {groups}"
-        f" group{'s' * (groups > 1)} of prompts, {classes} class{'es' * (classes > 1)} of"
-        f" positions, {by_depth}",
-        f"hit rate of the first draft token {law.hit_rate():.3f}; ranks by {fitted.tail_source}:"
-        f" decay {fitted.tail.decay:.2f}, beyond 64 {fitted.tail.miss:.1%} of the misses",
-    ]
-    good = fitted.goodness
-    if good is not None:
-        lines += _check_line(good.check)
-        lines.append(
-            f"  log likelihood {good.gain:+.4f} nats per draft token against one constant hit rate;"
-            f" spread of tokens per pass between requests {good.spread:.3f}, law"
-            f" {good.law_spread:.3f}, constant hit rate {good.binomial_spread:.3f}"
-        )
-    for check in fitted.checks:
-        lines += _check_line(check)
-    if fitted.covers_tree:
-        deep = max(len(law.depth) - 1, 1)  # the last depth is that of the bonus token
-        lines.append(
-            f"tokens per pass of its tree of depth {deep}: {law.tokens_per_pass(deep):.3f}"
-        )
-        return lines
-    lines.append("draft tokens per pass -> tokens per pass:")
-    cells = [f"{k}: {law.tokens_per_pass(k):.3f}" for k in lengths]
-    lines += ["  " + "  ".join(cells[at : at + 7]) for at in range(0, len(cells), 7)]
-    return lines
-
-
-def _check_line(check: HeldOutCheck) -> list[str]:
-    interval = (
-        f" (95 % interval {check.low:.3f} to {check.high:.3f},"
-        f" {'inside' if check.is_inside else 'outside'})"
-        if check.low == check.low
-        else ""
-    )
-    return [
-        f"{check.name}: {check.requests} requests, {check.draft_tokens:.1f} draft tokens per pass:"
-        f" measured {check.measured:.3f} tokens per pass, predicted {check.predicted:.3f},"
-        f" {check.error:+.1%}{interval}"
-    ]
+def _matching(names: Sequence[str]) -> list[str]:
+    """Returns the files that patterns match; other names as they are."""
+    paths = [str(Path(name).expanduser()) for name in names]
+    return [found for path in paths for found in (sorted(glob(path)) or [path])]

@@ -1,13 +1,13 @@
-"""Reads acceptance logs and fits hit laws (models of which draft tokens are accepted) to them."""
+"""Reads acceptance logs and fits models of which draft tokens are accepted to them."""
 
 from typing import TYPE_CHECKING
 
 from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from specdec.fitting.fit import FittedLaw, fit_logs
-    from specdec.fitting.law import HitLaw
+    from specdec.fitting.fit import FittedModel, fit_logs
     from specdec.fitting.logs import FORMATS, ReadOptions, read_log
+    from specdec.fitting.model import AcceptanceModel
     from specdec.fitting.requests import AcceptanceLog, RequestLog
     from specdec.fitting.tails import RankVector, fit_tail, tail_of
 

@@ -1,40 +1,42 @@
+"""Fits an acceptance model to logs, and checks it on requests that it has not seen."""
+
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from specdec.errors import UserError
-from specdec.fitting.em import Fit, Size, calibrated, choose_law, fit_law, log_likelihood
-from specdec.fitting.law import HitLaw
-from specdec.fitting.observations import DraftedRequest, observe, samples_of
-from specdec.fitting.predict import measured, predicted, simulated_spread
-from specdec.fitting.requests import AcceptanceLog
-from specdec.fitting.tails import RankTail, RankVector, class_decays, fit_tail, tail_of
+from specdec.fitting.estimate import (
+    choose_size,
+    draft_tokens,
+    fit_model,
+    measured,
+    observe,
+    predicted,
+)
+from specdec.fitting.model import AcceptanceModel
+from specdec.fitting.requests import AcceptanceLog, RequestLog, with_draft_tokens
+from specdec.fitting.tails import RankTail, class_decays, fit_tail, tail_of
 
-_Z = 1.96  # half width of a 95 % interval in standard errors
-_LEAST = 20.0  # verified draft tokens, fewer are refused
+_LEAST = 20  # verified draft tokens, fewer are refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutCheck:
-    """Compares measured tokens per pass of some requests with a law's prediction.
-
-    ``low`` and ``high`` bound the 95 % interval of what such requests would measure if the law were
-    right, from the spread between requests in the fitted and the checked part; NaN if there is
-    none. ``draft_tokens`` is the mean number per pass.
-    """
+    """Compares measured tokens per pass of some requests with a model's prediction."""
 
     name: str
     requests: int
-    draft_tokens: float
+    draft_tokens: float  # mean number per pass
     measured: float
     predicted: float
-    low: float
-    high: float
+    margin: float  # half of the 95 % interval of what such requests would measure; NaN: unknown
 
     @property
     def error(self) -> float:
@@ -42,69 +44,89 @@ class HeldOutCheck:
 
     @property
     def is_inside(self) -> bool:
-        return self.low <= self.measured <= self.high
+        return abs(self.predicted - self.measured) <= self.margin
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.name}: {self.requests} requests, {self.draft_tokens:.1f} draft tokens per pass:"
+            f" measured {self.measured:.3f} tokens per pass, predicted {self.predicted:.3f},"
+            f" {self.error:+.1%}"
+        )
+        if math.isnan(self.margin):
+            return text
+        low, high = self.predicted - self.margin, self.predicted + self.margin
+        verdict = "inside" if self.is_inside else "outside"
+        return f"{text} (95 % interval {low:.3f} to {high:.3f}, {verdict})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goodness:
-    """How well a law of the same size, fitted to a part of the requests, describes the others.
+class FittedModel:
+    """The model that was fitted to all requests, and the result of checking it."""
 
-    Attributes:
-        gain: log likelihood per held-out draft token above that of one constant hit rate, in nats.
-        spread: standard deviation of tokens per pass between all requests.
-        law_spread, binomial_spread: the same under the law, and under one constant hit rate.
-    """
-
-    check: HeldOutCheck
-    gain: float
-    spread: float
-    law_spread: float
-    binomial_spread: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittedLaw:
-    """The law that was fitted to all requests, and the result of checking it.
-
-    Attributes:
-        tail: ranks of the target's token where the first candidate is wrong.
-        covers_tree: whether a hit means that any node of a tree was right.
-        goodness: held-out check; None for fewer than four requests.
-        checks: predictions for further logs.
-        notes: what was inferred rather than stated in the logs.
-    """
-
-    law: HitLaw
-    tail: RankTail
+    model: AcceptanceModel
+    tail: RankTail  # ranks of the target's token where the first candidate is wrong
     tail_source: str
-    covers_tree: bool
-    requests: int
-    draft_tokens: float
-    goodness: Goodness | None = None
-    checks: tuple[HeldOutCheck, ...] = ()
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    covers_tree: bool = False  # a hit means that any node of a tree was right
+    requests: int = 0
+    draft_tokens: float = 0.0
+    held_out: HeldOutCheck | None = None  # of a model of this size, fitted to the other requests
+    checks: tuple[HeldOutCheck, ...] = ()  # of this model, with further logs
+    notes: tuple[str, ...] = ()  # what was inferred rather than stated in the logs
 
     def model_option(self) -> dict[str, Any]:
-        """Returns the keys of ``model=synthetic`` that this law sets."""
-        law = self.law
-        decays = class_decays(law.top1, self.tail)
-        option: dict[str, Any] = {
-            "weights": _rounded(law.weights[0]),
-            "top1": _rounded(law.top1),
-            "decay": _rounded(decays),
-            "miss": _rounded(np.full(len(law.top1), self.tail.miss)),
+        """Returns the keys of ``model=synthetic`` that this model sets."""
+        model = self.model
+        option = {
+            "weights": model.weights[0],
+            "top1": model.top1,
+            "decay": class_decays(model.top1, self.tail),
+            "miss": np.full(len(model.top1), self.tail.miss),
+            **({"stay": model.stay} if model.stay.any() else {}),
+            **({"depth": model.depth} if model.depth.any() else {}),
         }
-        if len(law.weights) > 1:
-            option["weights"] = _rounded(law.group_shares @ law.weights)
-            option["group_shares"] = _rounded(law.group_shares)
-            option["group_weights"] = _rounded(law.weights)
-        if law.stay.any():
-            option["stay"] = _rounded(law.stay)
-        if law.depth.any():
-            option["depth"] = _rounded(law.depth)
+        plain = {key: np.round(values, 4).tolist() for key, values in option.items()}
+        return {**plain, "covers": "tree"} if self.covers_tree else plain
+
+    def option_text(self, command: str, draft: str | None, source: str, terms: str) -> str:
+        """Returns the YAML of a model option; its comments state origin and licence of the data."""
+        about = [
+            f"Acceptance model by `specdec fit`: {source}",
+            f"{self.requests} requests, {self.draft_tokens:.0f} draft tokens;"
+            f" ranks: {self.tail_source}",
+            *([f"licence of the data: {terms}"] if terms else []),
+            *([str(self.held_out)] if self.held_out else []),
+            *self.notes,
+            command,
+        ]
+        # A single request is a summary, which has no spread between requests.
+        requests = {"requests": self.requests} if self.requests > 1 else {}
+        option = {**self.model_option(), **requests, "draft_name": draft, "origin": source}
+        wrapper = textwrap.TextWrapper(96, break_on_hyphens=False, break_long_words=False)
+        lines = [f"# {part}" for line in about for part in wrapper.wrap(line)]
+        lines += ["defaults:", "  - synthetic", "  - _self_"]
+        return "\n".join(
+            [*lines, *(f"{key}: {json.dumps(value)}" for key, value in option.items()), ""]
+        )
+
+    def report(self, lengths: Sequence[int]) -> str:
+        """Describes the model, its checks, and the tokens per pass of chains of such lengths."""
+        model, classes = self.model, len(self.model.top1)
+        by_depth = "hit rates by depth" if model.depth.any() else "no dependence on the depth"
+        lines = [
+            *(f"note: {note}" for note in self.notes),
+            f"fitted to {self.requests} requests, {self.draft_tokens:.0f} draft tokens: {classes}"
+            f" class{'es' * (classes > 1)} of positions, {by_depth}",
+            f"hit rate of the first draft token {model.hit_rate():.3f}; ranks by"
+            f" {self.tail_source}: decay {self.tail.decay:.2f}, beyond 64 {self.tail.miss:.1%} of"
+            " the misses",
+            *map(str, ([self.held_out] if self.held_out else []) + [*self.checks]),
+            "draft tokens per pass -> tokens per pass:",
+        ]
         if self.covers_tree:
-            option["covers"] = "tree"
-        return option
+            lengths, lines[-1] = [len(model.depth)], "depth of the tree -> tokens per pass:"
+        cells = [f"{k}: {model.tokens_per_pass(k):.3f}" for k in lengths]
+        rows = ["  " + "  ".join(cells[at : at + 7]) for at in range(0, len(cells), 7)]
+        return "\n".join([*lines, *rows])
 
 
 def fit_logs(
@@ -113,134 +135,64 @@ def fit_logs(
     covers_tree: bool = False,
     holdout: int = 3,
     checks: Sequence[AcceptanceLog] = (),
-) -> FittedLaw:
-    """Fits a law to logs of one pair of models; ranks come from the log with a rank vector, if any.
+) -> FittedModel:
+    """Fits a model to logs of one pair; ranks come from the log with a rank vector, if any.
 
-    Args:
-        covers_tree: whether the passes verified trees.
-        holdout: every ``holdout``-th request is left out of the fit that is checked. The returned
-            law is fitted to all requests.
-        checks: further logs of the pair, whose tokens per pass are predicted.
+    The model is fitted to all requests. One of the same size, fitted without every ``holdout``-th
+    request, predicts these; the tokens per pass of further logs (``checks``) are predicted too.
     """
     vectors = [log.vector for log in logs if log.vector is not None]
     if len(vectors) > 1:
-        raise UserError("a law has one rank vector: give one file of them")
-    vector = vectors[0] if vectors else None
-    samples: list[DraftedRequest] = []
-    notes: list[str] = []
-    for log in logs:
-        found, note = samples_of(log)
-        found = [s for s in found if s.passes or s.request.matches is not None]
-        samples += found
-        notes += [*log.notes, *([note] if note else [])]
-    if any(sample.request.totals_only for sample in samples):
-        notes.append("totals only: the same hit rate is assumed at every position of a pass")
-    if not samples:
-        if vector is None:
-            raise UserError("the logs have no target passes: there is nothing to fit")
-        return _of_vector(vector)
-    data = observe(samples)
-    known = data.num_known
+        raise UserError("a fit takes one rank vector: give one file of them")
+    requests = [request for log in logs for request in with_draft_tokens(log)]
+    if not requests and vectors:
+        return FittedModel(
+            model=AcceptanceModel(top1=vectors[0].shares[:1]),
+            tail=fit_tail(vectors[0]),
+            tail_source=vectors[0].name,
+            notes=("a rank vector has no positions: one hit rate for all of them",),
+        )
+    if not requests:
+        raise UserError("the logs have no target passes: there is nothing to fit")
+    known = observe(requests).num_known
     if known < _LEAST:
         raise UserError(
-            f"the logs have {known:g} verified draft tokens, too few to fit a law: give at least"
-            f" {_LEAST:g}"
+            f"the logs have {known:g} verified draft tokens, too few to fit: give at least {_LEAST}"
         )
-    chosen = _chosen(samples, covers_tree)
-    tail = tail_of(chosen.law.hit_rate()) if vector is None else fit_tail(vector)
-    return FittedLaw(
-        law=chosen.law,
-        tail=tail,
-        tail_source="regression over 16 rank vectors" if vector is None else vector.name,
+    size = choose_size(requests, chains=not covers_tree)
+    model, held_out = fit_model(requests, size)[0], None
+    if len(requests) > 3:
+        kept = [request for at, request in enumerate(requests, start=1) if at % holdout]
+        held = requests[holdout - 1 :: holdout]
+        held_out = _check(fit_model(kept, size)[0], "held-out requests", kept, held)
+    return FittedModel(
+        model=model,
+        tail=fit_tail(vectors[0]) if vectors else tail_of(model.hit_rate()),
+        tail_source=vectors[0].name if vectors else "regression over 16 rank vectors",
         covers_tree=covers_tree,
-        requests=len(samples),
+        requests=len(requests),
         draft_tokens=known,
-        goodness=_goodness(samples, chosen, holdout),
-        checks=tuple(_further(chosen.law, samples, log) for log in checks),
-        notes=tuple(dict.fromkeys(notes)),
+        held_out=held_out,
+        checks=tuple(_check(model, log.path, requests, with_draft_tokens(log)) for log in checks),
+        notes=tuple(dict.fromkeys(note for request in requests for note in request.notes)),
     )
-
-
-def _of_vector(vector: RankVector) -> FittedLaw:
-    law = HitLaw(
-        group_shares=np.ones(1),
-        weights=np.ones((1, 1)),
-        stay=np.zeros(1),
-        top1=vector.shares[:1],
-        depth=np.zeros(1),
-    )
-    return FittedLaw(
-        law=law,
-        tail=fit_tail(vector),
-        tail_source=vector.name,
-        covers_tree=False,
-        requests=0,
-        draft_tokens=0.0,
-        notes=("a rank vector has no positions: one hit rate for all of them",),
-    )
-
-
-def _chosen(samples: Sequence[DraftedRequest], covers_tree: bool) -> Fit:
-    part = measured(samples)
-    return choose_law(
-        observe(samples),
-        ordered=all(sample.request.ordered for sample in samples),
-        error=_error_on(samples),
-        spread=lambda law: simulated_spread(law, samples) / part.spread if part.spread else 1.0,
-        chains=not covers_tree,
-    )
-
-
-def _error_on(samples: Sequence[DraftedRequest]) -> Callable[[HitLaw], float]:
-    """Returns a function from a law to the relative error of its tokens per pass on the samples."""
-    mean = measured(samples).mean
-    return lambda law: predicted(law, samples) / mean - 1.0
-
-
-def _goodness(samples: Sequence[DraftedRequest], chosen: Fit, holdout: int) -> Goodness | None:
-    if len(samples) < 4:
-        return None
-    held = [s for at, s in enumerate(samples) if at % holdout == holdout - 1]
-    kept = [s for at, s in enumerate(samples) if at % holdout != holdout - 1]
-    data = observe(kept)
-    law = calibrated(fit_law(data, chosen.size), data, _error_on(kept)).law
-    constant = fit_law(data, Size()).law
-    unseen = observe(held)
-    gain = log_likelihood(unseen, law) - log_likelihood(unseen, constant)
-    return Goodness(
-        check=_check(law, "held-out requests", kept, held),
-        gain=gain / max(unseen.num_known, 1.0),
-        spread=measured(samples).spread,
-        law_spread=simulated_spread(law, samples),
-        binomial_spread=simulated_spread(constant, samples),
-    )
-
-
-def _further(law: HitLaw, fitted: Sequence[DraftedRequest], log: AcceptanceLog) -> HeldOutCheck:
-    if not log.requests:
-        raise UserError(f"{log.path!r} has ranks and no passes, so it cannot be a check")
-    return _check(law, log.path, fitted, samples_of(log)[0])
 
 
 def _check(
-    law: HitLaw, name: str, fitted: Sequence[DraftedRequest], new: Sequence[DraftedRequest]
+    model: AcceptanceModel, name: str, fitted: Sequence[RequestLog], new: Sequence[RequestLog]
 ) -> HeldOutCheck:
     """Predicts new requests; the interval has the relative sampling errors of both parts."""
-    value, old, fresh = predicted(law, new), measured(fitted), measured(new)
-    parts = [part.standard_error / part.mean for part in (old, fresh)]
-    known = [part for part in parts if not math.isnan(part)]
-    error = value * math.sqrt(sum(part**2 for part in known)) if known else float("nan")
-    drafted = [(float(s.drafted @ s.request.counts), s.passes) for s in new if s.passes]
+    if not new:
+        raise UserError(f"{name!r} has no target passes, so it cannot be a check")
+    value, (mean, _) = predicted(model, new), measured(new)
+    errors = [error / mean for mean, error in (measured(fitted), measured(new))]
+    known = [error for error in errors if not math.isnan(error)]
+    numbers, passes = draft_tokens(new)
     return HeldOutCheck(
         name=name,
         requests=len(new),
-        draft_tokens=sum(d for d, _ in drafted) / max(sum(p for _, p in drafted), 1e-9),
-        measured=fresh.mean,
+        draft_tokens=float(np.average(numbers, weights=passes)),
+        measured=mean,
         predicted=value,
-        low=value - _Z * error,
-        high=value + _Z * error,
+        margin=1.96 * value * math.hypot(*known) if known else math.nan,
     )
-
-
-def _rounded(values: np.ndarray) -> Any:
-    return np.round(values, 4).tolist()

@@ -1,134 +1,137 @@
-"""Acceptance of one request as read from a log: accepted draft tokens per pass, or pass counts.
+"""Acceptance of requests: accepted draft tokens per pass, and the draft tokens that it verified.
 
-Shape letters: N passes (or kinds of passes, if a log has only counts), T positions, K draft
-tokens per pass.
+Shape letters: N passes, or kinds of passes if a log has only counts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import brentq
 
 from specdec.errors import UserError
 from specdec.fitting.tails import RankVector
 from specdec.types import FloatArray, IntArray
 
-UNKNOWN = -1
-"""Marks a position whose draft token was never verified."""
-
-_MOST = 4096  # most tokens of a pass
+_ADAPTIVE_START = 5  # draft tokens of the first pass of transformers' assisted generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLog:
-    """The acceptance of one request.
+    """The acceptance of one request."""
 
-    Attributes:
-        accepted: int64[N], accepted draft tokens of each pass.
-        counts: float64[N], number of such passes; all 1 if ``ordered``.
-        drafted: int64[N], verified draft tokens of each pass; None if the log has none.
-        ordered: whether passes follow each other in the text.
-        turns: number of passes in each turn of a dialogue.
-        matches: int64[T], used instead of passes: 1 right, 0 wrong, ``UNKNOWN``; None for passes.
-        totals_only: the log has only a mean; ``counts`` assume a constant hit rate.
-    """
-
-    name: str
-    accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    counts: FloatArray = field(default_factory=lambda: np.zeros(0))
-    drafted: IntArray | None = None
-    ordered: bool = True
-    turns: tuple[int, ...] = ()
-    matches: IntArray | None = None
-    totals_only: bool = False
+    accepted: IntArray  # int64[N], accepted draft tokens of each pass
+    counts: FloatArray  # float64[N], number of such passes; all 1 if ordered
+    drafted: IntArray | None = None  # int64[N], verified draft tokens, if the log has them
+    ordered: bool = True  # whether passes follow each other in the text
+    turns: tuple[int, ...] = ()  # passes in each turn of a dialogue; empty for a single turn
+    adaptive: bool = False  # drafted follows the schedule of transformers' assisted generation
+    method: str = ""  # the pair or method that the log names
+    notes: tuple[str, ...] = ()  # what was inferred rather than stated in the log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceLog:
-    """The content of a file: requests, or a rank vector; ``notes`` say what was inferred."""
+    """The content of a file: requests, or a rank vector."""
 
     path: str
-    form: str
     requests: tuple[RequestLog, ...] = ()
     vector: RankVector | None = None
-    notes: tuple[str, ...] = ()
-
-
-def whole_numbers(values: Any, where: str, least: int = 0) -> IntArray:
-    """Converts a list of whole numbers to int64[N]; ``where`` names it in the ``UserError``."""
-    good = isinstance(values, list) and all(
-        (type(v) is int or (type(v) is float and v.is_integer())) and least <= v <= _MOST
-        for v in values
-    )
-    if not good:
-        raise UserError(f"{where} must be a list of whole numbers from {least} to {_MOST}")
-    return np.array(values, np.int64)
 
 
 def of_passes(
-    name: str,
-    accepted: IntArray,
-    *,
-    drafted: IntArray | None = None,
-    turns: Sequence[int] = (),
+    accepted: IntArray, draft_tokens: int | IntArray | None = None, turns: Sequence[int] = ()
 ) -> RequestLog:
-    if drafted is not None and len(drafted) != len(accepted):
-        drafted = None
-    fits = sum(turns) == len(accepted)
-    return RequestLog(
-        name=name,
-        accepted=accepted,
-        counts=np.ones(len(accepted)),
-        drafted=drafted,
-        turns=tuple(turns) if fits else (len(accepted),),
-    )
+    """Returns a request of consecutive passes; ``draft_tokens`` is one number or int64[N]."""
+    count = len(accepted)
+    drafted = None if draft_tokens is None else np.broadcast_to(draft_tokens, count)
+    turns = tuple(turns) if sum(turns) == count else ()
+    return RequestLog(accepted=accepted, counts=np.ones(count), drafted=drafted, turns=turns)
 
 
-def of_histogram(
-    name: str, counts: FloatArray, draft_tokens: int | None, *, totals_only: bool = False
-) -> RequestLog:
-    """Returns a request in which ``counts[j]`` passes accepted j of ``draft_tokens`` tokens."""
-    longest = max(draft_tokens or 0, len(counts) - 1)
-    return RequestLog(
-        name=name,
-        accepted=np.arange(len(counts)),
-        counts=np.asarray(counts, float),
-        drafted=np.full(len(counts), longest) if draft_tokens else None,
-        ordered=False,
-        totals_only=totals_only,
-    )
+def of_matches(text: str) -> RequestLog:
+    """Returns a request from a text of 1, 0 and ? per position, in passes of 7 draft tokens.
 
-
-def of_rates(name: str, passes: float, rates: Sequence[float]) -> RequestLog:
-    """Returns a request in which ``rates[i]`` of the passes accepted the draft token at depth i."""
-    edges = np.array([1.0, *rates, 0.0])
-    if (np.diff(edges) > 0.02).any() or (edges < 0).any() or not np.isfinite(edges).all():
-        raise UserError(
-            f"{name}: acceptance by position {list(rates)} must fall from at most 1 to at least 0"
-        )
-    counts = passes * np.maximum(-np.diff(edges), 0.0)
-    return of_histogram(name, counts, len(rates))
-
-
-def of_totals(name: str, passes: float, accepted: float, draft_tokens: float) -> RequestLog:
-    """Returns a request of which only totals are known, with the same hit rate at every position.
-
-    ``accepted`` is the number of draft tokens in all passes, and ``draft_tokens`` that per pass.
+    An unknown position inside a pass ends it: nothing is judged there.
     """
-    longest = max(round(draft_tokens), 1)
-    if passes <= 0 or not 0 <= accepted <= passes * longest * 1.001:
+    passes = re.findall("1{0,6}[0?]|1{7}.|1+$", text)
+    accepted = np.array([len(shown) - 1 for shown in passes])
+    judged = np.array([shown[-1] == "0" for shown in passes])
+    return of_passes(accepted, np.where(judged, 7, accepted))
+
+
+def of_histogram(counts: Sequence[float] | FloatArray, draft_tokens: int | None) -> RequestLog:
+    """Returns a request in which ``counts[j]`` passes accepted j of ``draft_tokens`` tokens."""
+    array, accepted = np.asarray(counts, float), np.arange(len(counts))
+    if not (array >= 0).all():
+        raise UserError(f"a histogram of accepted tokens has counts of at least 0, not {counts}")
+    longest = max(draft_tokens or 0, len(counts) - 1)
+    drafted = np.full(len(counts), longest) if draft_tokens else None
+    return RequestLog(accepted=accepted, counts=array, drafted=drafted, ordered=False)
+
+
+def of_rates(passes: float, rates: Sequence[float]) -> RequestLog:
+    """Returns a request in which ``rates[i]`` of the passes accepted the draft token at depth i."""
+    falls = -np.diff([1.0, *rates, 0.0])
+    if not (falls >= -0.02).all() or not min(rates) >= 0:
+        raise UserError(f"acceptance by position must fall from at most 1 to at least 0: {rates}")
+    return of_histogram(passes * np.maximum(falls, 0.0), len(rates))
+
+
+def of_totals(accepted: float, drafted: float, passes: float, k: int | None) -> RequestLog:
+    """Returns a request with one hit rate at every position, from the draft tokens of all passes.
+
+    If ``k``, the draft tokens per pass, is None, it is the mean of the passes.
+    """
+    passes = drafted / k if k else passes
+    longest = k or max(round(drafted / passes), 1) if passes else 0
+    if not 0 <= accepted <= passes * longest * 1.001 or not longest:
         raise UserError(
-            f"{name}: {accepted:g} accepted draft tokens in {passes:g} passes of {longest} draft"
-            " tokens is not possible; state draft_tokens=K"
+            f"{accepted:g} accepted of {drafted:g} draft tokens in {passes:g} passes do not give"
+            " the draft tokens per pass: give draft_tokens=K"
         )
-    mean, low, high = accepted / passes, 0.0, 1.0
-    powers = np.arange(1, longest + 1)
-    for _ in range(60):
-        rate = (low + high) / 2
-        low, high = (rate, high) if (rate**powers).sum() < mean else (low, rate)
-    survive = high ** np.arange(longest + 1)
-    counts = passes * np.append(survive[:-1] - survive[1:], survive[-1])
-    return of_histogram(name, counts, longest, totals_only=True)
+    mean, powers = min(accepted / passes, longest), np.arange(longest + 1)
+    rate = brentq(lambda rate: (rate ** powers[1:]).sum() - mean, 0.0, 1.0)
+    counts = -passes * np.diff(rate**powers, append=0.0)
+    note = "totals only: the same hit rate is assumed at every position of a pass"
+    return replace(of_histogram(counts, longest), notes=(note,))
+
+
+def with_draft_tokens(log: AcceptanceLog) -> list[RequestLog]:
+    """Returns the requests of a log that have passes, all with draft tokens per pass.
+
+    If the log does not have them, they follow transformers' schedule, if every pass obeys it and
+    the longest pass exceeds its first number. Otherwise they are the largest number accepted in the
+    log.
+    """
+    requests = [request for request in log.requests if request.counts.any()]
+    unknown = [request for request in requests if request.drafted is None]
+    most = max((int(request.accepted.max()) for request in unknown), default=0)
+    plans = [_schedule(request) for request in unknown]
+    obeyed = all((r.accepted <= p).all() and r.ordered for r, p in zip(unknown, plans, strict=True))
+    note = f"draft tokens per pass taken as {most}, the most accepted"
+    if adaptive := obeyed and most > _ADAPTIVE_START:
+        note = "draft tokens per pass by the schedule of transformers' assisted generation, which"
+        note += " every pass obeys"
+    else:
+        plans = [np.full(len(plan), max(most, 1)) for plan in plans]
+    return [request for request in requests if request.drafted is not None] + [
+        replace(request, drafted=plan, adaptive=adaptive, notes=(*request.notes, note))
+        for request, plan in zip(unknown, plans, strict=True)
+    ]
+
+
+def _schedule(request: RequestLog) -> IntArray:
+    """Returns int64[N]: 5, then 2 more after a full accept and 1 less (at least 1) otherwise.
+
+    It starts anew at each turn.
+    """
+    starts = {0, *np.cumsum(request.turns).tolist()}
+    plan: list[int] = []
+    for at, accepted in enumerate([0, *request.accepted.tolist()][:-1]):
+        after = _ADAPTIVE_START if at in starts else max(plan[-1] - 1, 1)
+        plan.append(plan[-1] + 2 if at not in starts and accepted == plan[-1] else after)
+    return np.array(plan)

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.special import expit, logit
 
 from specdec.errors import UserError
-from specdec.fitting import HitLaw, ReadOptions, fit_logs, read_log
+from specdec.fitting import AcceptanceModel, ReadOptions, fit_logs, read_log
 from specdec.fitting.tails import RankTail, class_decays
 from specdec.models.bundled import record_path
 from specdec.pairs import ModelPair, build_pair
@@ -68,12 +68,12 @@ class OfLaw:
         return build_pair({**self.section, "draft_name": None})
 
     @property
-    def law(self) -> HitLaw:
+    def law(self) -> AcceptanceModel:
         """The law with its weights normalised."""
         section = self.section
         rows = np.asarray(section.get("group_weights") or [section["weights"]], float)
         shares = np.asarray(section.get("group_shares") or [1.0], float)
-        return HitLaw(
+        return AcceptanceModel(
             group_shares=shares / shares.sum(),
             weights=rows / rows.sum(axis=1, keepdims=True),
             stay=np.asarray(section.get("stay") or [0.0] * rows.shape[1], float),

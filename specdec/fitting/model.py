@@ -1,0 +1,110 @@
+"""A model of which draft tokens the target accepts, and the tokens per pass that follow from it.
+
+A prompt belongs to one of G groups, and each position to one of C classes of difficulty. From one
+position to the next the class stays with probability ``stay``; otherwise it is drawn anew from the
+weights of the prompt's group. The draft token at depth d below the root (0-based) is right with
+probability
+
+    sigmoid(logit(top1_c) + depth_d),
+
+independently of everything else, given the class c. So acceptance differs between prompts by more
+than a binomial distribution allows, and misses cluster. ``depth`` is 0 for a draft model, whose
+proposal does not depend on the root; drafts that read the target's hidden states lose accuracy with
+the depth.
+
+Shape letters: G groups, C classes, D depths, K draft tokens per pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.sparse import csc_array
+from scipy.sparse.linalg import spsolve
+from scipy.special import expit, logit
+
+from specdec.types import FloatArray
+
+_EDGE = 1e-12  # probabilities are kept this far from 0 and 1 in logarithms
+_MOST_ADAPTIVE = 64  # draft tokens per pass of the adaptive schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceModel:
+    """The parameters of the model; by default one group, one class and no dependence on the depth.
+
+    Attributes:
+        top1: float64[C], hit rate at depth 0.
+        stay: float64[C], probability to keep the class at the next position.
+        depth: float64[D], added to the log odds at each depth; the last entry also applies beyond
+            D.
+        group_shares: float64[G], share of the prompts in each group.
+        weights: float64[G, C], distribution of a newly drawn class; rows sum to 1.
+    """
+
+    top1: FloatArray
+    stay: FloatArray = field(default_factory=lambda: np.zeros(1))
+    depth: FloatArray = field(default_factory=lambda: np.zeros(1))
+    group_shares: FloatArray = field(default_factory=lambda: np.ones(1))
+    weights: FloatArray = field(default_factory=lambda: np.ones((1, 1)))
+
+    def hit_rates(self, num_depths: int) -> FloatArray:
+        """Returns float64[C, num_depths], the hit rate by class and depth."""
+        added = self.depth[np.minimum(np.arange(num_depths), len(self.depth) - 1)]
+        odds = logit(np.clip(self.top1, _EDGE, 1.0 - _EDGE))
+        rates: FloatArray = expit(odds[:, None] + added)
+        return rates
+
+    def hit_rate(self) -> float:
+        """Returns the share of positions whose first draft token is right."""
+        occupied = self.weights / np.maximum(1.0 - self.stay, _EDGE)
+        return float(self.group_shares @ (occupied @ self.top1 / occupied.sum(axis=1)))
+
+    def tokens_per_pass(self, num_draft_tokens: int) -> float:
+        """Returns the expected emitted tokens per target pass of a chain of K draft tokens.
+
+        Prompts are assumed to be equally long, so groups are averaged by their passes per token.
+        """
+        return self._tokens([num_draft_tokens], [0], [0])
+
+    def adaptive_tokens_per_pass(self) -> float:
+        """Returns the same under the schedule of transformers' assisted generation.
+
+        The next pass has two more draft tokens if all were accepted, otherwise one less, but at
+        least 1.
+        """
+        states = np.arange(_MOST_ADAPTIVE)
+        more, less = np.minimum(states + 2, states[-1]), np.maximum(states - 1, 0)
+        return self._tokens((states + 1).tolist(), more.tolist(), less.tolist())
+
+    def _tokens(self, counts: Sequence[int], more: Sequence[int], less: Sequence[int]) -> float:
+        """Averages over passes of ``counts[i]`` draft tokens.
+
+        After such a pass, i becomes ``more[i]`` if all tokens were accepted, else ``less[i]``. Then
+        i and the class at the starts of passes form a Markov chain, so the average is exact.
+        """
+        hits, size = self.hit_rates(max(counts) + 1), (len(counts), len(self.top1))
+        passes_per_token = []
+        for weights in self.weights:
+            step = np.diag(self.stay) + np.outer(1.0 - self.stay, weights)
+            alive, missed = (
+                [np.eye(len(step))],
+                [np.zeros_like(step)],
+            )  # [class at start, class now]
+            accepted = [np.zeros(len(step))]  # before each depth, as the sums of misses
+            for hit in hits.T:
+                missed.append(missed[-1] + (alive[-1] * (1.0 - hit)) @ step)
+                accepted.append(accepted[-1] + (alive[-1] * hit).sum(axis=1))
+                alive.append((alive[-1] * hit) @ step)
+            starts = np.zeros(size + size)
+            for at, count in enumerate(counts):
+                starts[at, :, less[at]] += missed[count]
+                starts[at, :, more[at]] += alive[count] @ step  # the bonus token has no draft token
+            system = starts.reshape(-1, size[0] * size[1]).T - np.eye(size[0] * size[1])
+            system[-1] = 1.0  # the stationary distribution sums to 1
+            root = spsolve(csc_array(system), np.eye(len(system))[-1])
+            tokens = 1.0 + root @ np.concatenate([accepted[count] for count in counts])
+            passes_per_token.append(1.0 / tokens)
+        return float(1.0 / (self.group_shares @ passes_per_token))
