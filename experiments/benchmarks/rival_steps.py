@@ -22,7 +22,7 @@ from specdec.config.job import run_job_of
 from specdec.models.runner import ModelRunner
 from specdec.pairs import PretrainedPair
 from specdec.rivals import RivalProcess
-from specdec.rivals.environments import converted
+from specdec.rivals.runtimes import converted
 from specdec.runs.jobs import prepare
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
@@ -61,15 +61,17 @@ def main() -> int:
 
 
 def _rival(pair: PretrainedPair) -> RivalProcess:
-    settings: dict[str, Any] = {
-        "target": str(converted("ort", pair.folder("target"), print)),
-        "draft": None,
-        "method": "generate",
-        "threads": 1,
-        "eos": sorted(pair.eos_ids),
-        "options": {},
-    }
-    return RivalProcess("ort", settings)
+    worker = RivalProcess("ort")
+    worker.ask(
+        "open",
+        target=str(converted("ort", pair.folder("target"), print)),
+        draft=None,
+        method="generate",
+        threads=1,
+        eos=sorted(pair.eos_ids),
+        options={},
+    )
+    return worker
 
 
 class _Stopwatch:
