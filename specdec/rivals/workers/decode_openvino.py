@@ -21,7 +21,7 @@ def convert(model: str, folder: str, **_: str) -> dict[str, Any]:
         output=folder,
         task="text-generation-with-past",
         library_name="transformers",
-        convert_tokenizer=False,
+        convert_tokenizer=True,  # drafts are refused without it
         ov_config=OVConfig(),  # without one, models of a billion parameters become int8
     )
     return {"folder": folder}
@@ -77,7 +77,9 @@ def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -
     tokens = [int(token) for token in result.tokens[0]]
     accepted = 0
     if method != "generate":
-        accepted = int(result.extended_perf_metrics.get_num_accepted_tokens())
+        # Some lookups come without counts; the tokens of a pass are written at once.
+        stats, at_once = result.extended_perf_metrics, len(tokens) - len(set(streamer.times))
+        accepted = at_once if stats is None else int(stats.get_num_accepted_tokens())
     rounds = len(tokens) - accepted
     drafted = rounds * options["num_draft_tokens"] if method == "draft" else 0
     return {
