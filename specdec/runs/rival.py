@@ -108,9 +108,8 @@ class RivalBaseline(OneByOne):
 def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
     """Starts the runtime of a configuration whose strategy has kind ``rival``.
 
-    Models are converted on first use. The pair must be loaded from folders, on the CPU, in a dtype
-    of the runtime, or from GGUF files for a runtime that reads them; else, or if the runtime is not
-    installed, ``UserError`` is raised.
+    Models are converted on first use. Raises ``UserError`` if the runtime is not installed, or the
+    pair is not from folders (llama.cpp: GGUF files), on the CPU, in a dtype of the runtime.
     """
     strategy = cfg["strategy"]
     row, (name, method) = strategy["name"], ROWS[strategy["method"]]
@@ -125,29 +124,21 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
         f"runs on the CPU, not on model.device={pair.device}": pair.device != "cpu",
     }
     _refuse(cfg, stop, reasons)
-    models = {"target": pair.folder("target")}
-    if method == "draft":
-        models["draft"] = pair.folder("draft")
-    weight_bytes = {key: pair.weight_bytes[key] for key in models}
+    names = ("target", "draft") if method == "draft" else ("target",)
+    models = {key: pair.folder(key) for key in names}
     if runtime.dtypes:
         paths = {key: converted(name, folder) for key, folder in models.items()}
+        weight_bytes = {key: pair.weight_bytes[key] for key in names}
     else:
-        paths = {key: _gguf_file(row, pair, key) for key in models}
+        models = paths = {key: _gguf_file(row, pair, key) for key in names}
         weight_bytes = {key: path.stat().st_size for key, path in paths.items()}
     threads = torch.get_num_threads()
     server = RivalProcess(name, threads=threads)
-    opened = server.ask(
-        "open",
-        target=str(paths["target"]),
-        draft=str(paths["draft"]) if method == "draft" else None,
-        method=method,
-        threads=threads,
-        eos=sorted(stop.eos_ids),
-        options=options,
-        **dtypes[pair.dtype],
-    )
+    message = {"method": method, "threads": threads, "options": options, **dtypes[pair.dtype]}
+    message |= {key: str(paths[key]) if key in paths else None for key in ("target", "draft")}
+    opened = server.ask("open", eos=sorted(stop.eos_ids), **message)
     quality, own = nats_per_byte(pair, server, (name, str(paths["target"]), pair.dtype))
-    files = " and ".join(path.name for path in (models if runtime.dtypes else paths).values())
+    files = " and ".join(path.name for path in models.values())
     settings = "".join(f", {key}={value}" for key, value in strategy["options"].items())
     caveat = (
         f"{files} in {opened.get('quantization', pair.dtype)}, threads={threads}{settings};"
@@ -155,16 +146,9 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
     )
     if not runtime.dtypes:
         caveat += f". Another function than ar's: compare with {name}_generate"
-    return RivalBaseline.of(
-        cfg,
-        pair,
-        stop,
-        server=server,
-        weight_bytes=weight_bytes,
-        runtime=f"{runtime.title} {opened['version']}",
-        caveat=caveat,
-        lossy=not runtime.dtypes,
-    )
+    about = {"runtime": f"{runtime.title} {opened['version']}", "caveat": caveat}
+    about |= {"weight_bytes": weight_bytes, "lossy": not runtime.dtypes}
+    return RivalBaseline.of(cfg, pair, stop, server=server, **about)
 
 
 def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:

@@ -32,8 +32,8 @@ def open_(
     draft: str | None,
     method: str,
     threads: int,
-    eos: list[int],
-    options: dict[str, int],
+    eos: Any,
+    options: Any,
     precision: str,
 ) -> dict[str, Any]:
     properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}

@@ -1,12 +1,11 @@
 """Decodes with ONNX Runtime GenAI, run by that runtime's own Python."""
 
 import json
-import os
 import runpy
-import shutil
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import onnxruntime_genai as genai
@@ -28,36 +27,24 @@ def open_(
     target: str, draft: str | None, method: str, threads: int, eos: list[int], options: Any
 ) -> dict[str, Any]:
     """Loads the models from a temporary folder of links, whose configuration names both."""
-    folder = tempfile.mkdtemp()
-    config = _config(target, folder, "target", threads)
-    # A model without an end token still needs a number there: one outside the vocabulary.
-    config["model"]["eos_token_id"] = eos or [config["model"]["vocab_size"]]
-    config["model"]["pad_token_id"] = (eos or [0])[0]
-    if method == "draft":
-        drafting = _config(str(draft), folder, "draft", threads)
-        config["model"]["draft"] = drafting["model"]["decoder"]
-        config["speculative"] = {"max_draft_tokens": options["num_draft_tokens"]}
-    with open(os.path.join(folder, "genai_config.json"), "w") as file:
-        json.dump(config, file)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if os.path.exists(os.path.join(target, name)):
-            shutil.copy(os.path.join(target, name), folder)
-    STATE.update(model=genai.Model(folder), method=method, options=options)
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(target, folder, "target", threads)
+        # A model without an end token still needs a number there: one outside the vocabulary.
+        config["model"]["eos_token_id"] = eos or [config["model"]["vocab_size"]]
+        config["model"]["pad_token_id"] = (eos or [0])[0]
+        if method == "draft":
+            drafting = _config(str(draft), folder, "draft", threads)
+            config["model"]["draft"] = drafting["model"]["decoder"]
+            config["speculative"] = {"max_draft_tokens": options["num_draft_tokens"]}
+        Path(folder, "genai_config.json").write_text(json.dumps(config))
+        STATE.update(model=genai.Model(folder), method=method, options=options)
     return {"version": genai.__version__}
 
 
 def _config(model: str, folder: str, name: str, threads: int) -> dict[str, Any]:
-    with open(os.path.join(model, "genai_config.json")) as file:
-        config: dict[str, Any] = json.load(file)
-    os.mkdir(os.path.join(folder, name))
-    for item in os.listdir(model):
-        if item.startswith("model.onnx"):
-            source, link = os.path.join(model, item), os.path.join(folder, name, item)
-            try:
-                os.link(source, link)
-            except OSError:
-                shutil.copy(source, link)
+    """Links a model into the folder; returns its configuration there."""
+    config: dict[str, Any] = json.loads(Path(model, "genai_config.json").read_text())
+    Path(folder, name).symlink_to(model)
     decoder = config["model"]["decoder"]
     decoder["filename"] = name + "/model.onnx"
     decoder["session_options"]["intra_op_num_threads"] = threads
