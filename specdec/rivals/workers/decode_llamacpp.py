@@ -26,7 +26,7 @@ def open_(
     speculative = params.speculative
     kinds = {"generate": "NONE", "draft": "DRAFT_SIMPLE", "ngram": "NGRAM_SIMPLE"}
     kind = f"COMMON_SPECULATIVE_TYPE_{kinds[method]}"
-    speculative.types = [getattr(llama.common_speculative_type, kind)]
+    speculative.types = [llama.common_speculative_type[kind]]
     if method == "draft":
         speculative.draft.mparams.path = draft
         speculative.draft.n_max = options["num_draft_tokens"]
