@@ -3,13 +3,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.cli.arguments import names_to_install
-from specdec.errors import UserError
-from specdec.rivals.environments import RUNTIMES, install, python_of, rivals_dir
+from specdec.rivals.runtimes import RUNTIMES, install, is_installed, rivals_dir
 
 HELP = """\
 specdec rivals [install NAME...]
 
-Other CPU runtimes as rows of `specdec compare`: NAME_generate, NAME_draft and
+Other CPU runtimes as rows of `specdec compare`: llamacpp_generate, llamacpp_draft
+and llamacpp_ngram (llama.cpp, with GGUF files), NAME_generate, NAME_draft and
 NAME_lookup for NAME = ort (ONNX Runtime GenAI) and openvino (OpenVINO GenAI).
 Each has a Python environment of its own below SPECDEC_CACHE (~/.cache/specdec),
 made once from the package registry. Without arguments: what is installed.
@@ -22,15 +22,9 @@ def main(words: Sequence[str]) -> int:
         install(name, print)
     if not names:
         for name, runtime in RUNTIMES.items():
-            print(f"{name:<10} {runtime.title:<20} {_state(name)}")
+            missing = f"not installed: specdec rivals install {name}"
+            print(
+                f"{name:<10} {runtime.title:<20} {'installed' if is_installed(name) else missing}"
+            )
         print(f"environments and converted models: {rivals_dir()}")
     return 0
-
-
-def _state(name: str) -> str:
-    try:
-        python_of(name)
-        python_of(name, converter=True)
-    except UserError:
-        return f"not installed: specdec rivals install {name}"
-    return "installed"

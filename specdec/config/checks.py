@@ -41,7 +41,8 @@ _KEYS, _COMPARE = _keys(**_RUN), _keys(**_RUN, **COMPARE)
 _PRESET = {"name": Text, "title": Text, "baseline": bool}
 _HF = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
 _ORT = Literal["ort_generate", "ort_draft", "ort_lookup"]
-_RIVAL = _ORT | Literal["openvino_generate", "openvino_draft", "openvino_lookup"]
+_LLAMA = Literal["llamacpp_generate", "llamacpp_draft", "llamacpp_ngram"]
+_RIVAL = _ORT | _LLAMA | Literal["openvino_generate", "openvino_draft", "openvino_lookup"]
 _PROFILED = _keys(profile=Text, scale=Positive)
 
 _TAKERS: dict[str, str | type] = {

@@ -20,7 +20,10 @@ COLORS = (
 """Blue, orange, vermilion, green, violet, lavender, light blue, brown, olive, navy."""
 
 _PRESETS: Mapping[str, tuple[str, ...]] = {
-    GREY: ("ar", "hf_generate", "ort_generate", "openvino_generate", "endpoint"),
+    GREY: (
+        *("ar", "hf_generate", "ort_generate", "openvino_generate", "endpoint"),
+        "llamacpp_generate",
+    ),
     COLORS[0]: ("specpipe", "eagle", "ppsd", "hf_prompt_lookup", "translated"),
     COLORS[1]: ("specinfer", "pearl", "medusa", "eesd", "openvino_draft"),
     COLORS[2]: ("speculative", "eagle2", "specpipe_db", "ort_lookup", "openvino_lookup"),
@@ -29,8 +32,8 @@ _PRESETS: Mapping[str, tuple[str, ...]] = {
     COLORS[5]: ("staged", "pipeinfer", "swiftspec_base", "ppsd_multi"),
     COLORS[6]: ("prompt_lookup", "amusd", "fixed_width", "ort_draft"),
     COLORS[7]: ("swiftspec", "mixture", "specpipe_db_adaptive", "eesd_multi"),
-    COLORS[8]: ("suffix", "pipespec"),
-    COLORS[9]: ("eagle3", "dsi", "adaptive"),
+    COLORS[8]: ("suffix", "pipespec", "llamacpp_draft"),
+    COLORS[9]: ("eagle3", "dsi", "adaptive", "llamacpp_ngram"),
 }
 """Colour -> presets, in the order of their forms. Presets often compared differ in colour."""
 

@@ -6,7 +6,6 @@ from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from specdec.rivals.endpoint import Endpoint, EndpointOptions
-    from specdec.rivals.environments import RUNTIMES, Runtime, install
-    from specdec.rivals.process import RivalOutput, RivalProcess
+    from specdec.rivals.runtimes import RUNTIMES, RivalOutput, RivalProcess, Runtime, install
 
 __getattr__, __dir__ = lazy_exports(__name__)

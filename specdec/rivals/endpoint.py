@@ -11,8 +11,10 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import perf_counter
 from typing import Annotated, Any, Literal
 
@@ -21,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.parts.fields import Positive, Text, expects, validated
-from specdec.rivals.process import RivalOutput
+from specdec.rivals.runtimes import RivalOutput
 
 _SHOWN = 300  # characters of a server's answer that a message shows
 _COUNTERS = ("draft_tokens", "accepted_tokens")  # vllm:spec_decode_num_NAME_total
@@ -55,33 +57,20 @@ class EndpointOptions:
     timeout_s: Positive = 120.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """One message of a stream.
-
-    Attributes:
-        at_s: seconds from the start of the request.
-        ids: the new token ids; None if the server does not send them.
-    """
-
-    at_s: float
-    text: str
-    ids: tuple[int, ...] | None
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Answer:
     """Collects what a server sends for one request.
 
     Attributes:
+        chunks: (seconds from the start of the request, text, token ids or None if not sent).
         counted: output tokens by the server's count; None if it is not sent.
-        drafts: llama.cpp's counts of draft tokens; empty if not sent.
+        drafts: llama.cpp's counts of draft tokens and accepted ones; None if not sent.
         stopped: whether an end token ended the output.
     """
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[tuple[float, str, Sequence[int] | None]] = field(default_factory=list)
     counted: int | None = None
-    drafts: dict[str, int] = field(default_factory=dict)
+    drafts: tuple[int, ...] | None = None
     stopped: bool = False
 
     def add(self, message: Mapping[str, Any], at_s: float) -> None:
@@ -91,12 +80,9 @@ class _Answer:
             self.counted = int(message["usage"]["completion_tokens"])
         timings = message.get("timings") or {}
         if "draft_n" in timings:
-            counts = (timings["draft_n"], timings["draft_n_accepted"])
-            self.drafts = dict(zip(_COUNTERS, map(int, counts), strict=True))
+            self.drafts = (int(timings["draft_n"]), int(timings["draft_n_accepted"]))
         for choice in message.get("choices", ())[:1]:
-            ids = choice.get("token_ids")
-            new = None if ids is None else tuple(map(int, ids))
-            self.chunks.append(Chunk(at_s=at_s, text=choice.get("text") or "", ids=new))
+            self.chunks.append((at_s, choice.get("text") or "", choice.get("token_ids")))
             self.stopped |= choice.get("finish_reason") == "stop"
 
 
@@ -117,8 +103,7 @@ class Endpoint:
     ) -> None:
         """Connects to a server, which must have the target's tokenizer.
 
-        ``eos_ids`` are end tokens, which the server's text leaves out. If no model is named, the
-        first one of the server's list is used.
+        ``eos_ids`` are end tokens, which the server's text leaves out.
         """
         self._options, self._tokenizer = options, tokenizer
         self._eos_ids = sorted(eos_ids)
@@ -137,47 +122,35 @@ class Endpoint:
 
         If the server does not count draft tokens, every chunk counts as a pass.
         """
-        options, text = self._options, self._text_of(prompt)
-        body = {
-            "model": self._model,
-            "prompt": list(prompt) if text is None else text,
-            "max_tokens": max_new_tokens,
-            "temperature": sampling["temperature"],
-            "stream": True,
-            **self._token_fields(),
-            **_draw_fields(sampling),
-            **options.extra,
-        }
+        text = self._text_of(prompt) if self._options.prompt == "text" else None
+        body = {"model": self._model, "prompt": list(prompt) if text is None else text}
+        body |= {"max_tokens": max_new_tokens, "stream": True}
+        if text is None:
+            body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
+        body["temperature"] = sampling["temperature"]
+        if sampling["temperature"]:
+            # top_k is not in OpenAI's API.
+            names = ("top_p", "seed", *(["top_k"] if sampling["top_k"] else []))
+            body |= {name: sampling[name] for name in names}
         before = self._counters()
-        answer = self._stream(body)
-        after = self._counters()
-        chunks, drafts = answer.chunks, answer.drafts
-        tokens, times = self._tokens(prompt, text, answer)
+        answer = self._stream({**body, **self._options.extra})
+        after, drafts = self._counters(), answer.drafts
         if before is not None and after is not None:
-            drafts = {name: after[name] - before[name] for name in _COUNTERS}
-        accepted = min(drafts.get("accepted_tokens", 0), max(0, len(tokens) - 1))
-        by_chunk = sum(bool(chunk.text or chunk.ids) for chunk in chunks)
+            drafts = tuple(late - early for early, late in zip(before, after, strict=True))
+        tokens, times = self._tokens(prompt, text, answer)
+        accepted = min(drafts[1] if drafts else 0, max(0, len(tokens) - 1))
+        by_chunk = sum(bool(text or ids) for _, text, ids in answer.chunks)
         return RivalOutput(
-            tokens=tuple(tokens),
-            times_s=tuple(times),
-            wall_s=chunks[-1].at_s,
-            cpu_s=0.0,
-            prefill_s=0.0,
+            tokens=tokens,
+            times_s=times,
+            wall_s=answer.chunks[-1][0],
             rounds=len(tokens) - accepted if drafts else min(max(1, by_chunk), len(tokens)),
-            proposed=drafts.get("draft_tokens"),
+            proposed=drafts[0] if drafts else None,
             accepted=accepted,
-            draft_passes=0,
         )
 
     def close(self) -> None:
         """Does nothing, since the server was not started here."""
-
-    # ------------------------------------------------------------------ requests
-
-    def _token_fields(self) -> dict[str, Any]:
-        if self._options.prompt == "text":
-            return {}
-        return {"return_token_ids": True, "stream_options": {"include_usage": True}}
 
     def _open(self, url: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -198,8 +171,10 @@ class Endpoint:
         answer, start = _Answer(), perf_counter()
         try:
             with self._open(f"{self._url}/completions", body) as stream:
-                for message in _messages(stream):
-                    answer.add(message, perf_counter() - start)
+                for line in stream:
+                    name, _, data = line.decode().partition(":")  # server-sent events
+                    if name == "data" and data.strip() != "[DONE]":
+                        answer.add(json.loads(data), perf_counter() - start)
         except (OSError, ValueError, LookupError, TypeError) as error:
             reason = error.read().decode() if isinstance(error, urllib.error.HTTPError) else error
             words = " ".join(str(reason).split())[:_SHOWN]
@@ -208,25 +183,17 @@ class Endpoint:
             raise UserError(f"{self.version} sent an empty stream: it must support stream=true")
         return answer
 
-    def _counters(self) -> dict[str, int] | None:
+    def _counters(self) -> list[int] | None:
         """Reads vLLM's counts of draft tokens since its start; None if the server has none."""
         try:
             with self._open(f"{self._url.removesuffix('/v1')}/metrics") as answer:
                 found = _COUNTER.findall(answer.read().decode(errors="replace"))
         except OSError:
             return None
-        sums = dict.fromkeys(_COUNTERS, 0)
-        for name, value in found:
-            if name in sums:
-                sums[name] += int(float(value))
+        sums = [sum(int(float(n)) for name, n in found if name == kind) for kind in _COUNTERS]
         return sums if found else None
 
-    # ------------------------------------------------------------------ tokens
-
-    def _text_of(self, prompt: Sequence[int]) -> str | None:
-        """Returns the prompt as text; None if ids are sent."""
-        if self._options.prompt == "ids":
-            return None
+    def _text_of(self, prompt: Sequence[int]) -> str:
         text = str(self._tokenizer.decode(prompt, skip_special_tokens=True))
         if self._encoded(text)[0] != list(prompt):
             raise UserError(
@@ -243,24 +210,23 @@ class Endpoint:
     def _tokens(
         self, prompt: Sequence[int], text: str | None, answer: _Answer
     ) -> tuple[list[int], list[float]]:
-        """Returns the output's token ids and their times.
+        """Returns the output's token ids and their times; ``text`` is None if ids were sent.
 
         Raises:
             UserError: the ids are unknown, since the server counts another number of tokens.
         """
         chunks = answer.chunks
         if text is None:
-            if any(chunk.ids is None and chunk.text for chunk in chunks):
+            if any(ids is None and text for _, text, ids in chunks):
                 raise UserError(
                     f"{self.version} sends no token ids: use strategy.options.prompt=text"
                 )
-            pairs = [(token, chunk.at_s) for chunk in chunks for token in chunk.ids or ()]
+            pairs = [(int(token), at_s) for at_s, _, ids in chunks for token in ids or ()]
             return [token for token, _ in pairs], [at_s for _, at_s in pairs]
-        whole = text + "".join(chunk.text for chunk in chunks)
-        ids, ends = self._encoded(whole)
+        ends = list(accumulate((len(piece) for _, piece, _ in chunks), initial=len(text)))[1:]
+        ids, stops = self._encoded(text + "".join(piece for _, piece, _ in chunks))
         first = len(prompt)
-        arrived = list(_arrivals(len(text), chunks))
-        times = [next(at for end, at in arrived if end >= stop) for stop in ends[first:]]
+        times = [chunks[bisect_left(ends, stop)][0] for stop in stops[first:]]
         tokens = ids[first:]
         counted = len(tokens) if answer.counted is None else answer.counted
         # The text lacks the end token, but some servers count it.
@@ -273,28 +239,5 @@ class Endpoint:
             )
         if ends_unseen:
             tokens.append(self._eos_ids[0])
-            times.append(chunks[-1].at_s)
+            times.append(chunks[-1][0])
         return tokens, times
-
-
-def _messages(answer: Any) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a stream of server-sent events."""
-    for line in answer:
-        name, _, data = line.decode().partition(":")
-        if name == "data" and data.strip() != "[DONE]":
-            yield json.loads(data)
-
-
-def _arrivals(start: int, chunks: Sequence[Chunk]) -> Iterator[tuple[int, float]]:
-    """Yields (end of the text so far, time) per chunk; the prompt has ``start`` characters."""
-    for chunk in chunks:
-        start += len(chunk.text)
-        yield start, chunk.at_s
-
-
-def _draw_fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of sampled requests; ``top_k``, not in OpenAI's API, only if set."""
-    if not sampling["temperature"]:
-        return {}
-    fields = {"top_p": sampling["top_p"], "seed": sampling["seed"]}
-    return {**fields, "top_k": sampling["top_k"]} if sampling["top_k"] else fields

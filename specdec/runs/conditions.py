@@ -62,7 +62,7 @@ def further_metrics(cfg: Mapping[str, Any], pair: ModelPair, runner: Runner) -> 
     or representative, and is absent if it is.
     """
     reasons = [cfg.get("clock", {}).get("caveat")]
-    reasons += [runner.parts.source.caveat] if runner.parts is not None else []
+    reasons.append(runner.caveat if runner.parts is None else runner.parts.source.caveat)
     recorded = {"loop_share": pair.about.get("loop_share")} if pair.about else {}
     caveat = "; ".join(filter(None, reasons))
     return {"runtime": runner.runtime, **recorded, **({"caveat": caveat} if caveat else {})}

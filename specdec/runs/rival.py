@@ -1,14 +1,14 @@
 """Measures other runtimes with the same prompts, stop rules, threads and counters.
 
-A runtime decodes in its own process and measures itself. It reports how many target passes a
-request took, but not which tokens each pass emitted: the longest gaps between tokens are taken to
-separate the passes.
+A runtime reports how many target passes a request took, but not which tokens each pass emitted: the
+longest gaps between tokens are taken to separate the passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,44 +16,57 @@ import torch
 
 from specdec.errors import UserError
 from specdec.metrics.results import RequestResult, RunTotals
+from specdec.models.bundled import family_path
+from specdec.models.gguf import SUFFIX
 from specdec.pairs import ModelPair, PretrainedPair
-from specdec.parts.fields import Count, validated
+from specdec.parts.fields import Count, Share, validated
 from specdec.rivals import RUNTIMES, RivalOutput, RivalProcess
 from specdec.rivals.endpoint import Endpoint, EndpointOptions
-from specdec.rivals.environments import converted
+from specdec.rivals.runtimes import converted
 from specdec.runs.runners import OneByOne, TokenPrompt, result_of, sampling_params
 from specdec.state import TARGET_ORIGIN, RequestState, StopRules
+from specdec.types import Lossless
 
-METHODS = {
-    f"{runtime}_{method}": (runtime, method)
-    for runtime in RUNTIMES
-    for method in ("generate", "draft", "lookup")
+ROWS = {
+    f"{name}_{method}": (name, method) for name in RUNTIMES for method in RUNTIMES[name].methods
 }
 """Name of a row -> (runtime, how it drafts)."""
+
+HELD_OUT = Path(__file__).parents[1] / "assets" / "held_out.txt"
+_nats: dict[tuple[str, ...], float] = {}  # (runtime, file, type) -> nats per byte of HELD_OUT
 
 
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalOptions:
-    """Settings of another runtime's speculation; ``ngram`` is the longest that lookup matches."""
+    """Settings of another runtime's speculation.
+
+    Attributes:
+        ngram: length of the n-grams that are looked up; the longest one except in llama.cpp.
+        p_min: a draft model stops below this probability (llama.cpp only).
+    """
 
     num_draft_tokens: Count = 4
     ngram: Count = 3
+    p_min: Share = 0.0
 
 
 @dataclass(kw_only=True, eq=False)
 class RivalBaseline(OneByOne):
     """Another runtime, without stop strings and ``no_repeat_ngram``: it gets end tokens as ids.
 
-    ``title`` is the runtime's name, which is shown with the server's version.
+    Attributes:
+        lossy: whether it computes another function than the pair's target.
     """
 
     server: RivalProcess | Endpoint
-    title: str = ""
+    runtime: str
+    caveat: str = ""
+    lossy: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.runtime = f"{self.title} {self.server.version}".strip()
+        self.claims = Lossless.LOSSY if self.lossy else self.claims
         self.pids = self.server.pids
 
     def close(self) -> None:
@@ -73,7 +86,6 @@ class RivalBaseline(OneByOne):
             },
         )
         sizes = pass_sizes(output.times_s, output.rounds)
-        _emit(request, output, sizes)
         _count(request, sizes, output)
         totals = RunTotals(
             steps=len(sizes),
@@ -96,41 +108,47 @@ class RivalBaseline(OneByOne):
 def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
     """Starts the runtime of a configuration whose strategy has kind ``rival``.
 
-    Models are converted on first use. The pair must be loaded from folders, on the CPU, in a dtype
-    of the runtime; else, or if the runtime is not installed, ``UserError`` is raised.
+    Models are converted on first use. Raises ``UserError`` if the runtime is not installed, or the
+    pair is not from folders (llama.cpp: GGUF files), on the CPU, in a dtype of the runtime.
     """
     strategy = cfg["strategy"]
-    name, (runtime, method) = strategy["name"], METHODS[strategy["method"]]
+    row, (name, method) = strategy["name"], ROWS[strategy["method"]]
+    runtime, options = RUNTIMES[name], asdict(RivalOptions(**strategy["options"]))
     if not isinstance(pair, PretrainedPair):
-        raise UserError(f"strategy={name} needs models from folders: model=tiny/hf")
-    dtypes, options = RUNTIMES[runtime].dtypes, RivalOptions(**strategy["options"])
-    _refuse(
-        name,
-        {
-            f"computes in {' or '.join(dtypes)}, not in model.dtype={pair.dtype}": (
-                pair.dtype not in dtypes
-            ),
-            f"runs on the CPU, not on model.device={pair.device}": pair.device != "cpu",
-        },
+        raise UserError(f"strategy={row} needs models from folders: model=tiny/hf")
+    dtypes = runtime.dtypes or {pair.dtype: {}}
+    reasons = {
+        f"computes in {' or '.join(dtypes)}, not in model.dtype={pair.dtype}": (
+            pair.dtype not in dtypes
+        ),
+        f"runs on the CPU, not on model.device={pair.device}": pair.device != "cpu",
+    }
+    _refuse(cfg, stop, reasons)
+    names = ("target", "draft") if method == "draft" else ("target",)
+    models = {key: pair.folder(key) for key in names}
+    if runtime.dtypes:
+        paths = {key: converted(name, folder) for key, folder in models.items()}
+        weight_bytes = {key: pair.weight_bytes[key] for key in names}
+    else:
+        models = paths = {key: _gguf_file(row, pair, key) for key in names}
+        weight_bytes = {key: path.stat().st_size for key, path in paths.items()}
+    threads = torch.get_num_threads()
+    server = RivalProcess(name, threads=threads)
+    message = {"method": method, "threads": threads, "options": options, **dtypes[pair.dtype]}
+    message |= {key: str(paths[key]) if key in paths else None for key in ("target", "draft")}
+    opened = server.ask("open", eos=sorted(stop.eos_ids), **message)
+    quality, own = nats_per_byte(pair, server, (name, str(paths["target"]), pair.dtype))
+    files = " and ".join(path.name for path in models.values())
+    settings = "".join(f", {key}={value}" for key, value in strategy["options"].items())
+    caveat = (
+        f"{files} in {opened.get('quantization', pair.dtype)}, threads={threads}{settings};"
+        f" {quality:.4f} nats per byte of {HELD_OUT.name}, target in {pair.dtype} {own:.4f}"
     )
-    _check_rules(cfg, stop)
-    folders = {"target": pair.folder("target"), "draft": None}
-    if method == "draft":
-        folders["draft"] = pair.folder("draft")
-    server = RivalProcess(
-        runtime,
-        {
-            **{k: path and str(converted(runtime, path)) for k, path in folders.items()},
-            "method": method,
-            "threads": torch.get_num_threads(),
-            "eos": sorted(stop.eos_ids),
-            "options": {"num_draft_tokens": options.num_draft_tokens, "ngram": options.ngram},
-            **dtypes[pair.dtype],
-        },
-    )
-    weight_bytes = {key: pair.weight_bytes[key] for key, path in folders.items() if path}
-    title = RUNTIMES[runtime].title
-    return RivalBaseline.of(cfg, pair, stop, server=server, weight_bytes=weight_bytes, title=title)
+    if not runtime.dtypes:
+        caveat += f". Another function than ar's: compare with {name}_generate"
+    about = {"runtime": f"{runtime.title} {opened['version']}", "caveat": caveat}
+    about |= {"weight_bytes": weight_bytes, "lossy": not runtime.dtypes}
+    return RivalBaseline.of(cfg, pair, stop, server=server, **about)
 
 
 def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
@@ -140,23 +158,55 @@ def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRule
         raise UserError(
             f"strategy={strategy['name']} needs a model with a tokenizer: model=tiny/hf"
         )
-    _check_rules(cfg, stop)
+    _refuse(cfg, stop, {})
     options = EndpointOptions(**strategy["options"])
     server = Endpoint(options, tokenizer=pair.tokenizer, eos_ids=stop.eos_ids)
-    return RivalBaseline.of(cfg, pair, stop, server=server)
+    unknown = "the server does not say its file, quantisation, threads or quality"
+    return RivalBaseline.of(cfg, pair, stop, server=server, runtime=server.version, caveat=unknown)
 
 
-def _check_rules(cfg: Mapping[str, Any], stop: StopRules) -> None:
+def nats_per_byte(
+    pair: PretrainedPair, server: RivalProcess, runtime: tuple[str, ...]
+) -> tuple[float, float]:
+    """Returns the loss of a runtime's model and of the pair's target on ``HELD_OUT``.
+
+    It is the sum of -log p over all tokens but the first, divided by the bytes of their text.
+    """
+    text = HELD_OUT.read_text(encoding="utf-8")
+    ids = pair.tokenizer(text, add_special_tokens=False)["input_ids"]
+    size = len(text.encode()) - len(pair.tokenizer.decode(ids[:1]).encode())
+    target = ("", pair.model_name("target"), pair.dtype, str(pair.options.quantization))
+    if runtime not in _nats:
+        _nats[runtime] = server.ask("score", tokens=ids)["nats"] / size
+    if target not in _nats:
+        with torch.inference_mode():
+            tokens = torch.tensor(ids, device=pair.target.device)
+            logits = pair.target(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.double(), tokens[1:], reduction="sum")
+            _nats[target] = float(loss) / size
+    return _nats[runtime], _nats[target]
+
+
+def _gguf_file(row: str, pair: PretrainedPair, key: str) -> Path:
+    path = Path(family_path(pair.model_name(key))).expanduser()
+    if path.suffix != SUFFIX:
+        raise UserError(
+            f"strategy={row} reads GGUF files, and model.{key}={pair.model_name(key)} is none: use"
+            " model=smollm2, or model=gguf model.path=FILE"
+        )
+    return path
+
+
+def _refuse(cfg: Mapping[str, Any], stop: StopRules, reasons: Mapping[str, bool]) -> None:
+    no_repeat = sampling_params(cfg["sampling"]).no_repeat_ngram
     reasons = {
+        **reasons,
         "has no stop_strings": bool(stop.stop_strings),
-        "has no sampling.no_repeat_ngram": bool(sampling_params(cfg["sampling"]).no_repeat_ngram),
+        "has no sampling.no_repeat_ngram": bool(no_repeat),
     }
-    _refuse(cfg["strategy"]["name"], reasons)
-
-
-def _refuse(name: str, reasons: Mapping[str, bool]) -> None:
     for reason, is_wrong in reasons.items():
         if is_wrong:
+            name = cfg["strategy"]["name"]
             raise UserError(f"strategy={name} {reason}: leave that option or this row out")
 
 
@@ -167,22 +217,18 @@ def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
     return np.diff(edges).tolist() if len(times_s) else []
 
 
-def _emit(request: RequestState, output: RivalOutput, sizes: Sequence[int]) -> None:
-    """Emits the tokens; the last token of each pass counts as the target's own."""
+def _count(request: RequestState, sizes: Sequence[int], output: RivalOutput) -> None:
+    """Emits the tokens, the last of each pass as the target's own, and counts the answers.
+
+    Drafts that were not accepted are spread evenly over the passes. If their number is unknown,
+    neither proposals nor judged candidates are counted, so that rates of acceptance are undefined.
+    """
     origins = [origin for size in sizes for origin in [*[0] * (size - 1), TARGET_ORIGIN]]
     for token, origin, at in zip(output.tokens, origins, output.times_s, strict=True):
         if request.finished:
             request.counters.cut_tokens += 1
         else:
             request.emit(token, origin, request.arrival_s + at)
-
-
-def _count(request: RequestState, sizes: Sequence[int], output: RivalOutput) -> None:
-    """Counts answers; drafts that were not accepted are spread evenly over the passes.
-
-    If their number is unknown, neither proposals nor judged candidates are counted, so that rates
-    of acceptance are undefined.
-    """
     refused = max(0, (output.proposed or 0) - sum(sizes) + len(sizes))
     for i, size in enumerate(sizes):
         spare = refused // len(sizes) + (i < refused % len(sizes))

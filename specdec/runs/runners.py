@@ -57,6 +57,7 @@ class Runner(ABC):
     Attributes:
         claims: what its verifier guarantees.
         runtime: the program that runs the models, for rows and titles.
+        caveat: of a row of another program: what ran there, and why rows are not comparable.
         parts: None for the decoding of other programs.
         trace: records the run for ``trace=true``; else None.
         pids: the run's other processes on this machine; None if they cannot be read.
@@ -65,6 +66,7 @@ class Runner(ABC):
     name: str
     claims: Lossless
     runtime: str | None = None
+    caveat: str = ""
     parts: Parts | None = None
     trace: RunTrace | None = None
     pids: Sequence[int] | None = ()

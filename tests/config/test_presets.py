@@ -15,7 +15,8 @@ from specdec.config.job import Job, run_job_of
 from specdec.config.options import PARTS, flatten, options, own_values
 
 PRESETS = sorted(options("strategy"))
-OURS = [name for name in PRESETS if not name.startswith(("hf_", "ort_", "openvino_", "endpoint"))]
+BASELINES = ("hf_", "ort_", "openvino_", "llamacpp_", "endpoint")
+OURS = [name for name in PRESETS if not name.startswith(BASELINES)]
 RANDOM = ("model=random", "model.num_layers=80")  # without files; layers for every pipeline
 
 KEYS_OF_ALL = {

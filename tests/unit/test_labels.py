@@ -17,9 +17,6 @@ from specdec.pairs import PretrainedPair, RandomPair, build_pair
 from specdec.pairs.options import ModelOptions
 from specdec.report.tables import markdown_table, title_of, used_columns
 from specdec.runs.conditions import conditions_of
-from specdec.runs.rival import RivalBaseline
-from specdec.sampling.transform import SamplingParams
-from specdec.state import StopRules
 from tests.unit.test_results import comparison  # noqa: F401 - a fixture
 
 CONDITIONS = {
@@ -89,12 +86,6 @@ def test_pairs_name_their_models() -> None:
     assert (names["target"], names["draft"]) == ("a paper", "1B")
 
 
-class Server:
-    version, pids = "1.2", None
-
-    def close(self) -> None: ...
-
-
 def test_rows_of_different_runtimes_name_theirs() -> None:
     """``ar`` in ONNX Runtime stood beside ``hf_generate`` in PyTorch without a word."""
     rows = [
@@ -105,16 +96,6 @@ def test_rows_of_different_runtimes_name_theirs() -> None:
     assert "| PyTorch |" in markdown_table(rows, {})
     one = [rows[0], {**rows[1], "runtime": "ONNX Runtime"}]
     assert "runtime" not in [column.heading for column in used_columns(one)]
-    baseline = RivalBaseline(
-        name="ort_generate",
-        server=Server(),  # type: ignore[arg-type]
-        tokenizer=None,
-        weight_bytes={"target": 0},
-        stop=StopRules(max_new_tokens=1),
-        sampling=SamplingParams(),
-        title="ONNX Runtime GenAI",
-    )
-    assert baseline.runtime == "ONNX Runtime GenAI 1.2"
 
 
 @pytest.mark.slow

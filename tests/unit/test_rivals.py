@@ -6,6 +6,7 @@ The stand-in answers as a runtime would: tokens, times and totals. No runtime is
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +16,14 @@ import numpy as np
 import pytest
 
 from specdec.cli.main import main
+from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.metrics.rates import summarise
-from specdec.models.bundled import family_path
+from specdec.models.bundled import PACKAGES, family_path
+from specdec.pairs import build_pair
 from specdec.pairs.pretrained import build_pretrained
-from specdec.rivals import RivalOutput, RivalProcess, process
-from specdec.rivals.environments import RUNTIMES, converted, python_of
+from specdec.rivals import RUNTIMES, RivalOutput, RivalProcess, runtimes
+from specdec.rivals.runtimes import converted
 from specdec.runs import rival
 from specdec.runs.rival import _count, baseline_of_runtime, pass_sizes
 from specdec.runs.runners import TokenPrompt
@@ -33,7 +36,7 @@ import sys
 sys.path.insert(0, {str(WORKERS)!r})
 from serve import serve
 
-def open_models(target, draft, method, threads, eos, options, precision="only one"):
+def open_(target, draft, method, threads, eos, options, precision="only one"):
     print("a library prints this")
     if options["num_draft_tokens"] == 13:
         raise ValueError("no model like that")
@@ -44,10 +47,13 @@ def generate(prompt, max_new_tokens, sampling):
         sys.exit("out of luck")
     tokens = [prompt[0] + i for i in range(6)]
     times = [1.0, 1.001, 1.002, 2.0, 2.001, 3.0]
-    return dict(tokens=tokens, times_s=times, wall_s=3.0, cpu_s=2.5, prefill_s=0.5, rounds=3,
-                proposed=12, accepted=3, draft_passes=12)
+    return dict(tokens=tokens, times_s=times, wall_s=3.0, rounds=3, proposed=12, accepted=3,
+                draft_passes=12)
 
-serve({{"open": open_models, "generate": generate}})
+def score(tokens):
+    return {{"nats": 2.0 * len(tokens)}}
+
+serve(open_, generate, score)
 """
 OPEN = {
     "target": "t",
@@ -64,7 +70,7 @@ def stand_in(monkeypatch, tmp_path):
     """The stand-in in place of every runtime; models are not converted."""
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
-    monkeypatch.setattr(process, "worker_command", lambda name: [sys.executable, str(script)])
+    monkeypatch.setattr(runtimes, "worker_command", lambda name: [sys.executable, str(script)])
     monkeypatch.setattr(rival, "converted", lambda name, model: model)
 
 
@@ -82,10 +88,10 @@ def _baseline(options=None, method="ort_draft", dtype="float32", **stop):
 
 def test_messages(stand_in):
     """What a library prints is no reply; settings arrive."""
-    worker = RivalProcess("ort", OPEN)
-    assert worker.version == "draft 1 [0] None only one"
+    worker = RivalProcess("ort")
+    assert worker.ask("open", **OPEN)["version"] == "draft 1 [0] None only one"
     found = worker.generate([5], max_new_tokens=6, sampling={})
-    assert found.tokens == (5, 6, 7, 8, 9, 10)
+    assert found.tokens == [5, 6, 7, 8, 9, 10]
     assert (found.wall_s, found.rounds, found.proposed) == (3.0, 3, 12)
     worker.close()
 
@@ -144,6 +150,37 @@ def test_onnx_runtime_states_its_passes(monkeypatch, method, stats, rounds):
     assert found["rounds"] == rounds
 
 
+def _llamacpp(monkeypatch, answers):
+    """The worker of llama.cpp, whose server gives ``answers`` by whether they are streamed."""
+    monkeypatch.setitem(sys.modules, "xllamacpp", Mock())
+    monkeypatch.syspath_prepend(str(WORKERS))
+    spec = importlib.util.spec_from_file_location("decode_llamacpp", WORKERS / "decode_llamacpp.py")
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    worker.STATE.update(method="ngram", eos=[2])
+    monkeypatch.setattr(worker, "_answers", lambda body: answers[body["stream"]])
+    return worker
+
+
+def test_llamacpp_tokens_inside_a_character(monkeypatch):
+    """The stream leaves out tokens that end inside a character: their ids must not be lost."""
+    part = {"timings": {"prompt_ms": 10.0, "predicted_ms": 0.0}, "tokens": [5]}
+    late = {"timings": {"prompt_ms": 10.0, "predicted_ms": 4.0}, "tokens": [7]}
+    end = {
+        "timings": {**late["timings"], "predicted_ms": 6.0, "draft_n": 3, "draft_n_accepted": 1},
+        "tokens": [],
+        "tokens_predicted": 4,
+    }
+    answers = {True: [part, late, end], False: [{"tokens": [5, 6, 7, 8]}]}
+    found = _llamacpp(monkeypatch, answers).generate([1], 4, {"temperature": 0.0})
+    assert found["tokens"] == [5, 6, 7, 8]
+    assert found["times_s"] == pytest.approx([0.01, 0.014, 0.014, 0.016])
+    assert (found["rounds"], found["proposed"], found["accepted"]) == (3, 3, 1)
+    answers[False] = [{"tokens": [5, 6, 9, 8]}]
+    with pytest.raises(ValueError, match="differently the second time"):
+        _llamacpp(monkeypatch, answers).generate([1], 4, {"temperature": 0.0})
+
+
 @pytest.mark.parametrize(("method", "proposed"), [("generate", 0), ("draft", 12), ("lookup", None)])
 def test_openvino_s_empty_lookups_are_no_proposals(monkeypatch, method, proposed):
     """Every round of a lookup counted as a whole draft, also those that had found nothing."""
@@ -193,6 +230,24 @@ def test_counts_agree_with_each_other(stand_in):
     assert summary["tokens_per_s"] == pytest.approx(after_the_first)
 
 
+def test_a_row_states_its_model(stand_in):
+    """File, type, threads, settings, and the losses of both models on one text."""
+    baseline = _baseline({"num_draft_tokens": 2})
+    baseline.close()
+    tokens = len(baseline.tokenizer(rival.HELD_OUT.read_text())["input_ids"])
+    stated = re.fullmatch(
+        r"target and draft in float32, threads=\d+, num_draft_tokens=2; (\d\.\d{4}) nats per byte"
+        r" of held_out\.txt, target in float32 (\d\.\d{4})",
+        baseline.caveat,
+    )
+    size = len(rival.HELD_OUT.read_bytes())
+    assert float(stated[1]) == pytest.approx(2 * tokens / size, rel=0.01)  # of the stand-in
+    assert 0.5 < float(stated[2]) < 3.0
+    assert (baseline.claims, baseline.runtime[:18]) == ("token", "ONNX Runtime GenAI")
+    with pytest.raises(UserError, match=r"llamacpp_generate reads GGUF files, .*bundled:target"):
+        _baseline(method="llamacpp_generate")
+
+
 def test_stop_rules_cut(stand_in):
     """An end token ends a request although the runtime went on."""
     baseline = _baseline(eos_ids=frozenset({7}))
@@ -217,8 +272,8 @@ def test_a_runtime_computes_in_the_type_of_the_other_rows(stand_in, dtype, preci
 
 def test_a_worker_that_fails_is_told(stand_in):
     with pytest.raises(UserError, match=r"ONNX Runtime GenAI failed: .*no model like that"):
-        RivalProcess("ort", {**OPEN, "options": {"num_draft_tokens": 13}})
-    worker = RivalProcess("ort", OPEN)
+        RivalProcess("ort").ask("open", **{**OPEN, "options": {"num_draft_tokens": 13}})
+    worker = RivalProcess("ort")
     with pytest.raises(UserError, match=r"failed: .*out of luck"):
         worker.generate([9], max_new_tokens=6, sampling={})
 
@@ -227,7 +282,7 @@ def test_what_is_not_installed_is_said(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     for name in RUNTIMES:
         with pytest.raises(UserError, match=f"run `specdec rivals install {name}`"):
-            python_of(name)
+            RivalProcess(name)
         with pytest.raises(UserError, match="is not installed"):
             converted(name, Path(family_path("bundled:draft")), print)
     capsys.readouterr()
@@ -236,3 +291,50 @@ def test_what_is_not_installed_is_said(monkeypatch, tmp_path, capsys):
     assert main(["rivals", "install", "ortt"]) == 2
     assert "ortt is no runtime" in capsys.readouterr().err
     assert main(["rivals", "remove"]) == 2
+
+
+@pytest.fixture
+def smollm2(monkeypatch):
+    """SmolLM2's file; llama.cpp and the file are those of the user's cache."""
+    monkeypatch.delenv("SPECDEC_CACHE")
+    if not runtimes.is_installed("llamacpp"):
+        pytest.skip("specdec rivals install llamacpp")
+    if not (path := PACKAGES["smollm2"].path).is_file():
+        pytest.skip("specdec models install smollm2")
+    return path
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_llamacpp_decodes_a_file(smollm2):
+    """Drafts keep its greedy tokens, a seed keeps sampled ones; the loss is near float32's."""
+    words = ["strategy=llamacpp_generate", "model=smollm2", "model.draft=installed:smollm2"]
+    cfg = run_job_of(words).config
+    pair, stop = build_pair(cfg["model"]), StopRules(max_new_tokens=24, eos_ids=frozenset({2}))
+    prompt = pair.tokenizer("One, two, three, four. One, two, three, four. One, two,")["input_ids"]
+    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 5}
+    drawn = {**greedy, "temperature": 1.0}
+    outputs = {}
+    for method in ("generate", "ngram", "draft"):
+        row = f"llamacpp_{method}"
+        options = {} if method == "generate" else {"num_draft_tokens": 3}
+        strategy = {"name": row, "method": row, "options": options}
+        baseline = rival.baseline_of_runtime({**cfg, "strategy": strategy}, pair, stop)
+        outputs[method] = [
+            baseline.server.generate(prompt, max_new_tokens=24, sampling=sampling)
+            for sampling in (greedy, drawn, drawn)
+        ]
+        baseline.close()
+    for found in outputs.values():
+        assert list(found[0].tokens) == list(outputs["generate"][0].tokens)
+        assert list(found[1].tokens) == list(found[2].tokens)
+        assert np.all(np.diff(found[0].times_s) >= 0)
+    assert outputs["generate"][0].proposed == 0
+    for method in ("ngram", "draft"):
+        assert 0 < outputs[method][0].accepted <= outputs[method][0].proposed
+        assert outputs[method][0].rounds < len(prompt)
+    assert "SmolLM2-135M-Instruct.Q4_1.gguf in Q4_1" in baseline.caveat
+    theirs, own = map(float, re.findall(r"(\d\.\d{4})", baseline.caveat))
+    assert theirs == pytest.approx(own, rel=0.05)
+    assert theirs != own
+    assert baseline.claims == "lossy"

@@ -6,40 +6,53 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai as genai
-from serve import serve
+from serve import nats_of, serve
 
 STATE: dict[str, Any] = {}
 
 
-def open_models(
+def convert(model: str, folder: str, **_: str) -> dict[str, Any]:
+    """Converts a model folder with this environment's own torch."""
+    from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig
+
+    main_export(
+        model,
+        output=folder,
+        task="text-generation-with-past",
+        library_name="transformers",
+        convert_tokenizer=True,  # drafts are refused without it
+        ov_config=OVConfig(),  # without one, models of a billion parameters become int8
+    )
+    return {"folder": folder}
+
+
+def open_(
     target: str,
     draft: str | None,
     method: str,
     threads: int,
-    eos: list[int],
-    options: dict[str, int],
+    eos: Any,
+    options: Any,
     precision: str,
 ) -> dict[str, Any]:
-    properties = {
-        "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": precision,
-        "NUM_STREAMS": "1",
-    }
+    properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 1  # GB
     scheduler.enable_prefix_caching = False  # a repeated prompt would cost nothing
-    extra = {}
+    extra: dict[str, Any] = {"NUM_STREAMS": "1", **properties}
     if method == "draft":
-        extra["draft_model"] = genai.draft_model(draft, "CPU", **properties)
-    if method == "lookup":
+        extra["draft_model"] = genai.draft_model(draft, "CPU", **extra)
+    elif method == "lookup":
         extra["prompt_lookup"] = True
-    pipeline = genai.LLMPipeline(target, "CPU", scheduler_config=scheduler, **extra, **properties)
+    pipeline = genai.LLMPipeline(target, "CPU", scheduler_config=scheduler, **extra)
     STATE.update(pipeline=pipeline, method=method, options=options, eos=eos)
+    STATE.update(file=f"{target}/openvino_model.xml", properties=properties)
     return {"version": genai.__version__}
 
 
 def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
-    """Decodes one prompt; the reply has the fields of ``specdec.rivals.process.RivalOutput``."""
+    """Decodes one prompt; the reply has the fields of ``specdec.rivals.RivalOutput``."""
     method, options = STATE["method"], STATE["options"]
     config = genai.GenerationConfig()
     config.max_new_tokens = max_new_tokens
@@ -57,31 +70,36 @@ def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -
     if method == "lookup":
         config.max_ngram_size = options["ngram"]
     streamer = _Times()
-    cpu, start = time.process_time(), time.perf_counter()
-    streamer.start = start
     ids = openvino.Tensor(np.array([prompt], np.int64))
+    start = streamer.start = time.perf_counter()
     result = STATE["pipeline"].generate(ids, config, streamer)
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    wall = time.perf_counter() - start
     tokens = [int(token) for token in result.tokens[0]]
-    times = streamer.times[: len(tokens)]
-    times += [wall] * (len(tokens) - len(times))
-    rounds, accepted = len(tokens), 0
+    accepted = 0
     if method != "generate":
-        accepted = int(result.extended_perf_metrics.get_num_accepted_tokens())
-        rounds = len(tokens) - accepted
-    # A lookup that finds nothing proposes nothing, and the runtime does not count such rounds.
-    proposed = {"generate": 0, "lookup": None}.get(method, rounds * options["num_draft_tokens"])
+        # Some lookups come without counts; the tokens of a pass are written at once.
+        stats, at_once = result.extended_perf_metrics, len(tokens) - len(set(streamer.times))
+        accepted = at_once if stats is None else int(stats.get_num_accepted_tokens())
+    rounds = len(tokens) - accepted
+    drafted = rounds * options["num_draft_tokens"] if method == "draft" else 0
     return {
         "tokens": tokens,
-        "times_s": times,
+        "times_s": [*streamer.times, *[wall] * len(tokens)][: len(tokens)],
         "wall_s": wall,
-        "cpu_s": cpu,
-        "prefill_s": times[0] if times else 0.0,
         "rounds": rounds,
-        "proposed": proposed,
+        # A lookup that finds nothing proposes nothing, and the runtime does not count such rounds.
+        "proposed": None if method == "lookup" else drafted,
         "accepted": accepted,
-        "draft_passes": rounds * options["num_draft_tokens"] if method == "draft" else 0,
+        "draft_passes": drafted,
     }
+
+
+def score(tokens: list[int]) -> dict[str, float]:
+    model = openvino.Core().compile_model(STATE["file"], "CPU", STATE["properties"])
+    rows = np.arange(len(tokens))[None]
+    inputs = {"input_ids": np.array([tokens]), "attention_mask": np.ones_like(rows)}
+    inputs |= {"position_ids": rows, "beam_idx": np.zeros(1, np.int32)}
+    return nats_of(model(inputs)["logits"][0], tokens)
 
 
 class _Times(genai.StreamerBase):  # type: ignore[misc]
@@ -102,4 +120,4 @@ class _Times(genai.StreamerBase):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    serve({"open": open_models, "generate": generate})
+    serve(convert, open_, generate, score)

@@ -7,17 +7,18 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 
-def serve(handlers: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
-    """Answers messages by ``handlers[op](**message)`` until standard input ends.
+def serve(*functions: Callable[..., dict[str, Any]]) -> None:
+    """Answers messages by the function named ``op`` (less a final "_") until input ends.
 
     Replies go to the real standard output; what libraries print is sent to standard error.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    handlers = {function.__name__.rstrip("_"): function for function in functions}
     for line in sys.stdin:
         message = json.loads(line)
         try:
@@ -27,3 +28,13 @@ def serve(handlers: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+
+
+def nats_of(logits: Any, tokens: list[int]) -> dict[str, float]:
+    """Returns the negative log-likelihood of all tokens but the first; ``logits`` are [T, V]."""
+    import numpy as np
+
+    logits = np.asarray(logits, np.float64)[:-1]
+    top = logits.max(-1)
+    sums = top + np.log(np.exp(logits - top[:, None]).sum(-1))
+    return {"nats": float((sums - logits[np.arange(len(sums)), tokens[1:]]).sum())}

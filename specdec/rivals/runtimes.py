@@ -1,0 +1,213 @@
+"""Runs other runtimes in worker processes, each with a Python environment of its own.
+
+Environments and converted models are stored below ``SPECDEC_CACHE``, by default
+``~/.cache/specdec``. Messages are lines of JSON over the worker's standard input and output. The
+worker measures the times itself, so that they exclude the messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import UserError
+from specdec.files import cache_dir
+
+_WORKERS = Path(__file__).parent / "workers"
+_DONE = "specdec.json"  # written last: a folder without it is incomplete
+_SHOWN = 400  # characters of a failed program's output that a message shows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """A runtime, its environment, and its rows NAME_METHOD; ``workers/decode_NAME.py`` runs it.
+
+    Attributes:
+        packages: pip requirements of the environment.
+        unwanted: packages that pip installs with them, which are uninstalled again.
+        dtypes: supported ``model.dtype`` -> settings that the worker receives for it. Empty for a
+            runtime that reads GGUF files, which have types of their own; models of others are
+            converted.
+    """
+
+    title: str
+    packages: tuple[str, ...]
+    methods: tuple[str, ...] = ("generate", "draft", "lookup")
+    unwanted: tuple[str, ...] = ()
+    dtypes: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {"float32": {}})
+
+
+RUNTIMES: Mapping[str, Runtime] = {
+    "llamacpp": Runtime(
+        title="llama.cpp",
+        packages=("xllamacpp==2026.10.11549",),
+        methods=("generate", "draft", "ngram"),
+        dtypes={},
+    ),
+    "openvino": Runtime(
+        title="OpenVINO GenAI",
+        packages=("openvino-genai==2026.4.1.0", "torch==2.13.0", "optimum-intel==2.2.0"),
+        # Language models do without it, and a build that is not torch's breaks transformers.
+        unwanted=("torchvision",),
+        dtypes={"float32": {"precision": "f32"}, "bfloat16": {"precision": "bf16"}},
+    ),
+    "ort": Runtime(
+        title="ONNX Runtime GenAI",
+        packages=("onnxruntime-genai==0.18.0", "onnx==1.23.2", "onnx-ir==1.1.0"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RivalOutput:
+    """The tokens, times and counts of one prompt.
+
+    Attributes:
+        tokens: generated tokens, including the end token.
+        times_s: per token, seconds from the start of the request.
+        wall_s: of the request, prefill included.
+        rounds: target passes that produced tokens.
+        proposed: draft tokens; 0 without drafts, None if the runtime does not count them.
+        accepted: draft tokens that the target accepted.
+    """
+
+    tokens: Sequence[int]
+    times_s: Sequence[float]
+    wall_s: float
+    rounds: int
+    proposed: int | None = 0
+    accepted: int = 0
+    draft_passes: int = 0
+
+
+def rivals_dir() -> Path:
+    return cache_dir() / "rivals"
+
+
+def is_installed(name: str) -> bool:
+    done = rivals_dir() / name / _DONE
+    return done.is_file() and done.read_text() == _contents(RUNTIMES[name])
+
+
+def install(name: str, note: Callable[[str], None]) -> None:
+    """Makes the environment of a runtime, unless it exists with the same packages."""
+    runtime, folder = RUNTIMES[name], rivals_dir() / name
+    if is_installed(name):
+        note(f"{folder} is installed")
+        return
+    note(f"installing {', '.join(runtime.packages)} into {folder}")
+    shutil.rmtree(folder, ignore_errors=True)
+    base = getattr(sys, "_base_executable", sys.executable)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    commands = [[base, "-m", "venv", str(folder)], [*pip, "install", "-q", *runtime.packages]]
+    if runtime.unwanted:
+        commands.append([*pip, "uninstall", "-q", "-y", *runtime.unwanted])
+    for words in commands:
+        done = subprocess.run(  # noqa: S603 - words of our own
+            words, capture_output=True, text=True, errors="replace", env=_environment(), check=False
+        )
+        if done.returncode:
+            end = " ".join((done.stdout + done.stderr).split())[-_SHOWN:]
+            raise UserError(f"{runtime.title} cannot be installed: {end}")
+    (folder / _DONE).write_text(_contents(runtime))
+
+
+def worker_command(name: str) -> list[str]:
+    """Returns the command of a runtime's worker; ``UserError`` if it is not installed."""
+    if not is_installed(name):
+        raise UserError(
+            f"{RUNTIMES[name].title} is not installed: run `specdec rivals install {name}`, or"
+            " leave its rows out"
+        )
+    return [str(rivals_dir() / name / "bin" / "python"), str(_WORKERS / f"decode_{name}.py")]
+
+
+def converted(name: str, model: Path, note: Callable[[str], None] = lambda _: None) -> Path:
+    """Returns a Hugging Face model's folder in a runtime's format; converts it on first use."""
+    script = worker_command(name)[1]
+    files = sorted(p for p in model.iterdir() if p.suffix in (".json", ".safetensors"))
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    parts = [str(model.resolve()), stats, RUNTIMES[name].packages, Path(script).read_text()]
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    folder = rivals_dir() / "models" / f"{name}-{digest}"
+    if not (folder / _DONE).is_file():
+        note(f"converting {model} for {RUNTIMES[name].title}")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        worker = RivalProcess(name)
+        site = sysconfig.get_path("purelib")
+        worker.ask("convert", model=str(model), folder=str(folder), site=site)
+        worker.close()
+        (folder / _DONE).write_text(json.dumps({"model": str(model)}) + "\n")
+    return folder
+
+
+class RivalProcess:
+    """A worker process of one runtime, which decodes one prompt at a time."""
+
+    def __init__(self, name: str, *, threads: int = 1) -> None:
+        """Starts the worker of a runtime in ``RUNTIMES``; models are loaded by ``ask("open")``."""
+        self._title = RUNTIMES[name].title
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(  # noqa: S603 - a script of our own
+            worker_command(name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**_environment(), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"},
+        )
+        self.pids = (self._process.pid,)
+
+    def ask(self, op: str, **message: Any) -> dict[str, Any]:
+        """Returns the reply of the worker's function ``op``; ends the worker if there is none."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"op": op, **message}) + "\n")
+            self._process.stdin.flush()
+            reply: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
+        except (OSError, ValueError):
+            reply = {}
+        if not reply or "error" in reply:
+            self._errors.seek(0)
+            reason = reply.get("error") or self._errors.read().decode(errors="replace")
+            self.close()
+            words = " ".join(str(reason).split())[-_SHOWN:] or "it ended without a message"
+            raise UserError(f"{self._title} failed: {words}; leave its rows out")
+        return reply
+
+    def generate(
+        self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
+    ) -> RivalOutput:
+        """Decodes token ids; ``sampling`` has temperature (0 for greedy), top_p, top_k and seed."""
+        message = {"prompt": list(prompt), "max_new_tokens": max_new_tokens}
+        return RivalOutput(**self.ask("generate", **message, sampling=dict(sampling)))
+
+    def close(self) -> None:
+        if self._process.stdin:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+
+def _contents(runtime: Runtime) -> str:
+    return json.dumps({"packages": runtime.packages, "without": runtime.unwanted}) + "\n"
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
