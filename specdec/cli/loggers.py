@@ -143,8 +143,8 @@ def _domains(folder: Path, strategy: str) -> dict[str, float]:
 def _rejections(folder: Path) -> dict[str, float]:
     """Counts why draft tokens were rejected, as ``rejections/...``; empty without a trace."""
     from specdec.report.results import read_object
+    from specdec.report.traces import rejection_metrics
     from specdec.trace.files import TREES_FILE
-    from specdec.trace.rejections import rejection_metrics
 
     trees = read_object(folder / TREES_FILE)
     metrics = {} if trees is None else rejection_metrics(trees)

@@ -60,10 +60,9 @@ def main(words: Sequence[str]) -> int:
 def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     """Draws the pictures of a traced run; returns their paths."""
     from specdec.files import write_bytes, write_text
+    from specdec.report.traces import rejections_png, timeline_png
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE
     from specdec.trace.page import commit_kinds, tree_page
-    from specdec.trace.rejections import rejections_png
-    from specdec.trace.timeline import timeline_png
 
     trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
     title = _title(folder)

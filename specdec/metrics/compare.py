@@ -77,20 +77,25 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, A
     pairs = list(zip(runs, ar_runs, strict=True))
     if any(run.totals.clock != ar.totals.clock for run, ar in pairs):
         return speedups  # times of different clocks have no ratio
-    speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
-    ratios = [speed / plain for speed, plain in speeds if speed is not None and plain]
     table = paired_phases(runs, ar_runs)
-    if ratios:
+    if ratios := speed_ratios(runs, ar_runs):
         speedups["speedup_wall"] = median(ratios)
         speedups["speedup_wall_range"] = [min(ratios), max(ratios)]
         speedups["speedup_wall_interval"] = _interval(table.groupby("id").sum(), _pooled_ratio)
-    if len(used := table[(table > 0).all(axis=1)]):
-        prompts = _ratios(used).groupby("id").median()
+    if len(used := _ratios(table)):
+        prompts = used.groupby("id").median()
         speedups["speedup_prompt_median"] = float(prompts.median())
         speedups["speedup_prompt_median_interval"] = _interval(prompts.to_frame(), np.median)
     theories = [t for run, ar in pairs if (t := theoretical_speedup(run, ar)) is not None]
     speedups["speedup_theoretical"] = median(theories) if theories else None
     return speedups
+
+
+def speed_ratios(runs: Sequence[Run], ar_runs: Sequence[Run]) -> list[float]:
+    """Returns the ratio of decode speeds of each repeat in which both are known."""
+    pairs = zip(runs, ar_runs, strict=True)
+    speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
+    return [speed / plain for speed, plain in speeds if speed is not None and plain]
 
 
 def theoretical_speedup(run: Run, ar: Run) -> float | None:
@@ -144,8 +149,7 @@ def decode_phases(runs: Sequence[Run]) -> pd.DataFrame:
 
 def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
     """float64[P]: ratio of decode speeds per prompt, with repeats pooled."""
-    table = paired_phases(runs, ar_runs).groupby("id").sum()
-    return _ratios(table[(table > 0).all(axis=1)]).to_numpy()
+    return _ratios(paired_phases(runs, ar_runs).groupby("id").sum()).to_numpy()
 
 
 def speed_ratio_interval(
@@ -167,7 +171,9 @@ def speed_ratio_interval(
 
 
 def _ratios(table: pd.DataFrame) -> pd.Series:
-    return table["tokens"] / table["seconds"] / (table["ar_tokens"] / table["ar_seconds"])
+    """Returns the ratio of speeds of each row in which both sides have tokens and times."""
+    used = table[(table > 0).all(axis=1)]
+    return used["tokens"] / used["seconds"] / (used["ar_tokens"] / used["ar_seconds"])
 
 
 def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from specdec.metrics.counters import RequestCounters
+from specdec.metrics.counters import RequestCounters, total
 from specdec.metrics.speedup import SpeedupLaw
 
 _HISTOGRAMS = ("accepted_by_depth", "judged_by_depth", "path_lengths")
@@ -108,21 +108,6 @@ class RunTotals:
     def total_model_s(self) -> float:
         return sum(self.model_s.values())
 
-    def since(self, before: RunTotals) -> RunTotals:
-        """Subtracts cumulative counts; the result is None where either count is unknown."""
-
-        def difference(name: str) -> Any:
-            count, earlier = getattr(self, name), getattr(before, name)
-            if name in (*_SAME, *_PEAKS):
-                return count
-            if count is None or earlier is None:
-                return None
-            if isinstance(count, Mapping):
-                return {key: number - earlier.get(key, 0) for key, number in count.items()}
-            return count - earlier
-
-        return RunTotals(**{f.name: difference(f.name) for f in fields(self)})
-
     @staticmethod
     def merge(parts: Iterable[RunTotals]) -> RunTotals:
         """Sums the totals of parts of one run.
@@ -138,9 +123,8 @@ class RunTotals:
             values = [getattr(item, name) for item in items]
             if name in _SAME and any(value != values[0] for value in values):
                 raise ValueError(f"totals of different runs: {name} is {values}")
-            if name not in _SAME:
-                values = [max(values) if name in _PEAKS else _sum(values)]
-            setattr(merged, name, values[0])
+            combine = max if name == _PEAK else (lambda v: v[0]) if name in _SAME else total
+            setattr(merged, name, combine(values))
         return merged
 
     @staticmethod
@@ -156,7 +140,7 @@ _SAME = (
     *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
     *("kv_budget_tokens", "law"),
 )  # flags of the run, not summed
-_PEAKS = ("kv_peak_tokens",)  # maxima, not summed
+_PEAK = "kv_peak_tokens"  # a maximum, not summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +156,3 @@ class Run:
         pairs = list(counted)
         totals = RunTotals.merge(totals for _, totals in pairs)
         return Run(tuple(result for result, _ in pairs), totals)
-
-
-def _sum(values: list[Any]) -> Any:
-    if any(value is None for value in values):
-        return None  # unknown for one part: unknown for all
-    if not isinstance(values[0], dict):
-        return sum(values)
-    keys = dict.fromkeys(key for value in values for key in value)
-    return {key: sum(value.get(key, 0) for value in values) for key in keys}

@@ -68,11 +68,12 @@ def write_token_ends(
     """
     if tokenizer is None:
         return None
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens)))
+
     ends = {
-        strategy: {
-            r.id: token_ends(r.output, lambda tokens: str(tokenizer.decode(list(tokens))))
-            for r in outputs
-        }
+        strategy: {result.id: token_ends(result.output, decode) for result in outputs}
         for strategy, outputs in results.items()
     }
     return write_json(Path(folder) / ENDS_FILE, ends)
@@ -96,19 +97,25 @@ def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]
 
 def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
     """Maps each source index in a resolved configuration to a name; -1 is the target."""
-    names = {-1: "target"}
-    source, policy = config.get("source"), config.get("policy")
+    source = config.get("source")
     if not source:  # decoding by transformers
         method = str(config["strategy"].get("method", ""))
-        return {**names, 0: "prompt lookup" if "lookup" in method else "draft model"}
-    nested = source.get("sources")
-    if isinstance(nested, list):
-        return names | {i: _name(node) for i, node in enumerate(nested)}
-    # In a tree that a cheaper source extends, that source has index 1 (policies.staged).
-    if policy and "inner" in policy and isinstance(source.get("cheap"), Mapping):
-        return {**names, 0: _name(source["draft"]), 1: _name(source["cheap"])}
-    draft = source.get("draft")
-    return {**names, 0: _name(draft if isinstance(draft, Mapping) else source)}
+        return {-1: "target", 0: "prompt lookup" if "lookup" in method else "draft model"}
+    draft, cheap = source.get("draft"), source.get("cheap")
+    nodes = source.get("sources")
+    if not isinstance(nodes, list):
+        nodes = [draft if isinstance(draft, Mapping) else source]
+        # In a tree that a cheaper source extends, that source has index 1 (policies.staged).
+        if "inner" in (config.get("policy") or {}) and isinstance(cheap, Mapping):
+            nodes = [draft, cheap]
+    return {-1: "target"} | {i: _name(node) for i, node in enumerate(nodes)}
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    """Derives a readable name from a part's class: "draft model" for DraftModelSource."""
+    cls = str(node["_target_"]).rpartition(".")[2].removesuffix("Source")
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*", cls)
+    return "n-gram" if cls == "NGram" else " ".join(words).lower()
 
 
 def shares(results: Iterable[RequestResult]) -> dict[int, float]:
@@ -171,19 +178,11 @@ def origins_png(
         ax.text(0, (row + 0.52) * _HIGH, line.plain, parse_math=False, **_FONT)
     for origin, share in shares([result]).items():
         label = f"{names.get(origin, f'source {origin}')} {100 * share:.0f} %"
-        color = _color(origin) or "white"
-        key = Rectangle((-1, -1), 0, 0, fc=color, ec="#999999", lw=0.5, label=label)  # not in view
-        ax.add_patch(key)
+        look = {"fc": _color(origin) or "white", "ec": "#999999", "lw": 0.5, "label": label}
+        ax.add_patch(Rectangle((-1, -1), 0, 0, **look))  # not in view; for the legend
     more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
     return png(figure, f"{title}{more}", conditions, legend=[ax])
 
 
 def _color(origin: int) -> str:
     return "" if origin < 0 else PALETTE[origin % len(PALETTE)]
-
-
-def _name(node: Mapping[str, Any]) -> str:
-    """Derives a readable name from a part's class: "draft model" for DraftModelSource."""
-    cls = str(node["_target_"]).rpartition(".")[2].removesuffix("Source")
-    known = {"NGram": "n-gram"}
-    return known.get(cls) or " ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*", cls)).lower()

@@ -30,20 +30,27 @@ class RequestRecord:
 
 
 class RequestWriter(AbstractContextManager["RequestWriter"]):
-    """Appends lines; removes an incomplete last line that a killed process has left."""
+    """Appends lines; removes an incomplete last line that a killed process has left.
+
+    ``records`` has the requests with totals, which a resumed run need not decode again, by
+    strategy, repeat and prompt id.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Opens the file, creating it and its folder; UserError if an earlier line is damaged."""
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines, length = _complete_lines(self.path)
-        self._stated = {(line.get("strategy"), line.get("id")) for _, line in lines}
-        self._stream = self.path.open("a", encoding="utf-8")
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        records, length = _read(file)
+        self.records = {(r.strategy, r.repeat, r.result.id): r for r in records if r.totals}
+        self._stated = {(r.strategy, r.result.id) for r in records}
+        self._stream = file.open("a", encoding="utf-8")
         self._stream.truncate(length)
 
     def write(self, record: RequestRecord) -> None:
         """Appends one finished request and flushes the file."""
         result, totals = record.result, record.totals
+        if totals is not None:
+            self.records[record.strategy, record.repeat, result.id] = record
         head = {"strategy": record.strategy, "repeat": record.repeat, "prompt": record.prompt}
         line = {**head, **result.to_json()}
         if record.category:
@@ -53,7 +60,7 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         if totals is not None and (record.strategy, result.id) not in self._stated:
             self._stated.add((record.strategy, result.id))
             line["speculative_decoding"] = speculative_decoding(
-                [result.counters], whole_tree=totals.whole_tree, each_step=True
+                result.counters, whole_tree=totals.whole_tree, each_step=True
             )
         if record.cpu is not None:
             line |= {"cpu": record.cpu, "disturbed": record.disturbed}
@@ -70,22 +77,8 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
     An incomplete last line, left by a killed process, is ignored; any other damaged line is a
     UserError. Earlier versions measured a request again: of its lines only the last is returned.
     """
-    records = []
-    for number, line in _complete_lines(Path(path))[0]:
-        try:
-            records.append(_record(line))
-        except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
-            raise _damaged(path, number) from error
+    records, _ = _read(Path(path))
     return list({(r.strategy, r.repeat, r.result.id): r for r in records}.values())
-
-
-def finished(path: str | Path, strategy: str, repeat: int = 0) -> dict[int, RequestRecord]:
-    """Maps prompt ids to the records with totals, which a resumed run need not decode again."""
-    return {
-        record.result.id: record
-        for record in read_requests(path)
-        if (record.strategy, record.repeat) == (strategy, repeat) and record.totals is not None
-    }
 
 
 def runs_of(records: Iterable[RequestRecord]) -> list[Run]:
@@ -97,6 +90,27 @@ def runs_of(records: Iterable[RequestRecord]) -> list[Run]:
     return [Run.of(counted) for _, counted in sorted(repeats.items())]
 
 
+def _read(path: Path) -> tuple[list[RequestRecord], int]:
+    """Returns the records of the complete lines, and the size of these lines in bytes."""
+    if not path.exists():
+        return [], 0
+    *lines, _ = path.read_bytes().split(b"\n")  # without a newline the last line is incomplete
+    records, length = list[RequestRecord](), 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = parse_json(line) if line.strip() else None
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise _damaged(path, number) from error
+        try:
+            records += [] if values is None else [_record(values)]
+        except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
+            raise _damaged(path, number) from error
+        length += len(line) + 1
+    return records, length
+
+
 def _record(line: dict[str, Any]) -> RequestRecord:
     line.pop("speculative_decoding", None)  # derived from the counters
     totals = line.pop("totals")
@@ -106,22 +120,5 @@ def _record(line: dict[str, Any]) -> RequestRecord:
     return RequestRecord(result=RequestResult.from_json(line), totals=totals, **own)
 
 
-def _damaged(path: str | Path, number: int) -> UserError:
+def _damaged(path: Path, number: int) -> UserError:
     return UserError(f"{str(path)!r} line {number} is damaged; move the file away to start anew")
-
-
-def _complete_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], int]:
-    """Returns numbers and values of the complete lines, and their size in bytes."""
-    if not path.exists():
-        return [], 0
-    *lines, _ = path.read_bytes().split(b"\n")  # without a newline the last line is incomplete
-    values, length = list[tuple[int, dict[str, Any]]](), 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            values += [(number, parse_json(line))] if line.strip() else []
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise _damaged(path, number) from error
-        length += len(line) + 1
-    return values, length

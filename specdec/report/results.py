@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ _COUNTS = ("answers", "accepted", "hits", "misses", "proposed", "verified")
 Config = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Result:
     """Results of one strategy in one folder.
 
@@ -47,6 +48,7 @@ class Result:
         summary: metrics of a complete run, or row of a comparison.
         conditions: data, models and environment of the run.
         ends: prompt id -> ``origins.token_ends`` of its output; empty without a tokenizer.
+        plain: repeats of plain decoding that it is compared with; may be empty.
     """
 
     folder: Path
@@ -57,14 +59,21 @@ class Result:
     summary: Mapping[str, Any] | None
     conditions: Mapping[str, Any]
     ends: Mapping[str, Sequence[int]]
+    plain: Sequence[Run] = ()
 
     @property
     def results(self) -> list[RequestResult]:
         """The finished prompts of the first repeat."""
         return [record.result for record in self.records if record.repeat == 0]
 
+    @cached_property
     def runs(self) -> list[Run]:
         return runs_of(self.records)
+
+    @property
+    def requests(self) -> list[RequestResult]:
+        """The finished prompts of all repeats whose totals are known."""
+        return [result for run in self.runs for result in run.results]
 
 
 def read(folder: str | Path) -> list[Result]:
@@ -76,17 +85,15 @@ def read(folder: str | Path) -> list[Result]:
     if not base.is_dir():
         raise UserError(f"{base} is not a folder: name the output_dir of a run")
     files = (SUMMARY_FILE, COMPARISON_FILE, REQUESTS_FILE)
-    configs = sorted(base.rglob(CONFIG_FILE))
-    folders = [c.parent for c in configs if any((c.parent / name).is_file() for name in files)]
+    folders = [config.parent for config in sorted(base.rglob(CONFIG_FILE))]
+    folders = [folder for folder in folders if any((folder / name).is_file() for name in files)]
     if not folders:
         raise UserError(
             f"{base} holds no results: name the output_dir of specdec run, run -m or compare"
         )
-    results = []
-    for path in folders:
-        name = path.relative_to(base).as_posix()
-        results += _read_folder(path, "" if name == "." else name)
-    return results
+    return [
+        r for path in folders for r in _read_folder(path, "/".join(path.relative_to(base).parts))
+    ]
 
 
 def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
@@ -112,7 +119,7 @@ def frame(*folders: str | Path | Result) -> DataFrame:
     ``config.<key>``; every metric of docs/metrics.md by its name. Histograms are mappings.
     Interrupted runs only have the configuration and ``prompts_finished``.
     """
-    rows = [
+    return DataFrame(
         {
             **_identity(result),
             "complete": result.summary is not None,
@@ -121,8 +128,7 @@ def frame(*folders: str | Path | Result) -> DataFrame:
             **{k: v for k, v in (result.summary or {}).items() if k != "conditions"},
         }
         for result in _results(folders)
-    ]
-    return DataFrame(rows)
+    )
 
 
 def prompt_frame(*folders: str | Path | Result) -> DataFrame:
@@ -143,32 +149,30 @@ def token_frame(*folders: str | Path | Result) -> DataFrame:
     generated token), ``token``, ``origin`` (index of the source that proposed it, -1 the target),
     ``emitted_s`` (since the prompt was admitted).
     """
-    names = ("position", "token", "origin", "emitted_s")
-    rows = [
+    return DataFrame(
         {
             **head,
             "prompt": r.id,
-            "position": range(len(r.output)),
-            "token": r.output,
-            "origin": r.origins,
-            "emitted_s": [at - r.admitted_s for at in r.emitted_s],
+            **{"position": position, "token": token, "origin": origin},
+            "emitted_s": at - r.admitted_s,
         }
         for head, r in _prompts(folders)
-    ]
-    return DataFrame(rows).explode([*names], ignore_index=True).infer_objects()
+        for position, (token, origin, at) in enumerate(
+            zip(r.output, r.origins, r.emitted_s, strict=True)
+        )
+    )
 
 
 def prompt_metrics(result: RequestResult) -> dict[str, Any]:
     """Returns one prompt's columns of ``prompt_frame``; undefined values are None."""
     c, phase, count = result.counters, decode_phase(result), len(result.output)
-    first = result.emitted_s[0] - result.admitted_s if result.emitted_s else None
     return {
         "prompt": result.id,
         "num_prompt": result.num_prompt,
         "new_tokens": count,
         "finish_reason": result.finish_reason,
         "tokens_per_s": phase.tokens / phase.seconds if phase.seconds > 0 else None,
-        "ttft_ms": None if first is None else first * 1e3,
+        "ttft_ms": (result.emitted_s[0] - result.admitted_s) * 1e3 if count else None,
         "acceptance_length": (count + c.cut_tokens) / c.answers if c.answers else None,
         "drafted_share": sum(o >= 0 for o in result.origins) / count if count else None,
         **{name: getattr(c, name) for name in _COUNTS},
@@ -183,11 +187,11 @@ def drafted_tokens(records: Iterable[RequestRecord]) -> DataFrame:
     if unknown), ``tokens``, ``drafted`` (tokens that a source proposed).
     """
     rows = [
-        {
-            "domain": task_of(record.category) or record.prompt.rpartition("/")[0],
-            "tokens": len(record.result.origins),
-            "drafted": sum(origin >= 0 for origin in record.result.origins),
-        }
+        (
+            task_of(record.category) or record.prompt.rpartition("/")[0],
+            len(record.result.origins),
+            sum(origin >= 0 for origin in record.result.origins),
+        )
         for record in records
         if record.repeat == 0 and record.result.origins
     ]

@@ -205,16 +205,13 @@ class PartsRunner(Runner):
     ) -> Generator[None, None, RunTotals]:
         """Runs like ``run``, but yields after each step of the loop, and returns the totals."""
         state = self.parts.new_state()
-        counts = RunBook(self.parts, state, self._new_totals)
+        counts = RunBook(self.parts, state, self._new_totals())
         if self.trace is not None:
             self.trace.begin_run(counts.reports)
         totals: list[RunTotals] = []
-        left = len(prompts)
 
         def finished(request: RequestState) -> None:
-            nonlocal left
-            left -= 1
-            totals.append(counts.take(at_end=not left))
+            totals.append(counts.take(at_end=len(totals) + 1 == len(prompts)))
             result = result_of(request, self._pair.tokenizer)
             on_finish(result)
             if book is not None:
@@ -231,21 +228,18 @@ class PartsRunner(Runner):
 
     def _new_totals(self) -> RunTotals:
         """Creates totals with the flags of this strategy and no counts."""
-        latency = self.parts.executor.latency
-        totals = RunTotals(
+        source, policy, latency = self.parts.source, self.parts.policy, self.parts.executor.latency
+        sizes, read = self._pair.weight_bytes, source.pass_bytes
+        return RunTotals(
             clock=self.parts.clock.kind.value,
             latency=latency,
-            level_per_step=latency is not None and self.parts.policy.levels_per_step == 1,
-            whole_tree=self.parts.policy.serial,
+            level_per_step=latency is not None and policy.levels_per_step == 1,
+            whole_tree=policy.serial,
             kv_budget_tokens=self.parts.serving.kv_tokens,
+            target_bytes=sizes["target"],
+            draft_bytes=sizes.get(source.model, 0) if read is None else read,
+            law=None if latency is None else source.speedup_law(policy, latency),
         )
-        source = self.parts.source
-        sizes, read = self._pair.weight_bytes, source.pass_bytes
-        totals.target_bytes = sizes["target"]
-        totals.draft_bytes = sizes.get(source.model, 0) if read is None else read
-        if latency is not None:
-            totals.law = source.speedup_law(self.parts.policy, latency)
-        return totals
 
     def steps(
         self,
@@ -254,24 +248,19 @@ class PartsRunner(Runner):
         on_finish: Callable[[RequestState], None],
     ) -> Iterator[list[Commit]]:
         """Runs the decode loop over prompts served together; yields the commits of each step."""
-        parts = self.parts
+        parts, serving = self.parts, self._cfg.get("serving") or {}
         if self.trace is not None:
             observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
             parts = replace(parts, executor=observed)
-        serving = self._cfg.get("serving") or {}
         arrivals = parts.clock.now() + arrival_times(
             serving.get("arrivals", AT_ONCE),
             len(prompts),
             rate_per_s=serving.get("rate_per_s"),
             seed=int(self._cfg["seed"]),
         )
-        requests = [
-            self._new_request(prompt, arrival_s)
-            for prompt, arrival_s in zip(prompts, arrivals.tolist(), strict=True)
-        ]
         return parts.decode(
             state,
-            requests,
+            [self._new_request(*pair) for pair in zip(prompts, arrivals.tolist(), strict=True)],
             batch_size=int(self._cfg["batch_size"]),
             prefill_chunk=int(self._cfg["prefill_chunk"]),
             on_finish=on_finish,
@@ -320,24 +309,24 @@ class RunBook:
     pipeline; until then they are zero. ``reports`` are those of all wall clocks as last read.
     """
 
-    def __init__(self, parts: Parts, state: DecodeState, new_totals: Callable[[], RunTotals]):
-        """Starts counting; ``new_totals`` creates totals with the run's flags and no counts."""
+    def __init__(self, parts: Parts, state: DecodeState, new_totals: RunTotals) -> None:
+        """Starts counting; ``new_totals`` has the run's flags and no counts."""
         self._parts, self._state, self._new_totals = parts, state, new_totals
         self._restart(self._read(ranks=True))
 
     def take(self, *, at_end: bool = False) -> RunTotals:
         """Returns the counts since the last call; ``at_end`` also reads other processes' counts."""
-        wall_s = self._now() - self._wall_s
+        wall_s, clock, meter = self._now() - self._wall_s, self._parts.clock, self._parts.meter
         counts = self._read(ranks=at_end or not self._parts.executor.distributed)
-        totals, meter = counts.since(self._counts), self._parts.meter
-        totals.model_s, totals.model_calls = dict(meter.model_s), dict(meter.calls)
-        totals.wait_s, totals.wall_s = meter.wait_s, wall_s
-        if self._parts.clock.drafted is None:
-            totals.draft_total_s = meter.draft_s
-        if self._parts.clock.kind is not ClockKind.SIMULATED:
-            totals.clock_s = wall_s
+        since = {name: difference(count, self._counts[name]) for name, count in counts.items()}
+        since |= {"model_s": dict(meter.model_s), "model_calls": dict(meter.calls)}
+        since |= {"wait_s": meter.wait_s, "wall_s": wall_s}
+        if clock.drafted is None:
+            since["draft_total_s"] = meter.draft_s
+        if clock.kind is not ClockKind.SIMULATED:
+            since["clock_s"] = wall_s
         self._restart(counts)
-        return totals
+        return replace(self._new_totals, **since, kv_peak_tokens=self._state.load.kv_peak_tokens)
 
     def resume(self) -> None:
         """Excludes the wall time since the last ``take``, in which results were written."""
@@ -348,35 +337,42 @@ class RunBook:
         clock = self._parts.clock
         return clock.now() if clock.kind is ClockKind.MEASURED else perf_counter()
 
-    def _restart(self, counts: RunTotals) -> None:
+    def _restart(self, counts: dict[str, Any]) -> None:
         self._counts = counts
         self._parts.meter.reset()
         self.resume()
 
-    def _read(self, *, ranks: bool) -> RunTotals:
+    def _read(self, *, ranks: bool) -> dict[str, Any]:
         """Reads the cumulative counts; unless ``ranks``, repeats those of other processes."""
         parts, load = self._parts, self._state.load
         source, executor = parts.source.counters, parts.executor.counters
         clock_s = parts.clock.now()
         if ranks:
             self._ranks, self.reports = rank_counts(parts.clock, parts.executor)
-        return replace(
-            self._new_totals(),
-            steps=self._state.step,
-            clock_s=clock_s,
-            target_passes=executor.passes,
-            target_rows=executor.rows,
-            prefill_passes=executor.prefill_passes,
-            prefill_rows=executor.prefill_rows,
-            draft_passes=source.passes,
-            draft_rows=source.rows,
-            draft_catch_up_rows=source.catch_up_rows,
-            draft_passes_by_level=dict(source.by_level),
-            request_steps=load.request_steps,
-            kv_token_steps=load.kv_token_steps,
-            kv_peak_tokens=load.kv_peak_tokens,
+        return {
+            "steps": self._state.step,
+            "clock_s": clock_s,
+            "target_passes": executor.passes,
+            "target_rows": executor.rows,
+            "prefill_passes": executor.prefill_passes,
+            "prefill_rows": executor.prefill_rows,
+            "draft_passes": source.passes,
+            "draft_rows": source.rows,
+            "draft_catch_up_rows": source.catch_up_rows,
+            "draft_passes_by_level": dict(source.by_level),
+            "request_steps": load.request_steps,
+            "kv_token_steps": load.kv_token_steps,
             **self._ranks,
-        )
+        }
+
+
+def difference(count: Any, before: Any) -> Any:
+    """Subtracts cumulative counts, in mappings key by key; None where either is unknown."""
+    if count is None or before is None:
+        return None
+    if isinstance(count, Mapping):
+        return {key: number - before.get(key, 0) for key, number in count.items()}
+    return count - before
 
 
 def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple[ClockReport, ...]]:
@@ -394,9 +390,8 @@ def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple
     own = [clock.report()] if isinstance(clock, WallClock) else []
     reports = (*own, *workers, *followers)
     busy_s = {r.rank: r.busy_s for r in workers} if workers else None
-    if simulated:
-        charged = clock.busy_s
-        busy_s = None if charged is None else {r: s for r, s in charged.items() if r > 0}
+    if simulated and clock.busy_s is not None:
+        busy_s = {rank: seconds for rank, seconds in clock.busy_s.items() if rank > 0}
     sent = sum(report["bytes_sent"] for report in answers) + executor.bytes_sent
     counts = {
         "stage_busy_s": busy_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,8 @@ TIMELINE_FILE = "trace.json"
 TREES_FILE = "trees.json"
 
 PHASES: Mapping[str, str] = {
-    Work.STAGE: "compute",
-    Work.DRAFT: "compute",
-    Work.MIDDLE: "compute",
-    Work.HEAD: "compute",
-    Work.EXIT: "compute",
-    Work.PRUNE: "prune",
-    Work.TRANSFER: "transmit",
+    **dict.fromkeys((Work.STAGE, Work.DRAFT, Work.MIDDLE, Work.HEAD, Work.EXIT), "compute"),
+    **{Work.PRUNE: "prune", Work.TRANSFER: "transmit"},
 }
 """Maps each kind of work to a phase of a step (SpecPipe Fig. 12); gaps are ``wait``."""
 
@@ -78,11 +73,11 @@ def chrome_events(
         fed: step -> its submission (``TreeRecord.fed``).
         places: rank -> stage. In step s, stage i computes the submission of step s - (i - 1).
     """
-    by_rank: dict[int, list[Span]] = {rank: [] for rank in sorted({s.rank for s in spans})}
+    ranks = sorted({span.rank for span in spans})
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "specdec"}}
     ]
-    for rank in by_rank:
+    for rank in ranks:
         what = "controller, draft" if places else "draft, target"
         if rank != CONTROLLER:  # a rank that has no stage is that of a source in the background
             what = f"stage {places[rank]}" if rank in places else "draft"
@@ -91,12 +86,15 @@ def chrome_events(
             thread | {"name": "thread_name", "args": {"name": f"rank {rank}: {what}"}},
             thread | {"name": "thread_sort_index", "args": {"sort_index": rank}},
         ]
-    for span in spans:
-        by_rank[span.rank].append(span)
-        events.append(_work(span, fed, places.get(span.rank, 1)))
+    events += [_work(span, fed, places.get(span.rank, 1)) for span in spans]
     end = max((s.start_s + s.seconds for s in spans), default=0.0)
-    for rank, work in by_rank.items():
-        events += _waits(rank, work, end)
+    for rank in ranks:  # waits: the gaps between a rank's spans, up to the end of the run
+        free = 0.0
+        own = [(s.start_s, s.seconds, s.step) for s in spans if s.rank == rank]
+        for start, seconds, step in [*own, (end, 0.0, own[-1][2])]:
+            if start - free > _MIN_WAIT_S:
+                events.append(_event(rank, WAIT, WAIT, free, start - free, {"step": step}))
+            free = max(free, start + seconds)
     return events
 
 
@@ -106,20 +104,9 @@ def _work(span: Span, fed: Mapping[int, Mapping[str, Any]], stage: int) -> dict[
         args["work_ms"] = round(span.work_s * 1e3, 4)
     if span.kind in (Work.STAGE, Work.HEAD, Work.EXIT):
         # A batch advances by one stage per step.
-        level = span.step - (stage - 1)
-        args["level"] = level
+        args["level"] = level = span.step - (stage - 1)
         args |= {key: fed[level][key] for key in ("requests", "depths", "prefill") if level in fed}
     return _event(span.rank, span.kind, PHASES[span.kind], span.start_s, span.seconds, args)
-
-
-def _waits(rank: int, spans: Sequence[Span], end: float) -> Iterator[dict[str, Any]]:
-    """Yields ``wait`` events for the gaps between a rank's spans, up to the end of the run."""
-    free = 0.0
-    work = [(span.start_s, span.seconds, span.step) for span in spans]
-    for start, seconds, step in [*work, (end, 0.0, work[-1][2])]:
-        if start - free > _MIN_WAIT_S:
-            yield _event(rank, WAIT, WAIT, free, start - free, {"step": step})
-        free = max(free, start + seconds)
 
 
 def _event(
