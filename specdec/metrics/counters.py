@@ -80,11 +80,9 @@ class RequestCounters:
         return RequestCounters(**{n: total([getattr(p, n) for p in parts]) for n in names})
 
     def count_answer(self, depth: int, num_verified: int, *, hit: bool) -> None:
-        """Counts one answer with ``depth`` accepted draft tokens.
+        """Counts one answer with ``depth`` accepted draft tokens; ``hit`` if the tree had the next.
 
-        Args:
-            num_verified: number of candidates that the target judged.
-            hit: whether the next token was in the tree.
+        ``num_verified`` is the number of candidates that the target judged.
         """
         self.answers += 1
         self.accepted += depth

@@ -11,13 +11,10 @@ NGRAM = 8
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.bool_]:
-    """Marks tokens that end an n-gram generated before; overlapping n-grams count.
+    """Marks, as bool[T], the generated tokens that end an n-gram generated before.
 
-    Args:
-        tokens: generated tokens, int[T], without the prompt.
-
-    Returns:
-        bool[T]; the first n - 1 are False, and an n-gram's first occurrence is not marked.
+    The first n - 1 are False, and an n-gram's first occurrence is not marked; overlapping n-grams
+    count.
     """
     row = np.asarray(tokens, np.int64)
     repeated = np.zeros(len(row), np.bool_)

@@ -1,29 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from specdec.metrics.results import RequestResult
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """The first difference of an output from plain decoding."""
-
-    id: int  # of the prompt
-    position: int  # index of the generated token; -1 if the output is missing
-    token: int | None  # None after the end of the shorter output
-    ar_token: int | None  # likewise
-
-
-@dataclass(frozen=True, slots=True)
-class Parity:
-    """``lossless`` is None if nothing was compared or token parity is not claimed."""
-
-    lossless: bool | None
-    differing: tuple[Divergence, ...] = ()  # in the order of the prompts
-    num_compared: int = 0  # outputs that plain decoding has too
 
 
 def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | None:
@@ -34,32 +15,43 @@ def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | N
 
 def lossless_against(
     rows: Sequence[RequestResult], ar_rows: Sequence[RequestResult], *, claims_tokens: bool = True
-) -> Parity:
+) -> dict[str, Any]:
     """Compares a strategy's outputs with those of ``ar`` in the same run.
 
     Prompts that only one side has and outputs that end early count as different. Every repeat of a
     prompt is compared with its first ``ar`` result. There is no tolerance for numerical ties
     (``certify.numerics`` has one). Unless ``claims_tokens``, nothing is compared.
 
+    Returns:
+        ``lossless``, None if nothing was compared; ``num_compared`` outputs, ``num_differing``
+        prompts, and ``differing``: the first difference of each output in the order of the prompts,
+        at position -1 if an output is missing; a token is None after the end of the shorter output.
+
     Raises:
         ValueError: the ``ar`` results of one prompt differ from each other.
     """
-    if not claims_tokens or not ar_rows:
-        return Parity(None)
     expected: dict[int, tuple[int, ...]] = {}
-    for row in ar_rows:
+    for row in ar_rows if claims_tokens else ():
         if expected.setdefault(row.id, row.output) != row.output:
             raise ValueError(
                 f"the ar results of prompt {row.id} differ from each other: the reference is not"
                 " deterministic, so nothing can be compared with it"
             )
     missing = expected.keys() - {row.id for row in rows}
-    differing = [Divergence(i, -1, None, None) for i in missing]
-    for row in rows:
+    differing: list[tuple[int, int, int | None, int | None]] = [
+        (i, -1, None, None) for i in missing
+    ]
+    for row in rows if expected else ():
         plain = expected.get(row.id)
         at = -1 if plain is None else first_difference(row.output, plain)
         if at is not None:
-            tokens = (o[at] if o and 0 <= at < len(o) else None for o in (row.output, plain))
-            differing.append(Divergence(row.id, at, *tokens))
-    differing = sorted(dict.fromkeys(differing), key=lambda d: d.id)
-    return Parity(not differing, tuple(differing), sum(row.id in expected for row in rows))
+            ours, theirs = (o[at] if o and 0 <= at < len(o) else None for o in (row.output, plain))
+            differing.append((row.id, at, ours, theirs))
+    names = ("id", "position", "token", "ar_token")
+    found = sorted(dict.fromkeys(differing), key=lambda d: d[0])
+    return {
+        "lossless": not found if expected else None,
+        "num_compared": sum(row.id in expected for row in rows),
+        "num_differing": len({d[0] for d in found}),
+        "differing": [dict(zip(names, d, strict=True)) for d in found],
+    }

@@ -152,10 +152,7 @@ def speculative_decoding(
 
     The keys and definitions are those of vLLM #48915, which SGLang and llama.cpp share, so readers
     of such objects (``specdec fit``) also read this library's result files. Returns None without
-    draft tokens or unless ``whole_tree`` (see ``RunTotals``).
-
-    Args:
-        each_step: adds ``per_step_accepted`` in the order of the steps; for one request only.
+    draft tokens or unless ``whole_tree``. ``each_step`` adds ``per_step_accepted`` of one request.
     """
     drafted, accepted, lengths = counters.proposed, counters.accepted, counters.path_lengths
     if not whole_tree or not drafted or not lengths:

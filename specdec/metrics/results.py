@@ -110,11 +110,7 @@ class RunTotals:
 
     @staticmethod
     def merge(parts: Iterable[RunTotals]) -> RunTotals:
-        """Sums the totals of parts of one run.
-
-        Raises:
-            ValueError: no parts, or parts of different runs (their flags differ).
-        """
+        """Sums the totals of parts of one run; ValueError for no parts, or of different runs."""
         items = list(parts)
         if not items:
             raise ValueError("no totals to merge: the run has no finished prompts")

@@ -60,12 +60,7 @@ def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) ->
 def write_token_ends(
     folder: str | Path, results: Mapping[str, Iterable[RequestResult]], tokenizer: Any
 ) -> Path | None:
-    """Writes ``token_ends`` of all outputs, from which a report assigns text to tokens.
-
-    Args:
-        results: strategy -> finished prompts of one repeat.
-        tokenizer: of the target; None writes nothing.
-    """
+    """Writes ``token_ends`` of all outputs, by strategy; nothing without a tokenizer."""
     if tokenizer is None:
         return None
 
@@ -156,7 +151,6 @@ def origins_png(
     """Draws the output as fixed-width text on the colours of its sources.
 
     Lines are broken after ``columns`` characters; the title states how many are not drawn.
-    ``names`` maps source indices to names, for the legend.
     """
     from matplotlib.patches import Rectangle  # takes a second to import
 

@@ -26,8 +26,15 @@ from specdec.report.plots import (
 from specdec.report.results import Result, baseline_of, read, read_json
 from specdec.report.tables import TITLE_KEYS, notes_of, title_of, used_columns
 from specdec.report.traces import rejections_png, timeline_png
-from specdec.trace.files import TIMELINE_FILE, TREES_FILE
-from specdec.trace.page import Track, commit_kinds, html_template, tracks_page, tree_page
+from specdec.trace.files import (
+    TIMELINE_FILE,
+    TREES_FILE,
+    Track,
+    commit_kinds,
+    html_template,
+    tracks_page,
+    tree_page,
+)
 
 _MAX_TEXTS = 24  # strategies or jobs whose texts are shown
 _MAX_PICTURES = 8  # strategies or jobs whose first text is also drawn as a picture

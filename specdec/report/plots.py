@@ -20,7 +20,7 @@ from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
 from specdec.metrics.times import all_gaps, decode_phase, decode_speed
 from specdec.report.results import Result, drafted_tokens
 from specdec.report.styles import Style, row_styles
-from specdec.report.tables import lossless_label, percent, title_of
+from specdec.report.tables import is_lossy, lossless_label, percent, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,7 @@ def comparison_png(
     _bars(third, rows, *acceptance, "{:.2f}")
     for ax in (speedup, speed, third):
         ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)  # room for the numbers at the bars' ends
-    lossy = [row.get("lossless") is False or row.get("claims") == "lossy" for row in rows]
+    lossy = [is_lossy(row) for row in rows]
     speedup.set_yticks(range(len(rows)), [_row_label(row) for row in rows])
     for tick, red in zip(speedup.get_yticklabels(), lossy, strict=True):
         tick.set_color(_BAD if red else "black")
@@ -377,11 +377,9 @@ def png(
     legend: Iterable[Axes] = (),
     fontsize: float = 9,
 ) -> bytes:
-    """Returns the PNG file of a figure, with a title at the top left.
+    """Returns the PNG file of a figure; its title has a second line that names the conditions.
 
-    Args:
-        conditions: of the run, which a second line of the title names.
-        legend: axes whose labelled lines get one legend at the bottom.
+    The labelled lines of the axes in ``legend`` get one legend at the bottom.
     """
     width = int(13 * figure.get_figwidth())  # characters
     lines = [title, *([fill(title_of(conditions), width)] if conditions else [])]

@@ -75,7 +75,7 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
     """Reads the finished requests; returns an empty list if the file does not exist.
 
     An incomplete last line, left by a killed process, is ignored; any other damaged line is a
-    UserError. Earlier versions measured a request again: of its lines only the last is returned.
+    UserError. Of lines of one request, which earlier versions wrote, the last is returned.
     """
     records, _ = _read(Path(path))
     return list({(r.strategy, r.repeat, r.result.id): r for r in records}.values())

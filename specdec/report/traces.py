@@ -52,12 +52,9 @@ def timeline_png(
     """Plots one row per rank (SpecPipe Fig. 12): many steps on the left, a few in detail beside.
 
     Args:
-        trace: content of ``trace.json``.
-        steps: first and last step on the left (default: the first 90).
+        steps: first and last step on the left (default: the first 90); ValueError if no rank
+            worked in them.
         commits: step -> "hit" or "miss"; misses are marked, and the detail shows the first one.
-
-    Raises:
-        ValueError: no rank worked in these steps.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -93,11 +90,7 @@ def timeline_png(
 
 
 def _bars_of(trace: Mapping[str, Any]) -> pd.DataFrame:
-    """Returns the events of a ``trace.json`` ordered by time; columns start and ms in ms.
-
-    Further columns: ``rank``, ``phase`` (key of ``_COLORS``), ``step``, ``tokens`` (rows processed;
-    0 for waits).
-    """
+    """Returns the events of a ``trace.json`` ordered by time, with columns in milliseconds."""
     rows = [
         {
             "rank": event["tid"],

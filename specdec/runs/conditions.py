@@ -17,10 +17,13 @@ def conditions_of(
 ) -> dict[str, Any]:
     """Collects the conditions of a run, in which ``cut`` prompts were shortened."""
     clock, model, models = cfg.get("clock", {}), cfg["model"], pair.section()
+    names = {}
+    for role in ("target", "draft"):  # of a path only its last folder is shown
+        path = models.get(role)
+        names[role] = Path(path).name if path and Path(path).expanduser().exists() else path
     conditions: dict[str, Any] = {
         "clock": clock.get("kind", "measured"),
-        "target": _short(models.get("target")),
-        "draft": _short(models.get("draft")),
+        **names,
         "data": cfg["data"]["name"] if pair.tokenizer is not None else "random tokens",
         "num_prompts": num_prompts,
         "prompts_truncated": cut,
@@ -43,11 +46,6 @@ def conditions_of(
     return conditions | pair.conditions()
 
 
-def _short(model: str | None) -> str | None:
-    """Shortens a path to its last folder; other names of models are unchanged."""
-    return Path(model).name if model and Path(model).expanduser().exists() else model
-
-
 def with_pair(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
     """Returns the configuration with the models of a pair that the caller has built."""
     choices = {**(cfg.get("choices") or {}), "model": type(pair).__name__}
@@ -57,33 +55,30 @@ def with_pair(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
 def further_metrics(cfg: Mapping[str, Any], pair: ModelPair, runner: Runner) -> dict[str, Any]:
     """Returns metrics that ``summarise`` cannot know.
 
-    ``runtime`` is the program that ran the models; ``loop_share`` of a replay is that of its
-    record, since the tokens of a replay are made up; ``caveat`` says why the row is not comparable
-    or representative, and is absent if it is.
+    The tokens of a replay are made up: its ``loop_share`` is that of the record. ``caveat`` says
+    why the row is not comparable or representative, and is absent if it is.
     """
-    reasons = [cfg.get("clock", {}).get("caveat")]
-    reasons += [runner.parts.source.caveat] if runner.parts is not None else []
+    source = None if runner.parts is None else runner.parts.source
+    caveats = (cfg.get("clock", {}).get("caveat"), source and source.caveat)
     recorded = {"loop_share": pair.about.get("loop_share")} if pair.about else {}
-    caveat = "; ".join(filter(None, reasons))
+    caveat = "; ".join(filter(None, caveats))
     return {"runtime": runner.runtime, **recorded, **({"caveat": caveat} if caveat else {})}
 
 
 def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:
     """Notes that a replay has the data and sampling of its record, not the configuration's."""
-    conditions = pair.conditions()
-    if not conditions:
-        return
-    about = {k: v for k, v in conditions.items() if isinstance(v, str) and k != "replay"}
-    shown = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
-    note(f"model={pair.option} plays what was recorded: {shown}")
+    if conditions := pair.conditions():
+        about = {k: v for k, v in conditions.items() if isinstance(v, str) and k != "replay"}
+        shown = ", ".join(f"{key}={value}" for key, value in about.items())
+        note(f"model={pair.option} plays what was recorded: {shown or 'an acceptance trace'}")
 
 
 def note_levels_on_one_stage(runners: Sequence[Runner], note: Callable[[str], None]) -> None:
     """Warns if a policy that feeds one tree level per step runs on a single stage."""
     for runner in runners:
-        if runner.parts is None or runner.parts.executor.latency != 1:
+        if (parts := runner.parts) is None:
             continue
-        if runner.parts.policy.levels_per_step == 1:
+        if parts.executor.latency == parts.policy.levels_per_step == 1:
             note(
                 f"{runner.name} feeds one tree level per step, and on one stage a step yields one"
                 " token, as plain decoding does: use executor=pipeline with executor.stages=2 or"

@@ -106,15 +106,8 @@ def compare_jobs(
     """Decodes the same prompts with several strategies, interleaved prompt by prompt.
 
     Interleaving spreads a machine's drift evenly over the rows; ratios are taken within a repeat.
-
-    Args:
-        cfgs: one resolved configuration per row.
-        output_dir: receives requests.jsonl, comparison.json, comparison.md and comparison.png.
-        repeats: number of measurements of every prompt.
-        pair: models in memory; built from the configuration if omitted.
-
-    Returns:
-        The content of ``comparison.json``.
+    Each prompt is measured ``repeats`` times. Returns the content of ``comparison.json``.
+    ``pair`` has models in memory; it is built from the configuration if omitted.
     """
     decoding = _Decoding(cfgs, output_dir, progress, pair)
     decoding.decode(repeats)
@@ -332,9 +325,8 @@ def prepare(
 ) -> tuple[ModelPair, list[TokenPrompt], int]:
     """Loads a pair, unless one is given, and its prompts.
 
-    Returns:
-        The pair, tokenised prompts that fit its positions (random ones for pairs without a
-        tokenizer), and how many of them were shortened.
+    Returns the pair, tokenised prompts that fit its positions (random ones for pairs without a
+    tokenizer), and how many of them were shortened.
     """
     pair = pair or build_pair(cfg["model"])
     data = cfg["data"]

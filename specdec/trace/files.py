@@ -1,11 +1,14 @@
-"""Writes a trace: ``trace.json`` (Chrome trace format, for Perfetto) and ``trees.json``."""
+"""Writes ``trace.json`` (Chrome trace format, for Perfetto), ``trees.json``, and pages of trees."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from specdec.clocks import CONTROLLER, Span, Work
 from specdec.files import plain, write_text
@@ -68,10 +71,8 @@ def chrome_events(
 ) -> list[dict[str, Any]]:
     """Converts spans to Chrome trace events: one thread per rank, times in microseconds.
 
-    Args:
-        spans: of all ranks, ordered by time.
-        fed: step -> its submission (``TreeRecord.fed``).
-        places: rank -> stage. In step s, stage i computes the submission of step s - (i - 1).
+    ``fed`` is ``TreeRecord.fed`` and ``places`` maps ranks to stages. In step s, stage i computes
+    the submission of step s - (i - 1).
     """
     ranks = sorted({span.rank for span in spans})
     events: list[dict[str, Any]] = [
@@ -114,3 +115,77 @@ def _event(
 ) -> dict[str, Any]:
     head = {"ph": "X", "name": str(name), "cat": phase, "pid": 0, "tid": rank}
     return head | {"ts": round(start_s * 1e6, 3), "dur": round(seconds * 1e6, 3), "args": args}
+
+
+# ---------------------------------------------------------------------- pages
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One run on the page."""
+
+    title: str  # one line
+    trees: Mapping[str, Any]  # content of ``trees.json``
+    color: str = "#555555"  # of the strategy, as "#rrggbb"
+
+
+def html_template(package: str, name: str) -> Template:
+    """Loads an HTML template of a package, which escapes every inserted value."""
+    environment = Environment(
+        loader=PackageLoader(package, "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment.get_template(name)
+
+
+def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
+    """Renders the page of one run from the content of its ``trees.json``, as ``tracks_page``."""
+    return tracks_page([Track(title, trees)], title=title or "Token trees")
+
+
+def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
+    """Renders each step's tree as one self-contained HTML page, of runs of the same prompts.
+
+    Steps are aligned by the number of tokens emitted before them. KeyError: the trees have another
+    format. ValueError: no prompt has recorded steps in all of them, or a prompt differs in length.
+    """
+    prompts = [
+        {r["id"]: r.get("prefix_len") for r in track.trees["requests"] if r["steps"]}
+        for track in tracks
+    ]
+    common = set(prompts[0]).intersection(*prompts[1:])
+    if not common:
+        raise ValueError(
+            "no step is on record: the run had no prompts left to decode"
+            if len(tracks) == 1
+            else "the runs have no prompt in common whose steps are on record"
+        )
+    for prompt in sorted(common, key=str):
+        lengths = [own[prompt] for own in prompts]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"prompt {prompt} has {' and '.join(map(str, lengths))} tokens: run both on the"
+                " same data with the same models"
+            )
+    data = {
+        "text": {token: word for track in tracks for token, word in track.trees["text"].items()},
+        "tracks": [
+            {"title": track.title}
+            | {key: track.trees[key] for key in ("clock", "latency", "truncated", "requests")}
+            for track in tracks
+        ],
+    }
+    # The filter ``tojson`` escapes <, >, & and ': a token cannot end the script.
+    template = html_template("specdec.trace", "tree_page.html")
+    return template.render(title=title, data=data, colors=[track.color for track in tracks])
+
+
+def commit_kinds(trees: Mapping[str, Any]) -> dict[int, str]:
+    """Maps each step to "hit", or to "miss" if any request missed."""
+    steps = (step for request in trees["requests"] for step in request["steps"])
+    # A miss comes after the hits of its step, and replaces them.
+    return dict(sorted((s["step"], s["commit"]["kind"]) for s in steps if s["commit"]))

@@ -52,12 +52,7 @@ _NO_PROPOSAL = Proposal(np.zeros(0, np.int64), np.zeros(0), None)
 
 
 def judgement(proposal: Proposal, children: Mapping[int, float], token: int) -> Judgement:
-    """Rates a decided token.
-
-    Args:
-        proposal: of the node that the token follows.
-        children: token -> log draft probability of the node's children in the tree.
-    """
+    """Rates a decided token; ``children`` maps tokens of the node's children to log draft probs."""
     pairs = zip(proposal.tokens.tolist(), proposal.logprobs.tolist(), strict=True)
     logprobs = {**children, **{k: v for k, v in pairs if v > -np.inf}, **children}
     if not logprobs:
