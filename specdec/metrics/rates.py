@@ -34,6 +34,8 @@ _WORK = (
 )
 """Counts of ``RunTotals`` that are metrics under the same name."""
 
+_LOST_STEPS = ("fill_steps", "flush_steps", "refill_steps")
+
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
     """Returns all metrics of one repeat of a strategy by name, as JSON values.
@@ -70,15 +72,21 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         "accepted_tokens": accepted,
         "proposed_nodes": c.proposed,
         "wasted_nodes": max(0, c.proposed - accepted),
-        "cut_tokens": c.cut_tokens,
-        "fill_steps": c.fill_steps,
-        "flush_steps": c.flush_steps,
-        "refill_steps": c.refill_steps,
+        **{name: getattr(c, name) for name in ("cut_tokens", *_LOST_STEPS)},
+    }
+    by_depth = Counter[int]() if totals.level_per_step else c.judged_by_depth
+    histograms: dict[str, Mapping[int, float]] = {
+        "acceptance_by_depth": {d: c.accepted_by_depth[d] / n for d, n in by_depth.items()},
+        "judged_by_depth": by_depth,
+        "path_lengths": c.path_lengths,
+        "tokens_by_origin": Counter(origin for result in results for origin in result.origins),
+        "drafted_share_by_position": drafted_by_position(results),
+        "drafted_share_by_context": drafted_by_context(results),
     }
     return {
         **metrics,
         "speedup_law": None if totals.law is None else totals.law.of(metrics),
-        **_histograms(results, c, level_per_step=totals.level_per_step),
+        **{name: {str(k): of[k] for k in sorted(of)} for name, of in histograms.items()},
         "speculative_decoding": speculative_decoding(c, whole_tree=totals.whole_tree),
         **_cost_metrics(totals),
         "relative_memory_traffic": _ratio(read, new_tokens * totals.target_bytes),
@@ -170,21 +178,6 @@ def speculative_decoding(
     if each_step and len(counters.decided) == steps:
         keys["per_step_accepted"] = [length - 1 for length in counters.decided]
     return keys
-
-
-def _histograms(
-    results: Sequence[RequestResult], c: RequestCounters, *, level_per_step: bool
-) -> dict[str, Any]:
-    by_depth = Counter[int]() if level_per_step else c.judged_by_depth
-    histograms: dict[str, Mapping[int, float]] = {
-        "acceptance_by_depth": {d: c.accepted_by_depth[d] / n for d, n in by_depth.items()},
-        "judged_by_depth": by_depth,
-        "path_lengths": c.path_lengths,
-        "tokens_by_origin": Counter(origin for result in results for origin in result.origins),
-        "drafted_share_by_position": drafted_by_position(results),
-        "drafted_share_by_context": drafted_by_context(results),
-    }
-    return {name: {str(k): of[k] for k in sorted(of)} for name, of in histograms.items()}
 
 
 def _cost_metrics(totals: RunTotals) -> dict[str, Any]:

@@ -38,10 +38,10 @@ class RequestResult:
 
     def to_json(self) -> dict[str, Any]:
         """Converts to plain values for one line of ``requests.jsonl``."""
+        # Not asdict, which makes other counters of a Counter in Python 3.11.
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         counters = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
-        for name in _HISTOGRAMS:
-            counters[name] = {str(k): v for k, v in sorted(counters[name].items())}
+        counters |= {n: {str(k): v for k, v in sorted(counters[n].items())} for n in _HISTOGRAMS}
         times = [round(t, _TIME_DIGITS) for t in self.emitted_s]
         return values | {"emitted_s": times, "counters": counters}
 

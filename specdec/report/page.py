@@ -16,14 +16,8 @@ from specdec.errors import UserError
 from specdec.files import write_bytes, write_text
 from specdec.metrics import RequestResult, comparison_row
 from specdec.report.origins import PALETTE, html_text, origin_names, origins_png, shares
-from specdec.report.plots import (
-    acceptance_png,
-    prompts_png,
-    styles_of,
-    throughput_png,
-    trajectory_png,
-)
-from specdec.report.results import Result, baseline_of, read, read_json
+from specdec.report.plots import acceptance_png, prompts_png, throughput_png, trajectory_png
+from specdec.report.results import Result, baseline_of, read, read_json, styles_of
 from specdec.report.tables import TITLE_KEYS, notes_of, title_of, used_columns
 from specdec.report.traces import rejections_png, timeline_png
 from specdec.trace.files import (

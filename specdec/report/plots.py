@@ -18,8 +18,8 @@ import pandas as pd
 from specdec.metrics.compare import decode_phases, prompt_speedups, speed_ratios
 from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
 from specdec.metrics.times import all_gaps, decode_phase, decode_speed
-from specdec.report.results import Result, drafted_tokens
-from specdec.report.styles import Style, row_styles
+from specdec.report.results import Result, drafted_tokens, styles_of
+from specdec.report.styles import row_styles
 from specdec.report.tables import is_lossy, lossless_label, percent, title_of
 
 if TYPE_CHECKING:
@@ -321,11 +321,6 @@ def rate_by_position(requests: Sequence[RequestResult]) -> tuple[FloatArray, Flo
     return (used + 0.5) * _RATE_TOKENS, np.bincount(buckets)[used] / seconds[used]
 
 
-def styles_of(results: Sequence[Result]) -> dict[str, Style]:
-    """Maps the results' names to styles, which are the same in all plots."""
-    return row_styles({result.name: result.strategy for result in results})
-
-
 def _drawn(
     results: Sequence[Result], *, plain: bool = True
 ) -> Iterator[tuple[Result, dict[str, Any]]]:
@@ -375,7 +370,6 @@ def png(
     title: str = "",
     conditions: Mapping[str, Any] | None = None,
     legend: Iterable[Axes] = (),
-    fontsize: float = 9,
 ) -> bytes:
     """Returns the PNG file of a figure; its title has a second line that names the conditions.
 
@@ -384,7 +378,7 @@ def png(
     width = int(13 * figure.get_figwidth())  # characters
     lines = [title, *([fill(title_of(conditions), width)] if conditions else [])]
     if text := "\n".join(filter(None, lines)):
-        figure.suptitle(text, fontsize=fontsize, x=0.01, ha="left", parse_math=False)
+        figure.suptitle(text, fontsize=9, x=0.01, ha="left", parse_math=False)
     handles: dict[str, Any] = {}
     for ax in legend:
         drawn, labels = ax.get_legend_handles_labels()

@@ -26,15 +26,15 @@ _COLORS: Mapping[str, str] = {
 _WIDE_STEPS, _NEAR_STEPS = 90, 9
 _MAX_BARS = 20_000  # more bars could not be distinguished
 
-REASONS = (
-    "accepted: in the tree",
-    "a candidate of the draft that the tree had no room for",
-    "not among the draft's candidates",
-    "the draft had not proposed anything there",
-)
-"""Whether the target's token was accepted, and why not."""
+REASONS = {
+    "accepted: in the tree": "share_accepted",
+    "a candidate of the draft that the tree had no room for": "share_no_room",
+    "not among the draft's candidates": "share_not_a_candidate",
+    "the draft had not proposed anything there": "share_no_proposal",
+}
+"""Whether the target's token was accepted, and why not -> the metric of its share."""
 
-_SHARES = ("share_accepted", "share_no_room", "share_not_a_candidate", "share_no_proposal")
+_ACCEPTED, _NO_ROOM, _NO_CANDIDATE, _NO_PROPOSAL = REASONS
 _EDGES = {1: "1", 2: "2", 4: "3-4", 8: "5-8", 16: "9-16", 32: "17-32"}  # last rank -> its bin
 RANKS = (*_EDGES.values(), "33+", "none")
 """Bins of the draft's rank of the target's token; none: the token was not a candidate."""
@@ -56,9 +56,6 @@ def timeline_png(
             worked in them.
         commits: step -> "hit" or "miss"; misses are marked, and the detail shows the first one.
     """
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     bars = _bars_of(trace)
     worked = bars.loc[bars["tokens"] > 0, "step"]
     first, last = (int(worked.min()), int(bars["step"].max())) if len(worked) else (0, 0)
@@ -78,15 +75,7 @@ def timeline_png(
     left.set_yticks([*labels], [*labels.values()], fontsize=8)
     left.set_ylim(max(labels) + 0.6, min(labels) - 0.6)
     left.set_ylabel("rank")
-    used = {phase: color for phase, color in _COLORS.items() if phase in set(bars["phase"])}
-    handles: dict[str, Any] = {phase: Patch(fc=color) for phase, color in used.items()}
-    if commits:
-        line = Line2D([], [], color=_COLORS["prune"], ls=":")
-        handles["miss: the tree is discarded"] = line
-    texts = [{"compute": "compute (number: tokens)"}.get(phase, phase) for phase in handles]
-    place: dict[str, Any] = {"loc": "outside lower center", "ncols": len(handles), "fontsize": 8}
-    figure.legend([*handles.values()], texts, **place)
-    return png(figure, title, fontsize=10)
+    return png(figure, title, legend=(left, right))
 
 
 def _bars_of(trace: Mapping[str, Any]) -> pd.DataFrame:
@@ -128,7 +117,8 @@ def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[in
     edge = {"edgecolor": "white", "linewidth": 0.4} if detailed else {"linewidth": 0}
     for (phase, rank), own in shown.groupby(["phase", "rank"]):
         spans = own[["start", "ms"]].to_numpy()
-        ax.broken_barh(spans, (rank - 0.4, 0.8), facecolors=_COLORS[phase], **edge)
+        label = {"compute": "compute (number: tokens)"}.get(phase, phase)
+        ax.broken_barh(spans, (rank - 0.4, 0.8), facecolors=_COLORS[phase], label=label, **edge)
     if detailed:
         large = work[work["phase"].isin(["compute", "draft"]) & (work["ms"] > 0.04 * (end - start))]
         style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "w"}
@@ -136,7 +126,8 @@ def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[in
             ax.text(bar.start + bar.ms / 2, bar.rank, str(bar.tokens), **style)
     ends = (work["start"] + work["ms"]).groupby(work["step"]).max()
     for at in ends[ends.index.isin(misses)]:
-        ax.axvline(at, color=_COLORS["prune"], lw=0.8, ls=":", zorder=3)
+        label = "miss: the tree is discarded"
+        ax.axvline(at, color=_COLORS["prune"], lw=0.8, ls=":", zorder=3, label=label)
     ax.set_xlim(start, end)
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -158,7 +149,7 @@ def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
     ]
     table = pd.DataFrame(rows, columns=[*Judgement._fields])
     cases = [table["in_tree"] == True, table["candidates"] == 0, table["rank"] == 0]  # noqa: E712
-    table["reason"] = np.select(cases, [REASONS[0], REASONS[3], REASONS[2]], REASONS[1])
+    table["reason"] = np.select(cases, [_ACCEPTED, _NO_PROPOSAL, _NO_CANDIDATE], _NO_ROOM)
     for column, rank in (("bin", "rank"), ("target_bin", "top_target_rank")):
         ranks = table[rank].astype(float).replace(0, np.inf)
         edges = [0.0, *_EDGES, np.finfo(float).max, np.inf]
@@ -175,14 +166,14 @@ def rejection_metrics(trees: Mapping[str, Any]) -> dict[str, float]:
     table = judgements(trees)
     if table.empty:
         return {}
-    shares = table["reason"].value_counts(normalize=True).reindex(list(REASONS), fill_value=0.0)
+    shares = table["reason"].value_counts(normalize=True).reindex([*REASONS], fill_value=0.0)
     means = _rejected(table)[["top_target_prob", "top_prob"]].astype(float).mean()
     means.index = pd.Index(["target_prob_of_rejected", "draft_prob_of_rejected"])
-    return pd.concat([shares.set_axis(_SHARES), means]).dropna().to_dict()
+    return pd.concat([shares.rename(REASONS), means]).dropna().to_dict()
 
 
 def _rejected(table: pd.DataFrame) -> pd.DataFrame:
-    return table[(table["candidates"] > 0) & (table["reason"] != REASONS[0])]
+    return table[(table["candidates"] > 0) & (table["reason"] != _ACCEPTED)]
 
 
 def rejections_png(
@@ -206,9 +197,9 @@ def rejections_png(
     ranks.legend(fontsize=8, frameon=False)
     ranks.set_ylim(0, 1.08 * max(1, counts.sum(axis=1).max()))  # margins may end at an empty bar
     ranks.set(xlabel="the draft's rank of the target's token", ylabel="tokens")
-    numbers = table["reason"].value_counts().reindex(list(REASONS)).dropna()
+    numbers = table["reason"].value_counts().reindex([*REASONS]).dropna()
     labels = [reason.replace(" that the ", "\nthat the ") for reason in numbers.index]
-    colors = [_BLUE if reason == REASONS[0] else _RED for reason in numbers.index]
+    colors = [_BLUE if reason == _ACCEPTED else _RED for reason in numbers.index]
     bars = reasons.barh(labels, numbers, color=colors)
     texts = [f"{count:.0f} ({100 * count / len(table):.0f} %)" for count in numbers]
     reasons.bar_label(bars, texts, fontsize=8, padding=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -137,10 +136,9 @@ class ObservedExecutor(Executor):
         self._inner = executor
         self._trace = trace
         self._open: dict[int, _OpenRequest] = {}
-        self.counters = executor.counters
-        self.latency, self.in_flight = executor.latency, executor.in_flight
-        self.hidden, self.early_hidden = executor.hidden, executor.early_hidden
-        self.can_poll = executor.can_poll
+        own = ("counters", "latency", "in_flight", "hidden", "early_hidden", "can_poll")
+        for name in (*own, "ready", "due_s", "poll", "set_wakeup"):
+            setattr(self, name, getattr(executor, name))
 
     def open(self, request: RequestState) -> None:
         entry = _OpenRequest(request, [])
@@ -161,18 +159,6 @@ class ObservedExecutor(Executor):
         for rows in batch.trees:
             self._open[rows.request].submitted = rows.node_ids.tolist()
         self._inner.submit(batch)
-
-    def ready(self) -> bool:
-        return self._inner.ready()
-
-    def due_s(self) -> float | None:
-        return self._inner.due_s()
-
-    def poll(self) -> Output | None:
-        return self._inner.poll()
-
-    def set_wakeup(self, event: threading.Event) -> bool:
-        return self._inner.set_wakeup(event)
 
     def collect(self, *, wait: bool = True) -> Output:
         """Collects the output, and records the trees before the step's commits prune them."""

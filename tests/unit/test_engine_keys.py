@@ -11,7 +11,7 @@ from specdec.cli.main import main
 from specdec.fitting.logs import read_log
 from specdec.metrics.counters import RequestCounters
 from specdec.metrics.rates import speculative_decoding
-from specdec.report.requests import read_requests
+from specdec.report.results import read_requests
 
 WORDS = ["model=random", "model.draft_layers=3", "data.limit=3", "max_new_tokens=24"]
 

@@ -14,7 +14,7 @@ from specdec.files import plain, write_json
 from specdec.metrics import Run, RunTotals, comparison_row
 from specdec.report.plots import comparison_png
 from specdec.report.provenance import provenance, redact
-from specdec.report.requests import RequestRecord, RequestWriter, read_requests
+from specdec.report.results import RequestRecord, RequestWriter, read_requests
 from specdec.report.tables import best_row, markdown_table, notes_of, print_table
 from specdec.types import Lossless
 from tests.unit.test_metrics import make_result, timed_run
