@@ -98,11 +98,7 @@ def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
         **timeline,
     }
     for i, result in enumerate(report.results[:_MAX_PICTURES], start=1):
-        for first in result.results[:1]:
-            names, ends = origin_names(result.config), result.ends.get(str(first.id))
-            title = f"{result.name}, prompt {first.id}"
-            picture = origins_png(first, ends, names, result.conditions, title=title)
-            drawn[f"text-{i:02d}-{result.strategy}"] = picture
+        drawn[f"text-{i:02d}-{result.strategy}"] = origins_png(result)
     pictures = {name: data for name, data in drawn.items() if data is not None}
     folder = report.folder / "pictures"
     paths = [write_bytes(folder / f"{name}.png", data) for name, data in pictures.items()]

@@ -56,9 +56,9 @@ def comparison_png(
     runs = runs or {}
     figure = figure_of(11.0, 2.2 + 0.46 * len(rows))
     speedup, speed, third = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])
-    label = "speed-up over ar (tokens per second of decoding, ar = 1)"
+    tidy(speedup, xlabel="speed-up over ar (tokens per second of decoding, ar = 1)")
     # The numbers stand above the dots, so that they do not read as the value of the last dot.
-    _bars(speedup, rows, "speedup_wall", label, "{:.2f}x", missing="", above=11)
+    _bars(speedup, rows, "speedup_wall", "{:.2f}x", above=11)
     for y, row in enumerate(rows):
         name, spread = row["strategy"], row.get("speedup_wall_range")
         if row.get("speedup_wall") is None:
@@ -70,11 +70,13 @@ def comparison_png(
         if spread and spread[0] < spread[1]:
             speedup.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
     speedup.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
-    _bars(speed, rows, "tokens_per_s", "tokens per second (decoding)", "{:.0f}")
-    acceptance = ("acceptance_length", "acceptance length (tokens per target pass)")
+    tidy(speed, xlabel="tokens per second (decoding)")
+    _bars(speed, rows, "tokens_per_s", "{:.0f}")
+    name, label = "acceptance_length", "acceptance length (tokens per target pass)"
     if any(row.get("hit_rate") is not None for row in rows):
-        acceptance = ("hit_rate", "hit rate (share of answers)")
-    _bars(third, rows, *acceptance, "{:.2f}")
+        name, label = "hit_rate", "hit rate (share of answers)"
+    tidy(third, xlabel=label)
+    _bars(third, rows, name, "{:.2f}")
     for ax in (speedup, speed, third):
         ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)  # room for the numbers at the bars' ends
     lossy = [is_lossy(row) for row in rows]
@@ -94,23 +96,15 @@ def comparison_png(
     return png(figure, "Strategies compared", conditions)
 
 
-def _bars(
-    ax: Axes,
-    rows: Sequence[Row],
-    name: str,
-    label: str,
-    form: str,
-    missing: str = "-",
-    above: int = 0,
-) -> None:
+def _bars(ax: Axes, rows: Sequence[Row], name: str, form: str, above: int = 0) -> None:
     """Draws one horizontal bar per row and writes its value ``above`` points over its end."""
     styles = row_styles([str(row["strategy"]) for row in rows])
     for y, row in enumerate(rows):
         value = row.get(name)
         if value is not None:
             ax.barh(y, value, height=0.62, zorder=2, **styles[str(row["strategy"])].bar())
+        missing = "" if above else "-"
         _write(ax, missing if value is None else form.format(value), (value or 0, y), (4, above))
-    tidy(ax, xlabel=label)
 
 
 def _row_label(row: Row) -> str:

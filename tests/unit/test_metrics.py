@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -360,11 +360,3 @@ def test_totals_merge_into_sums_and_refuse_other_runs() -> None:
         RunTotals.merge([RunTotals(), RunTotals(level_per_step=True)])
     with pytest.raises(ValueError):
         RunTotals.merge([])
-
-
-def test_results_and_totals_survive_json() -> None:
-    result = make_result([[1, 2, 3], [4]], cut=1, proposed=5)
-    again = RequestResult.from_json(json.loads(json.dumps(result.to_json())))
-    assert again == result
-    totals = RunTotals(steps=2, stage_busy_s={1: 0.5}, model_s={"target": 1.0})
-    assert RunTotals.from_json(json.loads(json.dumps(asdict(totals)))) == totals

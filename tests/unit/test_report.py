@@ -22,8 +22,8 @@ from tests.unit.test_metrics import make_result, timed_run
 
 def test_requests_are_read_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "requests.jsonl"
-    result = make_result([[1, 2], [3]], prompt_id=4)
-    totals = RunTotals(steps=2, stage_busy_s={1: 0.25})
+    result = make_result([[1, 2, 3], [4]], prompt_id=4, cut=1, proposed=5)
+    totals = RunTotals(steps=2, stage_busy_s={1: 0.25}, model_s={"target": 1.0})
     with RequestWriter(path) as writer:
         writer.write(RequestRecord("specpipe", 1, result, totals, "stdlib/4"))
         # A reader sees the line during the run.
