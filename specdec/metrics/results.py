@@ -59,17 +59,8 @@ class RequestResult:
 class RunTotals:
     """Raw totals of one strategy over some prompts, without loading and warm-up.
 
-    Attributes:
-        target_passes: target passes that answered at least one token position: those with tree
-            nodes, and a baseline's prefill, whose last row is answered.
-        latency: steps from submission to answer; None if it varies.
-        paced_pieces, overruns: pieces of work on a paced clock, over all ranks, and those that took
-            longer than the profile says; None on other clocks.
-        stage_busy_s: rank -> seconds of work on the run's clock, stages only; None if unknown.
-        draft_total_s: seconds of draft work on the run's clock; on a measured clock, seconds of
-            model calls.
-        draft_hidden_s: the part of them that overlaps target work; None on a measured clock.
-        law: theoretical speed-up of the strategy; None if its source states none.
+    Target passes are those that answered at least one token position: those with tree nodes, and a
+    baseline's prefill, whose last row is answered. Draft work on a measured clock is model calls.
     """
 
     steps: int = 0  # iterations of the decode loop (baselines: target passes)
@@ -88,16 +79,16 @@ class RunTotals:
     wait_s: float = 0.0  # for paced clocks and transport, see ``Meter``
     target_bytes: int = 0  # of its weights
     draft_bytes: int = 0  # of weights that a draft pass reads; 0 without a draft model
-    latency: int | None = 1
+    latency: int | None = 1  # steps from submission to answer; None if it varies
     level_per_step: bool = False  # an answer emits exactly one token
     whole_tree: bool = True  # the whole tree is submitted and answered at once
     clock: str = "measured"  # measured, paced or simulated
-    paced_pieces: int | None = None
-    overruns: int | None = None
-    stage_busy_s: dict[int, float] | None = None
-    draft_total_s: float = 0.0
-    draft_hidden_s: float | None = None
-    law: SpeedupLaw | None = None
+    paced_pieces: int | None = None  # of work on a paced clock, over all ranks; else None
+    overruns: int | None = None  # those that took longer than the profile says
+    stage_busy_s: dict[int, float] | None = None  # stage's rank -> seconds of work, if known
+    draft_total_s: float = 0.0  # of draft work on the run's clock
+    draft_hidden_s: float | None = None  # of it beside target work; None on a measured clock
+    law: SpeedupLaw | None = None  # theoretical speed-up, if the source states one
     bytes_sent: int | None = None  # between ranks; None in one process
     request_steps: int = 0  # open requests, summed over steps
     kv_token_steps: int = 0  # tokens and nodes in the target's cache, summed over steps

@@ -157,27 +157,17 @@ class Result:
     """Results of one strategy in one folder.
 
     An interrupted run has records but neither summary nor conditions.
-
-    Attributes:
-        name: name of the job within a sweep, otherwise of the strategy.
-        strategy: name of the preset.
-        config: content of ``config.yaml`` as plain values.
-        records: finished prompts in file order.
-        summary: metrics of a complete run, or row of a comparison.
-        conditions: data, models and environment of the run.
-        ends: prompt id -> ``origins.token_ends`` of its output; empty without a tokenizer.
-        plain: repeats of plain decoding that it is compared with; may be empty.
     """
 
     folder: Path
-    name: str
-    strategy: str
-    config: Config
-    records: tuple[RequestRecord, ...]
-    summary: Mapping[str, Any] | None
-    conditions: Mapping[str, Any]
-    ends: Mapping[str, Sequence[int]]
-    plain: Sequence[Run] = ()
+    name: str  # of the job within a sweep, otherwise of the strategy
+    strategy: str  # name of the preset
+    config: Config  # content of ``config.yaml`` as plain values
+    records: tuple[RequestRecord, ...]  # finished prompts in file order
+    summary: Mapping[str, Any] | None  # metrics of a complete run, or row of a comparison
+    conditions: Mapping[str, Any]  # data, models and environment of the run
+    ends: Mapping[str, Sequence[int]]  # prompt id -> ``token_ends``; empty without a tokenizer
+    plain: Sequence[Run] = ()  # repeats of plain decoding that it is compared with
 
     @property
     def results(self) -> list[RequestResult]:

@@ -33,17 +33,12 @@ HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFOptions:
-    """Settings of transformers' assisted decoding; the defaults are its own.
+    """Settings of transformers' assisted decoding; the defaults are its own."""
 
-    Attributes:
-        num_assistant_tokens: maximum draft tokens per pass.
-        schedule: how transformers adapts ``num_assistant_tokens`` after each pass.
-        confidence_threshold: the draft stops below this probability; 0 for never.
-    """
-
-    num_assistant_tokens: Count = 20
+    num_assistant_tokens: Count = 20  # maximum draft tokens per pass
+    # How transformers adapts num_assistant_tokens after each pass.
     schedule: Literal["constant", "heuristic", "heuristic_transient"] = "constant"
-    confidence_threshold: Share = 0.4
+    confidence_threshold: Share = 0.4  # the draft stops below this probability; 0 for never
     prompt_lookup_num_tokens: Count = 10
     max_matching_ngram: Count = 2
 

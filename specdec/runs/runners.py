@@ -32,17 +32,11 @@ from specdec.types import Commit, IntArray, Lossless
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """A tokenised prompt.
+    """A tokenised prompt."""
 
-    Attributes:
-        id: the prompt's id in its data set, which keys its random draws.
-        tokens: int64[T].
-        source: the prompt of the data set; None for tokens alone.
-    """
-
-    id: int
-    tokens: IntArray
-    source: Prompt | None = None
+    id: int  # in its data set; keys the random draws
+    tokens: IntArray  # int64[T]
+    source: Prompt | None = None  # None for tokens alone
 
 
 RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
@@ -54,22 +48,14 @@ Book = Callable[[RequestResult, RunTotals], None]
 
 
 class Runner(ABC):
-    """Decodes with one strategy of a comparison.
-
-    Attributes:
-        claims: what its verifier guarantees.
-        runtime: the program that runs the models, for rows and titles.
-        parts: None for the decoding of other programs.
-        trace: records the run for ``trace=true``; else None.
-        pids: the run's other processes on this machine; None if they cannot be read.
-    """
+    """Decodes with one strategy of a comparison."""
 
     name: str
-    claims: Lossless
-    runtime: str | None = None
-    parts: Parts | None = None
-    trace: RunTrace | None = None
-    pids: Sequence[int] | None = ()
+    claims: Lossless  # what its verifier guarantees
+    runtime: str | None = None  # the program that runs the models, for rows and titles
+    parts: Parts | None = None  # None for the decoding of other programs
+    trace: RunTrace | None = None  # records the run for ``trace=true``
+    pids: Sequence[int] | None = ()  # its other processes here; None if they cannot be read
 
     @abstractmethod
     def run(

@@ -73,21 +73,18 @@ def judgement(proposal: Proposal, children: Mapping[int, float], token: int) -> 
 class TreeRecord:
     """How the trees grew, and what was submitted.
 
-    Attributes:
-        requests: per request, in order of admission: ``id``, ``prefix_len`` (tokens before the
-            first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes``
-            (added in the step: id, parent id, token, position, log probability, origin),
-            ``submitted`` (ids), ``answers`` ([id, token] pairs) and ``commit`` (None, or ``kind``,
-            ``retired`` ids, ``next_token``, ``root`` id, ``judged``: the values of a ``Judgement``
-            per decided token). A commit keeps the new root and its descendants.
-        fed: step -> its submission: ``requests``, ``depths`` (minimum and maximum below the
-            root), ``nodes``, ``prefill`` (number of prompt tokens).
-        truncated: whether steps were omitted.
+    Per request, in order of admission: ``id``, ``prefix_len`` (tokens before the first root) and
+    ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes`` (added in the step: id,
+    parent id, token, position, log probability, origin), ``submitted`` (ids), ``answers`` ([id,
+    token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids, ``next_token``, ``root`` id,
+    ``judged``: the values of a ``Judgement`` per decided token). A commit keeps the new root and
+    its descendants. ``fed`` maps a step to its submission: ``requests``, ``depths`` (minimum and
+    maximum below the root), ``nodes``, ``prefill`` (number of prompt tokens).
     """
 
     requests: list[dict[str, Any]] = field(default_factory=list)
     fed: dict[int, dict[str, Any]] = field(default_factory=dict)
-    truncated: bool = False
+    truncated: bool = False  # whether steps were omitted
 
 
 @dataclass(slots=True)
