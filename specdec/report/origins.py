@@ -163,7 +163,12 @@ def origins_png(result: Result) -> bytes | None:
             ax.text(0, (row + 0.52) * _HIGH, line.plain, parse_math=False, **_FONT)
         for origin, share in shares([first]).items():
             label = f"{names.get(origin, f'source {origin}')} {100 * share:.0f} %"
-            look = {"fc": _color(origin) or "white", "ec": "#999999", "lw": 0.5, "label": label}
+            look: dict[str, Any] = {
+                "fc": _color(origin) or "white",
+                "ec": "#999999",
+                "lw": 0.5,
+                "label": label,
+            }
             ax.add_patch(Rectangle((-1, -1), 0, 0, **look))  # not in view; for the legend
         more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
         title = f"{result.name}, prompt {first.id}{more}"

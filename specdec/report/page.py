@@ -163,7 +163,7 @@ def _page(
     styles = styles_of(results)
     colors = list(dict.fromkeys(style.color for style in styles.values()))
     complete = [result.name for result in results if result.summary is not None]
-    provenance = {}  # run folder -> its configuration and provenance, as YAML
+    provenance: dict[Path, str] = {}  # run folder -> its configuration and provenance, as YAML
     for result in results:
         origin = read_json(result.folder / "provenance.json")
         parts = {"config": result.config, "provenance": origin}

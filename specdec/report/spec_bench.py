@@ -93,41 +93,39 @@ def by_category(
     table = _table(answers)
     if table.empty:
         return {}
-    plain = _table(baseline or ()).reindex(columns=table.columns).set_index(["question", "repeat"])
-    table = table.join(plain["speed"].rename("ar_speed"), on=["question", "repeat"])
+    table["ar_speed"] = _table(baseline or ())["speed"].reindex(table.index)
     groups = [*table.groupby("task", sort=False), ("overall", table)]
     return {str(task): _figures(group) for task, group in groups}
 
 
 def _table(answers: Sequence[Answer]) -> pd.DataFrame:
-    """One row per question and repeat; questions without a category are left out."""
+    """Returns a row per question and repeat; questions without a category are left out."""
     rows = [
         {
             "question": answer["question_id"],
-            "task": task_of(answer["category"]),
             "repeat": choice["index"],
+            "task": task_of(answer["category"]),
             "speed": sum(choice["new_tokens"]) / max(sum(choice["wall_time"]), 1e-9),
-            "tokens": sum(choice["accept_lengths"]),
-            "steps": len(choice["accept_lengths"]),
+            "lengths": choice["accept_lengths"],
         }
         for answer in answers
         if answer["category"]
         for choice in answer["choices"]
     ]
-    return pd.DataFrame(rows, columns=["question", "task", "repeat", "speed", "tokens", "steps"])
+    columns = ["question", "repeat", "task", "speed", "lengths"]
+    return pd.DataFrame(rows, columns=columns).set_index(["question", "repeat"])
 
 
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
-    first, speeds = group[group["repeat"] == 0], group.groupby("repeat")[["speed", "ar_speed"]]
-    means = speeds.mean()
-    ratios = means["speed"] / means["ar_speed"]
-    compared = bool(group["ar_speed"].notna().all())
-    steps = int(first["steps"].sum())
+    speeds = group.groupby("repeat")[["speed", "ar_speed"]].mean()
+    questions = group.xs(0, level="repeat")["lengths"]
+    lengths = [length for question in questions for length in question]
+    compared = group["ar_speed"].notna().all()
     return {
-        "num_questions": len(first),
-        "tokens_per_s": float(means["speed"].median()),
-        "accept_length": int(first["tokens"].sum()) / steps if steps else None,
-        "speedup": float(ratios.median()) if compared else None,
+        "num_questions": len(questions),
+        "tokens_per_s": float(speeds["speed"].median()),
+        "accept_length": sum(lengths) / len(lengths) if lengths else None,
+        "speedup": float((speeds["speed"] / speeds["ar_speed"]).median()) if compared else None,
     }
 
 

@@ -207,8 +207,8 @@ class _Decoding:
         metrics: dict[str, Any] = {"runtime": runner.runtime}
         if about:
             metrics["loop_share"] = about.get("loop_share")
-        source = None if runner.parts is None else runner.parts.source
-        caveats = (cfg.get("clock", {}).get("caveat"), source and source.caveat)
+        caveats = [cfg.get("clock", {}).get("caveat")]
+        caveats += [runner.parts.source.caveat] if runner.parts is not None else []
         if any(caveats):
             metrics["caveat"] = "; ".join(filter(None, caveats))
         if all(record.cpu is not None for record in records):

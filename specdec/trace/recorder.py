@@ -148,7 +148,9 @@ class ObservedExecutor(Executor):
         depths = [int(d) for rows in batch.trees for d in (rows.depths.min(), rows.depths.max())]
         if batch.num_tokens:
             self._trace.trees.fed[self._trace.timeline.step] = {
-                "requests": sorted({part.request for part in (*batch.trees, *batch.prefills)}),
+                "requests": sorted(
+                    {rows.request for rows in batch.trees} | {c.request for c in batch.prefills}
+                ),
                 "depths": [min(depths), max(depths)] if depths else None,
                 "nodes": batch.num_nodes,
                 "prefill": batch.num_tokens - batch.num_nodes,
