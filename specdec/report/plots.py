@@ -45,15 +45,9 @@ _FEWEST_PROMPTS = 4  # of a plot over prompts
 
 
 def comparison_png(
-    rows: Sequence[Row],
-    conditions: Mapping[str, Any],
-    runs: Mapping[str, Sequence[Run]] | None = None,
+    rows: Sequence[Row], conditions: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]
 ) -> bytes:
-    """Plots speed-up over ``ar``, tokens per second and acceptance of each strategy.
-
-    Without ``runs``, the repeats of each strategy, the spread over prompts is not drawn.
-    """
-    runs = runs or {}
+    """Plots speed-up over ``ar``, tokens per second and acceptance; ``runs`` has the repeats."""
     figure = figure_of(11.0, 2.2 + 0.46 * len(rows))
     speedup, speed, third = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])
     tidy(speedup, xlabel="speed-up over ar (tokens per second of decoding, ar = 1)")
@@ -86,8 +80,7 @@ def comparison_png(
     speedup.set_ylim(len(rows) - 0.5, -0.5)
     legend = [
         "Bars: a colour per strategy, as in all pictures; median over repeats; black line: range"
-        " over repeats",
-        *(["dots: single prompts"] if runs else []),
+        " over repeats; dots: single prompts",
         *(["red names: lossy or not lossless"] if any(lossy) else []),
         *(f"{row['strategy']}: {row['caveat']}" for row in rows if row.get("caveat")),
     ]

@@ -208,7 +208,7 @@ class _Decoding:
         if about:
             metrics["loop_share"] = about.get("loop_share")
         caveats = [cfg.get("clock", {}).get("caveat")]
-        caveats += [runner.parts.source.caveat] if runner.parts is not None else []
+        caveats.append(runner.caveat if runner.parts is None else runner.parts.source.caveat)
         if any(caveats):
             metrics["caveat"] = "; ".join(filter(None, caveats))
         if all(record.cpu is not None for record in records):

@@ -53,6 +53,7 @@ class Runner(ABC):
     name: str
     claims: Lossless  # what its verifier guarantees
     runtime: str | None = None  # the program that runs the models, for rows and titles
+    caveat: str = ""  # of other programs: what ran there, and why rows are not comparable
     parts: Parts | None = None  # None for the decoding of other programs
     trace: RunTrace | None = None  # records the run for ``trace=true``
     pids: Sequence[int] | None = ()  # its other processes here; None if they cannot be read
