@@ -23,8 +23,7 @@ from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.report import results
 from specdec.report.results import CONFIG_FILE, Result
-from specdec.runs.conditions import with_pair
-from specdec.runs.jobs import compare_jobs, stop_rules
+from specdec.runs.jobs import compare_jobs, stop_rules, with_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, RequestState
 

@@ -30,8 +30,8 @@ from specdec.certify.numerics import plain_config
 from specdec.config.job import run_job_of
 from specdec.files import write_json
 from specdec.metrics import RequestResult
+from specdec.metrics.compare import first_difference
 from specdec.metrics.loops import loop_share
-from specdec.metrics.parity import first_difference
 from specdec.report.provenance import provenance
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt

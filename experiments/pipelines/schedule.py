@@ -22,7 +22,7 @@ def timeline(item: Item, lab: Lab) -> Findings:
 
     Keys: ``common``, ``draft``, claims ``aligned``, ``flush``, ``compute``, ``prune``.
     """
-    from specdec.trace.timeline import timeline_png
+    from specdec.report.traces import timeline_png
 
     findings, config = Findings(), item.config
     for draft in drafts([config["draft"]], item, lab, findings):

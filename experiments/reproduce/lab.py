@@ -30,7 +30,7 @@ from specdec.models.bundled import family_path
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.pairs.recorded import ReplayModels
 from specdec.planning.job import NoProgress
-from specdec.report.requests import RequestRecord, RequestWriter, read_requests
+from specdec.report.results import RequestRecord, RequestWriter, read_requests
 from specdec.runs.jobs import compare_jobs, prepare, run_job, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 

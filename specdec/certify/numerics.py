@@ -23,7 +23,7 @@ from specdec.certify.oracle import plain_decode, processed, reference_probs, tar
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Decoded, Subject, decode_cases
 from specdec.errors import UserError
-from specdec.metrics.parity import first_difference
+from specdec.metrics.compare import first_difference
 from specdec.models.slicing import cache_argument
 from specdec.pairs import HuggingFacePair
 from specdec.runs.jobs import prepare, stop_rules

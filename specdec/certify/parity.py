@@ -28,7 +28,7 @@ from specdec.certify.subject import (
     decode_cases,
 )
 from specdec.errors import UserError
-from specdec.metrics.parity import first_difference
+from specdec.metrics.compare import first_difference
 from specdec.pairs import RandomPair
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams

@@ -130,8 +130,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _domains(folder: Path, strategy: str) -> dict[str, float]:
     """Returns the share of drafted tokens by domain, as ``domain/<name>/drafted_share``."""
-    from specdec.report.requests import read_requests
-    from specdec.report.results import drafted_tokens
+    from specdec.report.results import drafted_tokens, read_requests
 
     records = [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
     table = drafted_tokens(records)
@@ -143,8 +142,8 @@ def _domains(folder: Path, strategy: str) -> dict[str, float]:
 def _rejections(folder: Path) -> dict[str, float]:
     """Counts why draft tokens were rejected, as ``rejections/...``; empty without a trace."""
     from specdec.report.results import read_object
+    from specdec.report.traces import rejection_metrics
     from specdec.trace.files import TREES_FILE
-    from specdec.trace.rejections import rejection_metrics
 
     trees = read_object(folder / TREES_FILE)
     metrics = {} if trees is None else rejection_metrics(trees)
@@ -153,8 +152,7 @@ def _rejections(folder: Path) -> dict[str, float]:
 
 def _curves(row: Mapping[str, Any], folder: Path, strategy: str) -> Iterator[dict[str, Any]]:
     """Yields the points to log, in order: prompt by prompt, then the histograms."""
-    from specdec.report.requests import read_requests
-    from specdec.report.results import drafted_tokens, prompt_metrics
+    from specdec.report.results import drafted_tokens, prompt_metrics, read_requests
 
     records = [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
     sums = drafted_tokens(records)[["drafted", "tokens"]].cumsum()

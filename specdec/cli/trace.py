@@ -60,10 +60,8 @@ def main(words: Sequence[str]) -> int:
 def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     """Draws the pictures of a traced run; returns their paths."""
     from specdec.files import write_bytes, write_text
-    from specdec.trace.files import TIMELINE_FILE, TREES_FILE
-    from specdec.trace.page import commit_kinds, tree_page
-    from specdec.trace.rejections import rejections_png
-    from specdec.trace.timeline import timeline_png
+    from specdec.report.traces import rejections_png, timeline_png
+    from specdec.trace.files import TIMELINE_FILE, TREES_FILE, commit_kinds, tree_page
 
     trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
     title = _title(folder)
@@ -90,8 +88,7 @@ def draw_beside(folder: Path, other: Path) -> Path:
     """Writes one page with both runs, ``beside.html`` in the first folder; returns its path."""
     from specdec.files import write_text
     from specdec.report.styles import row_styles
-    from specdec.trace.files import TREES_FILE
-    from specdec.trace.page import Track, tracks_page
+    from specdec.trace.files import TREES_FILE, Track, tracks_page
 
     runs = {run: (_title(run), _load(run / TREES_FILE)) for run in (folder, other)}
     if len(runs) < 2:

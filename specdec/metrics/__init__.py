@@ -6,9 +6,8 @@ from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
-    from specdec.metrics.compare import comparison_row, speed_ratio_interval
+    from specdec.metrics.compare import comparison_row, lossless_against, speed_ratio_interval
     from specdec.metrics.loops import loop_share
-    from specdec.metrics.parity import lossless_against
     from specdec.metrics.rates import summarise
     from specdec.metrics.results import RequestResult, Run, RunTotals
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -14,17 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from specdec.metrics.parity import lossless_against
 from specdec.metrics.rates import summarise
 from specdec.metrics.results import RequestResult, Run, RunTotals
 from specdec.metrics.times import decode_phase, decode_speed
 
 _LEVEL = 0.95  # coverage of bootstrap intervals
 _RANGES = ("tokens_per_s", "tbt_ms_mean", "ttft_ms", "overhead_share")
-_SPEEDUPS = (
-    *("speedup_wall", "speedup_wall_range", "speedup_wall_interval", "speedup_theoretical"),
-    *("speedup_prompt_median", "speedup_prompt_median_interval"),
-)
 
 
 def comparison_row(
@@ -38,11 +33,7 @@ def comparison_row(
 
     The row has every metric of ``summarise`` (medians over repeats), ``<name>_range`` = [minimum,
     maximum] of the main times, ``repeats``, and the ratios to ``ar`` that docs/metrics.md names.
-
-    Args:
-        ar_runs: runs of ``ar`` on the same prompts, by repeat; None if there are none.
-        claims: what the verifier promises (``types.Lossless``); tokens are compared only under
-            "token".
+    Tokens are compared only if the verifier ``claims`` (``types.Lossless``) "token".
 
     Raises:
         ValueError: there are no runs, or ``ar`` has another number of repeats.
@@ -51,46 +42,52 @@ def comparison_row(
         raise ValueError(f"{strategy}: no finished repeat to report")
     row: dict[str, Any] = {"strategy": strategy, "claims": str(claims), "repeats": len(runs)}
     summaries = [summarise(run.results, run.totals) for run in runs]
-    row.update({name: _middle([s[name] for s in summaries]) for name in summaries[0]})
+    row |= {name: _middle([s[name] for s in summaries]) for name in summaries[0]}
     for name in _RANGES:
-        values = [s[name] for s in summaries if s[name] is not None]
-        row[f"{name}_range"] = [min(values), max(values)] if values else None
+        row[f"{name}_range"] = _range([s[name] for s in summaries if s[name] is not None])
     ours, plain = ([r for run in each for r in run.results] for each in (runs, ar_runs or ()))
-    parity = lossless_against(ours, plain, claims_tokens=str(claims) == "token")
-    row["lossless"] = parity.lossless
-    row["num_compared"] = parity.num_compared
-    row["num_differing"] = len({d.id for d in parity.differing})
-    row["differing"] = [asdict(d) | {"distance": None} for d in parity.differing]
-    row["ties"] = []  # it and ``distance`` stay in the files: only ``certify`` measures distances
-    return row | _speedups(runs, ar_runs)
+    row |= lossless_against(ours, plain, claims_tokens=str(claims) == "token")
+    # These stay in the files, though only ``certify`` measures distances.
+    row["differing"] = [token | {"distance": None} for token in row["differing"]]
+    return row | {"ties": []} | _speedups(runs, ar_runs or ())
 
 
-def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run] | None) -> dict[str, Any]:
-    speedups: dict[str, Any] = dict.fromkeys(_SPEEDUPS)
-    if not ar_runs:
-        return speedups
-    if len(ar_runs) != len(runs):
+def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> dict[str, Any]:
+    if ar_runs and len(ar_runs) != len(runs):
         raise ValueError(
             f"{len(runs)} repeats cannot be paired with {len(ar_runs)} repeats of ar; give every"
             " strategy the same number of repeats"
         )
-    pairs = list(zip(runs, ar_runs, strict=True))
+    pairs = list(zip(runs, ar_runs, strict=bool(ar_runs)))
     if any(run.totals.clock != ar.totals.clock for run, ar in pairs):
-        return speedups  # times of different clocks have no ratio
+        pairs = []  # times of different clocks have no ratio
+    ratios = speed_ratios(runs, ar_runs) if pairs else []
+    theories = [theoretical_speedup(run, ar) for run, ar in pairs]
+    table = paired_phases(runs, ar_runs if pairs else ())
+    prompts = _ratios(table).groupby("id").median()
+    return {
+        "speedup_wall": _median(ratios),
+        "speedup_wall_range": _range(ratios),
+        "speedup_wall_interval": _interval(table.groupby("id").sum(), _pooled_ratio),
+        "speedup_theoretical": _median([theory for theory in theories if theory is not None]),
+        "speedup_prompt_median": _median(prompts.tolist()),
+        "speedup_prompt_median_interval": _interval(prompts.to_frame(), np.median),
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _range(values: list[float]) -> list[float] | None:
+    return [min(values), max(values)] if values else None
+
+
+def speed_ratios(runs: Sequence[Run], ar_runs: Sequence[Run]) -> list[float]:
+    """Returns the ratio of decode speeds of each repeat in which both are known."""
+    pairs = zip(runs, ar_runs, strict=True)
     speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
-    ratios = [speed / plain for speed, plain in speeds if speed is not None and plain]
-    table = paired_phases(runs, ar_runs)
-    if ratios:
-        speedups["speedup_wall"] = median(ratios)
-        speedups["speedup_wall_range"] = [min(ratios), max(ratios)]
-        speedups["speedup_wall_interval"] = _interval(table.groupby("id").sum(), _pooled_ratio)
-    if len(used := table[(table > 0).all(axis=1)]):
-        prompts = _ratios(used).groupby("id").median()
-        speedups["speedup_prompt_median"] = float(prompts.median())
-        speedups["speedup_prompt_median_interval"] = _interval(prompts.to_frame(), np.median)
-    theories = [t for run, ar in pairs if (t := theoretical_speedup(run, ar)) is not None]
-    speedups["speedup_theoretical"] = median(theories) if theories else None
-    return speedups
+    return [speed / plain for speed, plain in speeds if speed is not None and plain]
 
 
 def theoretical_speedup(run: Run, ar: Run) -> float | None:
@@ -105,7 +102,7 @@ def theoretical_speedup(run: Run, ar: Run) -> float | None:
         return None
     turns, ar_turns = _turns(totals), _turns(ar.totals)
     tokens, ar_tokens = (sum(len(result.output) for result in r.results) for r in (run, ar))
-    if not ar_speed or not turns or not ar_turns or not tokens or not ar_tokens:
+    if not (ar_speed and turns and ar_turns and tokens and ar_tokens):
         return None
     drafting_s = totals.draft_total_s - (totals.draft_hidden_s or 0.0)
     seconds = turns / totals.latency / ar_speed + drafting_s
@@ -114,9 +111,60 @@ def theoretical_speedup(run: Run, ar: Run) -> float | None:
 
 def _turns(totals: RunTotals) -> int:
     """Counts the loop's decoding turns: target passes, or pipeline steps other than prefill."""
-    if totals.latency == 1:
-        return totals.target_passes
-    return totals.steps - totals.prefill_passes
+    return totals.target_passes if totals.latency == 1 else totals.steps - totals.prefill_passes
+
+
+# ---------------------------------------------------------------------- equality of tokens
+
+
+def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | None:
+    """Returns the index of the first difference; None if equal. A missing token is a difference."""
+    pairs = zip_longest(tokens, ar_tokens)
+    return next((i for i, (token, ar_token) in enumerate(pairs) if token != ar_token), None)
+
+
+def lossless_against(
+    rows: Sequence[RequestResult], ar_rows: Sequence[RequestResult], *, claims_tokens: bool = True
+) -> dict[str, Any]:
+    """Compares a strategy's outputs with those of ``ar`` in the same run.
+
+    Prompts that only one side has and outputs that end early count as different. Every repeat of a
+    prompt is compared with its first ``ar`` result. There is no tolerance for numerical ties
+    (``certify.numerics`` has one). Unless ``claims_tokens``, nothing is compared.
+
+    Returns:
+        ``lossless``, None if nothing was compared; ``num_compared`` outputs, ``num_differing``
+        prompts, and ``differing``: the first difference of each output in the order of the prompts,
+        at position -1 if an output is missing; a token is None after the end of the shorter output.
+
+    Raises:
+        ValueError: the ``ar`` results of one prompt differ from each other.
+    """
+    expected: dict[int, tuple[int, ...]] = {}
+    for row in ar_rows if claims_tokens else ():
+        if expected.setdefault(row.id, row.output) != row.output:
+            raise ValueError(
+                f"the ar results of prompt {row.id} differ from each other: the reference is not"
+                " deterministic, so nothing can be compared with it"
+            )
+    missing = expected.keys() - {row.id for row in rows}
+    differing: list[tuple[int, int, int | None, int | None]] = [
+        (i, -1, None, None) for i in missing
+    ]
+    for row in rows if expected else ():
+        plain = expected.get(row.id)
+        at = -1 if plain is None else first_difference(row.output, plain)
+        if at is not None:
+            ours, theirs = (o[at] if o and 0 <= at < len(o) else None for o in (row.output, plain))
+            differing.append((row.id, at, ours, theirs))
+    names = ("id", "position", "token", "ar_token")
+    found = sorted(dict.fromkeys(differing), key=lambda d: d[0])
+    return {
+        "lossless": not found if expected else None,
+        "num_compared": sum(row.id in expected for row in rows),
+        "num_differing": len({d[0] for d in found}),
+        "differing": [dict(zip(names, d, strict=True)) for d in found],
+    }
 
 
 # ---------------------------------------------------------------------- per prompt
@@ -144,8 +192,7 @@ def decode_phases(runs: Sequence[Run]) -> pd.DataFrame:
 
 def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
     """float64[P]: ratio of decode speeds per prompt, with repeats pooled."""
-    table = paired_phases(runs, ar_runs).groupby("id").sum()
-    return _ratios(table[(table > 0).all(axis=1)]).to_numpy()
+    return _ratios(paired_phases(runs, ar_runs).groupby("id").sum()).to_numpy()
 
 
 def speed_ratio_interval(
@@ -156,8 +203,7 @@ def speed_ratio_interval(
 ) -> list[float] | None:
     """Returns the 95 % bootstrap interval of the ratio of decode speeds over prompts.
 
-    The repeats of each prompt are pooled. Returns None with fewer than two prompts that both sides
-    have, or without times.
+    Repeats of a prompt are pooled. None with fewer than two common prompts, or without times.
     """
     ours, plain = (
         decode_phases([Run(tuple(of), RunTotals())]).groupby("id").sum()
@@ -167,7 +213,9 @@ def speed_ratio_interval(
 
 
 def _ratios(table: pd.DataFrame) -> pd.Series:
-    return table["tokens"] / table["seconds"] / (table["ar_tokens"] / table["ar_seconds"])
+    """Returns the ratio of speeds of each row in which both sides have tokens and times."""
+    used = table[(table > 0).all(axis=1)]
+    return used["tokens"] / used["seconds"] / (used["ar_tokens"] / used["ar_seconds"])
 
 
 def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
@@ -184,7 +232,7 @@ def _interval(
 
     if len(table) < 2 or not (table.sum() > 0).all():
         return None
-    found = bootstrap(
+    interval = bootstrap(
         [table[name].to_numpy(float) for name in table],
         statistic,
         paired=True,
@@ -194,7 +242,7 @@ def _interval(
         n_resamples=num_resamples,
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return [float(found.low), float(found.high)] if np.isfinite([*found]).all() else None
+    return [float(end) for end in interval] if np.isfinite([*interval]).all() else None
 
 
 def _middle(values: list[Any]) -> Any:

@@ -1,14 +1,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from typing import Any
 
 from specdec.types import Batch
 
 
+def total(values: Sequence[Any]) -> Any:
+    """Adds numbers, mappings key by key, or lists end to end; None if any of them is None."""
+    if any(value is None for value in values):
+        return None
+    if isinstance(values[0], list):
+        return list(chain.from_iterable(values))
+    if not isinstance(values[0], dict):
+        return sum(values)
+    keys = dict.fromkeys(key for value in values for key in value)
+    return type(values[0])({key: sum(value.get(key, 0) for value in values) for key in keys})
+
+
 @dataclass(slots=True, kw_only=True)
 class SourceCounters:
-    """Raw counts of a source's model work."""
+    """Raw counts of a source's model work; ``RunTotals`` has them with the prefix "draft"."""
 
     passes: int = 0  # forward passes of all its models
     rows: int = 0  # token rows computed in them, catch-up included
@@ -18,7 +33,7 @@ class SourceCounters:
 
 @dataclass(slots=True, kw_only=True)
 class ExecutorCounters:
-    """Raw counts of an executor's target work."""
+    """Raw counts of an executor's target work; ``RunTotals`` has them too."""
 
     passes: int = 0  # batches with tree nodes
     prefill_passes: int = 0  # batches with prompt rows only
@@ -58,12 +73,16 @@ class RequestCounters:
     path_lengths: Counter[int] = field(default_factory=Counter)  # tokens decided -> answers
     decided: list[int] = field(default_factory=list)  # the same lengths, one per answer, in order
 
-    def count_answer(self, depth: int, num_verified: int, *, hit: bool) -> None:
-        """Counts one answer with ``depth`` accepted draft tokens.
+    @staticmethod
+    def sum(parts: Sequence[RequestCounters]) -> RequestCounters:
+        """Adds the counts of several requests."""
+        names = [f.name for f in fields(RequestCounters)] if parts else []
+        return RequestCounters(**{n: total([getattr(p, n) for p in parts]) for n in names})
 
-        Args:
-            num_verified: number of candidates that the target judged.
-            hit: whether the next token was in the tree.
+    def count_answer(self, depth: int, num_verified: int, *, hit: bool) -> None:
+        """Counts one answer with ``depth`` accepted draft tokens; ``hit`` if the tree had the next.
+
+        ``num_verified`` is the number of candidates that the target judged.
         """
         self.answers += 1
         self.accepted += depth

@@ -11,13 +11,10 @@ NGRAM = 8
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.bool_]:
-    """Marks tokens that end an n-gram generated before; overlapping n-grams count.
+    """Marks, as bool[T], the generated tokens that end an n-gram generated before.
 
-    Args:
-        tokens: generated tokens, int[T], without the prompt.
-
-    Returns:
-        bool[T]; the first n - 1 are False, and an n-gram's first occurrence is not marked.
+    The first n - 1 are False, and an n-gram's first occurrence is not marked; overlapping n-grams
+    count.
     """
     row = np.asarray(tokens, np.int64)
     repeated = np.zeros(len(row), np.bool_)
@@ -32,6 +29,5 @@ def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.boo
 
 def loop_share(outputs: Iterable[Sequence[int]], n: int = NGRAM) -> float | None:
     """Returns the share of ``repeated_ngrams`` in all outputs; None without tokens."""
-    repeated = [repeated_ngrams(output, n) for output in outputs]
-    total = sum(len(of) for of in repeated)
-    return int(sum(of.sum() for of in repeated)) / total if total else None
+    repeated = np.concatenate([np.zeros(0, bool), *(repeated_ngrams(out, n) for out in outputs)])
+    return int(repeated.sum()) / len(repeated) if len(repeated) else None

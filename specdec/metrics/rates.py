@@ -9,10 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import pandas as pd
+
 from specdec.metrics.counters import RequestCounters
 from specdec.metrics.loops import loop_share
 from specdec.metrics.results import RequestResult, RunTotals
 from specdec.metrics.times import time_metrics
+from specdec.types import IntArray
 
 POSITION_BUCKET = 32
 """Generated tokens per bucket of ``drafted_share_by_position``."""
@@ -30,6 +34,8 @@ _WORK = (
 )
 """Counts of ``RunTotals`` that are metrics under the same name."""
 
+_LOST_STEPS = ("fill_steps", "flush_steps", "refill_steps")
+
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
     """Returns all metrics of one repeat of a strategy by name, as JSON values.
@@ -38,11 +44,16 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
     """
     for result in results:
         check_invariants(result, level_per_step=totals.level_per_step)
+    c = RequestCounters.sum([result.counters for result in results])
     new_tokens = sum(len(result.output) for result in results)
     read = totals.target_passes * totals.target_bytes + totals.draft_passes * totals.draft_bytes
-    paced = totals.paced_pieces is not None and totals.overruns is not None
     overruns = _ratio(totals.overruns, totals.paced_pieces)
-    return {
+    paced = totals.paced_pieces is not None and totals.overruns is not None
+    accepted, verified = judged(c, totals)
+    # A cut removes the token after the path first, then accepted tokens from the path's end.
+    cut_paths = sum(max(0, result.counters.cut_tokens - 1) for result in results)
+    in_trees = None if totals.level_per_step else c.answers
+    metrics = {
         "num_prompts": len(results),
         "new_tokens": new_tokens,
         "prompt_tokens": sum(result.num_prompt for result in results),
@@ -52,12 +63,31 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         "rows_per_target_pass": _ratio(totals.target_rows, totals.target_passes),
         "draft_passes_per_token": _ratio(totals.draft_passes, new_tokens),
         **time_metrics(results, clock_s=totals.clock_s),
-        **(acceptance := _acceptance_metrics(results, totals)),
-        "speedup_law": None if totals.law is None else totals.law.of(acceptance),
-        **_histograms(results, level_per_step=totals.level_per_step),
-        "speculative_decoding": speculative_decoding(
-            [result.counters for result in results], whole_tree=totals.whole_tree
-        ),
+        "answers": c.answers,
+        "acceptance_length": _ratio(new_tokens, in_trees),
+        "accepted_per_pass": _ratio(c.accepted - cut_paths, in_trees),
+        "acceptance_rate": _ratio(accepted, c.proposed),
+        "acceptance_rate_verified": _ratio(accepted, verified),
+        "hit_rate": None if totals.whole_tree else _ratio(c.hits, c.answers),
+        "accepted_tokens": accepted,
+        "proposed_nodes": c.proposed,
+        "wasted_nodes": max(0, c.proposed - accepted),
+        **{name: getattr(c, name) for name in ("cut_tokens", *_LOST_STEPS)},
+    }
+    by_depth = Counter[int]() if totals.level_per_step else c.judged_by_depth
+    histograms: dict[str, Mapping[int, float]] = {
+        "acceptance_by_depth": {d: c.accepted_by_depth[d] / n for d, n in by_depth.items()},
+        "judged_by_depth": by_depth,
+        "path_lengths": c.path_lengths,
+        "tokens_by_origin": Counter(origin for result in results for origin in result.origins),
+        "drafted_share_by_position": drafted_by_position(results),
+        "drafted_share_by_context": drafted_by_context(results),
+    }
+    return {
+        **metrics,
+        "speedup_law": None if totals.law is None else totals.law.of(metrics),
+        **{name: {str(k): of[k] for k in sorted(of)} for name, of in histograms.items()},
+        "speculative_decoding": speculative_decoding(c, whole_tree=totals.whole_tree),
         **_cost_metrics(totals),
         "relative_memory_traffic": _ratio(read, new_tokens * totals.target_bytes),
         "loop_share": loop_share(result.output for result in results),
@@ -72,11 +102,9 @@ def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
     Always: tokens = accepted + answers, and answers = hits + misses. With one level per step no
     token is accepted below an answered one, so tokens = hits + misses.
     """
-    c = result.counters
+    c, name = result.counters, f"request {result.id}"
     decided = len(result.output) + c.cut_tokens
-    name = f"request {result.id}"
-    if result.finish_reason != "cancelled":
-        assert result.output, f"{name} finished without a token"
+    assert result.output or result.finish_reason == "cancelled", f"{name} finished without a token"
     assert c.hits + c.misses == c.answers, f"{name}: {c.hits} + {c.misses} != {c.answers} answers"
     assert decided == c.accepted + c.answers, (
         f"{name}: {decided} tokens decided, {c.accepted} accepted + {c.answers} answers"
@@ -91,7 +119,7 @@ def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
 
 
 def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
-    """Returns (accepted draft tokens, candidates judged by the target) of one request.
+    """Returns (accepted draft tokens, candidates judged by the target).
 
     If trees are answered in parts, a hit is an accepted draft token whose own answer is still in
     flight. Neither counter includes it, so it is added to both.
@@ -100,35 +128,9 @@ def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
     return counters.accepted + in_flight, counters.verified + in_flight
 
 
-def _acceptance_metrics(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
-    counters = [result.counters for result in results]
-    names = ("answers", "hits", "proposed")
-    answers, hits, proposed = (sum(getattr(c, name) for c in counters) for name in names)
-    accepted, verified = (sum(judged(c, totals)[i] for c in counters) for i in (0, 1))
-    # A cut removes the token after the path first, then accepted tokens from the path's end.
-    accepted_emitted = sum(c.accepted - max(0, c.cut_tokens - 1) for c in counters)
-    emitted = sum(len(result.output) for result in results)
-    by_level = totals.level_per_step
-    return {
-        "answers": answers,
-        "acceptance_length": None if by_level else _ratio(emitted, answers),
-        "accepted_per_pass": None if by_level else _ratio(accepted_emitted, answers),
-        "acceptance_rate": _ratio(accepted, proposed),
-        "acceptance_rate_verified": _ratio(accepted, verified),
-        "hit_rate": None if totals.whole_tree else _ratio(hits, answers),
-        "accepted_tokens": accepted,
-        "proposed_nodes": proposed,
-        "wasted_nodes": max(0, proposed - accepted),
-        "cut_tokens": sum(c.cut_tokens for c in counters),
-        "fill_steps": sum(c.fill_steps for c in counters),
-        "flush_steps": sum(c.flush_steps for c in counters),
-        "refill_steps": sum(c.refill_steps for c in counters),
-    }
-
-
 def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
     """Maps each bucket's first position to the share of its tokens that a source proposed."""
-    return _drafted_by(results, lambda _, i: i // POSITION_BUCKET * POSITION_BUCKET)
+    return _drafted_by(results, lambda _, at: at // POSITION_BUCKET * POSITION_BUCKET)
 
 
 def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
@@ -136,40 +138,34 @@ def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
 
     Buckets are of context length, which is the number of prompt and output tokens before a token.
     """
+    # frexp returns the number of bits of an integer.
     return _drafted_by(
-        results, lambda r, i: max(LEAST_CONTEXT, 1 << (r.num_prompt + i).bit_length())
+        results, lambda r, at: np.maximum(LEAST_CONTEXT, 1 << np.frexp(r.num_prompt + at)[1])
     )
 
 
 def _drafted_by(
-    results: Sequence[RequestResult], bucket_of: Callable[[RequestResult, int], int]
+    results: Sequence[RequestResult], bucket_of: Callable[[RequestResult, IntArray], IntArray]
 ) -> dict[int, float]:
-    drafted, emitted = Counter[int](), Counter[int]()
-    for result in results:
-        for position, origin in enumerate(result.origins):
-            bucket = bucket_of(result, position)
-            emitted[bucket] += 1
-            drafted[bucket] += origin >= 0
-    return {bucket: drafted[bucket] / emitted[bucket] for bucket in sorted(emitted)}
+    """Averages over the tokens of each bucket; ``bucket_of`` gets the positions of an output."""
+    buckets = [bucket_of(r, np.arange(len(r.origins))) for r in results]
+    drafted = pd.Series([origin >= 0 for r in results for origin in r.origins], dtype=float)
+    return drafted.groupby(np.concatenate([np.zeros(0, int), *buckets])).mean().to_dict()
 
 
 def speculative_decoding(
-    counters: Sequence[RequestCounters], *, whole_tree: bool, each_step: bool = False
+    counters: RequestCounters, *, whole_tree: bool, each_step: bool = False
 ) -> dict[str, Any] | None:
     """Returns acceptance under the keys of vLLM's ``metrics.speculative_decoding``.
 
     The keys and definitions are those of vLLM #48915, which SGLang and llama.cpp share, so readers
     of such objects (``specdec fit``) also read this library's result files. Returns None without
-    draft tokens or unless ``whole_tree`` (see ``RunTotals``).
-
-    Args:
-        each_step: adds ``per_step_accepted`` in the order of the steps; for one request only.
+    draft tokens or unless ``whole_tree``. ``each_step`` adds ``per_step_accepted`` of one request.
     """
-    drafted = sum(c.proposed for c in counters)
-    lengths = sum((c.path_lengths for c in counters), Counter[int]())
+    drafted, accepted, lengths = counters.proposed, counters.accepted, counters.path_lengths
     if not whole_tree or not drafted or not lengths:
         return None
-    steps, accepted = lengths.total(), sum(c.accepted for c in counters)
+    steps = lengths.total()
     keys = {
         "mean_acceptance_length": 1 + accepted / steps,
         "draft_acceptance_rate": accepted / drafted,
@@ -177,40 +173,24 @@ def speculative_decoding(
         "num_spec_steps": steps,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,  # tree nodes
-        "num_spec_tokens": max((d for c in counters for d in c.judged_by_depth), default=0),
+        "num_spec_tokens": max(counters.judged_by_depth, default=0),
     }
-    if each_step and len(counters[0].decided) == steps:
-        keys["per_step_accepted"] = [length - 1 for length in counters[0].decided]
+    if each_step and len(counters.decided) == steps:
+        keys["per_step_accepted"] = [length - 1 for length in counters.decided]
     return keys
-
-
-def _histograms(results: Sequence[RequestResult], *, level_per_step: bool) -> dict[str, Any]:
-    paths = sum((r.counters.path_lengths for r in results), Counter[int]())
-    trees = [] if level_per_step else [result.counters for result in results]
-    accepted = sum((c.accepted_by_depth for c in trees), Counter[int]())
-    judged = sum((c.judged_by_depth for c in trees), Counter[int]())
-    histograms: dict[str, Mapping[int, float]] = {
-        "acceptance_by_depth": {d: accepted[d] / judged[d] for d in judged},
-        "judged_by_depth": judged,
-        "path_lengths": paths,
-        "tokens_by_origin": Counter(origin for result in results for origin in result.origins),
-        "drafted_share_by_position": drafted_by_position(results),
-        "drafted_share_by_context": drafted_by_context(results),
-    }
-    return {name: {str(k): of[k] for k in sorted(of)} for name, of in histograms.items()}
 
 
 def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
     # No model is called in replayed and synthetic runs.
     known = totals.wall_s > 0 and totals.total_model_s + totals.wait_s > 0
-    overhead = totals.wall_s - totals.total_model_s - totals.wait_s
+    overhead = totals.wall_s - totals.total_model_s - totals.wait_s if known else None
     bubbles = None
     if totals.stage_busy_s is not None and totals.clock_s > 0:
         busy = sorted(totals.stage_busy_s.items())
         bubbles = {str(rank): 1.0 - seconds / totals.clock_s for rank, seconds in busy}
     return {
-        "overhead_share": overhead / totals.wall_s if known else None,
-        "overhead_ms_per_step": _ratio(overhead * 1e3, totals.steps) if known else None,
+        "overhead_share": _ratio(overhead, totals.wall_s),
+        "overhead_ms_per_step": None if overhead is None else _ratio(overhead * 1e3, totals.steps),
         "bubble_share": bubbles,
         "draft_hidden_share": _ratio(totals.draft_hidden_s, totals.draft_total_s),
         "bytes_sent_per_step": _ratio(totals.bytes_sent, totals.steps),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from specdec.metrics.counters import RequestCounters
+from specdec.metrics.counters import RequestCounters, total
 from specdec.metrics.speedup import SpeedupLaw
 
 _HISTOGRAMS = ("accepted_by_depth", "judged_by_depth", "path_lengths")
@@ -38,10 +38,10 @@ class RequestResult:
 
     def to_json(self) -> dict[str, Any]:
         """Converts to plain values for one line of ``requests.jsonl``."""
+        # Not asdict, which makes other counters of a Counter in Python 3.11.
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         counters = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
-        for name in _HISTOGRAMS:
-            counters[name] = {str(k): v for k, v in sorted(counters[name].items())}
+        counters |= {n: {str(k): v for k, v in sorted(counters[n].items())} for n in _HISTOGRAMS}
         times = [round(t, _TIME_DIGITS) for t in self.emitted_s]
         return values | {"emitted_s": times, "counters": counters}
 
@@ -59,17 +59,8 @@ class RequestResult:
 class RunTotals:
     """Raw totals of one strategy over some prompts, without loading and warm-up.
 
-    Attributes:
-        target_passes: target passes that answered at least one token position: those with tree
-            nodes, and a baseline's prefill, whose last row is answered.
-        latency: steps from submission to answer; None if it varies.
-        paced_pieces, overruns: pieces of work on a paced clock, over all ranks, and those that took
-            longer than the profile says; None on other clocks.
-        stage_busy_s: rank -> seconds of work on the run's clock, stages only; None if unknown.
-        draft_total_s: seconds of draft work on the run's clock; on a measured clock, seconds of
-            model calls.
-        draft_hidden_s: the part of them that overlaps target work; None on a measured clock.
-        law: theoretical speed-up of the strategy; None if its source states none.
+    Target passes are those that answered at least one token position: those with tree nodes, and a
+    baseline's prefill, whose last row is answered. Draft work on a measured clock is model calls.
     """
 
     steps: int = 0  # iterations of the decode loop (baselines: target passes)
@@ -88,16 +79,16 @@ class RunTotals:
     wait_s: float = 0.0  # for paced clocks and transport, see ``Meter``
     target_bytes: int = 0  # of its weights
     draft_bytes: int = 0  # of weights that a draft pass reads; 0 without a draft model
-    latency: int | None = 1
+    latency: int | None = 1  # steps from submission to answer; None if it varies
     level_per_step: bool = False  # an answer emits exactly one token
     whole_tree: bool = True  # the whole tree is submitted and answered at once
     clock: str = "measured"  # measured, paced or simulated
-    paced_pieces: int | None = None
-    overruns: int | None = None
-    stage_busy_s: dict[int, float] | None = None
-    draft_total_s: float = 0.0
-    draft_hidden_s: float | None = None
-    law: SpeedupLaw | None = None
+    paced_pieces: int | None = None  # of work on a paced clock, over all ranks; else None
+    overruns: int | None = None  # those that took longer than the profile says
+    stage_busy_s: dict[int, float] | None = None  # stage's rank -> seconds of work, if known
+    draft_total_s: float = 0.0  # of draft work on the run's clock
+    draft_hidden_s: float | None = None  # of it beside target work; None on a measured clock
+    law: SpeedupLaw | None = None  # theoretical speed-up, if the source states one
     bytes_sent: int | None = None  # between ranks; None in one process
     request_steps: int = 0  # open requests, summed over steps
     kv_token_steps: int = 0  # tokens and nodes in the target's cache, summed over steps
@@ -108,28 +99,9 @@ class RunTotals:
     def total_model_s(self) -> float:
         return sum(self.model_s.values())
 
-    def since(self, before: RunTotals) -> RunTotals:
-        """Subtracts cumulative counts; the result is None where either count is unknown."""
-
-        def difference(name: str) -> Any:
-            count, earlier = getattr(self, name), getattr(before, name)
-            if name in (*_SAME, *_PEAKS):
-                return count
-            if count is None or earlier is None:
-                return None
-            if isinstance(count, Mapping):
-                return {key: number - earlier.get(key, 0) for key, number in count.items()}
-            return count - earlier
-
-        return RunTotals(**{f.name: difference(f.name) for f in fields(self)})
-
     @staticmethod
     def merge(parts: Iterable[RunTotals]) -> RunTotals:
-        """Sums the totals of parts of one run.
-
-        Raises:
-            ValueError: no parts, or parts of different runs (their flags differ).
-        """
+        """Sums the totals of parts of one run; ValueError for no parts, or of different runs."""
         items = list(parts)
         if not items:
             raise ValueError("no totals to merge: the run has no finished prompts")
@@ -138,9 +110,8 @@ class RunTotals:
             values = [getattr(item, name) for item in items]
             if name in _SAME and any(value != values[0] for value in values):
                 raise ValueError(f"totals of different runs: {name} is {values}")
-            if name not in _SAME:
-                values = [max(values) if name in _PEAKS else _sum(values)]
-            setattr(merged, name, values[0])
+            combine = max if name == _PEAK else (lambda v: v[0]) if name in _SAME else total
+            setattr(merged, name, combine(values))
         return merged
 
     @staticmethod
@@ -156,7 +127,7 @@ _SAME = (
     *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
     *("kv_budget_tokens", "law"),
 )  # flags of the run, not summed
-_PEAKS = ("kv_peak_tokens",)  # maxima, not summed
+_PEAK = "kv_peak_tokens"  # a maximum, not summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +143,3 @@ class Run:
         pairs = list(counted)
         totals = RunTotals.merge(totals for _, totals in pairs)
         return Run(tuple(result for result, _ in pairs), totals)
-
-
-def _sum(values: list[Any]) -> Any:
-    if any(value is None for value in values):
-        return None  # unknown for one part: unknown for all
-    if not isinstance(values[0], dict):
-        return sum(values)
-    keys = dict.fromkeys(key for value in values for key in value)
-    return {key: sum(value.get(key, 0) for value in values) for key in keys}

@@ -36,6 +36,11 @@ def decode_phase(result: RequestResult) -> DecodePhase:
     return DecodePhase(len(gaps), float(times[-1] - times[0]), gaps)
 
 
+def all_gaps(results: Sequence[RequestResult]) -> npt.NDArray[np.float64]:
+    """float64[N]: seconds between the tokens of all decode phases, in the order of the requests."""
+    return np.concatenate([np.zeros(0), *(decode_phase(result).gaps_s for result in results)])
+
+
 def decode_speed(results: Sequence[RequestResult]) -> float | None:
     """Returns tokens per second over all decode phases; None if they take no time."""
     phases = [decode_phase(result) for result in results]
@@ -47,32 +52,24 @@ def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[st
     """Returns latencies and speeds by name (docs/metrics.md); undefined ones are None.
 
     ``tokens_per_s`` equals 1000 / ``tbt_ms_mean``: both cover the decode phases, where tokens of
-    one emission have a gap of 0.
-
-    Args:
-        clock_s: duration of the run on its clock.
+    one emission have a gap of 0. ``clock_s`` is the duration of the run on its clock.
     """
-    gaps = [decode_phase(result).gaps_s for result in results]
-    all_gaps = np.concatenate([np.zeros(0), *gaps])
-    new_tokens = sum(len(result.output) for result in results)
-    started = [result for result in results if result.emitted_s]
-    metrics: dict[str, float | None] = {
+    gaps, new_tokens = all_gaps(results), sum(len(result.output) for result in results)
+    means = [phase.gaps_s.mean() for phase in map(decode_phase, results) if phase.tokens]
+    return {
         "tokens_per_s": decode_speed(results),
-        "ttft_ms": _mean_ms([r.emitted_s[0] - r.admitted_s for r in started]),
-        "queue_ms": _mean_ms([r.admitted_s - r.arrival_s for r in results]),
-        "tbt_ms_mean": _mean_ms(all_gaps),
+        "ttft_ms": _ms([r.emitted_s[0] - r.admitted_s for r in results if r.emitted_s]),
+        "queue_ms": _ms([r.admitted_s - r.arrival_s for r in results]),
+        "tbt_ms_mean": _ms(gaps),
         "throughput_tokens_per_s": new_tokens / clock_s if clock_s > 0 else None,
+        **{f"tbt_ms_p{percent}": _ms(gaps, percent) for percent in (50, 95, 99)},
+        "tbt_ms_request_p99": _ms(means, 99),
     }
-    for percent in (50, 95, 99):
-        metrics[f"tbt_ms_p{percent}"] = _percentile_ms(all_gaps, percent)
-    means = [float(gaps_s.mean()) for gaps_s in gaps if len(gaps_s)]
-    metrics["tbt_ms_request_p99"] = _percentile_ms(means, 99)
-    return metrics
 
 
-def _mean_ms(seconds: _Seconds) -> float | None:
-    return float(np.mean(seconds)) * 1e3 if len(seconds) else None
-
-
-def _percentile_ms(seconds: _Seconds, percent: int) -> float | None:
-    return float(np.percentile(seconds, percent)) * 1e3 if len(seconds) else None
+def _ms(seconds: _Seconds, percentile: int | None = None) -> float | None:
+    """Returns the mean or a percentile in milliseconds; None of nothing."""
+    if not len(seconds):
+        return None
+    value = np.mean(seconds) if percentile is None else np.percentile(seconds, percentile)
+    return float(value) * 1e3

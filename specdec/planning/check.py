@@ -11,7 +11,7 @@ import numpy as np
 
 from specdec.errors import UserError
 from specdec.planning.candidates import Unit, drawn_units, effective, interval
-from specdec.report.requests import read_requests
+from specdec.report.results import read_requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from specdec.report.provenance import config_hash
-    from specdec.report.requests import RequestWriter, finished, read_requests
-    from specdec.report.tables import best_row, markdown_table, print_table
+    from specdec.report.results import read_requests
 
 __getattr__, __dir__ = lazy_exports(__name__)

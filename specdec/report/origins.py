@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 from rich.text import Text
@@ -20,7 +19,7 @@ from rich.text import Text
 from specdec.files import write_json
 from specdec.metrics.results import RequestResult
 from specdec.report.plots import figure_of, png
-from specdec.report.results import ENDS_FILE
+from specdec.report.results import ENDS_FILE, Result
 
 PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 """Background colours of sources 0, 1, ...; tokens of the target have none."""
@@ -28,11 +27,11 @@ PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 _TERMINAL = ("blue", "yellow", "green", "magenta", "cyan", "bright_black")
 _FONT: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": 8.0, "va": "center"}
 _WIDE, _HIGH = 0.602 * 8.0 / 72, 1.35 * 8.0 / 72  # a character, inches; it advances 0.602 em
+_COLUMNS, _MAX_LINES = 100, 60  # longer lines are broken
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """A part of the output that one source proposed; origin -1 is the target."""
 
     text: str
@@ -60,19 +59,15 @@ def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) ->
 def write_token_ends(
     folder: str | Path, results: Mapping[str, Iterable[RequestResult]], tokenizer: Any
 ) -> Path | None:
-    """Writes ``token_ends`` of all outputs, from which a report assigns text to tokens.
-
-    Args:
-        results: strategy -> finished prompts of one repeat.
-        tokenizer: of the target; None writes nothing.
-    """
+    """Writes ``token_ends`` of all outputs, by strategy; nothing without a tokenizer."""
     if tokenizer is None:
         return None
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens)))
+
     ends = {
-        strategy: {
-            r.id: token_ends(r.output, lambda tokens: str(tokenizer.decode(list(tokens))))
-            for r in outputs
-        }
+        strategy: {result.id: token_ends(result.output, decode) for result in outputs}
         for strategy, outputs in results.items()
     }
     return write_json(Path(folder) / ENDS_FILE, ends)
@@ -89,26 +84,31 @@ def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]
         bounds = [0, *(min(end, len(result.text)) for end in ends)]
         bounds[-1] = len(result.text)
         texts = [result.text[a:b] for a, b in pairwise(bounds)]
-    tokens = zip(result.origins, texts, strict=True)
-    runs = groupby(tokens, key=itemgetter(0))
+    runs = groupby(zip(result.origins, texts, strict=True), key=itemgetter(0))
     return [TextPiece("".join(text for _, text in run), origin) for origin, run in runs]
 
 
 def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
     """Maps each source index in a resolved configuration to a name; -1 is the target."""
-    names = {-1: "target"}
-    source, policy = config.get("source"), config.get("policy")
+    source = config.get("source")
     if not source:  # decoding by transformers
         method = str(config["strategy"].get("method", ""))
-        return {**names, 0: "prompt lookup" if "lookup" in method else "draft model"}
-    nested = source.get("sources")
-    if isinstance(nested, list):
-        return names | {i: _name(node) for i, node in enumerate(nested)}
-    # In a tree that a cheaper source extends, that source has index 1 (policies.staged).
-    if policy and "inner" in policy and isinstance(source.get("cheap"), Mapping):
-        return {**names, 0: _name(source["draft"]), 1: _name(source["cheap"])}
-    draft = source.get("draft")
-    return {**names, 0: _name(draft if isinstance(draft, Mapping) else source)}
+        return {-1: "target", 0: "prompt lookup" if "lookup" in method else "draft model"}
+    draft, cheap = source.get("draft"), source.get("cheap")
+    nodes = source.get("sources")
+    if not isinstance(nodes, list):
+        nodes = [draft if isinstance(draft, Mapping) else source]
+        # In a tree that a cheaper source extends, that source has index 1 (policies.staged).
+        if "inner" in (config.get("policy") or {}) and isinstance(cheap, Mapping):
+            nodes = [draft, cheap]
+    return {-1: "target"} | {i: _name(node) for i, node in enumerate(nodes)}
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    """Derives a readable name from a part's class: "draft model" for DraftModelSource."""
+    cls = str(node["_target_"]).rpartition(".")[2].removesuffix("Source")
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*", cls)
+    return "n-gram" if cls == "NGram" else " ".join(words).lower()
 
 
 def shares(results: Iterable[RequestResult]) -> dict[int, float]:
@@ -136,54 +136,45 @@ def html_text(result: RequestResult, ends: Sequence[int] | None) -> Markup:
     )
 
 
-def origins_png(
-    result: RequestResult,
-    ends: Sequence[int] | None,
-    names: Mapping[int, str],
-    conditions: Mapping[str, Any],
-    *,
-    title: str = "",
-    columns: int = 100,
-    max_lines: int = 60,
-) -> bytes:
-    """Draws the output as fixed-width text on the colours of its sources.
+def origins_png(result: Result) -> bytes | None:
+    """Draws the first output as fixed-width text on the colours of its sources; None without one.
 
-    Lines are broken after ``columns`` characters; the title states how many are not drawn.
-    ``names`` maps source indices to names, for the legend.
+    The title states how many lines are not drawn.
     """
     from matplotlib.patches import Rectangle  # takes a second to import
 
-    parts = ((p.text.replace("\t", "    "), _color(p.origin)) for p in pieces(result, ends))
-    lines = [
-        part
-        for line in Text.assemble(*parts).split(allow_blank=True)
-        for part in line.divide(range(columns, len(line), columns))
-    ]
-    shown, hidden = lines[:max_lines], len(lines[max_lines:])
-    figure = figure_of(columns * _WIDE + 0.3, len(shown) * _HIGH + 1.3)
-    ax = figure.subplots()
-    ax.set(xlim=(0, columns * _WIDE), ylim=(len(shown) * _HIGH, 0))
-    ax.axis("off")
-    for row, line in enumerate(shown):
-        for start, end, color in line.spans:
-            place = (start * _WIDE, row * _HIGH)
-            ax.add_patch(Rectangle(place, (end - start) * _WIDE, _HIGH, color=color, lw=0))
-        ax.text(0, (row + 0.52) * _HIGH, line.plain, parse_math=False, **_FONT)
-    for origin, share in shares([result]).items():
-        label = f"{names.get(origin, f'source {origin}')} {100 * share:.0f} %"
-        color = _color(origin) or "white"
-        key = Rectangle((-1, -1), 0, 0, fc=color, ec="#999999", lw=0.5, label=label)  # not in view
-        ax.add_patch(key)
-    more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
-    return png(figure, f"{title}{more}", conditions, legend=[ax])
+    for first in result.results[:1]:
+        names, ends = origin_names(result.config), result.ends.get(str(first.id))
+        parts = ((p.text.replace("\t", "    "), _color(p.origin)) for p in pieces(first, ends))
+        lines = [
+            part
+            for line in Text.assemble(*parts).split(allow_blank=True)
+            for part in line.divide(range(_COLUMNS, len(line), _COLUMNS))
+        ]
+        shown, hidden = lines[:_MAX_LINES], len(lines[_MAX_LINES:])
+        figure = figure_of(_COLUMNS * _WIDE + 0.3, len(shown) * _HIGH + 1.3)
+        ax = figure.subplots()
+        ax.set(xlim=(0, _COLUMNS * _WIDE), ylim=(len(shown) * _HIGH, 0))
+        ax.axis("off")
+        for row, line in enumerate(shown):
+            for start, end, color in line.spans:
+                place = (start * _WIDE, row * _HIGH)
+                ax.add_patch(Rectangle(place, (end - start) * _WIDE, _HIGH, color=color, lw=0))
+            ax.text(0, (row + 0.52) * _HIGH, line.plain, parse_math=False, **_FONT)
+        for origin, share in shares([first]).items():
+            label = f"{names.get(origin, f'source {origin}')} {100 * share:.0f} %"
+            look: dict[str, Any] = {
+                "fc": _color(origin) or "white",
+                "ec": "#999999",
+                "lw": 0.5,
+                "label": label,
+            }
+            ax.add_patch(Rectangle((-1, -1), 0, 0, **look))  # not in view; for the legend
+        more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
+        title = f"{result.name}, prompt {first.id}{more}"
+        return png(figure, title, result.conditions, legend=[ax])
+    return None
 
 
 def _color(origin: int) -> str:
     return "" if origin < 0 else PALETTE[origin % len(PALETTE)]
-
-
-def _name(node: Mapping[str, Any]) -> str:
-    """Derives a readable name from a part's class: "draft model" for DraftModelSource."""
-    cls = str(node["_target_"]).rpartition(".")[2].removesuffix("Source")
-    known = {"NGram": "n-gram"}
-    return known.get(cls) or " ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*", cls)).lower()

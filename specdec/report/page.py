@@ -5,7 +5,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -16,20 +16,19 @@ from specdec.errors import UserError
 from specdec.files import write_bytes, write_text
 from specdec.metrics import RequestResult, comparison_row
 from specdec.report.origins import PALETTE, html_text, origin_names, origins_png, shares
-from specdec.report.plots import (
-    Curve,
-    acceptance_png,
-    prompts_png,
-    styles_of,
-    throughput_png,
-    trajectory_png,
-)
-from specdec.report.results import Result, baseline_of, read, read_json
+from specdec.report.plots import acceptance_png, prompts_png, throughput_png, trajectory_png
+from specdec.report.results import Result, baseline_of, read, read_json, styles_of
 from specdec.report.tables import TITLE_KEYS, notes_of, title_of, used_columns
-from specdec.trace.files import TIMELINE_FILE, TREES_FILE
-from specdec.trace.page import Track, commit_kinds, html_template, tracks_page, tree_page
-from specdec.trace.rejections import rejections_png
-from specdec.trace.timeline import timeline_png
+from specdec.report.traces import rejections_png, timeline_png
+from specdec.trace.files import (
+    TIMELINE_FILE,
+    TREES_FILE,
+    Track,
+    commit_kinds,
+    html_template,
+    tracks_page,
+    tree_page,
+)
 
 _MAX_TEXTS = 24  # strategies or jobs whose texts are shown
 _MAX_PICTURES = 8  # strategies or jobs whose first text is also drawn as a picture
@@ -41,20 +40,24 @@ class ResultsReport:
     """Results of a folder, ready for display."""
 
     folder: Path
-    curves: tuple[Curve, ...]  # one per strategy and run folder
+    results: tuple[Result, ...]  # one per strategy and run folder, with its baseline
     rows: tuple[Mapping[str, Any], ...]  # ``metrics.comparison_row`` of complete runs
     conditions: Mapping[str, Any]  # see ``_shared``
 
 
 def load_report(folder: str | Path) -> ResultsReport:
     """Reads a folder; compares jobs of a sweep with its ``ar`` job under the same conditions."""
-    results = read(folder)
-    if not any(result.records for result in results):
+    found = read(folder)
+    if not any(result.records for result in found):
         raise UserError(f"{folder}: no prompt has finished yet; there is nothing to report")
-    curves = [_curve(result, results) for result in results]
-    rows = [_row(curve) for curve in curves if curve.result.summary is not None]
-    conditions = _shared([r.conditions for r in results if r.conditions])
-    return ResultsReport(Path(folder), tuple(curves), tuple(rows), conditions)
+    results = []
+    for result in found:
+        baseline = baseline_of(result, found)
+        plain = [] if baseline is None else baseline.runs
+        results.append(replace(result, plain=plain if len(plain) == len(result.runs) else []))
+    rows = tuple(_row(result) for result in results if result.summary is not None)
+    conditions = _shared([result.conditions for result in results if result.conditions])
+    return ResultsReport(Path(folder), tuple(results), rows, conditions)
 
 
 def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -70,23 +73,32 @@ def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return shared
 
 
+def _row(result: Result) -> Mapping[str, Any]:
+    """Returns the table row of a comparison, or computes it from the run and its baseline."""
+    summary = result.summary
+    assert summary is not None
+    if "speedup_wall" in summary:
+        return summary
+    claims = str(summary.get("claims", "token"))
+    row = comparison_row(result.name, result.runs, result.plain or None, claims=claims)
+    # These are not in the counts of requests; a replay's loop_share is that of the recorded run.
+    further = ("loop_share", "runtime", "caveat", "disturbed", "disturbed_because")
+    return {**row, **{name: summary[name] for name in further if name in summary}}
+
+
 def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
     """Writes ``report.html``, with ``num_texts`` texts per strategy, and its pictures."""
-    curves = [curve for curve in report.curves if curve.result.records]
+    results = [result for result in report.results if result.records]
     timeline, trees = _trace(report)
     drawn: dict[str, bytes | None] = {
-        "prompts": prompts_png(curves, report.conditions),
-        "throughput": throughput_png(curves, report.conditions),
-        "acceptance": acceptance_png(curves, report.conditions),
-        "trajectory": trajectory_png(curves, report.conditions),
+        "prompts": prompts_png(results, report.conditions),
+        "throughput": throughput_png(results, report.conditions),
+        "acceptance": acceptance_png(results, report.conditions),
+        "trajectory": trajectory_png(results, report.conditions),
         **timeline,
     }
-    for i, result in enumerate((c.result for c in report.curves[:_MAX_PICTURES]), start=1):
-        for first in result.results[:1]:
-            names, ends = origin_names(result.config), result.ends.get(str(first.id))
-            title = f"{result.name}, prompt {first.id}"
-            picture = origins_png(first, ends, names, result.conditions, title=title)
-            drawn[f"text-{i:02d}-{result.strategy}"] = picture
+    for i, result in enumerate(report.results[:_MAX_PICTURES], start=1):
+        drawn[f"text-{i:02d}-{result.strategy}"] = origins_png(result)
     pictures = {name: data for name, data in drawn.items() if data is not None}
     folder = report.folder / "pictures"
     paths = [write_bytes(folder / f"{name}.png", data) for name, data in pictures.items()]
@@ -98,7 +110,7 @@ def text_of(
     report: ResultsReport, prompt: int
 ) -> list[tuple[Result, RequestResult, Sequence[int] | None]]:
     """Returns per strategy the output of one prompt and its ``token_ends``."""
-    outputs = [(c.result, output) for c in report.curves for output in c.result.results]
+    outputs = [(result, output) for result in report.results for output in result.results]
     texts = [(r, o, r.ends.get(str(prompt))) for r, o in outputs if o.id == prompt]
     if not texts:
         ids = sorted({output.id for _, output in outputs})
@@ -106,75 +118,61 @@ def text_of(
     return texts
 
 
-def _curve(result: Result, results: Sequence[Result]) -> Curve:
-    runs, baseline = result.runs(), baseline_of(result, results)
-    plain = baseline.runs() if baseline is not None else []
-    return Curve(result, runs, plain if len(plain) == len(runs) else [])
-
-
-def _row(curve: Curve) -> Mapping[str, Any]:
-    """Returns the table row of a comparison, or computes it from the run and its baseline."""
-    summary = curve.result.summary
-    assert summary is not None
-    if "speedup_wall" in summary:
-        return summary
-    claims = str(summary.get("claims", "token"))
-    row = comparison_row(curve.result.name, curve.runs, curve.plain or None, claims=claims)
-    # These are not in the counts of requests; a replay's loop_share is that of the recorded run.
-    further = ("loop_share", "runtime", "caveat", "disturbed", "disturbed_because")
-    return {**row, **{name: summary[name] for name in further if name in summary}}
-
-
-def _trace(report: ResultsReport) -> tuple[dict[str, bytes], dict[str, Any]]:
+def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
     """Returns the first traced run's pictures by name, and the trees for the template.
 
     The trees of the first two traced runs are side by side if they decode the same prompts.
     """
-    styles = styles_of(report.curves)
-    tracks: list[Track] = []
-    pictures: dict[str, bytes] = {}
+    styles, tracks = styles_of(report.results), list[Track]()
+    pictures: dict[str, bytes | None] = {}
     shown: dict[str, Any] = {}
-    for curve in report.curves:
-        folder, name = curve.result.folder, curve.result.name
-        title = f"{name}\n{fill(title_of(curve.result.conditions), 150)}"
+    for result in report.results:
+        folder, name = result.folder, result.name
         trees = read_json(folder / TREES_FILE)
         if not trees or not any(request["steps"] for request in trees["requests"]):
             continue
+        size = (folder / TREES_FILE).stat().st_size
         if not shown:
             shown = {"folder": folder}
+            title = f"{name}\n{fill(title_of(result.conditions), 150)}"
             if trace := read_json(folder / TIMELINE_FILE):
                 kinds = commit_kinds(trees)
                 pictures["timeline"] = timeline_png(trace, commits=kinds, title=title)
-            if rejected := rejections_png(trees, title=title):
-                pictures["rejections"] = rejected
-        if (folder / TREES_FILE).stat().st_size <= _MAX_TREES_BYTES / 2 or not tracks:
+            pictures["rejections"] = rejections_png(trees, title=title)
+            if size > _MAX_TREES_BYTES:
+                break
+        if size <= _MAX_TREES_BYTES / 2 or not tracks:
             tracks.append(Track(name, trees, styles[name].color))
         if len(tracks) == 2:
             break
-    if not tracks or (shown["folder"] / TREES_FILE).stat().st_size > _MAX_TREES_BYTES:
-        return pictures, shown
-    page = tree_page(tracks[0].trees, title=tracks[0].title)
+    if tracks:
+        shown["page"] = tree_page(tracks[0].trees, title=tracks[0].title)
     if len(tracks) == 2:
         with suppress(ValueError):  # they decode other prompts
-            page = tracks_page(tracks, title=" beside ".join(t.title for t in tracks))
-    return pictures, {**shown, "page": page}
+            shown["page"] = tracks_page(tracks, title=" beside ".join(t.title for t in tracks))
+    return pictures, shown
 
 
 def _page(
     report: ResultsReport, pictures: Mapping[str, bytes], trees: Mapping[str, Any], num_texts: int
 ) -> str:
-    path = report.folder / "sweep.json"
+    path, results = report.folder / "sweep.json", report.results
     jobs = read_json(path) or []
     if not (isinstance(jobs, list) and all(isinstance(j, dict) and "status" in j for j in jobs)):
         raise UserError(f"{path} is damaged (it is no list of jobs): delete it, or run it again")
-    styles = styles_of(report.curves)
+    styles = styles_of(results)
     colors = list(dict.fromkeys(style.color for style in styles.values()))
-    complete = [c.result.name for c in report.curves if c.result.summary is not None]
+    complete = [result.name for result in results if result.summary is not None]
+    provenance: dict[Path, str] = {}  # run folder -> its configuration and provenance, as YAML
+    for result in results:
+        origin = read_json(result.folder / "provenance.json")
+        parts = {"config": result.config, "provenance": origin}
+        provenance.setdefault(result.folder, yaml.safe_dump(parts, sort_keys=False))
     return html_template("specdec.report", "page.html").render(
         name=report.folder.resolve().name,
         palette=PALETTE,
         conditions=title_of(report.conditions),
-        unfinished=[c.result.name for c in report.curves if c.result.summary is None],
+        unfinished=[result.name for result in results if result.summary is None],
         failed_jobs=[job for job in jobs if job["status"] not in ("ok", "skipped")],
         rows=report.rows,
         row_colors=[colors.index(styles[name].color) for name in complete],
@@ -183,21 +181,10 @@ def _page(
         notes=notes_of(report.rows),
         pictures={name: b64encode(data).decode() for name, data in pictures.items()},
         trees=trees,
-        curves=report.curves[:_MAX_TEXTS],
+        results=results[:_MAX_TEXTS],
         num_texts=num_texts,
         shares=shares,
         origin_names=origin_names,
         html_text=html_text,
-        provenance=_provenance(report),
+        provenance=provenance,
     )
-
-
-def _provenance(report: ResultsReport) -> dict[Path, str]:
-    """Maps each run folder to its configuration and provenance, as YAML."""
-    texts: dict[Path, str] = {}
-    for result in (curve.result for curve in report.curves):
-        if result.folder not in texts:
-            origin = read_json(result.folder / "provenance.json")
-            parts = {"config": result.config, "provenance": origin}
-            texts[result.folder] = yaml.safe_dump(parts, sort_keys=False)
-    return texts

@@ -6,7 +6,6 @@ A strategy or job has one style in all of them. Every title says what the pictur
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from statistics import median
 from textwrap import fill
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
-from specdec.metrics.compare import decode_phases, prompt_speedups
+from specdec.metrics.compare import decode_phases, prompt_speedups, speed_ratios
 from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
-from specdec.metrics.times import decode_phase, decode_speed
-from specdec.report.results import Result, drafted_tokens
-from specdec.report.styles import Style, row_styles
-from specdec.report.tables import lossless_label, percent, title_of
+from specdec.metrics.times import all_gaps, decode_phase, decode_speed
+from specdec.report.results import Result, drafted_tokens, styles_of
+from specdec.report.styles import row_styles
+from specdec.report.tables import is_lossy, lossless_label, percent, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,44 +41,18 @@ _MAX_DOMAINS = 16
 _FEWEST_PROMPTS = 4  # of a plot over prompts
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """The repeats of a strategy or job, drawn in one style.
-
-    ``plain`` has the repeats of plain decoding that it is compared with; it may be empty.
-    """
-
-    result: Result
-    runs: Sequence[Run]
-    plain: Sequence[Run]
-
-    @property
-    def is_plain(self) -> bool:
-        return self.result.strategy == "ar"
-
-    @property
-    def requests(self) -> list[RequestResult]:
-        return [result for run in self.runs for result in run.results]
-
-
 # ---------------------------------------------------------------------- one run or comparison
 
 
 def comparison_png(
-    rows: Sequence[Row],
-    conditions: Mapping[str, Any],
-    runs: Mapping[str, Sequence[Run]] | None = None,
+    rows: Sequence[Row], conditions: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]
 ) -> bytes:
-    """Plots speed-up over ``ar``, tokens per second and acceptance of each strategy.
-
-    Without ``runs``, the repeats of each strategy, the spread over prompts is not drawn.
-    """
-    runs = runs or {}
+    """Plots speed-up over ``ar``, tokens per second and acceptance; ``runs`` has the repeats."""
     figure = figure_of(11.0, 2.2 + 0.46 * len(rows))
     speedup, speed, third = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])
-    label = "speed-up over ar (tokens per second of decoding, ar = 1)"
+    tidy(speedup, xlabel="speed-up over ar (tokens per second of decoding, ar = 1)")
     # The numbers stand above the dots, so that they do not read as the value of the last dot.
-    _bars(speedup, rows, "speedup_wall", label, "{:.2f}x", missing="", above=11)
+    _bars(speedup, rows, "speedup_wall", "{:.2f}x", above=11)
     for y, row in enumerate(rows):
         name, spread = row["strategy"], row.get("speedup_wall_range")
         if row.get("speedup_wall") is None:
@@ -90,29 +64,47 @@ def comparison_png(
         if spread and spread[0] < spread[1]:
             speedup.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
     speedup.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
-    _bars(speed, rows, "tokens_per_s", "tokens per second (decoding)", "{:.0f}")
+    tidy(speed, xlabel="tokens per second (decoding)")
+    _bars(speed, rows, "tokens_per_s", "{:.0f}")
+    name, label = "acceptance_length", "acceptance length (tokens per target pass)"
     if any(row.get("hit_rate") is not None for row in rows):
-        _bars(third, rows, "hit_rate", "hit rate (share of answers)", "{:.2f}")
-    else:
-        label = "acceptance length (tokens per target pass)"
-        _bars(third, rows, "acceptance_length", label, "{:.2f}")
+        name, label = "hit_rate", "hit rate (share of answers)"
+    tidy(third, xlabel=label)
+    _bars(third, rows, name, "{:.2f}")
     for ax in (speedup, speed, third):
         ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)  # room for the numbers at the bars' ends
-    lossy = [row.get("lossless") is False or row.get("claims") == "lossy" for row in rows]
+    lossy = [is_lossy(row) for row in rows]
     speedup.set_yticks(range(len(rows)), [_row_label(row) for row in rows])
     for tick, red in zip(speedup.get_yticklabels(), lossy, strict=True):
         tick.set_color(_BAD if red else "black")
     speedup.set_ylim(len(rows) - 0.5, -0.5)
     legend = [
         "Bars: a colour per strategy, as in all pictures; median over repeats; black line: range"
-        " over repeats",
-        *(["dots: single prompts"] if runs else []),
+        " over repeats; dots: single prompts",
         *(["red names: lossy or not lossless"] if any(lossy) else []),
         *(f"{row['strategy']}: {row['caveat']}" for row in rows if row.get("caveat")),
     ]
     text = f"{'; '.join(legend)}. Loops: share of tokens ending an 8-gram generated before."
     figure.supxlabel(fill(text, 150), fontsize=7.5, color="#444444", x=0.01, ha="left")
     return png(figure, "Strategies compared", conditions)
+
+
+def _bars(ax: Axes, rows: Sequence[Row], name: str, form: str, above: int = 0) -> None:
+    """Draws one horizontal bar per row and writes its value ``above`` points over its end."""
+    styles = row_styles([str(row["strategy"]) for row in rows])
+    for y, row in enumerate(rows):
+        value = row.get(name)
+        if value is not None:
+            ax.barh(y, value, height=0.62, zorder=2, **styles[str(row["strategy"])].bar())
+        missing = "" if above else "-"
+        _write(ax, missing if value is None else form.format(value), (value or 0, y), (4, above))
+
+
+def _row_label(row: Row) -> str:
+    label, loops = lossless_label(row), row.get("loop_share")
+    second = f"lossless: {label}" if label[:2] in ("ye", "NO") else label
+    second += f", loops {percent(loops)}" if loops is not None else ""
+    return f"{row['strategy']}\n{second}"
 
 
 def run_png(
@@ -135,8 +127,7 @@ def run_png(
         title = "accepted path and one more token"
         tidy(paths, xlabel="tokens decided per answer", ylabel="answers", title=title)
     else:
-        gaps = [decode_phase(result).gaps_s for result in results]
-        ms = np.concatenate([np.zeros(0), *gaps]) * 1e3
+        ms = all_gaps(results) * 1e3
         # On a simulated clock gaps may be equal up to rounding: too narrow a range for 40 bins.
         edges = (ms.min(), max(ms.max(), ms.min() + 1.0)) if len(ms) else None
         paths.hist(ms, bins=40, range=edges, color=color, alpha=0.85, zorder=2)
@@ -153,103 +144,71 @@ def run_png(
     return png(figure, f"{name}, loop_share {percent(summary.get('loop_share'))}", conditions)
 
 
-def _bars(
-    ax: Axes,
-    rows: Sequence[Row],
-    name: str,
-    label: str,
-    form: str,
-    missing: str = "-",
-    above: int = 0,
-) -> None:
-    """Draws one horizontal bar per row and writes its value ``above`` points over its end."""
-    styles = row_styles([str(row["strategy"]) for row in rows])
-    for y, row in enumerate(rows):
-        value = row.get(name)
-        if value is not None:
-            ax.barh(y, value, height=0.62, zorder=2, **styles[str(row["strategy"])].bar())
-        text, at = missing if value is None else form.format(value), (value or 0, y)
-        style: dict[str, Any] = {"va": "center", "fontsize": 8, "zorder": 5}
-        ax.annotate(text, at, (4, above), textcoords="offset points", **style)
-    tidy(ax, xlabel=label)
-
-
 def _histogram(ax: Axes, counts: Mapping[str, float], color: str) -> None:
     ax.bar([int(k) for k in counts], list(counts.values()), color=color, alpha=0.85, zorder=2)
     if 0 < len(counts) <= 12:
         ax.set_xticks([int(k) for k in counts])
 
 
-def _row_label(row: Row) -> str:
-    label, loops = lossless_label(row), row.get("loop_share")
-    second = f"lossless: {label}" if label[:2] in ("ye", "NO") else label
-    second += f", loops {percent(loops)}" if loops is not None else ""
-    return f"{row['strategy']}\n{second}"
-
-
 # ---------------------------------------------------------------------- over prompts and positions
 
 
-def prompts_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> bytes:
+def prompts_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
     """Plots each prompt's speed-up over plain decoding, or tokens per second without a baseline."""
-    shown = [c for c in curves if len(c.plain) and not c.is_plain]
+    shown = [r for r in results if r.plain and r.strategy != "ar"]
     relative = bool(shown)
-    shown = (shown or [c for c in curves if c.requests])[:MAX_CURVES]
+    shown = (shown or [r for r in results if r.requests])[:MAX_CURVES]
     figure = figure_of(11.0, 1.5 + 0.42 * max(1, len(shown)))
     ax: Axes = figure.subplots()
-    styles = styles_of(curves)
-    for y, curve in enumerate(shown):
-        values = prompt_speedups(curve.runs, curve.plain) if relative else _speeds(curve.runs)
+    styles = styles_of(results)
+    for y, result in enumerate(shown):
+        values = prompt_speedups(result.runs, result.plain) if relative else _speeds(result.runs)
         if not len(values):
             continue
         # Spread equal values vertically so that all dots stay visible.
         offset = (np.argsort(np.argsort(values)) % 5 - 2) * 0.09
-        look = styles[curve.result.name].point()
-        ax.scatter(values, y + offset, s=16, alpha=0.65, lw=0, zorder=3, **look)
-        low, high = np.quantile(values, [0.25, 0.75])
-        middle = table_number(curve, relative=relative) or float(np.median(values))
-        ax.plot([low, high], [y, y], color="black", lw=1.2, zorder=4)
+        ax.scatter(
+            values, y + offset, s=16, alpha=0.65, lw=0, zorder=3, **styles[result.name].point()
+        )
+        middle = table_number(result, relative=relative) or float(np.median(values))
+        ax.plot(np.quantile(values, [0.25, 0.75]), [y, y], color="black", lw=1.2, zorder=4)
         ax.plot([middle, middle], [y - 0.28, y + 0.28], color="black", lw=2.0, zorder=4)
         text = f"{middle:.2f}x" if relative else f"{middle:.0f}"
-        style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8}
-        ax.annotate(text, (middle, y - 0.28), (0, 1), textcoords="offset points", **style)
-    ax.set_yticks(range(len(shown)), [c.result.name for c in shown])
+        _write(ax, text, (middle, y - 0.28), (0, 1), ha="center", va="bottom")
+    ax.set_yticks(range(len(shown)), [result.name for result in shown])
     ax.set_ylim(len(shown) - 0.5, -0.65)
-    label = "tokens per second of decoding"
     if relative:
         ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
-        label = "speed-up over ar (ar = 1)"
+    label = "speed-up over ar (ar = 1)" if relative else "tokens per second of decoding"
     tidy(ax, xlabel=label, xlim=(0, ax.get_xlim()[1] * 1.05))
     what = "Speed-up" if relative else "Speed"
     text = f"{what}: dots are prompts, lines their middle half, thick bars the table's number"
     return png(figure, text, conditions)
 
 
-def table_number(curve: Curve, *, relative: bool) -> float | None:
+def table_number(result: Result, *, relative: bool) -> float | None:
     """Returns the number in the table: over all prompts together, the median over repeats."""
-    speeds = [decode_speed(run.results) for run in curve.runs]
     if relative:
-        plain = [decode_speed(run.results) for run in curve.plain]
-        pairs = zip(speeds, plain, strict=True)
-        speeds = [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
-    known = [speed for speed in speeds if speed is not None]
+        known = speed_ratios(result.runs, result.plain)
+    else:
+        speeds = [decode_speed(run.results) for run in result.runs]
+        known = [speed for speed in speeds if speed is not None]
     return median(known) if known else None
 
 
 def _speeds(runs: Sequence[Run]) -> FloatArray:
     """float[P]: tokens per second of each prompt, with repeats pooled."""
-    table = decode_phases(runs).groupby("id").sum()
-    table = table[table["seconds"] > 0]
+    table = decode_phases(runs).groupby("id").sum().query("seconds > 0")
     return (table["tokens"] / table["seconds"]).to_numpy()
 
 
-def acceptance_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> bytes:
+def acceptance_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
     """Plots acceptance by depth below the root, and the share of drafted tokens by position."""
     figure = figure_of(11.0, 4.0)
     depth, position = figure.subplots(1, 2)
-    for curve, style in _drawn(curves, plain=False):
+    for result, style in _drawn(results, plain=False):
         style |= {"ms": 3, "lw": 1.3}
-        summary = curve.result.summary or {}
+        summary = result.summary or {}
         rates = {int(k): rate for k, rate in (summary.get("acceptance_by_depth") or {}).items()}
         if rates:
             depth.plot(list(rates), list(rates.values()), **style)
@@ -257,7 +216,7 @@ def acceptance_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> by
             few = {d: rate for d, rate in rates.items() if judged.get(str(d), 0) < _FEW_JUDGED}
             hollow = {**style, "ls": "", "mfc": "white", "zorder": 3, "label": None}
             depth.plot(list(few), list(few.values()), **hollow)
-        if drafted := drafted_by_position(curve.requests):
+        if drafted := drafted_by_position(result.requests):
             middles = [start + POSITION_BUCKET / 2 for start in drafted]
             position.plot(middles, list(drafted.values()), **style)
     if not depth.lines:
@@ -271,16 +230,16 @@ def acceptance_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> by
     return png(figure, title, conditions, legend=(depth, position))
 
 
-def throughput_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> bytes:
+def throughput_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
     """Plots tokens over time since admission, and tokens per second by position in the output."""
     figure = figure_of(11.0, 4.0)
     time, rate = figure.subplots(1, 2)
-    for curve, style in _drawn(curves):
-        seconds = mean_emission(curve.requests)
+    for result, style in _drawn(results):
+        seconds = mean_emission(result.requests)
         if len(seconds) > 1:
             counts = np.arange(1, len(seconds) + 1)
             time.plot(seconds, counts, lw=1.5, **{**style, "marker": ""})
-        positions, speeds = rate_by_position(curve.requests)
+        positions, speeds = rate_by_position(result.requests)
         if len(positions):
             rate.plot(positions, speeds, ms=3, lw=1.3, **style)
     tidy(time, xlabel="seconds since admission", ylabel="tokens emitted (mean over prompts)")
@@ -288,26 +247,24 @@ def throughput_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> by
     return png(figure, "Throughput", conditions, legend=(time, rate))
 
 
-def trajectory_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> bytes | None:
+def trajectory_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes | None:
     """Plots the share of drafted tokens by prompt, in the order of finishing, and by domain.
 
     Returns None with fewer than four prompts, or if no source drafted.
     """
-    tables = {
-        curve.result.name: (drafted_tokens(curve.result.records), style)
-        for curve, style in _drawn(curves, plain=False)
-    }
-    if max((len(table) for table, _ in tables.values()), default=0) < _FEWEST_PROMPTS:
+    drawn = [
+        (drafted_tokens(r.records), style, r.name) for r, style in _drawn(results, plain=False)
+    ]
+    if max((len(table) for table, *_ in drawn), default=0) < _FEWEST_PROMPTS:
         return None
-    domains = {
-        name: table[table["domain"] != ""].groupby("domain", sort=False).sum()
-        for name, (table, _) in tables.items()
-    }
-    names = list(dict.fromkeys(domain for sums in domains.values() for domain in sums.index))
-    panels = 2 if 1 < len(names) <= _MAX_DOMAINS else 1
+    sums = {name: table.groupby("domain", sort=False).sum() for table, _, name in drawn}
+    shares = pd.DataFrame({name: of["drafted"] / of["tokens"] for name, of in sums.items()})
+    order = dict.fromkeys(domain for of in sums.values() for domain in of.index if domain)
+    shares = shares.reindex([*order])
+    panels = 2 if 1 < len(shares) <= _MAX_DOMAINS else 1
     figure = figure_of(11.0, 4.0)
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    for table, style in tables.values():
+    for table, style, _ in drawn:
         at, own = range(1, len(table) + 1), {k: style[k] for k in ("color", "marker")}
         axes[0].scatter(at, table["drafted"] / table["tokens"], s=10, alpha=0.45, lw=0, **own)
         so_far = table["drafted"].cumsum() / table["tokens"].cumsum()
@@ -315,64 +272,50 @@ def trajectory_png(curves: Sequence[Curve], conditions: Mapping[str, Any]) -> by
     axes[0].locator_params(axis="x", integer=True)
     tidy(axes[0], xlabel="prompts finished", ylabel=_DRAFTED, ylim=(0, 1.02))
     if panels == 2:
-        high, styles = 0.8 / max(1, len(domains)), styles_of(curves)
-        for i, (row, sums) in enumerate(domains.items()):
-            offset = (i - (len(domains) - 1) / 2) * high
-            shares = sums["drafted"] / sums["tokens"]
-            axes[1].barh(
-                [names.index(name) + offset for name in sums.index],
-                shares,
-                0.92 * high,
-                **styles[row].bar(),
-            )
-        axes[1].set_yticks(range(len(names)), [name.replace("$", r"\$") for name in names])
-        axes[1].set_ylim(len(names) - 0.5, -0.5)
+        high, styles, places = 0.8 / shares.shape[1], styles_of(results), np.arange(len(shares))
+        for i, name in enumerate(shares):
+            offset = (i - (shares.shape[1] - 1) / 2) * high
+            axes[1].barh(places + offset, shares[name], 0.92 * high, **styles[str(name)].bar())
+        axes[1].set_yticks(places, [str(name).replace("$", r"\$") for name in shares.index])
+        axes[1].set_ylim(len(shares) - 0.5, -0.5)
         tidy(axes[1], xlabel=_DRAFTED, xlim=(0, 1.02), title="by category or data set")
     title = "Acceptance over the run: dots are prompts, lines all prompts so far"
     return png(figure, title, conditions, legend=axes[:1])
 
 
-def mean_emission(results: Sequence[RequestResult]) -> FloatArray:
+def mean_emission(requests: Sequence[RequestResult]) -> FloatArray:
     """float64[N]: mean over prompts of the seconds from admission to the n-th token.
 
-    N is the largest length that at least half of the prompts reach.
+    N is the largest length that at least half of the prompts reach; shorter ones do not count.
     """
-    times = [np.asarray(r.emitted_s) - r.admitted_s for r in results if r.emitted_s]
-    if not times:
-        return np.zeros(0)
-    lengths = sorted((len(t) for t in times), reverse=True)
-    length = lengths[(len(lengths) - 1) // 2]
-    return np.stack([t[:length] for t in times if len(t) >= length]).mean(0)
+    times = (np.asarray(r.emitted_s) - r.admitted_s for r in requests if r.emitted_s)
+    table = pd.DataFrame({i: pd.Series(own) for i, own in enumerate(times)})  # [token, prompt]
+    length = int((2 * table.count(axis=1) >= table.shape[1]).sum())
+    return table.iloc[:length].dropna(axis=1).mean(axis=1).to_numpy()
 
 
-def rate_by_position(results: Sequence[RequestResult]) -> tuple[FloatArray, FloatArray]:
+def rate_by_position(requests: Sequence[RequestResult]) -> tuple[FloatArray, FloatArray]:
     """Returns middle position and tokens per second of each bucket, pooled over prompts.
 
     Covers the decode phase (``metrics.times.decode_phase``); omits buckets without elapsed time.
     """
-    gaps = [decode_phase(result).gaps_s for result in results]
     # The prefill has emitted the tokens before the first gap.
-    lengths = [(len(r.output), len(gap)) for r, gap in zip(results, gaps, strict=True)]
-    at = [np.arange(length - late, length) for length, late in lengths]
+    starts = [len(r.output) - decode_phase(r).tokens for r in requests]
+    at = [np.arange(start, len(r.output)) for start, r in zip(starts, requests, strict=True)]
     buckets = np.concatenate([np.zeros(0, np.int64), *at]) // _RATE_TOKENS
-    seconds = np.bincount(buckets, np.concatenate([np.zeros(0), *gaps]))
+    seconds = np.bincount(buckets, all_gaps(requests))
     used = np.flatnonzero(seconds > 0)
     return (used + 0.5) * _RATE_TOKENS, np.bincount(buckets)[used] / seconds[used]
 
 
-def styles_of(curves: Sequence[Curve]) -> dict[str, Style]:
-    """Maps curve names to styles, which are the same in all plots."""
-    return row_styles({curve.result.name: curve.result.strategy for curve in curves})
-
-
 def _drawn(
-    curves: Sequence[Curve], *, plain: bool = True
-) -> Iterator[tuple[Curve, dict[str, Any]]]:
-    """Yields the curves to draw, with arguments of ``Axes.plot``; ``ar`` only if ``plain``."""
-    styles = styles_of(curves)
-    for curve in curves[:MAX_CURVES]:
-        if plain or not curve.is_plain:
-            yield curve, {**styles[curve.result.name].line(), "label": curve.result.name}
+    results: Sequence[Result], *, plain: bool = True
+) -> Iterator[tuple[Result, dict[str, Any]]]:
+    """Yields the results to draw, with arguments of ``Axes.plot``; ``ar`` only if ``plain``."""
+    styles = styles_of(results)
+    for result in results[:MAX_CURVES]:
+        if plain or result.strategy != "ar":
+            yield result, {**styles[result.name].line(), "label": result.name}
 
 
 def _by_position(ax: Axes, bucket: int, ylabel: str, ylim: Any) -> None:
@@ -396,11 +339,17 @@ def tidy(ax: Axes, **labels: Any) -> None:
     ax.title.set_fontsize(9)
 
 
-def figure_of(width: float, height: float) -> Figure:
+def _write(ax: Axes, text: str, at: tuple[Any, Any], offset: tuple[int, int], **style: Any) -> None:
+    """Writes small text ``offset`` points from a position in data coordinates."""
+    style = {"va": "center", "fontsize": 8, "zorder": 5, **style}
+    ax.annotate(text, at, offset, textcoords="offset points", **style)
+
+
+def figure_of(width: float, height: float, dpi: int = _DPI) -> Figure:
     """Creates an empty figure; width and height are in inches."""
     from matplotlib.figure import Figure  # takes a second to import
 
-    return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
 
 def png(
@@ -409,11 +358,9 @@ def png(
     conditions: Mapping[str, Any] | None = None,
     legend: Iterable[Axes] = (),
 ) -> bytes:
-    """Returns the PNG file of a figure, with a title at the top left.
+    """Returns the PNG file of a figure; its title has a second line that names the conditions.
 
-    Args:
-        conditions: of the run, which a second line of the title names.
-        legend: axes whose labelled lines get one legend at the bottom.
+    The labelled lines of the axes in ``legend`` get one legend at the bottom.
     """
     width = int(13 * figure.get_figwidth())  # characters
     lines = [title, *([fill(title_of(conditions), width)] if conditions else [])]

@@ -39,12 +39,16 @@ def provenance(
     directory or the home folder become relative to it; values of keys that look like secrets are
     redacted.
     """
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [redact(part) for part in command],
         "config_sha256": config_hash(config),
         "git": _git_state(),
-        "versions": _versions(),
+        "versions": versions,
         "hardware": _hardware(),
         **{key: _without_paths(plain(value)) for key, value in (extra or {}).items()},
     }
@@ -53,14 +57,6 @@ def provenance(
 def config_hash(config: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of a resolved configuration, which does not depend on key order."""
     return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def _hardware() -> dict[str, Any]:
@@ -82,9 +78,17 @@ def _hardware() -> dict[str, Any]:
     if torch is not None:
         facts["torch_threads"] = torch.get_num_threads()
         if torch.cuda.is_available():
-            count = torch.cuda.device_count()
-            facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
+            cuda = torch.cuda
+            facts["gpus"] = [cuda.get_device_name(i) for i in range(cuda.device_count())]
     return facts
+
+
+def host_memory() -> int | None:
+    """Returns the bytes of this machine's memory; None if the system does not report them."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def _git_state() -> dict[str, Any] | None:
@@ -101,6 +105,15 @@ def _git_state() -> dict[str, Any] | None:
     if status:
         state["diff_sha256"] = hashlib.sha256((_git("diff", "HEAD") or "").encode()).hexdigest()
     return state
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(  # noqa: S603 - fixed arguments
+            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        ).stdout.strip()
+    return None
 
 
 def redact(part: str) -> str:
@@ -126,20 +139,3 @@ def _without_paths(value: Any) -> Any:
         return value
     secret = {k for k, v in value.items() if _SECRET_KEY.search(k) and isinstance(v, str)}
     return {k: "<redacted>" if k in secret else _without_paths(v) for k, v in value.items()}
-
-
-def _git(*arguments: str) -> str | None:
-    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(  # noqa: S603 - fixed arguments
-            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
-        ).stdout.strip()
-    return None
-
-
-def host_memory() -> int | None:
-    """Returns the bytes of this machine's memory; None if the system does not report them."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None

@@ -1,20 +1,24 @@
-"""Reads run folders, as ``Result`` objects or pandas data frames (docs/results.md)."""
+"""Writes ``requests.jsonl``; reads run folders as objects or pandas frames (docs/results.md)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pandas import DataFrame
 
 from specdec.errors import UserError
-from specdec.files import parse_json, parse_yaml
-from specdec.metrics import RequestResult, Run
+from specdec.files import parse_json, parse_yaml, plain
+from specdec.metrics import RequestResult, Run, RunTotals
+from specdec.metrics.rates import speculative_decoding
 from specdec.metrics.times import decode_phase
-from specdec.report.requests import RequestRecord, read_requests, runs_of
 from specdec.report.spec_bench import task_of
+from specdec.report.styles import Style, row_styles
 
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
 COMPARISON_FILE, REQUESTS_FILE = "comparison.json", "requests.jsonl"
@@ -33,38 +37,151 @@ _COUNTS = ("answers", "accepted", "hits", "misses", "proposed", "verified")
 Config = dict[str, Any]
 
 
+# ---------------------------------------------------------------------- requests.jsonl
+
+
 @dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One line of ``requests.jsonl``."""
+
+    strategy: str  # name of the preset
+    repeat: int  # index from 0
+    result: RequestResult
+    totals: RunTotals | None = None  # of the run during this request; None if requests shared steps
+    prompt: str = ""  # name such as "humaneval/3", or ""
+    cpu: Mapping[str, Any] | None = None  # see ``runs.cpu_times``; None if not measured
+    disturbed: str = ""  # why the times do not count; "" if they do
+    category: str = ""  # of the prompt in its data set, or ""
+
+
+class RequestWriter(AbstractContextManager["RequestWriter"]):
+    """Appends lines; removes an incomplete last line that a killed process has left.
+
+    ``records`` has the requests with totals, which a resumed run need not decode again, by
+    strategy, repeat and prompt id.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Opens the file, creating it and its folder; UserError if an earlier line is damaged."""
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        records, length = _read(file)
+        self.records = {(r.strategy, r.repeat, r.result.id): r for r in records if r.totals}
+        self._stated = {(r.strategy, r.result.id) for r in records}
+        self._stream = file.open("a", encoding="utf-8")
+        self._stream.truncate(length)
+
+    def write(self, record: RequestRecord) -> None:
+        """Appends one finished request and flushes the file."""
+        result, totals = record.result, record.totals
+        if totals is not None:
+            self.records[record.strategy, record.repeat, result.id] = record
+        head = {"strategy": record.strategy, "repeat": record.repeat, "prompt": record.prompt}
+        line = {**head, **result.to_json()}
+        if record.category:
+            line["category"] = record.category
+        line["totals"] = None if totals is None else asdict(totals)
+        # Counts are the same in every repeat; readers of such objects add them up.
+        if totals is not None and (record.strategy, result.id) not in self._stated:
+            self._stated.add((record.strategy, result.id))
+            line["speculative_decoding"] = speculative_decoding(
+                result.counters, whole_tree=totals.whole_tree, each_step=True
+            )
+        if record.cpu is not None:
+            line |= {"cpu": record.cpu, "disturbed": record.disturbed}
+        self._stream.write(json.dumps(plain(line), allow_nan=False) + "\n")
+        self._stream.flush()
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+
+def read_requests(path: str | Path) -> list[RequestRecord]:
+    """Reads the finished requests; returns an empty list if the file does not exist.
+
+    An incomplete last line, left by a killed process, is ignored; any other damaged line is a
+    UserError. Of lines of one request, which earlier versions wrote, the last is returned.
+    """
+    records, _ = _read(Path(path))
+    return list({(r.strategy, r.repeat, r.result.id): r for r in records}.values())
+
+
+def runs_of(records: Iterable[RequestRecord]) -> list[Run]:
+    """Returns the repeats with finished prompts of one strategy, for ``metrics.comparison_row``."""
+    repeats: dict[int, list[tuple[RequestResult, RunTotals]]] = {}
+    for record in records:
+        if record.totals is not None:
+            repeats.setdefault(record.repeat, []).append((record.result, record.totals))
+    return [Run.of(counted) for _, counted in sorted(repeats.items())]
+
+
+def _read(path: Path) -> tuple[list[RequestRecord], int]:
+    """Returns the records of the complete lines, and the size of these lines in bytes."""
+    if not path.exists():
+        return [], 0
+    *lines, _ = path.read_bytes().split(b"\n")  # without a newline the last line is incomplete
+    records, length = list[RequestRecord](), 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = parse_json(line) if line.strip() else None
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise _damaged(path, number) from error
+        try:
+            records += [] if values is None else [_record(values)]
+        except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
+            raise _damaged(path, number) from error
+        length += len(line) + 1
+    return records, length
+
+
+def _record(line: dict[str, Any]) -> RequestRecord:
+    line.pop("speculative_decoding", None)  # derived from the counters
+    totals = line.pop("totals")
+    own = {k: line.pop(k) for k in ("strategy", "repeat", "prompt")}
+    own |= {k: line.pop(k) for k in ("cpu", "disturbed", "category") if k in line}
+    totals = None if totals is None else RunTotals.from_json(totals)
+    return RequestRecord(result=RequestResult.from_json(line), totals=totals, **own)
+
+
+def _damaged(path: Path, number: int) -> UserError:
+    return UserError(f"{str(path)!r} line {number} is damaged; move the file away to start anew")
+
+
+# ---------------------------------------------------------------------- folders
+
+
+@dataclass(frozen=True)
 class Result:
     """Results of one strategy in one folder.
 
     An interrupted run has records but neither summary nor conditions.
-
-    Attributes:
-        name: name of the job within a sweep, otherwise of the strategy.
-        strategy: name of the preset.
-        config: content of ``config.yaml`` as plain values.
-        records: finished prompts in file order.
-        summary: metrics of a complete run, or row of a comparison.
-        conditions: data, models and environment of the run.
-        ends: prompt id -> ``origins.token_ends`` of its output; empty without a tokenizer.
     """
 
     folder: Path
-    name: str
-    strategy: str
-    config: Config
-    records: tuple[RequestRecord, ...]
-    summary: Mapping[str, Any] | None
-    conditions: Mapping[str, Any]
-    ends: Mapping[str, Sequence[int]]
+    name: str  # of the job within a sweep, otherwise of the strategy
+    strategy: str  # name of the preset
+    config: Config  # content of ``config.yaml`` as plain values
+    records: tuple[RequestRecord, ...]  # finished prompts in file order
+    summary: Mapping[str, Any] | None  # metrics of a complete run, or row of a comparison
+    conditions: Mapping[str, Any]  # data, models and environment of the run
+    ends: Mapping[str, Sequence[int]]  # prompt id -> ``token_ends``; empty without a tokenizer
+    plain: Sequence[Run] = ()  # repeats of plain decoding that it is compared with
 
     @property
     def results(self) -> list[RequestResult]:
         """The finished prompts of the first repeat."""
         return [record.result for record in self.records if record.repeat == 0]
 
+    @cached_property
     def runs(self) -> list[Run]:
         return runs_of(self.records)
+
+    @property
+    def requests(self) -> list[RequestResult]:
+        """The finished prompts of all repeats whose totals are known."""
+        return [result for run in self.runs for result in run.results]
 
 
 def read(folder: str | Path) -> list[Result]:
@@ -76,17 +193,15 @@ def read(folder: str | Path) -> list[Result]:
     if not base.is_dir():
         raise UserError(f"{base} is not a folder: name the output_dir of a run")
     files = (SUMMARY_FILE, COMPARISON_FILE, REQUESTS_FILE)
-    configs = sorted(base.rglob(CONFIG_FILE))
-    folders = [c.parent for c in configs if any((c.parent / name).is_file() for name in files)]
+    folders = [config.parent for config in sorted(base.rglob(CONFIG_FILE))]
+    folders = [folder for folder in folders if any((folder / name).is_file() for name in files)]
     if not folders:
         raise UserError(
             f"{base} holds no results: name the output_dir of specdec run, run -m or compare"
         )
-    results = []
-    for path in folders:
-        name = path.relative_to(base).as_posix()
-        results += _read_folder(path, "" if name == "." else name)
-    return results
+    return [
+        r for path in folders for r in _read_folder(path, "/".join(path.relative_to(base).parts))
+    ]
 
 
 def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
@@ -103,6 +218,11 @@ def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
     return None
 
 
+def styles_of(results: Iterable[Result]) -> dict[str, Style]:
+    """Maps the results' names to styles, which are the same in all plots."""
+    return row_styles({result.name: result.strategy for result in results})
+
+
 def frame(*folders: str | Path | Result) -> DataFrame:
     """Returns a pandas frame with one row per strategy and run folder.
 
@@ -112,17 +232,16 @@ def frame(*folders: str | Path | Result) -> DataFrame:
     ``config.<key>``; every metric of docs/metrics.md by its name. Histograms are mappings.
     Interrupted runs only have the configuration and ``prompts_finished``.
     """
-    rows = [
+    return DataFrame(
         {
-            **_identity(result),
+            **head,
             "complete": result.summary is not None,
             "prompts_finished": len(result.records),
             **_flat(result.config, "config."),
             **{k: v for k, v in (result.summary or {}).items() if k != "conditions"},
         }
-        for result in _results(folders)
-    ]
-    return DataFrame(rows)
+        for result, head in _results(folders)
+    )
 
 
 def prompt_frame(*folders: str | Path | Result) -> DataFrame:
@@ -133,7 +252,7 @@ def prompt_frame(*folders: str | Path | Result) -> DataFrame:
     ``acceptance_length`` (tokens decided per answer), ``drafted_share`` (of its tokens that a
     source proposed); the raw counts (``answers``, ``accepted``, ``hits``, ``misses``, ...).
     """
-    return DataFrame([{**head, **prompt_metrics(r)} for head, r in _prompts(folders)])
+    return DataFrame([{**head, **prompt_metrics(r)} for r, head in _prompts(folders)])
 
 
 def token_frame(*folders: str | Path | Result) -> DataFrame:
@@ -143,32 +262,30 @@ def token_frame(*folders: str | Path | Result) -> DataFrame:
     generated token), ``token``, ``origin`` (index of the source that proposed it, -1 the target),
     ``emitted_s`` (since the prompt was admitted).
     """
-    names = ("position", "token", "origin", "emitted_s")
-    rows = [
+    return DataFrame(
         {
             **head,
             "prompt": r.id,
-            "position": range(len(r.output)),
-            "token": r.output,
-            "origin": r.origins,
-            "emitted_s": [at - r.admitted_s for at in r.emitted_s],
+            **{"position": position, "token": token, "origin": origin},
+            "emitted_s": at - r.admitted_s,
         }
-        for head, r in _prompts(folders)
-    ]
-    return DataFrame(rows).explode([*names], ignore_index=True).infer_objects()
+        for r, head in _prompts(folders)
+        for position, (token, origin, at) in enumerate(
+            zip(r.output, r.origins, r.emitted_s, strict=True)
+        )
+    )
 
 
 def prompt_metrics(result: RequestResult) -> dict[str, Any]:
     """Returns one prompt's columns of ``prompt_frame``; undefined values are None."""
     c, phase, count = result.counters, decode_phase(result), len(result.output)
-    first = result.emitted_s[0] - result.admitted_s if result.emitted_s else None
     return {
         "prompt": result.id,
         "num_prompt": result.num_prompt,
         "new_tokens": count,
         "finish_reason": result.finish_reason,
         "tokens_per_s": phase.tokens / phase.seconds if phase.seconds > 0 else None,
-        "ttft_ms": None if first is None else first * 1e3,
+        "ttft_ms": (result.emitted_s[0] - result.admitted_s) * 1e3 if count else None,
         "acceptance_length": (count + c.cut_tokens) / c.answers if c.answers else None,
         "drafted_share": sum(o >= 0 for o in result.origins) / count if count else None,
         **{name: getattr(c, name) for name in _COUNTS},
@@ -183,11 +300,11 @@ def drafted_tokens(records: Iterable[RequestRecord]) -> DataFrame:
     if unknown), ``tokens``, ``drafted`` (tokens that a source proposed).
     """
     rows = [
-        {
-            "domain": task_of(record.category) or record.prompt.rpartition("/")[0],
-            "tokens": len(record.result.origins),
-            "drafted": sum(origin >= 0 for origin in record.result.origins),
-        }
+        (
+            task_of(record.category) or record.prompt.rpartition("/")[0],
+            len(record.result.origins),
+            sum(origin >= 0 for origin in record.result.origins),
+        )
         for record in records
         if record.repeat == 0 and record.result.origins
     ]
@@ -248,22 +365,20 @@ def read_object(path: Path) -> dict[str, Any] | None:
     raise UserError(f"{path} is damaged (it is no JSON object): delete it and run it again")
 
 
-def _identity(result: Result) -> dict[str, Any]:
-    return {"folder": result.folder.as_posix(), "name": result.name, "strategy": result.strategy}
-
-
-def _results(sources: Iterable[str | Path | Result]) -> Iterator[Result]:
+def _results(sources: Iterable[str | Path | Result]) -> Iterator[tuple[Result, dict[str, Any]]]:
+    """Yields each result with the first columns of its rows."""
     for source in sources:
-        yield from [source] if isinstance(source, Result) else read(source)
+        for r in [source] if isinstance(source, Result) else read(source):
+            yield r, {"folder": r.folder.as_posix(), "name": r.name, "strategy": r.strategy}
 
 
 def _prompts(
-    folders: Iterable[str | Path | Result],
-) -> Iterator[tuple[dict[str, Any], RequestResult]]:
+    sources: Iterable[str | Path | Result],
+) -> Iterator[tuple[RequestResult, dict[str, Any]]]:
     """Yields each finished request with the first columns of its rows."""
-    for result in _results(folders):
+    for result, head in _results(sources):
         for record in result.records:
-            yield _identity(result) | {"repeat": record.repeat}, record.result
+            yield record.result, head | {"repeat": record.repeat}
 
 
 def _flat(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -37,48 +37,41 @@ def answers_of(
 ) -> list[Answer]:
     """Builds a strategy's answers, one per question, with a choice per repeat.
 
-    ``wall_time`` is the time from admission to the last token by the run's clock, prefill included.
-
-    Args:
-        prompts: prompt id -> prompt; those without ``question_id`` have no answer.
-        repeats: finished requests of each repeat; each turn of a dialogue is a request.
-        strategy: the ``model_id`` of the answers.
-        decode: token ids -> text without special tokens.
+    Each turn of a dialogue is a request. ``wall_time`` is the time from admission to the last token
+    by the run's clock, prefill included. Prompts without ``question_id`` have no answer.
     """
     turns: list[dict[int, list[RequestResult]]] = [{} for _ in repeats]
     for found, results in zip(turns, repeats, strict=True):
         for result in sorted(results, key=lambda r: r.id):
             found.setdefault(result.id % TURN_IDS, []).append(result)
+
+    def choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
+        lengths = []  # tokens emitted by each step, without those cut at the end of an answer
+        for turn in turns:
+            lengths += turn.counters.decided
+            if turn.counters.decided:
+                lengths[-1] -= turn.counters.cut_tokens
+        return {
+            "index": index,
+            "turns": [decode(turn.output) for turn in turns],
+            "decoding_steps": [turn.counters.answers for turn in turns],
+            "new_tokens": [len(turn.output) for turn in turns],
+            "wall_time": [turn.emitted_s[-1] - turn.admitted_s for turn in turns],
+            "accept_lengths": lengths,
+        }
+
     return [
         {
             "question_id": prompt.question_id,
             "category": prompt.category,
             "answer_id": f"{strategy}-{prompt.question_id}",
             "model_id": strategy,
-            "choices": [
-                {
-                    "index": index,
-                    "turns": [decode(turn.output) for turn in found[at]],
-                    "decoding_steps": [turn.counters.answers for turn in found[at]],
-                    "new_tokens": [len(turn.output) for turn in found[at]],
-                    "wall_time": [turn.emitted_s[-1] - turn.admitted_s for turn in found[at]],
-                    "accept_lengths": [length for turn in found[at] for length in _lengths(turn)],
-                }
-                for index, found in enumerate(turns)
-            ],
+            "choices": [choice(i, found[at]) for i, found in enumerate(turns)],
             "tstamp": time(),
         }
         for at, prompt in prompts.items()
         if prompt.question_id is not None and all(at in found for found in turns)
     ]
-
-
-def _lengths(turn: RequestResult) -> list[int]:
-    """Returns the tokens emitted by each step, without those cut at the end of the answer."""
-    lengths = list(turn.counters.decided)
-    if lengths:
-        lengths[-1] -= turn.counters.cut_tokens
-    return lengths
 
 
 def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Path | None:
@@ -94,52 +87,45 @@ def by_category(
 ) -> dict[str, dict[str, Any]]:
     """Returns figures per Spec-Bench task, or per category of other sets, and over all questions.
 
-    Args:
-        baseline: answers of plain decoding; None for no ratio.
-
-    Returns:
-        Category -> ``num_questions``; ``tokens_per_s``, a mean over questions; ``accept_length``,
-        a mean over steps; ``speedup`` over the baseline, the median over repeats. Empty without
-        categories.
+    ``tokens_per_s`` is a mean over questions, ``accept_length`` over steps; ``speedup`` over the
+    baseline's answers is the median over repeats. Empty without categories.
     """
     table = _table(answers)
     if table.empty:
         return {}
-    plain = _table(baseline or ()).reindex(columns=table.columns).set_index(["question", "repeat"])
-    table = table.join(plain["speed"].rename("ar_speed"), on=["question", "repeat"])
+    table["ar_speed"] = _table(baseline or ())["speed"].reindex(table.index)
     groups = [*table.groupby("task", sort=False), ("overall", table)]
     return {str(task): _figures(group) for task, group in groups}
 
 
 def _table(answers: Sequence[Answer]) -> pd.DataFrame:
-    """One row per question and repeat; questions without a category are left out."""
+    """Returns a row per question and repeat; questions without a category are left out."""
     rows = [
         {
             "question": answer["question_id"],
-            "task": task_of(answer["category"]),
             "repeat": choice["index"],
+            "task": task_of(answer["category"]),
             "speed": sum(choice["new_tokens"]) / max(sum(choice["wall_time"]), 1e-9),
-            "tokens": sum(choice["accept_lengths"]),
-            "steps": len(choice["accept_lengths"]),
+            "lengths": choice["accept_lengths"],
         }
         for answer in answers
         if answer["category"]
         for choice in answer["choices"]
     ]
-    return pd.DataFrame(rows, columns=["question", "task", "repeat", "speed", "tokens", "steps"])
+    columns = ["question", "repeat", "task", "speed", "lengths"]
+    return pd.DataFrame(rows, columns=columns).set_index(["question", "repeat"])
 
 
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
-    first, speeds = group[group["repeat"] == 0], group.groupby("repeat")[["speed", "ar_speed"]]
-    means = speeds.mean()
-    ratios = means["speed"] / means["ar_speed"]
-    compared = bool(group["ar_speed"].notna().all())
-    steps = int(first["steps"].sum())
+    speeds = group.groupby("repeat")[["speed", "ar_speed"]].mean()
+    questions = group.xs(0, level="repeat")["lengths"]
+    lengths = [length for question in questions for length in question]
+    compared = group["ar_speed"].notna().all()
     return {
-        "num_questions": len(first),
-        "tokens_per_s": float(means["speed"].median()),
-        "accept_length": int(first["tokens"].sum()) / steps if steps else None,
-        "speedup": float(ratios.median()) if compared else None,
+        "num_questions": len(questions),
+        "tokens_per_s": float(speeds["speed"].median()),
+        "accept_length": sum(lengths) / len(lengths) if lengths else None,
+        "speedup": float((speeds["speed"] / speeds["ar_speed"]).median()) if compared else None,
     }
 
 

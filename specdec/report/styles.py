@@ -7,8 +7,9 @@ differ in their form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 from zlib import crc32
 
@@ -53,8 +54,7 @@ class Style:
 
     def line(self) -> dict[str, Any]:
         """Returns arguments of ``Axes.plot``."""
-        marker, line, _ = _FORMS[self.form % len(_FORMS)]
-        return {"color": self.color, "marker": marker, "ls": line}
+        return {**self.point(), "ls": _FORMS[self.form % len(_FORMS)][1]}
 
     def point(self) -> dict[str, Any]:
         """Returns arguments of ``Axes.plot`` and ``Axes.scatter`` for points without a line."""
@@ -85,20 +85,14 @@ def row_styles(rows: Mapping[str, str] | Iterable[str]) -> dict[str, Style]:
             styles[row] = own
     for row in named:
         if row not in styles:
-            styles[row] = _free(row, set(styles.values()))
+            styles[row] = _free(row, styles.values())
     return {row: styles[row] for row in named}
 
 
-def _free(name: str, taken: set[Style]) -> Style:
+def _free(name: str, taken: Collection[Style]) -> Style:
     """Returns the first style with a free colour; if there is none, the first free style."""
     start, used = crc32(name.encode()) % len(COLORS), {style.color for style in taken}
     turned = (*COLORS[start:], *COLORS[:start])
-    for color in turned:
-        if color not in used:
-            return Style(color)
-    form = 0
-    while True:
-        for color in turned:
-            if Style(color, form) not in taken:
-                return Style(color, form)
-        form += 1
+    fresh = (Style(color) for color in turned if color not in used)
+    others = (Style(color, form) for form in count() for color in turned)
+    return next(style for style in chain(fresh, others) if style not in taken)

@@ -65,6 +65,11 @@ def metric(heading: str, about: str, key: str, digits: int = 2) -> Column:
     return Column(heading, about, lambda row: number(row.get(key), digits))
 
 
+def share(heading: str, about: str, key: str, digits: int = 0) -> Column:
+    """Makes the column of a fraction of the row."""
+    return Column(heading, about, lambda row: percent(row.get(key), digits))
+
+
 COLUMNS = (
     Column("strategy", "", lambda r: str(r["strategy"]), left=True),
     Column("lossless", "tokens compared with ar", lossless_label, left=True),
@@ -72,12 +77,12 @@ COLUMNS = (
     Column("vs ar", "median (range of repeats)", speedup_label),
     metric("TBT ms", "mean between tokens", "tbt_ms_mean"),
     metric("accept len", "emitted per target pass", "acceptance_length"),
-    Column("hit rate", "of level-per-step answers", lambda r: percent(r.get("hit_rate"))),
+    share("hit rate", "of level-per-step answers", "hit_rate"),
     metric("target", "passes", "target_passes", 0),
     metric("draft", "passes", "draft_passes", 0),
-    Column("overhead", "outside model calls", lambda r: percent(r.get("overhead_share"), 1)),
+    share("overhead", "outside model calls", "overhead_share", 1),
     Column("runtime", "runs the models", lambda r: str(r.get("runtime") or NONE), left=True),
-    Column("loops", "loop_share", lambda r: percent(r.get("loop_share"))),
+    share("loops", "loop_share", "loop_share"),
 )
 
 CATEGORIES = (
@@ -90,9 +95,8 @@ CATEGORIES = (
 def category_columns(rows: Sequence[Row]) -> list[Column]:
     """Returns the columns of the table by category; empty for prompts without categories."""
     names = dict.fromkeys(name for row in rows for name in row.get("by_category") or {})
-    return (
-        [COLUMNS[0], *(Column(n, "", partial(_category_cell, n)) for n in names)] if names else []
-    )
+    columns = [Column(name, "", partial(_category_cell, name)) for name in names]
+    return [COLUMNS[0], *columns] if columns else []
 
 
 def _category_cell(name: str, row: Row) -> str:
@@ -107,12 +111,8 @@ def _category_cell(name: str, row: Row) -> str:
 def used_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[Column]:
     """Returns the columns with a value in at least one row; the runtimes only if they differ."""
     one_runtime = len({row.get("runtime") for row in rows}) < 2
-    return [
-        column
-        for column in columns
-        if not (one_runtime and column.heading == "runtime")
-        if any(column.cell(row) != NONE for row in rows)
-    ]
+    used = [column for column in columns if any(column.cell(row) != NONE for row in rows)]
+    return [column for column in used if not (one_runtime and column.heading == "runtime")]
 
 
 def markdown_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
@@ -156,19 +156,20 @@ def print_table(
     A narrow terminal gets several tables that each repeat the first column.
     """
     console = console or Console()
-    console.print(title_of(conditions), highlight=False, soft_wrap=True)
+    show = partial(console.print, highlight=False, soft_wrap=True)
+    show(title_of(conditions))
     _print_blocks(rows, used_columns(rows), console)
     if categories := category_columns(rows):
-        console.print(f"\n{CATEGORIES}", highlight=False, soft_wrap=True)
+        show(f"\n{CATEGORIES}")
         _print_blocks(rows, categories, console)
     for line in notes_of(rows):
-        console.print(line, highlight=False, soft_wrap=True)
+        show(line)
 
 
 def _print_blocks(rows: Sequence[Row], columns: Sequence[Column], console: Console) -> None:
-    first, *others = columns
-    best, blocks = best_row(rows), [[first]]
+    (first, *others), best = columns, best_row(rows)
     longest = {c: max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns}
+    blocks = [[first]]
     for column in others:  # of padding two characters, and one between columns
         width = 2 + sum(longest[c] + 3 for c in (*blocks[-1], column))
         if console.is_terminal and console.width < width and len(blocks[-1]) > 1:
@@ -188,22 +189,26 @@ def _print_blocks(rows: Sequence[Row], columns: Sequence[Column], console: Conso
         Console(file=console.file, width=width, force_terminal=console.is_terminal).print(table)
 
 
+def is_lossy(row: Row) -> bool:
+    return row.get("lossless") is False or row.get("claims") == "lossy"
+
+
 def best_row(rows: Sequence[Row]) -> Row | None:
     """Returns the row with the highest speed-up over ``ar`` among those that are not lossy."""
     timed = [row for row in rows if row.get("speedup_wall") is not None and row["strategy"] != "ar"]
-    kept = [
-        row for row in timed if row.get("lossless") is not False and row.get("claims") != "lossy"
-    ]
+    kept = [row for row in timed if not is_lossy(row)]
     return max(kept, key=lambda row: row["speedup_wall"], default=None)
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
     """Returns the notes below the table: differing prompts, caveats, loops."""
-    notes = [
-        f"{row['strategy']} differs from ar: {_difference(token)}"
-        for row in rows
-        for token in (row.get("differing") or ())[:3]
-    ]
+    notes = []
+    for row in rows:
+        for token in (row.get("differing") or ())[:3]:
+            text = "prompt {id}, token {position}: {token} instead of {ar_token}"
+            if token["position"] < 0:
+                text = "prompt {id} has no answer to compare"
+            notes.append(f"{row['strategy']} differs from ar: {text.format(**token)}")
     notes += [
         f"{row['strategy']} DOES NOT COUNT: {percent(row['overrun_share'], 1)} of its paced work"
         " took longer than the profile says (2 % are allowed); raise clock.scale."
@@ -212,16 +217,24 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     ]
     notes += [f"{row['strategy']}: {row['caveat']}." for row in rows if row.get("caveat")]
     if disturbed := [row for row in rows if row.get("disturbed")]:
-        text = "{strategy} {disturbed} of {total}"
         counts = [
-            text.format(**row, total=row["num_prompts"] * row.get("repeats", 1))
+            f"{row['strategy']} {row['disturbed']} of {row['num_prompts'] * row.get('repeats', 1)}"
             for row in disturbed
         ]
         notes.append(
             f"DISTURBED measurements: {', '.join(counts)} ({disturbed[0]['disturbed_because']})."
             " The times may be wrong: end other work on this machine and measure again."
         )
-    notes += _context_notes(rows)
+    by_ends: dict[str, list[str]] = {}  # ends of the buckets of context lengths -> rows
+    for row in rows:
+        drafted: Mapping[str, float] = row.get("drafted_share_by_context") or {}
+        if len(drafted) > 1 and any(drafted.values()):
+            text = f"{row['strategy']} {', '.join(f'{value:.2f}' for value in drafted.values())}"
+            by_ends.setdefault(", ".join(drafted), []).append(text)
+    notes += [
+        f"Share of drafted tokens at contexts below {ends} tokens: {'; '.join(texts)}."
+        for ends, texts in by_ends.items()
+    ]
     others = [row for row in rows if row["strategy"] != "ar"]
     few = [r for r in others if r.get("speedup_wall_interval") and r["num_prompts"] < _FEW_PROMPTS]
     if few:
@@ -230,35 +243,19 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
             f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
             f" {', '.join(text.format(**row) for row in few)}."
         )
-    medians = [row for row in others if row.get("speedup_prompt_median_interval")]
-    if medians:
-        text = "{0} {1:.2f}x ({2[0]:.2f}-{2[1]:.2f}x)"
-        keys = ("strategy", "speedup_prompt_median", "speedup_prompt_median_interval")
-        texts = [text.format(*(row[key] for key in keys)) for row in medians]
+    if medians := [row for row in others if row.get("speedup_prompt_median_interval")]:
+        text = "{strategy} {speedup_prompt_median:.2f}x ({0:.2f}-{1:.2f}x)"
+        texts = [text.format(*row["speedup_prompt_median_interval"], **row) for row in medians]
         notes.append(
             f"Medians over prompts of their own `vs ar`, with 95 % intervals: {', '.join(texts)}."
         )
-    shares = [row["loop_share"] for row in rows if row.get("loop_share") is not None]
-    if shares and max(shares) >= 0.2:
+    loops = max((row.get("loop_share") or 0.0 for row in rows), default=0.0)
+    if loops >= 0.2:
         notes.append(
-            f"Up to {percent(max(shares))} of the tokens end an 8-gram generated before. Loops"
+            f"Up to {percent(loops)} of the tokens end an 8-gram generated before. Loops"
             " flatter every speculative method: compare under sampling=t06 or no_repeat4 too."
         )
     return notes
-
-
-def _context_notes(rows: Sequence[Row]) -> list[str]:
-    """Notes how much sources proposed at short and at long contexts, if there are both."""
-    by_ends: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        shares: Mapping[str, float] = row.get("drafted_share_by_context") or {}
-        if len(shares) > 1 and any(shares.values()):
-            text = f"{row['strategy']} {', '.join(f'{share:.2f}' for share in shares.values())}"
-            by_ends.setdefault(tuple(shares), []).append(text)
-    return [
-        f"Share of drafted tokens at contexts below {', '.join(ends)} tokens: {'; '.join(texts)}."
-        for ends, texts in by_ends.items()
-    ]
 
 
 def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
@@ -276,12 +273,6 @@ def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
 def conditions_lines(conditions: Mapping[str, Any]) -> list[str]:
     items = [f"- {key}: {_inline(value)}" for key, value in conditions.items()]
     return ["", "## Conditions", "", *items]
-
-
-def _difference(token: Mapping[str, Any]) -> str:
-    missing, text = "prompt {id} has no answer to compare", "prompt {id}, token {position}: "
-    text = missing if token["position"] < 0 else text + "{token} instead of {ar_token}"
-    return text.format(**token)
 
 
 def _inline(value: Any) -> str:

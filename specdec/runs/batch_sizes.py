@@ -30,20 +30,12 @@ Row = dict[str, Any]
 _COLUMNS = tuple(
     metric(heading, "", key, digits)
     for heading, key, digits in (
-        ("batch", "batch_size", 0),
-        ("tokens/s", "throughput_tokens_per_s", 1),
-        ("TBT ms", "tbt_ms_mean", 1),
-        ("p50", "tbt_ms_p50", 1),
-        ("p95", "tbt_ms_p95", 1),
-        ("p99", "tbt_ms_p99", 1),
-        ("p99 of requests", "tbt_ms_request_p99", 1),
-        ("TTFT ms", "ttft_ms", 0),
-        ("queue ms", "queue_ms", 0),
-        ("open", "mean_batch", 1),
-        ("KV peak", "kv_tokens_peak", 0),
-        ("x ar", "throughput_over_ar", 2),
-        ("TBT x ar", "tbt_over_ar", 2),
-        ("x cross", "throughput_over_cross", 2),
+        *(("batch", "batch_size", 0), ("tokens/s", "throughput_tokens_per_s", 1)),
+        *(("TBT ms", "tbt_ms_mean", 1), ("p50", "tbt_ms_p50", 1), ("p95", "tbt_ms_p95", 1)),
+        *(("p99", "tbt_ms_p99", 1), ("p99 of requests", "tbt_ms_request_p99", 1)),
+        *(("TTFT ms", "ttft_ms", 0), ("queue ms", "queue_ms", 0), ("open", "mean_batch", 1)),
+        *(("KV peak", "kv_tokens_peak", 0), ("x ar", "throughput_over_ar", 2)),
+        *(("TBT x ar", "tbt_over_ar", 2), ("x cross", "throughput_over_cross", 2)),
         ("TBT x cross", "tbt_over_cross", 2),
     )
 )
@@ -62,13 +54,10 @@ def curve_jobs(
 
     Args:
         cfgs: batch size -> one resolved configuration per row.
-        folder: receives a comparison's folder per batch size, and comparison.json, .md and .png of
-            all of them. Batch sizes that are complete there are not run again.
+        folder: receives a comparison's folder per batch size, and comparison.json (whose content
+            is returned), .md and .png of all. Complete batch sizes are not run again.
         cross: name of the row that is ``ar`` on another profile.
         remarks: makes further lines of comparison.md from the rows.
-
-    Returns:
-        The content of ``comparison.json``.
     """
     rows: list[Row] = []
     conditions: dict[str, Any] = {}
@@ -98,9 +87,8 @@ def curve_jobs(
 def add_ratios(rows: Sequence[Row], cross: str | None) -> None:
     """Adds to each row its ratios within its batch size; above 1 the row is better.
 
-    ``throughput_over_ar`` is the row's throughput over that of ``ar``; ``tbt_over_ar`` is the time
-    between tokens of ``ar`` over the row's. ``throughput_over_cross`` and ``tbt_over_cross`` are
-    the same against the cross-profile row.
+    ``throughput_over_ar`` and ``tbt_over_ar`` (of the time between tokens) are over plain decoding,
+    ``..._over_cross`` over the cross-profile row.
     """
     for name, suffix in (("ar", "ar"), (cross, "cross")):
         bases = {row["batch_size"]: row for row in rows if row["strategy"] == name}
@@ -133,28 +121,26 @@ def crossovers(rows: Sequence[Row], cross: str | None) -> dict[str, int | None]:
 def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
     """Plots throughput against time between tokens, and its p99 over batch sizes, as PNG.
 
-    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2). ``rows`` has one row per
-    strategy and batch size.
+    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2).
     """
     figure = figure_of(11.0, 4.8)
     speed, tail = figure.subplots(1, 2)
-    styles = row_styles(dict.fromkeys(str(row["strategy"]) for row in rows))
-    for name, points in pd.DataFrame(rows).groupby("strategy", sort=False):
-        look = styles[str(name)]
-        style = {**look.line(), "ms": 5, "lw": 1.4, "label": name}
+    table = pd.DataFrame(rows)
+    styles = row_styles(dict.fromkeys(table["strategy"].astype(str)))
+    for name, points in table.groupby("strategy", sort=False):
+        style = {**styles[str(name)].line(), "ms": 5, "lw": 1.4, "label": name}
         if str(name).startswith("ar on "):
             style |= {"ls": "--", "label": f"{name} (cross-profile)"}
         speed.plot(points["tbt_ms_mean"], points["throughput_tokens_per_s"], **style)
-        for _, row in points.iterrows():
-            at = (row["tbt_ms_mean"], row["throughput_tokens_per_s"])
-            text = str(row["batch_size"])
-            speed.annotate(text, at, (4, 4), textcoords="offset points", fontsize=7)
+        columns = points[["batch_size", "tbt_ms_mean", "throughput_tokens_per_s"]]
+        for size, *at in columns.itertuples(index=False):
+            speed.annotate(str(size), at, (4, 4), textcoords="offset points", fontsize=7)
         tail.plot(points["batch_size"], points["tbt_ms_p99"], **style)
         if "tbt_ms_request_p99" in points:
             means = points["tbt_ms_request_p99"].astype(float)
-            tail.plot(points["batch_size"], means, color=look.color, ls=":", lw=1.2)
+            tail.plot(points["batch_size"], means, color=style["color"], ls=":", lw=1.2)
     tail.set_xscale("log", base=2)
-    sizes = sorted({row["batch_size"] for row in rows})
+    sizes = sorted(set(table["batch_size"]))
     tail.set_xticks(sizes, [str(size) for size in sizes])
     title = "as Fig. 16; figures beside points: batch size"
     x, y = "mean time between tokens of a request (ms)", "throughput (tokens per second)"
@@ -174,10 +160,7 @@ def curves_markdown(
     cross: str | None,
     remarks: Sequence[str] = (),
 ) -> str:
-    """Formats the page: every row at every batch size, ratios and conditions.
-
-    ``crossed`` are the ``crossovers``; ``cross`` and ``remarks`` are those of ``curve_jobs``.
-    """
+    """Formats the page: every row at every batch size, ratios and conditions."""
     columns = [COLUMNS[0], *used_columns(rows, _COLUMNS), COLUMNS[-1]]
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = [f"# Batch sizes compared: {title_of(conditions)}", ""]

@@ -82,7 +82,10 @@ class CpuMeter:
         cpu["others_s"] = None if busy_s is None else max(0.0, busy_s - cpu["cpu_s"])
         computing = sum(ran > _COMPUTING_SHARE * cpu["wall_s"] for _, ran, _ in spent)
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in cpu.items()}
-        flags = {"threads": max(1, computing), "cpus": _usable_cpus(), "waits": self._waits}
+        usable = (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        )
+        flags = {"threads": max(1, computing), "cpus": usable or 1, "waits": self._waits}
         return rounded | flags
 
     def _read(self) -> tuple[dict[tuple[int, str], tuple[float, float]], dict[str, Any]]:
@@ -109,9 +112,3 @@ class CpuMeter:
 
             counts["preemptions"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         return threads, counts
-
-
-def _usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

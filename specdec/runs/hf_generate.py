@@ -7,19 +7,15 @@ derived as for every other strategy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as hf_logging
 
@@ -28,8 +24,8 @@ from specdec.metrics.results import RequestResult, RunTotals
 from specdec.models.quantize import num_bytes
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.parts.fields import Count, Share, validated
-from specdec.runs.runners import OneByOne, TokenPrompt, result_of
-from specdec.state import TARGET_ORIGIN, RequestState, StopRules
+from specdec.runs.runners import OneByOne, TokenPrompt, emit, result_of
+from specdec.state import RequestState, StopRules
 
 HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 
@@ -37,17 +33,12 @@ HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFOptions:
-    """Settings of transformers' assisted decoding; the defaults are its own.
+    """Settings of transformers' assisted decoding; the defaults are its own."""
 
-    Attributes:
-        num_assistant_tokens: maximum draft tokens per pass.
-        schedule: how transformers adapts ``num_assistant_tokens`` after each pass.
-        confidence_threshold: the draft stops below this probability; 0 for never.
-    """
-
-    num_assistant_tokens: Count = 20
+    num_assistant_tokens: Count = 20  # maximum draft tokens per pass
+    # How transformers adapts num_assistant_tokens after each pass.
     schedule: Literal["constant", "heuristic", "heuristic_transient"] = "constant"
-    confidence_threshold: Share = 0.4
+    confidence_threshold: Share = 0.4  # the draft stops below this probability; 0 for never
     prompt_lookup_num_tokens: Count = 10
     max_matching_ngram: Count = 2
 
@@ -60,16 +51,10 @@ class PassLog:
     seconds: float = 0.0
     _started: float = 0.0
 
-    @contextmanager
-    def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Counts the model's forward passes within the block, by hooks."""
-        before = model.register_forward_pre_hook(self._before)
-        after = model.register_forward_hook(self._after, with_kwargs=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
+    def watch(self, model: torch.nn.Module, stack: ExitStack) -> None:
+        """Counts by hooks until the end of the stack."""
+        stack.callback(model.register_forward_pre_hook(self._before).remove)
+        stack.callback(model.register_forward_hook(self._after, with_kwargs=True).remove)
 
     def _before(self, model: torch.nn.Module, args: Any) -> None:
         self._started = perf_counter()
@@ -87,10 +72,9 @@ class Emissions(StoppingCriteria):
     """
 
     def __init__(self, request: RequestState, origin_s: float) -> None:
-        """Takes a new request, and the ``perf_counter`` value from which its times count."""
+        """``origin_s`` is the ``perf_counter`` value from which the request's times count."""
         self.sizes: list[int] = []
-        self._request = request
-        self._origin_s = origin_s
+        self._request, self._origin_s = request, origin_s
         self._seen = request.num_prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **unused: Any) -> torch.Tensor:
@@ -98,11 +82,7 @@ class Emissions(StoppingCriteria):
         at_s, tokens = perf_counter() - self._origin_s, input_ids[0, self._seen :].tolist()
         self.sizes.append(len(tokens))
         self._seen = input_ids.shape[1]
-        for origin, token in zip([*[0] * (len(tokens) - 1), TARGET_ORIGIN], tokens, strict=True):
-            if self._request.finished:
-                self._request.counters.cut_tokens += 1
-            else:
-                self._request.emit(token, origin, at_s)
+        emit(self._request, tokens, [at_s] * len(tokens))
         return torch.tensor([self._request.finished], device=input_ids.device)
 
 
@@ -131,16 +111,23 @@ class HFBaseline(OneByOne):
             needs = "needs" if self.kind == "hf_assisted" else "has no use for"
             raise ValueError(f"{self.kind} {needs} a draft model")
         self.name = self.name or self.kind
-        self._models = {"target": self.target}
+        options = self.options
+        neutral = GenerationConfig(
+            num_assistant_tokens=options.num_assistant_tokens,
+            num_assistant_tokens_schedule=options.schedule,
+            assistant_confidence_threshold=options.confidence_threshold,
+        )
+        # Model and the settings that replace its checkpoint's, by name.
+        self._models = {"target": (self.target, GenerationConfig())}
         if self.draft is not None:
-            self._models["draft"] = self.draft
+            self._models["draft"] = (self.draft, neutral)
         if not self.weight_bytes:
-            self.weight_bytes = {name: num_bytes(model) for name, model in self._models.items()}
+            self.weight_bytes = {k: num_bytes(model) for k, (model, _) in self._models.items()}
         self._config = self._generation_config()
 
     def generate_one(self, prompt: TokenPrompt) -> tuple[RequestResult, RunTotals]:
         tokens, request = prompt.tokens, self.new_request(prompt)
-        logs = {name: PassLog() for name in ("target", "draft")}
+        logs = {name: PassLog() for name in self._models}
         emissions = Emissions(request, self._origin_s)
         input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self.target.device)
         arguments: dict[str, Any] = {
@@ -154,18 +141,45 @@ class HFBaseline(OneByOne):
         with ExitStack() as stack:
             stack.callback(hf_logging.set_verbosity, hf_logging.get_verbosity())
             hf_logging.set_verbosity_error()
-            self._seed_generator(prompt.id, stack)
-            for name, model in self._models.items():
+            if not self.sampling.greedy:
+                devices = [self.target.device] if self.target.device.type == "cuda" else []
+                stack.enter_context(torch.random.fork_rng(devices=devices))
+                torch.manual_seed(self.seed_of(prompt, np.uint64))
+            for name, (model, config) in self._models.items():
                 stack.callback(setattr, model, "generation_config", model.generation_config)
-                model.generation_config = self._neutral_config(name)
-                stack.enter_context(logs[name].watching(model))
+                model.generation_config = config
+                logs[name].watch(model, stack)
             stack.enter_context(torch.inference_mode())
             start = perf_counter()
             request.arrival_s = request.admitted_s = start - self._origin_s
             self.target.generate(input_ids, **arguments)
             wall_s = perf_counter() - start
-        totals = self._totals(logs, len(emissions.sizes), len(tokens), wall_s)
-        _count(request, emissions.sizes, logs["target"].rows)
+        target, draft, passes = logs["target"], logs.get("draft", PassLog()), len(emissions.sizes)
+        assert len(target.rows) == passes, (
+            f"{self.kind}: {len(target.rows)} target passes, {passes} emissions"
+        )
+        # A pass is fed the last token and its candidates, the first pass also the rest of the
+        # prompt. It emits the accepted candidates and one more token.
+        fed = [target.rows[0] - (len(tokens) - 1), *target.rows[1:]] if passes else []
+        for size, rows in zip(emissions.sizes, fed, strict=True):
+            proposed, accepted = rows - 1, size - 1
+            request.counters.proposed += proposed
+            # After the accepted path a chain has no further candidate, so no answer is a hit.
+            judged = accepted + (proposed > accepted)
+            request.counters.count_answer(accepted, judged, hit=False)
+        used = {name: log for name, log in logs.items() if log.rows}
+        totals = self.new_totals(
+            passes,
+            wall_s,
+            # The prefill's last row yields a token as a tree node does; the others are prompt rows.
+            prefill_rows=len(tokens) - 1,
+            target_rows=sum(fed),
+            draft_passes=len(draft.rows),
+            draft_rows=sum(draft.rows),
+            draft_total_s=draft.seconds,
+            model_s={name: log.seconds for name, log in used.items()},
+            model_calls={name: len(log.rows) for name, log in used.items()},
+        )
         return result_of(request, self.tokenizer), totals
 
     def _generation_config(self) -> GenerationConfig:
@@ -178,7 +192,7 @@ class HFBaseline(OneByOne):
             "use_cache": True,
         }
         if not sampling.greedy:
-            settings.update(temperature=sampling.temperature, top_p=sampling.top_p)
+            settings |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
             settings["top_k"] = sampling.top_k
         if sampling.no_repeat_ngram:
             settings["no_repeat_ngram_size"] = sampling.no_repeat_ngram
@@ -186,51 +200,6 @@ class HFBaseline(OneByOne):
             settings["prompt_lookup_num_tokens"] = self.options.prompt_lookup_num_tokens
             settings["max_matching_ngram_size"] = self.options.max_matching_ngram
         return GenerationConfig(**settings)
-
-    def _neutral_config(self, name: str) -> GenerationConfig:
-        """Replaces the checkpoint's settings by the defaults; the draft gets the options."""
-        options = self.options
-        if name == "target":
-            return GenerationConfig()
-        return GenerationConfig(
-            num_assistant_tokens=options.num_assistant_tokens,
-            num_assistant_tokens_schedule=options.schedule,
-            assistant_confidence_threshold=options.confidence_threshold,
-        )
-
-    def _seed_generator(self, prompt_id: int, stack: ExitStack) -> None:
-        """Seeds the global generator for one prompt; ``stack`` restores it."""
-        if self.sampling.greedy:
-            return
-        devices = [self.target.device] if self.target.device.type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        state = np.random.SeedSequence([self.seed, prompt_id]).generate_state(1, np.uint64)
-        torch.manual_seed(int(state[0]))
-
-    def _totals(
-        self, logs: Mapping[str, PassLog], passes: int, num_prompt: int, wall_s: float
-    ) -> RunTotals:
-        target, draft = logs["target"], logs["draft"]
-        assert len(target.rows) == passes, (
-            f"{self.kind}: {len(target.rows)} target passes, {passes} emissions"
-        )
-        logs = {name: log for name, log in logs.items() if log.rows}
-        return RunTotals(
-            steps=passes,
-            target_passes=passes,
-            # The prefill's last row yields a token as a tree node does; the others are prompt rows.
-            prefill_rows=num_prompt - 1,
-            target_rows=sum(target.rows) - (num_prompt - 1),
-            draft_passes=len(draft.rows),
-            draft_rows=sum(draft.rows),
-            wall_s=wall_s,
-            clock_s=wall_s,
-            draft_total_s=draft.seconds,
-            model_s={name: log.seconds for name, log in logs.items()},
-            model_calls={name: len(log.rows) for name, log in logs.items()},
-            target_bytes=self.weight_bytes["target"],
-            draft_bytes=self.weight_bytes.get("draft", 0),
-        )
 
 
 def baseline_of_transformers(
@@ -245,17 +214,3 @@ def baseline_of_transformers(
     return HFBaseline.of(
         cfg, pair, stop, kind=kind, target=pair.target, draft=draft, options=options
     )
-
-
-def _count(request: RequestState, sizes: Sequence[int], rows: Sequence[int]) -> None:
-    """Counts proposed and accepted tokens from the tokens emitted and fed per target pass.
-
-    A pass is fed the last token and its candidates, the first pass also the rest of the prompt. It
-    emits the accepted candidates and one more token.
-    """
-    for i, (size, fed) in enumerate(zip(sizes, rows, strict=True)):
-        proposed, accepted = fed - (1 if i else request.num_prompt), size - 1
-        request.counters.proposed += proposed
-        num_verified = accepted + (proposed > accepted)
-        # After the accepted path a chain has no further candidate, so no answer is a hit.
-        request.counters.count_answer(accepted, num_verified, hit=False)

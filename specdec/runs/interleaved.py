@@ -28,35 +28,29 @@ def run_interleaved(
 ) -> list[tuple[list[RequestResult], RunTotals]]:
     """Decodes the prompts with every runner; a runner's clock stands still in the others' turns.
 
-    A strategy whose draft model works in a thread decodes without interruption, since the thread
-    would keep working in the others' turns.
-
-    The runners' clocks must be measured ones of this process. Returns per runner the finished
-    requests, in the order of finishing, and the totals.
+    A strategy whose draft model works in a thread, which would keep working in the others' turns,
+    decodes without interruption. The runners' clocks must be measured ones of this process. Returns
+    per runner the finished requests, in the order of finishing, and the totals.
     """
     results: list[list[RequestResult]] = [[] for _ in runners]
     totals: dict[int, RunTotals] = {}
-    steps = [
-        runner.in_steps(prompts, found.append)
-        for runner, found in zip(runners, results, strict=True)
-    ]
+    pairs = zip(runners, results, strict=True)
+    steps = [runner.in_steps(prompts, found.append) for runner, found in pairs]
     paused: dict[int, float] = {}
     waiting = deque(range(len(runners)))
     while waiting:
         at = waiting.popleft()
         clock, began = runners[at].parts.clock, perf_counter()
         assert isinstance(clock, MeasuredClock), "turns need a measured clock"
-        if at in paused:
-            clock.skip(began - paused[at])
+        clock.skip(began - paused.get(at, began))
         turn_s = inf if isinstance(runners[at].parts.source, Background) else TURN_S
         try:
             with torch.inference_mode():
                 next(steps[at])
                 while perf_counter() - began < turn_s:
                     next(steps[at])
+            waiting.append(at)
         except StopIteration as end:
             totals[at] = end.value
-        else:
-            waiting.append(at)
         paused[at] = perf_counter()
     return [(found, totals[at]) for at, found in enumerate(results)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 from specdec.clocks import ClockKind
 from specdec.clocks.timed_runs import timed_run
 from specdec.data import (
+    Prompt,
     Request,
     fit_prompt,
     load_prompts,
@@ -29,16 +30,9 @@ from specdec.pairs.record import check_recordable, record_run, write_record
 from specdec.report.origins import write_token_ends
 from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import provenance
-from specdec.report.requests import RequestRecord, RequestWriter, finished, runs_of
+from specdec.report.results import RequestRecord, RequestWriter, runs_of
 from specdec.report.spec_bench import Answer, answers_of, by_category, write_answers
 from specdec.report.tables import markdown_table, print_table
-from specdec.runs.conditions import (
-    conditions_of,
-    further_metrics,
-    note_levels_on_one_stage,
-    note_replay,
-    note_unused_options,
-)
 from specdec.runs.cpu_times import CpuMeter, disturbance
 from specdec.runs.hf_generate import baseline_of_transformers
 from specdec.runs.rival import baseline_of_endpoint, baseline_of_runtime
@@ -46,6 +40,7 @@ from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_para
 from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
 from specdec.trace import write_trace
+from specdec.types import IntArray
 
 LOGS_FOLDER = "logs"
 """Subfolder of a run folder with the output of its ranks, ``rank<r>.log``."""
@@ -74,10 +69,17 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     """
     decoding = _Decoding([cfg], output_dir, progress)
     decoding.decode(1)
-    (runner,), pair = decoding.runners, decoding.pair
-    if runner.trace is not None:
-        _write_trace(runner, pair, output_dir)
-    (run,) = decoding.runs()[runner.name]
+    (runner,) = decoding.runners
+    if runner.trace is not None and runner.parts is not None:  # of prompts decoded here
+        executor, tokenizer = runner.parts.executor, decoding.pair.tokenizer
+        write_trace(
+            output_dir,
+            runner.trace,
+            latency=executor.latency,
+            places=executor.stage_of_rank,
+            text=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
+        )
+    (run,) = decoding.runs[runner.name]
     summary = {
         "strategy": runner.name,
         "claims": str(runner.claims),
@@ -104,19 +106,12 @@ def compare_jobs(
     """Decodes the same prompts with several strategies, interleaved prompt by prompt.
 
     Interleaving spreads a machine's drift evenly over the rows; ratios are taken within a repeat.
-
-    Args:
-        cfgs: one resolved configuration per row.
-        output_dir: receives requests.jsonl, comparison.json, comparison.md and comparison.png.
-        repeats: number of measurements of every prompt.
-        pair: models in memory; built from the configuration if omitted.
-
-    Returns:
-        The content of ``comparison.json``.
+    Each prompt is measured ``repeats`` times. Returns the content of ``comparison.json``.
+    ``pair`` has models in memory; it is built from the configuration if omitted.
     """
     decoding = _Decoding(cfgs, output_dir, progress, pair)
     decoding.decode(repeats)
-    conditions, runs, answers = decoding.conditions(repeats), decoding.runs(), decoding.answers()
+    conditions, runs, answers = decoding.conditions(repeats), decoding.runs, decoding.answers()
     rows = [
         comparison_row(r.name, runs[r.name], runs.get("ar"), claims=r.claims)
         | decoding.further_metrics(r, cfg)
@@ -135,7 +130,8 @@ def compare_jobs(
 class _Decoding:
     """Decodes the prompts of the first configuration with every strategy.
 
-    ``records`` has the finished requests by strategy, repeat and prompt id.
+    ``records`` has the finished requests by strategy, repeat and prompt id; ``runs`` has them with
+    their totals by strategy and repeat, once all are decoded.
     """
 
     def __init__(
@@ -152,9 +148,11 @@ class _Decoding:
         progress.phase("loading models", None)
         self.pair, self._prompts, self._cut = prepare(self._base, pair)
         self.runners: list[Runner] = []
-        self.records: dict[str, list[dict[int, RequestRecord]]] = {}
-        data = self._base["data"]
-        self._all_turns = data.get("turns", "first") == "all"
+        self.records: dict[tuple[str, int, int], RequestRecord] = {}
+        self.runs: dict[str, list[Run]] = {}
+        serving = self._base.get("serving") or {}
+        # Whether every request is submitted at the start, so that none is waited for.
+        self._at_once = serving.get("arrivals", AT_ONCE) == AT_ONCE
         note_replay(self.pair, progress.note)
         note_unused_options(cfgs, self.pair, progress.note)
 
@@ -173,72 +171,72 @@ class _Decoding:
                 for runner in self.runners:
                     warm_up(runner, self._base, self._prompts)
                     progress.advance(detail=runner.name)
-            num_turns = sum(map(self._num_turns, self._prompts))
-            progress.phase("decoding", repeats * num_turns * len(self.runners))
+            turns = sum(self._num_turns(prompt) for prompt in self._prompts)
+            progress.phase("decoding", repeats * turns * len(self.runners))
             with RequestWriter(self._folder / "requests.jsonl") as writer:
+                self.records = writer.records
+                progress.advance(len(self.records))
                 for repeat in range(repeats):
                     self._repeat(repeat, writer)
         finally:
             for runner in self.runners:
                 runner.close()
-        results = {n: [r.result for r in runs[0].values()] for n, runs in self.records.items()}
+        names = [runner.name for runner in self.runners]
+        self.runs = {name: runs_of(self._records_of(name)) for name in names}
+        results = {name: runs[0].results for name, runs in self.runs.items()}
         if base.get("record"):
-            self._write_record(results[self.runners[0].name])
+            self._write_record(results[names[0]])
         write_token_ends(self._folder, results, self.pair.tokenizer)
         for runner in self.runners:
             for line in () if runner.parts is None else runner.parts.policy.notes():
                 progress.note(line)
 
+    def _records_of(self, name: str) -> list[RequestRecord]:
+        return [record for record in self.records.values() if record.strategy == name]
+
     def conditions(self, repeats: int) -> dict[str, Any]:
         return conditions_of(self._base, self.pair, len(self._prompts), self._cut, repeats)
 
-    def runs(self) -> dict[str, list[Run]]:
-        """Returns requests and totals by strategy and repeat."""
-        return {
-            name: runs_of(record for repeat in repeats for record in repeat.values())
-            for name, repeats in self.records.items()
-        }
-
     def further_metrics(self, runner: Runner, cfg: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what ``summarise`` cannot know, and how many measurements were disturbed."""
-        metrics = further_metrics(cfg, self.pair, runner)
-        records = [r for repeat in self.records[runner.name] for r in repeat.values()]
+        """Returns metrics that ``summarise`` cannot know.
+
+        The tokens of a replay are made up: its ``loop_share`` is that of the record. ``caveat``
+        says why the row is not comparable or representative, and is absent if it is.
+        """
+        about, records = self.pair.about, self._records_of(runner.name)
+        metrics: dict[str, Any] = {"runtime": runner.runtime}
+        if about:
+            metrics["loop_share"] = about.get("loop_share")
+        caveats = [cfg.get("clock", {}).get("caveat")]
+        caveats.append(runner.caveat if runner.parts is None else runner.parts.source.caveat)
+        if any(caveats):
+            metrics["caveat"] = "; ".join(filter(None, caveats))
         if all(record.cpu is not None for record in records):
             reasons = [record.disturbed for record in records if record.disturbed]
             metrics["disturbed"] = len(reasons)
-            metrics["disturbed_because"] = reasons[0] if reasons else None
+            metrics["disturbed_because"] = next(iter(reasons), None)
         return metrics
 
     def _repeat(self, repeat: int, writer: RequestWriter) -> None:
-        runners, path = self.runners, writer.path
-        for runner in runners:
-            self.records.setdefault(runner.name, []).append(finished(path, runner.name, repeat))
-            self._progress.advance(len(self.records[runner.name][repeat]))
         # Prompts run together if they share batches or arrive over time.
         alone = self._base["batch_size"] == 1 and self._at_once
         groups = [[prompt] for prompt in self._prompts] if alone else [self._prompts]
-        for number, together in enumerate(groups):
-            shift = (number + repeat) % len(runners)  # rotates which row meets cold caches
-            for runner in [*runners[shift:], *runners[:shift]]:
-                done = self.records[runner.name][repeat]
-                group = [prompt for prompt in together if prompt.id not in done]
-                if group:
-                    self._measure(runner, repeat, group, writer)
-                turn = self._next_turn(together[0], done) if alone else None
+        for number, group in enumerate(groups):
+            shift = (number + repeat) % len(self.runners)  # rotates which row meets cold caches
+            for runner in [*self.runners[shift:], *self.runners[:shift]]:
+                self._measure(runner, repeat, group, writer)
+                turn = self._next_turn(group[0], runner.name, repeat) if alone else None
                 while turn is not None:
-                    if turn.id not in done:
-                        self._measure(runner, repeat, [turn], writer)
-                    turn = self._next_turn(turn, done)
-
-    @property
-    def _at_once(self) -> bool:
-        """Whether every request is submitted at the start, so that none is waited for."""
-        return bool((self._base.get("serving") or {}).get("arrivals", AT_ONCE) == AT_ONCE)
+                    self._measure(runner, repeat, [turn], writer)
+                    turn = self._next_turn(turn, runner.name, repeat)
 
     def _measure(
-        self, runner: Runner, repeat: int, prompts: Sequence[TokenPrompt], writer: RequestWriter
+        self, runner: Runner, repeat: int, group: Sequence[TokenPrompt], writer: RequestWriter
     ) -> None:
-        """Decodes prompts with a strategy; each is written when it is finished."""
+        """Decodes the prompts that are not finished; each is written when it is."""
+        prompts = [p for p in group if (runner.name, repeat, p.id) not in self.records]
+        if not prompts:
+            return
         meter = None
         if runner.parts is None or runner.parts.clock.kind is ClockKind.MEASURED:
             on_gpu = not str(self.pair.device).startswith("cpu")
@@ -257,7 +255,6 @@ class _Decoding:
                 cpu=cpu,
                 disturbed="" if cpu is None else disturbance(cpu),
             )
-            self.records[runner.name][repeat][result.id] = record
             writer.write(record)
             self._progress.advance(detail=runner.name)
             if meter is not None:
@@ -269,35 +266,22 @@ class _Decoding:
             runner.run(prompts, lambda _: None, book)
 
     def _num_turns(self, prompt: TokenPrompt) -> int:
-        return 1 + (len(prompt.source.later) if self._all_turns and prompt.source else 0)
+        all_turns = self._base["data"].get("turns", "first") == "all"
+        return 1 + (len(prompt.source.later) if all_turns and prompt.source else 0)
 
-    def _next_turn(
-        self, prompt: TokenPrompt, done: Mapping[int, RequestRecord]
-    ) -> TokenPrompt | None:
+    def _next_turn(self, prompt: TokenPrompt, name: str, repeat: int) -> TokenPrompt | None:
         """Makes the turn of a dialogue after ``prompt``; None after the last.
 
-        ``done`` has the finished requests of one strategy and repeat by id; later turns are decoded
-        after the strategy's own answers (``data.turns=all``).
+        Later turns are decoded after the strategy's own answers (``data.turns=all``).
         """
         turn, first = divmod(prompt.id, TURN_IDS)
         if turn + 1 >= self._num_turns(prompt):
             return None
-        data, tokenizer = self._base["data"], self.pair.tokenizer
         assert prompt.source is not None, "data= has sources"
-        assert tokenizer is not None, "data= has a tokenizer"
-        tokens = prompt_tokens(
-            prompt.source,
-            tokenizer,
-            chat=data["chat"],
-            answers=[self._text(done[first + t * TURN_IDS].result.output) for t in range(turn + 1)],
-        )
-        longest = _longest(self._base, self.pair, data.get("max_prompt_tokens"), len(tokens))
-        tokens, _ = fit_prompt(
-            tokens,
-            max_len=longest,
-            truncation=data["truncation"],
-            label=f"turn {turn + 2} of prompt {first} of data={data['name']}",
-        )
+        earlier = [self.records[name, repeat, first + t * TURN_IDS] for t in range(turn + 1)]
+        answers = [self._text(record.result.output) for record in earlier]
+        label = f"turn {turn + 2} of prompt {first} of data={self._base['data']['name']}"
+        tokens, _ = _fitted(self._base, self.pair, prompt.source, label, answers)
         return TokenPrompt(prompt.id + TURN_IDS, tokens, prompt.source)
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -308,7 +292,7 @@ class _Decoding:
         """Writes the answers in Spec-Bench's format; returns them by strategy."""
         prompts = {p.id: p.source for p in self._prompts if p.source is not None}
         found = {}
-        for name, runs in self.runs().items():
+        for name, runs in self.runs.items():
             found[name] = answers_of(prompts, [run.results for run in runs], name, self._text)
             write_answers(self._folder, name, found[name])
         return found
@@ -352,53 +336,58 @@ def prepare(
 ) -> tuple[ModelPair, list[TokenPrompt], int]:
     """Loads a pair, unless one is given, and its prompts.
 
-    Returns:
-        The pair, tokenised prompts that fit its positions (random ones for pairs without a
-        tokenizer), and how many of them were shortened.
+    Returns the pair, tokenised prompts that fit its positions (random ones for pairs without a
+    tokenizer), and how many of them were shortened.
     """
     pair = pair or build_pair(cfg["model"])
     data = cfg["data"]
     recorded = pair.prompts()
     if recorded is not None:
         return pair, [TokenPrompt(*prompt) for prompt in recorded[: data["limit"]]], 0
-    tokenizer, positions = pair.tokenizer, pair.max_positions
-    least = 1 if tokenizer is not None else _SYNTHETIC_PROMPT_TOKENS
-    room = None if positions is None else positions - int(cfg["max_new_tokens"])
+    least = 1 if pair.tokenizer is not None else _SYNTHETIC_PROMPT_TOKENS
+    room = _room(cfg, pair)
     if room is not None and room < least:
         raise UserError(
             f"max_new_tokens={cfg['max_new_tokens']} leaves no room for a prompt of {least} tokens"
-            f" in the model's {positions} positions; choose a smaller number"
+            f" in the model's {pair.max_positions} positions; choose a smaller number"
         )
-    if tokenizer is None:
+    if pair.tokenizer is None:
         rng = np.random.default_rng(int(cfg["seed"]))
-        shape = (data["limit"] or 16, _SYNTHETIC_PROMPT_TOKENS)
-        if shape[0] > _MAX_SYNTHETIC_PROMPTS:
+        count = data["limit"] or 16
+        if count > _MAX_SYNTHETIC_PROMPTS:
             raise UserError(
-                f"data.limit={shape[0]} is more than {_MAX_SYNTHETIC_PROMPTS} random prompts:"
+                f"data.limit={count} is more than {_MAX_SYNTHETIC_PROMPTS} random prompts:"
                 " choose fewer"
             )
-        drawn = rng.integers(1, pair.vocab_size, shape, np.int64)
+        drawn = rng.integers(1, pair.vocab_size, (count, _SYNTHETIC_PROMPT_TOKENS), np.int64)
         return pair, [TokenPrompt(i, row) for i, row in enumerate(drawn)], 0
-    request = Request.of(**data)
     prompts, cut = [], 0
-    for prompt in load_prompts(request):
-        tokens = prompt_tokens(prompt, tokenizer, chat=request.chat)
-        tokens, num_cut = fit_prompt(
-            tokens,
-            max_len=_longest(cfg, pair, request.max_prompt_tokens, len(tokens)),
-            truncation=request.truncation,
-            label=f"prompt {prompt.id} of data={data['name']}",
-        )
+    for prompt in load_prompts(Request.of(**data)):
+        label = f"prompt {prompt.id} of data={data['name']}"
+        tokens, num_cut = _fitted(cfg, pair, prompt, label)
         cut += num_cut > 0
         prompts.append(TokenPrompt(prompt.id, tokens, prompt))
     return pair, prompts, cut
 
 
-def _longest(cfg: Mapping[str, Any], pair: ModelPair, limit: int | None, length: int) -> int:
-    """Returns the most tokens that a prompt of ``length`` tokens may keep."""
+def _fitted(
+    cfg: Mapping[str, Any], pair: ModelPair, prompt: Prompt, label: str, answers: Sequence[str] = ()
+) -> tuple[IntArray, int]:
+    """Returns a prompt's tokens that fit the positions and the limit, and how many were cut."""
+    data, tokenizer = cfg["data"], pair.tokenizer
+    assert tokenizer is not None, "data= has a tokenizer"
+    tokens = prompt_tokens(prompt, tokenizer, chat=data.get("chat", "auto"), answers=answers)
+    bounds = (_room(cfg, pair), data.get("max_prompt_tokens"))
+    longest = min((bound for bound in bounds if bound is not None), default=len(tokens))
+    return fit_prompt(
+        tokens, max_len=longest, truncation=data.get("truncation", "left"), label=label
+    )
+
+
+def _room(cfg: Mapping[str, Any], pair: ModelPair) -> int | None:
+    """Returns the model's positions without those of new tokens; None without a limit."""
     positions = pair.max_positions
-    room = None if positions is None else positions - int(cfg["max_new_tokens"])
-    return min((bound for bound in (room, limit) if bound is not None), default=length)
+    return None if positions is None else positions - int(cfg["max_new_tokens"])
 
 
 def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPrompt]) -> None:
@@ -432,18 +421,114 @@ def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
     )
 
 
-def _write_trace(runner: Runner, pair: ModelPair, output_dir: Path) -> None:
-    """Writes the trace of the prompts that this process decoded, without those read from disk."""
-    assert runner.trace is not None
-    assert runner.parts is not None
-    tokenizer = pair.tokenizer
-    text = None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
-    executor = runner.parts.executor
-    stages = executor.stage_of_rank
-    write_trace(output_dir, runner.trace, latency=executor.latency, places=stages, text=text)
-
-
 def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) -> None:
     data = section_provenance(cfg["data"]) if cfg["model"]["kind"] == "pretrained" else {}
     origin = provenance(command=sys.argv, config=cfg, extra={"data": data, **extra})
     write_json(output_dir / "provenance.json", origin)
+
+
+# ---------------------------------------------------------------------- conditions
+
+
+def conditions_of(
+    cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
+) -> dict[str, Any]:
+    """Collects the conditions of a run, in which ``cut`` prompts were shortened."""
+    clock, model, models = cfg.get("clock", {}), cfg["model"], pair.section()
+    names = {}
+    for role in ("target", "draft"):  # of a path only its last folder is shown
+        path = models.get(role)
+        names[role] = Path(path).name if path and Path(path).expanduser().exists() else path
+    conditions: dict[str, Any] = {
+        "clock": clock.get("kind", "measured"),
+        **names,
+        "data": cfg["data"]["name"] if pair.tokenizer is not None else "random tokens",
+        "num_prompts": num_prompts,
+        "prompts_truncated": cut,
+        "max_new_tokens": cfg["max_new_tokens"],
+        "sampling": (cfg.get("choices") or {}).get("sampling", cfg["sampling"]),
+        "seed": cfg["seed"],
+        "batch_size": cfg["batch_size"],
+        "model": model["kind"],
+        "dtype": pair.dtype if "dtype" in model else None,
+        "quantization": models.get("quantization"),
+        "backend": pair.backend,
+        "threads": torch.get_num_threads(),
+        "repeats": repeats,
+    }
+    if getattr(pair.tokenizer, "chat_template", None) and cfg["data"].get("chat") != "never":
+        conditions["chat_template"] = True
+    if "profile" in clock and "_target_" not in clock:
+        conditions["clock_profile"] = clock["profile"]
+        conditions["clock_scale"] = clock["scale"]
+    return conditions | pair.conditions()
+
+
+def with_pair(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
+    """Returns the configuration with the models of a pair that the caller has built."""
+    choices = {**(cfg.get("choices") or {}), "model": type(pair).__name__}
+    return {**cfg, "model": pair.section(), "choices": choices}
+
+
+def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:
+    """Notes that a replay has the data and sampling of its record, not the configuration's."""
+    if conditions := pair.conditions():
+        about = {k: v for k, v in conditions.items() if isinstance(v, str) and k != "replay"}
+        shown = ", ".join(f"{key}={value}" for key, value in about.items())
+        note(f"model={pair.option} plays what was recorded: {shown or 'an acceptance trace'}")
+
+
+def note_levels_on_one_stage(runners: Sequence[Runner], note: Callable[[str], None]) -> None:
+    """Warns if a policy that feeds one tree level per step runs on a single stage."""
+    for runner in runners:
+        if (parts := runner.parts) is None:
+            continue
+        if parts.executor.latency == parts.policy.levels_per_step == 1:
+            note(
+                f"{runner.name} feeds one tree level per step, and on one stage a step yields one"
+                " token, as plain decoding does: use executor=pipeline with executor.stages=2 or"
+                " more, or strategy=best_first, which verifies a whole tree at once"
+            )
+
+
+def note_unused_options(
+    cfgs: Sequence[Mapping[str, Any]], pair: ModelPair, note: Callable[[str], None]
+) -> None:
+    """Notes options for faster passes that have no effect, with the rows concerned."""
+    rows: dict[str, list[str]] = {}
+    for cfg in cfgs:
+        for limit in limits(cfg, pair.device):
+            rows.setdefault(limit, []).append(cfg["strategy"]["name"])
+    for limit, names in rows.items():
+        note(f"{', '.join(names)}: {limit}")
+
+
+def limits(config: Mapping[str, Any], device: str) -> list[str]:
+    """Returns why options for faster passes have no effect, as sentences without a full stop."""
+    model = config["model"]
+    graphs = str(model.get("graphs", "off"))
+    captures = graphs in ("cuda", "replay") or (graphs == "auto" and device.startswith("cuda"))
+    options = [f"model.graphs={graphs}"] if captures else []
+    if model.get("kernels", "torch") != "torch":
+        options.append(f"model.kernels={model['kernels']}")
+    if model.get("compile"):
+        options.append("model.compile=true")
+    if not options:
+        return []
+    if config["strategy"]["kind"] != "parts":
+        return [f"{', '.join(options)}: not used by another program, which runs its own passes"]
+    notes = []
+    executor, kv_tokens = config["executor"], config["serving"].get("kv_tokens")
+    degrees = {key: executor.get(key) or 1 for key in ("target_degree", "draft_degree")}
+    shared = [f"executor.{key}={degree}" for key, degree in degrees.items() if degree > 1]
+    if shared and executor.get("transport") == "distributed":
+        notes.append(
+            f"{', '.join(options)}: not used for shares of a tensor-parallel group"
+            f" ({', '.join(shared)}), which run uncaptured and unfused"
+        )
+    if captures and kv_tokens is not None:
+        notes.append(
+            f"model.graphs={graphs}: not used for the target, whose paged caches"
+            f" (serving.kv_tokens={kv_tokens}) have no fixed addresses"
+        )
+    return notes

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Self
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -24,67 +25,44 @@ from specdec.metrics import RequestResult, RunTotals
 from specdec.pairs import ModelPair
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.arrivals import AT_ONCE, arrival_times
-from specdec.state import DecodeState, RequestState, StopRules
+from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
 from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """A tokenised prompt.
+    """A tokenised prompt."""
 
-    Attributes:
-        id: the prompt's id in its data set, which keys its random draws.
-        tokens: int64[T].
-        source: the prompt of the data set; None for tokens alone.
-    """
-
-    id: int
-    tokens: IntArray
-    source: Prompt | None = None
+    id: int  # in its data set; keys the random draws
+    tokens: IntArray  # int64[T]
+    source: Prompt | None = None  # None for tokens alone
 
 
 RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
 """Backend of a pair -> the program that runs its models."""
 
+OnFinish = Callable[[RequestResult], None]
 Book = Callable[[RequestResult, RunTotals], None]
 """Called once per finished request with the counts since the last call."""
 
 
 class Runner(ABC):
-    """Decodes with one strategy of a comparison.
-
-    Attributes:
-        claims: what its verifier guarantees.
-        runtime: the program that runs the models, for rows and titles.
-        caveat: of a row of another program: what ran there, and why rows are not comparable.
-        parts: None for the decoding of other programs.
-        trace: records the run for ``trace=true``; else None.
-        pids: the run's other processes on this machine; None if they cannot be read.
-    """
+    """Decodes with one strategy of a comparison."""
 
     name: str
-    claims: Lossless
-    runtime: str | None = None
-    caveat: str = ""
-    parts: Parts | None = None
-    trace: RunTrace | None = None
-    pids: Sequence[int] | None = ()
+    claims: Lossless  # what its verifier guarantees
+    runtime: str | None = None  # the program that runs the models, for rows and titles
+    caveat: str = ""  # of other programs: what ran there, and why rows are not comparable
+    parts: Parts | None = None  # None for the decoding of other programs
+    trace: RunTrace | None = None  # records the run for ``trace=true``
+    pids: Sequence[int] | None = ()  # its other processes here; None if they cannot be read
 
     @abstractmethod
     def run(
-        self,
-        prompts: Sequence[TokenPrompt],
-        on_finish: Callable[[RequestResult], None],
-        book: Book | None = None,
+        self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
     ) -> RunTotals:
-        """Decodes prompts and returns the totals of this call.
-
-        Args:
-            prompts: served together, up to ``batch_size`` at a time.
-            on_finish: called with each finished request.
-            book: called with each finished request and the counts since the last call.
-        """
+        """Decodes prompts, up to ``batch_size`` at a time, and returns the totals of this call."""
 
     def close(self) -> None:  # noqa: B027 - most baselines hold nothing
         """Releases models and processes. Default: does nothing."""
@@ -94,12 +72,9 @@ class Runner(ABC):
 class OneByOne(Runner):
     """Base class of baselines that decode one prompt per call of ``generate_one``.
 
-    They claim greedy-exact or distribution-exact decoding.
-
-    Attributes:
-        weight_bytes: name of each model ("target", "draft") -> bytes of its weights.
-        seed: combined with the prompt's id. The draws differ from this library's, so tokens are
-            comparable under greedy decoding only.
+    They claim greedy-exact or distribution-exact decoding. ``weight_bytes`` has the bytes of each
+    model's weights ("target", "draft"). Their draws differ from this library's, so tokens are
+    comparable under greedy decoding only.
     """
 
     name: str = ""
@@ -133,14 +108,28 @@ class OneByOne(Runner):
         request.arrival_s = request.admitted_s = perf_counter() - self._origin_s
         return request
 
+    def seed_of(self, prompt: TokenPrompt, dtype: Any = np.uint32) -> int:
+        """Returns the seed of a prompt's draws."""
+        state = np.random.SeedSequence([self.seed, prompt.id]).generate_state(1, dtype)
+        return int(state[0])
+
+    def new_totals(self, passes: int, wall_s: float, **counts: Any) -> RunTotals:
+        """Returns the totals of a request in ``passes`` target passes, with further counts."""
+        return RunTotals(
+            steps=passes,
+            target_passes=passes,
+            wall_s=wall_s,
+            clock_s=wall_s,
+            target_bytes=self.weight_bytes["target"],
+            draft_bytes=self.weight_bytes.get("draft", 0),
+            **counts,
+        )
+
     @abstractmethod
     def generate_one(self, prompt: TokenPrompt) -> tuple[RequestResult, RunTotals]: ...
 
     def run(
-        self,
-        prompts: Sequence[TokenPrompt],
-        on_finish: Callable[[RequestResult], None],
-        book: Book | None = None,
+        self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
     ) -> RunTotals:
         parts: list[RunTotals] = []
         for prompt in prompts:
@@ -177,18 +166,13 @@ class PartsRunner(Runner):
         self.pids = self.parts.executor.pids
         self.claims = self.parts.verifier.lossless
         self.trace = RunTrace(self.parts.clock) if cfg.get("trace") else None
-        self._cfg = cfg
-        self._stop = stop
-        self._pair = pair
+        self._cfg, self._stop, self._pair = cfg, stop, pair
         self._sampling = sampling_params(cfg["sampling"])
         self._on_step = on_step
         self._new_request = new_request or self._plain_request
 
     def run(
-        self,
-        prompts: Sequence[TokenPrompt],
-        on_finish: Callable[[RequestResult], None],
-        book: Book | None = None,
+        self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
     ) -> RunTotals:
         steps = self.in_steps(prompts, on_finish, book)
         with torch.inference_mode():
@@ -200,23 +184,17 @@ class PartsRunner(Runner):
                     return totals
 
     def in_steps(
-        self,
-        prompts: Sequence[TokenPrompt],
-        on_finish: Callable[[RequestResult], None],
-        book: Book | None = None,
+        self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
     ) -> Generator[None, None, RunTotals]:
         """Runs like ``run``, but yields after each step of the loop, and returns the totals."""
-        state = self.parts.new_state()
-        counts = RunBook(self.parts, state, self._new_totals)
+        state, none = self.parts.new_state(), self._new_totals()
+        counts = RunBook(self.parts, state)
         if self.trace is not None:
             self.trace.begin_run(counts.reports)
         totals: list[RunTotals] = []
-        left = len(prompts)
 
         def finished(request: RequestState) -> None:
-            nonlocal left
-            left -= 1
-            totals.append(counts.take(at_end=not left))
+            totals.append(replace(none, **counts.take(at_end=len(totals) + 1 == len(prompts))))
             result = result_of(request, self._pair.tokenizer)
             on_finish(result)
             if book is not None:
@@ -229,25 +207,22 @@ class PartsRunner(Runner):
             yield
         if self.trace is not None:
             self.trace.end_run(counts.reports)
-        return RunTotals.merge(totals) if totals else self._new_totals()
+        return RunTotals.merge(totals or [none])
 
     def _new_totals(self) -> RunTotals:
         """Creates totals with the flags of this strategy and no counts."""
-        latency = self.parts.executor.latency
-        totals = RunTotals(
+        source, policy, latency = self.parts.source, self.parts.policy, self.parts.executor.latency
+        sizes, read = self._pair.weight_bytes, source.pass_bytes
+        return RunTotals(
             clock=self.parts.clock.kind.value,
             latency=latency,
-            level_per_step=latency is not None and self.parts.policy.levels_per_step == 1,
-            whole_tree=self.parts.policy.serial,
+            level_per_step=latency is not None and policy.levels_per_step == 1,
+            whole_tree=policy.serial,
             kv_budget_tokens=self.parts.serving.kv_tokens,
+            target_bytes=sizes["target"],
+            draft_bytes=sizes.get(source.model, 0) if read is None else read,
+            law=None if latency is None else source.speedup_law(policy, latency),
         )
-        source = self.parts.source
-        sizes, read = self._pair.weight_bytes, source.pass_bytes
-        totals.target_bytes = sizes["target"]
-        totals.draft_bytes = sizes.get(source.model, 0) if read is None else read
-        if latency is not None:
-            totals.law = source.speedup_law(self.parts.policy, latency)
-        return totals
 
     def steps(
         self,
@@ -256,24 +231,19 @@ class PartsRunner(Runner):
         on_finish: Callable[[RequestState], None],
     ) -> Iterator[list[Commit]]:
         """Runs the decode loop over prompts served together; yields the commits of each step."""
-        parts = self.parts
+        parts, serving = self.parts, self._cfg.get("serving") or {}
         if self.trace is not None:
             observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
             parts = replace(parts, executor=observed)
-        serving = self._cfg.get("serving") or {}
         arrivals = parts.clock.now() + arrival_times(
             serving.get("arrivals", AT_ONCE),
             len(prompts),
             rate_per_s=serving.get("rate_per_s"),
             seed=int(self._cfg["seed"]),
         )
-        requests = [
-            self._new_request(prompt, arrival_s)
-            for prompt, arrival_s in zip(prompts, arrivals.tolist(), strict=True)
-        ]
         return parts.decode(
             state,
-            requests,
+            [self._new_request(*pair) for pair in zip(prompts, arrivals.tolist(), strict=True)],
             batch_size=int(self._cfg["batch_size"]),
             prefill_chunk=int(self._cfg["prefill_chunk"]),
             on_finish=on_finish,
@@ -308,6 +278,16 @@ def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) 
     )
 
 
+def emit(request: RequestState, tokens: Sequence[int], times_s: Sequence[float]) -> None:
+    """Emits the tokens of one target pass, of which the last is the target's own."""
+    origins = [*[0] * (len(tokens) - 1), TARGET_ORIGIN]
+    for token, origin, at_s in zip(tokens, origins, times_s, strict=True):
+        if request.finished:
+            request.counters.cut_tokens += 1
+        else:
+            request.emit(token, origin, at_s)
+
+
 def sampling_params(cfg: Mapping[str, Any]) -> SamplingParams:
     try:
         return SamplingParams(**cfg)
@@ -322,24 +302,11 @@ class RunBook:
     pipeline; until then they are zero. ``reports`` are those of all wall clocks as last read.
     """
 
-    def __init__(self, parts: Parts, state: DecodeState, new_totals: Callable[[], RunTotals]):
-        """Starts counting; ``new_totals`` creates totals with the run's flags and no counts."""
-        self._parts, self._state, self._new_totals = parts, state, new_totals
-        self._restart(self._read(ranks=True))
-
-    def take(self, *, at_end: bool = False) -> RunTotals:
-        """Returns the counts since the last call; ``at_end`` also reads other processes' counts."""
-        wall_s = self._now() - self._wall_s
-        counts = self._read(ranks=at_end or not self._parts.executor.distributed)
-        totals, meter = counts.since(self._counts), self._parts.meter
-        totals.model_s, totals.model_calls = dict(meter.model_s), dict(meter.calls)
-        totals.wait_s, totals.wall_s = meter.wait_s, wall_s
-        if self._parts.clock.drafted is None:
-            totals.draft_total_s = meter.draft_s
-        if self._parts.clock.kind is not ClockKind.SIMULATED:
-            totals.clock_s = wall_s
-        self._restart(counts)
-        return totals
+    def __init__(self, parts: Parts, state: DecodeState) -> None:
+        self._parts, self._state = parts, state
+        self._counts: dict[str, Any] = {}
+        self.resume()
+        self.take(at_end=True)
 
     def resume(self) -> None:
         """Excludes the wall time since the last ``take``, in which results were written."""
@@ -350,43 +317,58 @@ class RunBook:
         clock = self._parts.clock
         return clock.now() if clock.kind is ClockKind.MEASURED else perf_counter()
 
-    def _restart(self, counts: RunTotals) -> None:
-        self._counts = counts
-        self._parts.meter.reset()
-        self.resume()
+    def take(self, *, at_end: bool = False) -> dict[str, Any]:
+        """Returns fields of ``RunTotals``: the counts since the last call.
 
-    def _read(self, *, ranks: bool) -> RunTotals:
-        """Reads the cumulative counts; unless ``ranks``, repeats those of other processes."""
-        parts, load = self._parts, self._state.load
-        source, executor = parts.source.counters, parts.executor.counters
+        ``at_end`` also reads other processes' counts.
+        """
+        wall_s, parts, load = self._now() - self._wall_s, self._parts, self._state.load
+        source, executor, meter = parts.source.counters, parts.executor.counters, parts.meter
         clock_s = parts.clock.now()
-        if ranks:
+        if at_end or not parts.executor.distributed:
             self._ranks, self.reports = rank_counts(parts.clock, parts.executor)
-        return replace(
-            self._new_totals(),
-            steps=self._state.step,
-            clock_s=clock_s,
-            target_passes=executor.passes,
-            target_rows=executor.rows,
-            prefill_passes=executor.prefill_passes,
-            prefill_rows=executor.prefill_rows,
-            draft_passes=source.passes,
-            draft_rows=source.rows,
-            draft_catch_up_rows=source.catch_up_rows,
-            draft_passes_by_level=dict(source.by_level),
-            request_steps=load.request_steps,
-            kv_token_steps=load.kv_token_steps,
-            kv_peak_tokens=load.kv_peak_tokens,
+        counts = {
+            "steps": self._state.step,
+            "clock_s": clock_s,
+            "target_passes": executor.passes,
+            "target_rows": executor.rows,
+            "prefill_passes": executor.prefill_passes,
+            "prefill_rows": executor.prefill_rows,
+            "draft_passes": source.passes,
+            "draft_rows": source.rows,
+            "draft_catch_up_rows": source.catch_up_rows,
+            "draft_passes_by_level": dict(source.by_level),
+            "request_steps": load.request_steps,
+            "kv_token_steps": load.kv_token_steps,
             **self._ranks,
-        )
+        }
+        since = {k: difference(count, self._counts.get(k, count)) for k, count in counts.items()}
+        since |= {"model_s": dict(meter.model_s), "model_calls": dict(meter.calls)}
+        since |= {"wait_s": meter.wait_s, "wall_s": wall_s, "kv_peak_tokens": load.kv_peak_tokens}
+        if parts.clock.drafted is None:
+            since["draft_total_s"] = meter.draft_s
+        if parts.clock.kind is not ClockKind.SIMULATED:
+            since["clock_s"] = wall_s
+        self._counts = counts
+        meter.reset()
+        self.resume()
+        return since
+
+
+def difference(count: Any, before: Any) -> Any:
+    """Subtracts cumulative counts, in mappings key by key; None where either is unknown."""
+    if count is None or before is None:
+        return None
+    if isinstance(count, Mapping):
+        return {key: number - before.get(key, 0) for key, number in count.items()}
+    return count - before
 
 
 def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple[ClockReport, ...]]:
     """Reads the cumulative counts of every rank, by one message to each other process.
 
-    Returns:
-        Fields of ``RunTotals``, on a measured clock without ``draft_total_s``, which the meter
-        counts instead; and the reports of the ranks' wall clocks, spans included.
+    Returns fields of ``RunTotals``, on a measured clock without ``draft_total_s``, which the meter
+    counts instead; and the reports of the ranks' wall clocks, spans included.
     """
     simulated, paced = (clock.kind is k for k in (ClockKind.SIMULATED, ClockKind.PACED))
     answers = () if simulated else executor.reports()
@@ -396,9 +378,8 @@ def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple
     own = [clock.report()] if isinstance(clock, WallClock) else []
     reports = (*own, *workers, *followers)
     busy_s = {r.rank: r.busy_s for r in workers} if workers else None
-    if simulated:
-        charged = clock.busy_s
-        busy_s = None if charged is None else {r: s for r, s in charged.items() if r > 0}
+    if simulated and clock.busy_s is not None:
+        busy_s = {rank: seconds for rank, seconds in clock.busy_s.items() if rank > 0}
     sent = sum(report["bytes_sent"] for report in answers) + executor.bytes_sent
     counts = {
         "stage_busy_s": busy_s,

@@ -1,11 +1,14 @@
-"""Writes a trace: ``trace.json`` (Chrome trace format, for Perfetto) and ``trees.json``."""
+"""Writes ``trace.json`` (Chrome trace format, for Perfetto), ``trees.json``, and pages of trees."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from specdec.clocks import CONTROLLER, Span, Work
 from specdec.files import plain, write_text
@@ -15,13 +18,8 @@ TIMELINE_FILE = "trace.json"
 TREES_FILE = "trees.json"
 
 PHASES: Mapping[str, str] = {
-    Work.STAGE: "compute",
-    Work.DRAFT: "compute",
-    Work.MIDDLE: "compute",
-    Work.HEAD: "compute",
-    Work.EXIT: "compute",
-    Work.PRUNE: "prune",
-    Work.TRANSFER: "transmit",
+    **dict.fromkeys((Work.STAGE, Work.DRAFT, Work.MIDDLE, Work.HEAD, Work.EXIT), "compute"),
+    **{Work.PRUNE: "prune", Work.TRANSFER: "transmit"},
 }
 """Maps each kind of work to a phase of a step (SpecPipe Fig. 12); gaps are ``wait``."""
 
@@ -73,16 +71,14 @@ def chrome_events(
 ) -> list[dict[str, Any]]:
     """Converts spans to Chrome trace events: one thread per rank, times in microseconds.
 
-    Args:
-        spans: of all ranks, ordered by time.
-        fed: step -> its submission (``TreeRecord.fed``).
-        places: rank -> stage. In step s, stage i computes the submission of step s - (i - 1).
+    ``fed`` is ``TreeRecord.fed`` and ``places`` maps ranks to stages. In step s, stage i computes
+    the submission of step s - (i - 1).
     """
-    by_rank: dict[int, list[Span]] = {rank: [] for rank in sorted({s.rank for s in spans})}
+    ranks = sorted({span.rank for span in spans})
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "specdec"}}
     ]
-    for rank in by_rank:
+    for rank in ranks:
         what = "controller, draft" if places else "draft, target"
         if rank != CONTROLLER:  # a rank that has no stage is that of a source in the background
             what = f"stage {places[rank]}" if rank in places else "draft"
@@ -91,12 +87,15 @@ def chrome_events(
             thread | {"name": "thread_name", "args": {"name": f"rank {rank}: {what}"}},
             thread | {"name": "thread_sort_index", "args": {"sort_index": rank}},
         ]
-    for span in spans:
-        by_rank[span.rank].append(span)
-        events.append(_work(span, fed, places.get(span.rank, 1)))
+    events += [_work(span, fed, places.get(span.rank, 1)) for span in spans]
     end = max((s.start_s + s.seconds for s in spans), default=0.0)
-    for rank, work in by_rank.items():
-        events += _waits(rank, work, end)
+    for rank in ranks:  # waits: the gaps between a rank's spans, up to the end of the run
+        free = 0.0
+        own = [(s.start_s, s.seconds, s.step) for s in spans if s.rank == rank]
+        for start, seconds, step in [*own, (end, 0.0, own[-1][2])]:
+            if start - free > _MIN_WAIT_S:
+                events.append(_event(rank, WAIT, WAIT, free, start - free, {"step": step}))
+            free = max(free, start + seconds)
     return events
 
 
@@ -106,20 +105,9 @@ def _work(span: Span, fed: Mapping[int, Mapping[str, Any]], stage: int) -> dict[
         args["work_ms"] = round(span.work_s * 1e3, 4)
     if span.kind in (Work.STAGE, Work.HEAD, Work.EXIT):
         # A batch advances by one stage per step.
-        level = span.step - (stage - 1)
-        args["level"] = level
+        args["level"] = level = span.step - (stage - 1)
         args |= {key: fed[level][key] for key in ("requests", "depths", "prefill") if level in fed}
     return _event(span.rank, span.kind, PHASES[span.kind], span.start_s, span.seconds, args)
-
-
-def _waits(rank: int, spans: Sequence[Span], end: float) -> Iterator[dict[str, Any]]:
-    """Yields ``wait`` events for the gaps between a rank's spans, up to the end of the run."""
-    free = 0.0
-    work = [(span.start_s, span.seconds, span.step) for span in spans]
-    for start, seconds, step in [*work, (end, 0.0, work[-1][2])]:
-        if start - free > _MIN_WAIT_S:
-            yield _event(rank, WAIT, WAIT, free, start - free, {"step": step})
-        free = max(free, start + seconds)
 
 
 def _event(
@@ -127,3 +115,77 @@ def _event(
 ) -> dict[str, Any]:
     head = {"ph": "X", "name": str(name), "cat": phase, "pid": 0, "tid": rank}
     return head | {"ts": round(start_s * 1e6, 3), "dur": round(seconds * 1e6, 3), "args": args}
+
+
+# ---------------------------------------------------------------------- pages
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One run on the page."""
+
+    title: str  # one line
+    trees: Mapping[str, Any]  # content of ``trees.json``
+    color: str = "#555555"  # of the strategy, as "#rrggbb"
+
+
+def html_template(package: str, name: str) -> Template:
+    """Loads an HTML template of a package, which escapes every inserted value."""
+    environment = Environment(
+        loader=PackageLoader(package, "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment.get_template(name)
+
+
+def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
+    """Renders the page of one run from the content of its ``trees.json``, as ``tracks_page``."""
+    return tracks_page([Track(title, trees)], title=title or "Token trees")
+
+
+def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
+    """Renders each step's tree as one self-contained HTML page, of runs of the same prompts.
+
+    Steps are aligned by the number of tokens emitted before them. KeyError: the trees have another
+    format. ValueError: no prompt has recorded steps in all of them, or a prompt differs in length.
+    """
+    prompts = [
+        {r["id"]: r.get("prefix_len") for r in track.trees["requests"] if r["steps"]}
+        for track in tracks
+    ]
+    common = set(prompts[0]).intersection(*prompts[1:])
+    if not common:
+        raise ValueError(
+            "no step is on record: the run had no prompts left to decode"
+            if len(tracks) == 1
+            else "the runs have no prompt in common whose steps are on record"
+        )
+    for prompt in sorted(common, key=str):
+        lengths = [own[prompt] for own in prompts]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"prompt {prompt} has {' and '.join(map(str, lengths))} tokens: run both on the"
+                " same data with the same models"
+            )
+    data = {
+        "text": {token: word for track in tracks for token, word in track.trees["text"].items()},
+        "tracks": [
+            {"title": track.title}
+            | {key: track.trees[key] for key in ("clock", "latency", "truncated", "requests")}
+            for track in tracks
+        ],
+    }
+    # The filter ``tojson`` escapes <, >, & and ': a token cannot end the script.
+    template = html_template("specdec.trace", "tree_page.html")
+    return template.render(title=title, data=data, colors=[track.color for track in tracks])
+
+
+def commit_kinds(trees: Mapping[str, Any]) -> dict[int, str]:
+    """Maps each step to "hit", or to "miss" if any request missed."""
+    steps = (step for request in trees["requests"] for step in request["steps"])
+    # A miss comes after the hits of its step, and replaces them.
+    return dict(sorted((s["step"], s["commit"]["kind"]) for s in steps if s["commit"]))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from specdec.clocks import Clock, ClockReport, Span, Timeline
 from specdec.clocks.interface import MAX_SPANS
+from specdec.device import Probs, on_host
 from specdec.interfaces import Executor
-from specdec.trace.rejections import Proposal, judgement
-from specdec.types import NO_NODE, NO_TOKEN, Answers, Batch, Commit, Output
+from specdec.types import NO_NODE, NO_TOKEN, Batch, Commit, FloatArray, IntArray, Output
 
 if TYPE_CHECKING:
     from specdec.state import RequestState
@@ -21,28 +20,71 @@ if TYPE_CHECKING:
 MAX_STEPS = 4000
 """Steps beyond this number are not recorded; the run continues."""
 
-_DIGITS = 6  # decimals of log probabilities and seconds
+_DIGITS = 6  # decimals of probabilities, their logarithms and seconds
+
+
+class Judgement(NamedTuple):
+    """How the draft and the target rated the token that was decided after a node.
+
+    Ranks are by probability, 1 the most probable. The *top* candidate is the draft's most probable
+    one. Values are None without candidates; the target's also if its distribution is unknown.
+    """
+
+    rank: int  # of the token among the draft's candidates; 0 if it is not one
+    candidates: int  # number of the draft's candidates; 0 if it had proposed none
+    in_tree: bool  # whether the token was a child of the node
+    draft_prob: float | None = None  # of the token; None if it is not a candidate
+    top_prob: float | None = None  # draft probability of the top candidate
+    top_target_prob: float | None = None  # target probability of the top candidate
+    top_target_rank: int | None = None  # the target's rank of the top candidate
+
+
+class Proposal(NamedTuple):
+    """The probabilities that draft and target gave to the children of an answered node."""
+
+    tokens: IntArray  # [K], the draft's candidates
+    logprobs: FloatArray  # [K]; -inf for those in the tree
+    target: Probs | None  # float64[V]; None if the run does not compute it
+
+
+_NO_PROPOSAL = Proposal(np.zeros(0, np.int64), np.zeros(0), None)
+
+
+def judgement(proposal: Proposal, children: Mapping[int, float], token: int) -> Judgement:
+    """Rates a decided token; ``children`` maps tokens of the node's children to log draft probs."""
+    pairs = zip(proposal.tokens.tolist(), proposal.logprobs.tolist(), strict=True)
+    logprobs = {**children, **{k: v for k, v in pairs if v > -np.inf}, **children}
+    if not logprobs:
+        return Judgement(rank=0, candidates=0, in_tree=False)
+    own, top = logprobs.get(token), max(logprobs, key=lambda other: logprobs[other])
+    target = None if proposal.target is None else on_host(proposal.target)
+    return Judgement(
+        rank=0 if own is None else 1 + sum(value > own for value in logprobs.values()),
+        candidates=len(logprobs),
+        in_tree=token in children,
+        draft_prob=None if own is None else round(float(np.exp(own)), _DIGITS),
+        top_prob=round(float(np.exp(logprobs[top])), _DIGITS),
+        top_target_prob=None if target is None else round(float(target[top]), _DIGITS),
+        top_target_rank=None if target is None else 1 + int(np.count_nonzero(target > target[top])),
+    )
 
 
 @dataclass(slots=True)
 class TreeRecord:
     """How the trees grew, and what was submitted.
 
-    Attributes:
-        requests: per request, in order of admission: ``id``, ``prefix_len`` (tokens before the
-            first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes``
-            (added in the step: id, parent id, token, position, log probability, origin),
-            ``submitted`` (ids), ``answers`` ([id, token] pairs) and ``commit`` (None, or ``kind``,
-            ``retired`` ids, ``next_token``, ``root`` id, ``judged``: a ``Judgement.row`` per
-            decided token). A commit keeps the new root and its descendants.
-        fed: step -> its submission: ``requests``, ``depths`` (minimum and maximum below the
-            root), ``nodes``, ``prefill`` (number of prompt tokens).
-        truncated: whether steps were omitted.
+    Per request, in order of admission: ``id``, ``prefix_len`` (tokens before the first root) and
+    ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes`` (added in the step: id,
+    parent id, token, position, log probability, origin), ``submitted`` (ids), ``answers`` ([id,
+    token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids, ``next_token``, ``root`` id,
+    ``judged``: the values of a ``Judgement`` per decided token). A commit keeps the new root and
+    its descendants. ``fed`` maps a step to its submission: ``requests``, ``depths`` (minimum and
+    maximum below the root), ``nodes``, ``prefill`` (number of prompt tokens).
     """
 
     requests: list[dict[str, Any]] = field(default_factory=list)
     fed: dict[int, dict[str, Any]] = field(default_factory=dict)
-    truncated: bool = False
+    truncated: bool = False  # whether steps were omitted
 
 
 @dataclass(slots=True)
@@ -62,34 +104,21 @@ class _OpenRequest:
         new = slice(int(tree.ids.searchsorted(self.last_id, side="right")), len(tree))
         self.last_id = int(tree.ids[-1])
         parents = np.where(tree.parents[new] == NO_NODE, NO_NODE, tree.ids[tree.parents[new]])
-        columns = (tree.ids[new], parents, tree.tokens[new], tree.positions[new])
-        logprobs = [round(value, _DIGITS) for value in tree.logprobs[new].tolist()]
-        rows = zip(
-            *(c.tolist() for c in columns), logprobs, tree.origins[new].tolist(), strict=True
-        )
-        new_nodes = [list(row) for row in rows]
-        for _, parent, token, _, logprob, _ in new_nodes:
-            self.children.setdefault(parent, {})[token] = logprob
-        return new_nodes
-
-    def propose(self, answers: Answers) -> None:
-        """Stores what draft and target proposed after each answered node."""
-        tree = self.request.tree
-        slots = tree.slots(answers.node_ids).tolist()
-        for i, (node_id, slot) in enumerate(zip(answers.node_ids.tolist(), slots, strict=True)):
-            if slot >= 0:
-                self.proposals[node_id] = Proposal(
-                    tokens=tree.candidate_tokens[slot].copy(),
-                    logprobs=tree.candidate_logprobs[slot].copy(),
-                    target=None if answers.probs is None else answers.probs[i],
-                )
+        logprobs = tree.logprobs[new].tolist()
+        columns = (tree.ids[new], parents, tree.tokens[new], tree.positions[new], tree.origins[new])
+        nodes = []
+        rows = zip(*(column.tolist() for column in columns), logprobs, strict=True)
+        for node, parent, token, position, origin, logprob in rows:
+            nodes.append([node, parent, token, position, round(logprob, _DIGITS), origin])
+            self.children.setdefault(parent, {})[token] = nodes[-1][4]
+        return nodes
 
     def judged(self, commit: Commit) -> list[list[Any]]:
-        """Returns a ``Judgement.row`` per decided token; forgets nodes that have left the tree."""
+        """Returns a ``Judgement`` per decided token; forgets nodes that have left the tree."""
         tokens = [*commit.retired_tokens[1:].tolist(), int(commit.next_token)]
         rows = [
-            judgement(self.proposals.get(node_id), self.children.get(node_id, {}), token).row()
-            for node_id, token in zip(commit.retired_ids.tolist(), tokens, strict=True)
+            [*judgement(self.proposals.get(node, _NO_PROPOSAL), self.children.get(node, {}), token)]
+            for node, token in zip(commit.retired_ids.tolist(), tokens, strict=True)
         ]
         alive = set(self.request.tree.ids.tolist())
         self.children = {i: value for i, value in self.children.items() if i in alive}
@@ -104,10 +133,9 @@ class ObservedExecutor(Executor):
         self._inner = executor
         self._trace = trace
         self._open: dict[int, _OpenRequest] = {}
-        self.counters = executor.counters
-        self.latency, self.in_flight = executor.latency, executor.in_flight
-        self.hidden, self.early_hidden = executor.hidden, executor.early_hidden
-        self.can_poll = executor.can_poll
+        own = ("counters", "latency", "in_flight", "hidden", "early_hidden", "can_poll")
+        for name in (*own, "ready", "due_s", "poll", "set_wakeup"):
+            setattr(self, name, getattr(executor, name))
 
     def open(self, request: RequestState) -> None:
         entry = _OpenRequest(request, [])
@@ -131,18 +159,6 @@ class ObservedExecutor(Executor):
             self._open[rows.request].submitted = rows.node_ids.tolist()
         self._inner.submit(batch)
 
-    def ready(self) -> bool:
-        return self._inner.ready()
-
-    def due_s(self) -> float | None:
-        return self._inner.due_s()
-
-    def poll(self) -> Output | None:
-        return self._inner.poll()
-
-    def set_wakeup(self, event: threading.Event) -> bool:
-        return self._inner.set_wakeup(event)
-
     def collect(self, *, wait: bool = True) -> Output:
         """Collects the output, and records the trees before the step's commits prune them."""
         output, trace = self._inner.collect(wait=wait), self._trace
@@ -152,26 +168,29 @@ class ObservedExecutor(Executor):
         time_s = round(trace.clock.now() - trace.began_s, _DIGITS)
         answers: dict[int, list[list[int]]] = {}
         for part in output.answers:
-            if part.request in self._open:
-                self._open[part.request].propose(part)
-            pairs = zip(part.node_ids.tolist(), part.tokens.tolist(), strict=True)
-            known = [[node_id, token] for node_id, token in pairs if token != NO_TOKEN]
-            answers.setdefault(part.request, []).extend(known)
+            if part.request not in self._open:
+                continue
+            entry = self._open[part.request]
+            tree, known = entry.request.tree, answers.setdefault(part.request, [])
+            ids, slots = part.node_ids.tolist(), tree.slots(part.node_ids).tolist()
+            for i, (node, token, slot) in enumerate(
+                zip(ids, part.tokens.tolist(), slots, strict=True)
+            ):
+                if token != NO_TOKEN:
+                    known.append([node, token])
+                if slot >= 0:
+                    entry.proposals[node] = Proposal(
+                        tokens=tree.candidate_tokens[slot].copy(),
+                        logprobs=tree.candidate_logprobs[slot].copy(),
+                        target=None if part.probs is None else part.probs[i],
+                    )
         for request_id, entry in self._open.items():
             nodes, answered = entry.new_nodes(), answers.get(request_id, [])
-            if not (nodes or entry.submitted or answered):
-                continue
-            entry.steps.append(
-                {
-                    "step": trace.timeline.step,
-                    "time_s": time_s,
-                    "nodes": nodes,
-                    "submitted": entry.submitted,
-                    "answers": answered,
-                    "commit": None,
-                }
-            )
-            entry.submitted = []
+            if nodes or entry.submitted or answered:
+                step = {"step": trace.timeline.step, "time_s": time_s, "nodes": nodes}
+                step |= {"submitted": entry.submitted, "answers": answered, "commit": None}
+                entry.steps.append(step)
+                entry.submitted = []
         return output
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
@@ -218,8 +237,7 @@ class RunTrace:
     def begin_run(self, reports: Sequence[ClockReport]) -> None:
         """Marks the start of a run of the loop; drops earlier spans, which are in ``reports``."""
         self._run_step = self.timeline.step
-        for report in reports:
-            self._dropped[report.rank] = report.dropped
+        self._dropped |= {report.rank: report.dropped for report in reports}
 
     def end_run(self, reports: Sequence[ClockReport]) -> None:
         """Adds the spans of ranks with wall clocks; the controller's report must come first.
@@ -240,8 +258,7 @@ class RunTrace:
 
     @property
     def num_dropped(self) -> int:
-        here = 0 if self._dropped else self.timeline.dropped
-        return here + sum(self._dropped.values())
+        return sum(self._dropped.values()) if self._dropped else self.timeline.dropped
 
     def spans(self) -> list[Span]:
         """Returns the spans of all ranks, ordered by time since the beginning of the record."""

@@ -104,7 +104,9 @@ def test_two_level_is_taken(monkeypatch):
     model = random_model("llama", num_layers=2)
     calls = []
     original = backends.two_level_attention
-    monkeypatch.setattr(backends, "two_level_attention", lambda *a: calls.append(a[3].split) or original(*a))
+    monkeypatch.setattr(
+        backends, "two_level_attention", lambda *a: calls.append(a[3].split) or original(*a)
+    )
     for kind, expected in (("dense", 0), ("two_level", 2)):
         runner = ModelRunner(model=model, name="target", meter=Meter(), attention=kind)
         runner.forward([grown(runner, runner.new_cache(8))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,12 +12,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from specdec.metrics import (
-    RequestResult,
-    RunTotals,
-    lossless_against,
-    summarise,
-)
+from specdec.metrics import RequestResult, RunTotals, lossless_against, summarise
 from specdec.runs.hf_generate import HF_KINDS, HFBaseline, HFOptions
 from specdec.runs.runners import TokenPrompt
 from specdec.sampling.transform import SamplingParams, SamplingTransform
@@ -28,13 +23,13 @@ VOCAB = 48
 PROMPTS = [(i, np.random.default_rng(i).integers(1, VOCAB, 5 + i)) for i in range(4)]
 
 
-def tiny(layers: int, seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=layers,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=256,
@@ -45,48 +40,51 @@ def tiny(layers: int, seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture(scope="module")
-def target() -> LlamaForCausalLM:
-    return tiny(2, 0)
+class Models(NamedTuple):
+    target: LlamaForCausalLM
+    draft: LlamaForCausalLM
+
+    def decode(
+        self,
+        kind: str,
+        stop: StopRules,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        prompts: Sequence[tuple[int, np.ndarray]] = PROMPTS,
+        **settings: Any,
+    ) -> tuple[list[RequestResult], RunTotals]:
+        """Decodes prompts one after the other."""
+        draft = self.draft if kind == "hf_assisted" else None
+        keys = {"kind": kind, "target": self.target, "draft": draft, "stop": stop}
+        baseline = HFBaseline(**keys, sampling=sampling, **settings)
+        found = [baseline.generate_one(TokenPrompt(*prompt)) for prompt in prompts]
+        return [result for result, _ in found], RunTotals.merge([totals for _, totals in found])
+
+    def reference(
+        self,
+        tokens: np.ndarray,
+        stop: StopRules,
+        params: SamplingParams = SamplingParams(),  # noqa: B008
+    ) -> list[int]:
+        """Greedy decoding by whole forward passes and our own transform and stop rules."""
+        transform = SamplingTransform(params)
+        row, output = tokens.tolist(), []
+        while not output or stop.reason(output) is None:
+            with torch.inference_mode():
+                logits = self.target(torch.tensor([row])).logits[0, -1:]
+            token = int(transform.sample(logits, np.zeros(1), [np.array(row)])[0])
+            row.append(token)
+            output.append(token)
+        return output
 
 
 @pytest.fixture(scope="module")
-def draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The target, disturbed: agrees often, not always."""
-    model = tiny(2, 0)
-    generator = torch.Generator().manual_seed(1)
+def models() -> Models:
+    """The draft is the target, disturbed: it agrees often, not always."""
+    draft, generator = tiny(), torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for weights in model.parameters():
+        for weights in draft.parameters():
             weights += 0.02 * torch.randn(weights.shape, generator=generator)
-    return model
-
-
-def reference(
-    model: LlamaForCausalLM, tokens: np.ndarray, stop: StopRules, params: SamplingParams
-) -> list[int]:
-    """Greedy decoding by whole forward passes and our own transform and stop rules."""
-    transform = SamplingTransform(params)
-    row, output = tokens.tolist(), []
-    while not output or stop.reason(output) is None:
-        with torch.inference_mode():
-            logits = model(torch.tensor([row])).logits[0, -1:]
-        token = int(transform.sample(logits, np.zeros(1), [np.array(row)])[0])
-        row.append(token)
-        output.append(token)
-    return output
-
-
-def run_hf(
-    *,
-    kind: str,
-    draft: LlamaForCausalLM | None,
-    prompts: Sequence[tuple[int, np.ndarray]],
-    **settings: Any,
-) -> tuple[list[RequestResult], RunTotals]:
-    """Decodes prompts one after the other; kinds without a draft ignore it."""
-    baseline = HFBaseline(kind=kind, draft=draft if kind == "hf_assisted" else None, **settings)
-    found = [baseline.generate_one(TokenPrompt(*prompt)) for prompt in prompts]
-    return [result for result, _ in found], RunTotals.merge([totals for _, totals in found])
+    return Models(tiny(), draft)
 
 
 @pytest.mark.parametrize("kind", HF_KINDS)
@@ -99,38 +97,29 @@ def run_hf(
     ids=["greedy", "processors"],
 )
 def test_greedy_rows_equal_our_rules_token_by_token(
-    kind: str, params: SamplingParams, target: LlamaForCausalLM, draft: LlamaForCausalLM
+    kind: str, params: SamplingParams, models: Models
 ) -> None:
     stop = StopRules(max_new_tokens=24, eos_ids=frozenset({7, 11}))
-    results, totals = run_hf(
-        kind=kind, target=target, draft=draft, prompts=PROMPTS, stop=stop, sampling=params
-    )
-    reasons = set()
+    results, totals = models.decode(kind, stop, params)
     for result, (prompt_id, tokens) in zip(results, PROMPTS, strict=True):
-        expected = reference(target, tokens, stop, params)
+        expected = models.reference(tokens, stop, params)
         assert list(result.output) == expected
         assert result.finish_reason == stop.reason(expected)
-        reasons.add(result.finish_reason)
         assert (result.id, result.num_prompt) == (prompt_id, len(tokens))
-        assert all(a <= b for a, b in zip(result.emitted_s, result.emitted_s[1:], strict=False))
+        assert list(result.emitted_s) == sorted(result.emitted_s)
         assert result.admitted_s < result.emitted_s[0]
     assert summarise(results, totals)["new_tokens"] == sum(len(r.output) for r in results)
 
 
 @pytest.mark.parametrize("kind", HF_KINDS)
-def test_passes_and_acceptance_are_counted_from_what_was_fed(
-    kind: str, target: LlamaForCausalLM, draft: LlamaForCausalLM
-) -> None:
+def test_passes_and_acceptance_are_counted_from_what_was_fed(kind: str, models: Models) -> None:
     """Checked against an independent count of the calls of the models' forward methods."""
     calls: Counter[str] = Counter()
     hooks = [
         model.model.register_forward_hook(lambda *_, name=name: calls.update([name]))
-        for name, model in (("target", target), ("draft", draft))
+        for name, model in models._asdict().items()
     ]
-    stop = StopRules(max_new_tokens=20)
-    results, totals = run_hf(
-        kind=kind, target=target, draft=draft, prompts=PROMPTS, stop=stop, sampling=SamplingParams()
-    )
+    results, totals = models.decode(kind, StopRules(max_new_tokens=20))
     for hook in hooks:
         hook.remove()
     found = summarise(results, totals)
@@ -141,7 +130,7 @@ def test_passes_and_acceptance_are_counted_from_what_was_fed(
     fed = sum(len(tokens) for _, tokens in PROMPTS)
     assert totals.prefill_rows == fed - len(PROMPTS)
     assert totals.target_rows == found["answers"] + found["proposed_nodes"]
-    assert totals.target_bytes == sum(p.nbytes for p in target.parameters())
+    assert totals.target_bytes == sum(p.nbytes for p in models.target.parameters())
     assert 0 < totals.model_s["target"] < totals.wall_s
     if kind == "hf_generate":
         assert found["acceptance_length"] == 1.0
@@ -154,9 +143,7 @@ def test_passes_and_acceptance_are_counted_from_what_was_fed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sampled(HF_KINDS, every=3, start=1))
-def test_sampled_tokens_follow_the_processed_distribution(
-    kind: str, target: LlamaForCausalLM, draft: LlamaForCausalLM
-) -> None:
+def test_sampled_tokens_follow_the_processed_distribution(kind: str, models: Models) -> None:
     """Chi-square over the first token of 600 runs; false alarm 1e-6.
 
     The planted bug, another temperature, must be told apart at the same level.
@@ -166,41 +153,27 @@ def test_sampled_tokens_follow_the_processed_distribution(
     tokens = PROMPTS[1][1]
     params = SamplingParams(temperature=0.6, top_k=8, top_p=0.9)
     with torch.inference_mode():
-        logits = target(torch.from_numpy(tokens)[None]).logits[0, -1:]
+        logits = models.target(torch.from_numpy(tokens)[None]).logits[0, -1:]
     right = SamplingTransform(params).probs(logits)[0]
     wrong = SamplingTransform(SamplingParams(temperature=1.2, top_k=int((right > 0).sum())))
-    prompts = [(i, tokens) for i in range(600)]
-    results, _ = run_hf(
-        kind=kind,
-        target=target,
-        draft=draft,
-        prompts=prompts,
-        # Two tokens, so that the first one is drafted; the plain row needs one only.
-        stop=StopRules(max_new_tokens=1 if kind == "hf_generate" else 2),
-        sampling=params,
-    )
+    # Two tokens, so that the first one is drafted; the plain row needs one only.
+    stop = StopRules(max_new_tokens=1 if kind == "hf_generate" else 2)
+    results, _ = models.decode(kind, stop, params, [(i, tokens) for i in range(600)])
     counts = np.bincount([r.output[0] for r in results], minlength=VOCAB)
     support = right > 0
     assert support.sum() >= 2
     assert not counts[~support].any()
-    assert chisquare(counts[support], right[support] * len(prompts)).pvalue > 1e-6
+    assert chisquare(counts[support], right[support] * len(results)).pvalue > 1e-6
     planted = wrong.probs(logits)[0][support]
-    assert chisquare(counts[support], planted * len(prompts)).pvalue < 1e-6
+    assert chisquare(counts[support], planted * len(results)).pvalue < 1e-6
 
 
 def test_seed_and_prompt_key_the_draws_and_the_global_generator_is_untouched(
-    target: LlamaForCausalLM,
+    models: Models,
 ) -> None:
     def outputs(seed: int, prompts: list[tuple[int, np.ndarray]]) -> dict[int, tuple[int, ...]]:
-        results, _ = run_hf(
-            kind="hf_generate",
-            target=target,
-            draft=None,
-            prompts=prompts,
-            stop=StopRules(max_new_tokens=12),
-            sampling=SamplingParams(temperature=1.0),
-            seed=seed,
-        )
+        stop, params = StopRules(max_new_tokens=12), SamplingParams(temperature=1.0)
+        results, _ = models.decode("hf_generate", stop, params, prompts, seed=seed)
         return {r.id: r.output for r in results}
 
     state = torch.get_rng_state()
@@ -210,64 +183,44 @@ def test_seed_and_prompt_key_the_draws_and_the_global_generator_is_untouched(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_stop_strings_end_the_request_inside_an_accepted_block(target: LlamaForCausalLM) -> None:
+def test_stop_strings_end_the_request_inside_an_accepted_block(models: Models) -> None:
     """transformers itself does not cut a block at a stop string; the engine's rules do."""
 
     def decode(tokens: object) -> str:
         return "".join(chr(65 + t) for t in tokens)  # type: ignore[attr-defined]
 
     tokens = PROMPTS[2][1]
-    plain = reference(target, tokens, StopRules(max_new_tokens=20), SamplingParams())
+    plain = models.reference(tokens, StopRules(max_new_tokens=20))
     stop = StopRules(max_new_tokens=20, stop_strings=(decode(plain[5:7]),), decode=decode)
-    expected = reference(target, tokens, stop, SamplingParams())
+    expected = models.reference(tokens, stop)
     assert len(expected) < 20
+    equal = Models(models.target, tiny())  # drafts run past the stop string
     for kind in HF_KINDS:
-        (result,), totals = run_hf(
-            kind=kind,
-            target=target,
-            draft=tiny(2, 0),
-            prompts=[(0, tokens)],
-            stop=stop,
-            sampling=SamplingParams(),
-        )
+        (result,), totals = equal.decode(kind, stop, prompts=[(0, tokens)])
         assert list(result.output) == expected
         assert result.finish_reason == "stop_string"
         assert totals.target_passes <= len(expected)
         summarise([result], totals)
-        if (
-            kind == "hf_assisted"
-        ):  # the draft equals the target: the block runs past the stop string
+        if kind == "hf_assisted":
             assert result.counters.cut_tokens > 0
 
 
-def test_settings_of_the_models_neither_leak_in_nor_are_changed(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM
-) -> None:
+def test_settings_of_the_models_neither_leak_in_nor_are_changed(models: Models) -> None:
     """A checkpoint's generation_config may hold sampling, penalties and limits of its own."""
-    stop, params = StopRules(max_new_tokens=16), SamplingParams()
-    clean, _ = run_hf(
-        kind="hf_assisted", target=target, draft=draft, prompts=PROMPTS, stop=stop, sampling=params
-    )
+    stop = StopRules(max_new_tokens=16)
+    clean, _ = models.decode("hf_assisted", stop)
     noisy = GenerationConfig(
         do_sample=True, temperature=2.0, repetition_penalty=3.0, min_new_tokens=2, eos_token_id=7
     )
-    before = target.generation_config, draft.generation_config
-    target.generation_config = draft.generation_config = noisy
+    before = [model.generation_config for model in models]
+    for model in models:
+        model.generation_config = noisy
     try:
-        found, _ = run_hf(
-            kind="hf_assisted",
-            target=target,
-            draft=draft,
-            prompts=PROMPTS,
-            stop=stop,
-            sampling=params,
-            options=HFOptions(schedule="heuristic"),
-        )
-        assert target.generation_config is noisy
-        assert draft.generation_config is noisy
+        found, _ = models.decode("hf_assisted", stop, options=HFOptions(schedule="heuristic"))
+        assert all(model.generation_config is noisy for model in models)
     finally:
-        target.generation_config, draft.generation_config = before
-    assert lossless_against(found, clean).lossless
-    assert not target._forward_hooks
-    assert not target._forward_pre_hooks
-    assert not draft._forward_hooks
+        for model, config in zip(models, before, strict=True):
+            model.generation_config = config
+    assert lossless_against(found, clean)["lossless"]
+    for model in models:
+        assert not {**model._forward_hooks, **model._forward_pre_hooks}

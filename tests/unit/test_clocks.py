@@ -23,7 +23,7 @@ from specdec.clocks import (
 from specdec.interfaces import Executor
 from specdec.metrics import Meter, RequestResult, RunTotals, summarise
 from specdec.report.tables import notes_of
-from specdec.runs.runners import PartsRunner, TokenPrompt, rank_counts
+from specdec.runs.runners import PartsRunner, TokenPrompt, difference, rank_counts
 from specdec.state import StopRules
 from tests.matrix.cells import Cell, config, pair
 
@@ -266,8 +266,10 @@ class NoRanks(Executor):
     submit = collect = None  # type: ignore[assignment]
 
 
-def _counted(clock: PacedClock | SimulatedClock, executor: Executor) -> RunTotals:
-    return RunTotals(**rank_counts(clock, executor)[0])
+def _since(before: dict, clock: PacedClock | SimulatedClock, executor: Executor) -> RunTotals:
+    """Counts of the ranks since ``before``."""
+    counts, _ = rank_counts(clock, executor)
+    return RunTotals(**{name: difference(count, before[name]) for name, count in counts.items()})
 
 
 def test_pace_is_summed_over_ranks_and_differences_are_taken() -> None:
@@ -279,26 +281,25 @@ def test_pace_is_summed_over_ranks_and_differences_are_taken() -> None:
             return [{"clock": asdict(report), "rows": 7, "bytes_sent": 100}]
 
     clock, executor = PacedClock(PROFILE), Ranks()
-    before = _counted(clock, executor)
+    before, _ = rank_counts(clock, executor)
     executor.pieces = 14
     clock.start(CONTROLLER)
     clock.charge(CONTROLLER, Work.DRAFT, 1)
-    after = _counted(clock, executor)
-    totals = after.since(before)
+    totals = _since(before, clock, executor)
     assert totals.paced_pieces == 5
     assert totals.overruns == 0
     assert totals.stage_busy_s == {1: 0.0}
     assert totals.bytes_sent == 0
     simulated = SimulatedClock(PROFILE)
     simulated.charge(2, Work.STAGE, 1)
-    assert _counted(simulated, executor).stage_busy_s == {2: 0.01}
+    assert rank_counts(simulated, executor)[0]["stage_busy_s"] == {2: 0.01}
 
 
 @pytest.mark.parametrize("kind", ["simulated", "paced"])
 def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None:
     """Three drafts of 4 ms in and behind 10 ms of a stage; the fourth has the controller alone."""
     clock = SimulatedClock(PROFILE) if kind == "simulated" else PacedClock(PROFILE)
-    before = _counted(clock, NoRanks())
+    before, _ = rank_counts(clock, NoRanks())
     clock.align(1, CONTROLLER)
     clock.charge(1, Work.STAGE, 1)
     clock.start(CONTROLLER)
@@ -310,8 +311,7 @@ def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None
     clock.charge(CONTROLLER, Work.DRAFT, 1)
     clock.drafting = False
     clock.charge(CONTROLLER, Work.HEAD, 1)
-    after = _counted(clock, NoRanks())
-    totals = after.since(before)
+    totals = _since(before, clock, NoRanks())
     assert totals.draft_total_s == pytest.approx(0.016)
     assert totals.draft_hidden_s == pytest.approx(0.010)
 

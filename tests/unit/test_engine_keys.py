@@ -11,7 +11,7 @@ from specdec.cli.main import main
 from specdec.fitting.logs import read_log
 from specdec.metrics.counters import RequestCounters
 from specdec.metrics.rates import speculative_decoding
-from specdec.report.requests import read_requests
+from specdec.report.results import read_requests
 
 WORDS = ["model=random", "model.draft_layers=3", "data.limit=3", "max_new_tokens=24"]
 
@@ -26,7 +26,7 @@ def counted(depths: list[int], verified: list[int], proposed: int) -> RequestCou
 def test_definitions_on_hand_computed_requests() -> None:
     first = counted([2, 0, 1], [3, 1, 2], proposed=9)
     second = counted([3], [3], proposed=3)
-    assert speculative_decoding([first], whole_tree=True, each_step=True) == {
+    assert speculative_decoding(first, whole_tree=True, each_step=True) == {
         "mean_acceptance_length": 2.0,
         "draft_acceptance_rate": 3 / 9,
         "acceptance_histogram": [1, 1, 1],
@@ -36,14 +36,14 @@ def test_definitions_on_hand_computed_requests() -> None:
         "num_spec_tokens": 3,
         "per_step_accepted": [2, 0, 1],
     }
-    both = speculative_decoding([first, second], whole_tree=True)
+    both = speculative_decoding(RequestCounters.sum([first, second]), whole_tree=True)
     assert both is not None
     assert both["acceptance_histogram"] == [1, 1, 1, 1]
     assert both["draft_acceptance_rate"] == 6 / 12
     assert "per_step_accepted" not in both
     plain = counted([0, 0], [0, 0], proposed=0)
-    assert speculative_decoding([plain], whole_tree=True) is None
-    assert speculative_decoding([first], whole_tree=False) is None
+    assert speculative_decoding(plain, whole_tree=True) is None
+    assert speculative_decoding(first, whole_tree=False) is None
 
 
 @pytest.fixture(scope="module")

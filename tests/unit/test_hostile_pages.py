@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from specdec.cli.main import main
-from specdec.trace.page import tree_page
+from specdec.trace.files import tree_page
 from tests.unit.test_results import comparison  # noqa: F401 - a fixture
 
 MARK = "document.title='INJECTED'"

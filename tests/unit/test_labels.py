@@ -16,7 +16,7 @@ from specdec.models.medusa import MedusaHeads
 from specdec.pairs import PretrainedPair, RandomPair, build_pair
 from specdec.pairs.options import ModelOptions
 from specdec.report.tables import markdown_table, title_of, used_columns
-from specdec.runs.conditions import conditions_of
+from specdec.runs.jobs import conditions_of
 from tests.unit.test_results import comparison  # noqa: F401 - a fixture
 
 CONDITIONS = {

@@ -11,7 +11,7 @@ import pytest
 from specdec.cli.main import main
 from specdec.distributed.torchrun import run_under_launcher
 from specdec.errors import UserError
-from specdec.runs.conditions import note_levels_on_one_stage
+from specdec.runs.jobs import note_levels_on_one_stage
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "verify", "profile", "reproduce"])

@@ -15,7 +15,7 @@ from specdec.cli.loggers import log_results
 from specdec.cli.main import main
 from specdec.errors import UserError
 from specdec.interfaces import Logger
-from specdec.trace.rejections import Judgement
+from specdec.trace.recorder import Judgement
 from tests.distributed.processes import wait_until
 from tests.unit.test_results import comparison, config_of  # noqa: F401 - a fixture
 
@@ -37,7 +37,7 @@ def test_wandb_logs_offline(
     lines = (comparison / "requests.jsonl").read_text(encoding="utf-8").splitlines()
     named = [json.dumps({**json.loads(line), "prompt": "set/0"}) + "\n" for line in lines]
     (comparison / "requests.jsonl").write_text("".join(named), encoding="utf-8")
-    judged = [one.row() for one in JUDGED]
+    judged = [[*one] for one in JUDGED]
     trees = {"requests": [{"steps": [{"commit": {"judged": judged}}]}]}
     (comparison / "trees.json").write_text(json.dumps(trees), encoding="utf-8")
     found = json.loads((comparison / "comparison.json").read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from specdec.files import plain, write_json
 from specdec.metrics import Run, RunTotals, comparison_row
 from specdec.report.plots import comparison_png
 from specdec.report.provenance import provenance, redact
-from specdec.report.requests import RequestRecord, RequestWriter, finished, read_requests
+from specdec.report.results import RequestRecord, RequestWriter, read_requests
 from specdec.report.tables import best_row, markdown_table, notes_of, print_table
 from specdec.types import Lossless
 from tests.unit.test_metrics import make_result, timed_run
@@ -22,8 +22,8 @@ from tests.unit.test_metrics import make_result, timed_run
 
 def test_requests_are_read_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "requests.jsonl"
-    result = make_result([[1, 2], [3]], prompt_id=4)
-    totals = RunTotals(steps=2, stage_busy_s={1: 0.25})
+    result = make_result([[1, 2, 3], [4]], prompt_id=4, cut=1, proposed=5)
+    totals = RunTotals(steps=2, stage_busy_s={1: 0.25}, model_s={"target": 1.0})
     with RequestWriter(path) as writer:
         writer.write(RequestRecord("specpipe", 1, result, totals, "stdlib/4"))
         # A reader sees the line during the run.
@@ -31,8 +31,8 @@ def test_requests_are_read_back_as_written(tmp_path: Path) -> None:
     assert record.result == result
     assert record.totals == totals
     assert record.prompt == "stdlib/4"
-    assert finished(path, "specpipe", 1) == {4: record}
-    assert finished(path, "specpipe", 0) == finished(path, "ar", 1) == {}
+    with RequestWriter(path) as again:
+        assert again.records == {("specpipe", 1, 4): record}
     assert read_requests(tmp_path / "none.jsonl") == []
 
 
@@ -44,11 +44,13 @@ def test_torn_last_line_is_ignored_and_removed_on_resume(tmp_path: Path, torn: s
         writer.write(RequestRecord("ar", 0, make_result([[1]], prompt_id=0), RunTotals()))
     with path.open("a", encoding="utf-8") as stream:
         stream.write(torn)
-    assert list(finished(path, "ar")) == [0]
     with RequestWriter(path) as writer:
+        assert list(writer.records) == [("ar", 0, 0)]
         writer.write(RequestRecord("ar", 0, make_result([[1]], prompt_id=1), RunTotals()))
         writer.write(RequestRecord("ar", 0, make_result([[1]], prompt_id=2)))  # without totals
-    assert list(finished(path, "ar")) == [0, 1]
+    assert [record.result.id for record in read_requests(path)] == [0, 1, 2]
+    with RequestWriter(path) as writer:
+        assert list(writer.records) == [("ar", 0, 0), ("ar", 0, 1)]
 
 
 def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:

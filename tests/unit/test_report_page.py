@@ -127,7 +127,7 @@ def test_the_plot_per_prompt_shows_the_number_of_the_table(
     slow["emitted_s"] = [3 * at for at in slow["emitted_s"]]
     (comparison / "requests.jsonl").write_text("\n".join([*lines[:-1], json.dumps(slow)]) + "\n")
     report = load_report(comparison)
-    plain, ours = report.curves
+    plain, ours = report.results
     speeds = prompt_speedups(ours.runs, plain.runs)
     row = comparison_row("speculative", ours.runs, plain.runs)
     assert table_number(ours, relative=True) == row["speedup_wall"]

@@ -13,8 +13,7 @@ import yaml
 from specdec.files import write_json, write_text
 from specdec.metrics import Run, RunTotals, comparison_row, summarise
 from specdec.report import results
-from specdec.report.requests import RequestRecord, RequestWriter
-from specdec.report.results import ENDS_FILE
+from specdec.report.results import ENDS_FILE, RequestRecord, RequestWriter
 from tests.unit.test_metrics import make_result
 
 pd = pytest.importorskip("pandas")

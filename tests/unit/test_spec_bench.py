@@ -12,7 +12,7 @@ import pytest
 from specdec.cli.main import main
 from specdec.data.prompt import TURN_IDS, Prompt, prompt_tokens
 from specdec.data.sets import TASKS
-from specdec.report.requests import read_requests
+from specdec.report.results import read_requests
 
 pytestmark = pytest.mark.slow
 

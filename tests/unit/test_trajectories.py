@@ -10,17 +10,9 @@ import pytest
 
 from specdec.cli.main import main
 from specdec.files import parse_json
-from specdec.report.requests import RequestRecord, read_requests
-from specdec.report.results import drafted_tokens
-from specdec.trace.rejections import (
-    REASONS,
-    Judgement,
-    Proposal,
-    judgement,
-    judgements,
-    rejection_metrics,
-    rejections_png,
-)
+from specdec.report.results import RequestRecord, drafted_tokens, read_requests
+from specdec.report.traces import REASONS, judgements, rejection_metrics, rejections_png
+from specdec.trace.recorder import _NO_PROPOSAL, Judgement, Proposal, judgement
 from tests.unit.test_metrics import make_result
 
 pytestmark = pytest.mark.slow
@@ -79,7 +71,7 @@ class TestJudgement:
         found = judgement(proposal([1], [0.5], None), {}, 2)
         assert (found.rank, found.candidates, found.draft_prob) == (0, 1, None)
         assert found.top_target_prob is None
-        assert judgement(None, {}, 2) == Judgement(rank=0, candidates=0, in_tree=False)
+        assert judgement(_NO_PROPOSAL, {}, 2) == Judgement(rank=0, candidates=0, in_tree=False)
 
     def test_the_target_ranks_the_draft_s_first_choice(self) -> None:
         found = judgement(proposal([0, 2], [0.6, 0.4], list(self.target)), {}, 3)
@@ -100,7 +92,7 @@ def test_counts_of_a_trace() -> None:
         ),
         Judgement(rank=0, candidates=0, in_tree=False),
     ]
-    steps = [{"commit": {"judged": [one.row()]}} for one in rows]
+    steps = [{"commit": {"judged": [[*one]]}} for one in rows]
     trees = {"requests": [{"steps": [*steps, {"commit": None}]}]}
     table = judgements(trees)
     assert table["reason"].tolist() == list(REASONS)
@@ -138,6 +130,6 @@ def test_a_traced_run_agrees_with_its_counts(strategy: str, sampling: str, tmp_p
     found = judgements(parse_json((folder / "trees.json").read_bytes()))["reason"]
     counters = [r.result.counters for r in read_requests(folder / "requests.jsonl")]
     assert len(found) == sum(c.accepted + c.answers for c in counters)
-    assert (found == REASONS[0]).sum() == sum(c.accepted + c.hits for c in counters)
+    assert (found == next(iter(REASONS))).sum() == sum(c.accepted + c.hits for c in counters)
     assert main(["trace", str(folder)]) == 0
     assert (folder / "rejections.png").is_file()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.trace.page import Track, tracks_page, tree_page
+from specdec.trace.files import Track, tracks_page, tree_page
 
 
 def trees(*paths: int, prompt: int = 0, prefix_len: int = 5) -> dict[str, Any]:

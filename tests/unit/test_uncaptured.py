@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.config.hydra import compose_config
-from specdec.runs.conditions import limits
-from specdec.runs.jobs import run_job
+from specdec.runs.jobs import limits, run_job
 
 pytestmark = pytest.mark.slow
 
