@@ -24,7 +24,7 @@ from specdec.config.hydra import compose_config
 from specdec.config.profiles import load_profile
 from specdec.files import write_text
 from specdec.planning.acceptance import OfLaw
-from specdec.planning.candidates import PLAIN, Simulator, Times, families
+from specdec.planning.candidates import PLAIN, Simulator, Times, presets
 from specdec.planning.machines import Layout, Profiled
 from specdec.report.provenance import provenance
 
@@ -60,9 +60,9 @@ def simulated_ms(
 ) -> float:
     """Milliseconds per token of a preset with some sizes in a layout."""
     pair = law.pair()
-    found, _ = families(law.overrides, [], [name], pair)
-    family = next(family for family in found if family.name == name)
-    candidate = family.candidate(machine, layout, batch=1, context=1)
+    found, _ = presets(law.overrides, [], [name], pair)
+    preset = next(preset for preset in found if preset.name == name)
+    candidate = preset.on(machine, layout, batch=1, context=1)
     for key, value in sizes.items():
         candidate = candidate.with_size(key, value)
     simulator = Simulator(pair, None, of="published", prompts=_PROMPTS)

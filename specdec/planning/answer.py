@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,8 @@ from specdec.planning.candidates import (
     Unit,
     effective,
     interval,
-    total,
 )
-from specdec.planning.chains import ChainCell, chain_cell, crossover, engine_flags
+from specdec.planning.chains import chain_cell, crossover, engine_flags
 from specdec.planning.machines import DoesNotFit
 from specdec.planning.search import Search
 
@@ -86,6 +84,7 @@ class Plan:
         decides, changes_text: sentences on what the first choice depends on.
         changes: the fastest candidate under each other acceptance ("hit rate": of the first
             candidate) and link ("transfers": factor of their time), with its time per token.
+        chains: the best chain by formula for each batch size and context (``chain_cell``).
         crossover: context -> number of requests from which on plain decoding is best.
         by_batch: the fastest of the ranked candidates at each further batch size.
         engines: engine -> flags for the best chain.
@@ -105,7 +104,7 @@ class Plan:
     decides: tuple[str, ...]
     changes: tuple[Mapping[str, Any], ...]
     changes_text: tuple[str, ...]
-    chains: tuple[ChainCell, ...]
+    chains: tuple[Mapping[str, Any], ...]
     crossover: Mapping[int, int | None]
     by_batch: tuple[Mapping[str, Any], ...]
     engines: Mapping[str, str]
@@ -133,14 +132,13 @@ def conclude(
     acceptance: Acceptance,
     finalists: Sequence[Candidate],
     *,
-    path: Path,
     draft: str,
     overrides: Sequence[str],
 ) -> tuple[Plan, Candidate]:
     """Returns the plan of a finished search, and its first choice.
 
-    ``finalists`` are the candidates of the last round, plain decoding among them; ``path`` is the
-    file of simulation results; ``draft`` is the draft's path or name, for the flags of engines.
+    ``finalists`` are the candidates of the last round, plain decoding among them; ``draft`` is the
+    draft's path or name, for the flags of engines.
     """
     chosen, machine = search.chosen, search.machine
     batch, context = chosen.batch[0], chosen.context[0]
@@ -152,13 +150,16 @@ def conclude(
         of_presets.setdefault(candidate.name, candidate)
     plain = of_presets.pop(PLAIN)
     others = list(of_presets.values())
-    changes = _changes(search, acceptance, [*others, plain], winner, path)
+    changes = list(_changes(search, acceptance, [*others, plain], winner))
     table = chain_table(acceptance)
     contexts = chosen.context if machine.prices_context else chosen.context[:1]
     batches = machine.batches or (chosen.batch if len(chosen.batch) > 1 else _BATCHES)
     cells = (chain_cell(machine, table, b, c) for c in contexts for b in batches)
     limits = {} if machine.batches else {c: crossover(machine, table, c) for c in contexts}
     best = chain_cell(machine, table, batch, context)
+    number = None if best is None else best["draft_tokens"]
+    requests = acceptance.requests if acceptance.drawn else 0
+    unit_dicts = [asdict(unit) for unit in units]
     plan = Plan(
         choices=choices,
         objective=chosen.objective,
@@ -173,16 +174,12 @@ def conclude(
         chains=tuple(cell for cell in cells if cell is not None),
         crossover=limits,
         by_batch=tuple(_by_batch(search, others, plain)),
-        engines=engine_flags(best, draft, chosen.drafter, winner.config),
-        memory_limit_gb=machine.limit_gb,
+        engines=engine_flags(number, draft, chosen.drafter, winner.config),
+        memory_limit_gb=machine.memory_gb,
         left_out=search.left_out,
         complete=search.complete,
         notes=tuple(_notes(search, acceptance)),
-        expected={
-            "units": [asdict(unit) for unit in units],
-            "requests": acceptance.requests if acceptance.drawn else 0,
-            "error": machine.error,
-        },
+        expected={"units": unit_dicts, "requests": requests, "error": machine.error},
         overrides=tuple(overrides),
     )
     return plan, winner
@@ -190,7 +187,7 @@ def conclude(
 
 def _choices(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendation, ...]:
     """Drops candidates that decode exactly like a faster one, but not plain decoding."""
-    chosen, machine = search.chosen, search.machine
+    chosen = search.chosen
     batch, context = chosen.batch[0], chosen.context[0]
     kept: list[tuple[Candidate, Times]] = []
     for candidate in ranked:
@@ -222,9 +219,9 @@ def _choices(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendatio
                 gain=kept[base][1].mean / times.mean,
                 gain_interval=interval(drawn[base] / drawn[at]),
                 first=float(first[at]),
-                tokens_per_answer=total(units, "emitted", "answers"),
-                hit_rate=total(units, "hits", "answers"),
-                memory_gb=machine.memory_gb(layout, batch, context),
+                tokens_per_answer=Times.ratio(units, "emitted", "answers").mean,
+                hit_rate=Times.ratio(units, "hits", "answers").mean,
+                memory_gb=search.machine.used_gb(layout, batch, context),
                 is_plain=at == base,
             )
         )
@@ -233,7 +230,7 @@ def _choices(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendatio
 
 def _decides(
     search: Search, winner: Candidate, units: Sequence[Unit], choices: Sequence[Recommendation]
-) -> list[str]:
+) -> Iterator[str]:
     """Says which work the time per token depends on, and compares the first choice with the next.
 
     The share of a kind of work is from a simulation at 90 % of its cost: (t - t') / (0.1 t). Work
@@ -254,141 +251,116 @@ def _decides(
     hidden = sum(unit.hidden_s for unit in units) / drafting if drafting else 0.0
     if shares.get("draft", 1.0) < _HIDDEN and hidden > 0.5:
         text += f"; {100 * hidden:.0f} % of the drafting is hidden behind the target"
+    yield text
     other = next((c for c in choices if c.strategy not in (winner.name, PLAIN)), None)
-    if other is None:
-        return [text]
-    compared = []
-    for choice in (choices[0], other):
-        every_ms = choice.ms_per_token * choice.tokens_per_answer
-        compared.append(f"{choice.strategy} {choice.tokens_per_answer:.2f} every {every_ms:.1f} ms")
-    return [text, f"tokens per answer of the target: {', '.join(compared)}"]
+    if other is not None:
+        compared = (
+            f"{c.strategy} {c.tokens_per_answer:.2f} every"
+            f" {c.ms_per_token * c.tokens_per_answer:.1f} ms"
+            for c in (choices[0], other)
+        )
+        yield f"tokens per answer of the target: {', '.join(compared)}"
 
 
 def _changes(
-    search: Search,
-    acceptance: Acceptance,
-    candidates: Sequence[Candidate],
-    winner: Candidate,
-    path: Path,
-) -> list[dict[str, Any]]:
+    search: Search, acceptance: Acceptance, candidates: Sequence[Candidate], winner: Candidate
+) -> Iterator[dict[str, Any]]:
     """Simulates the best presets under changed acceptance and transfer times.
 
     ``candidates`` are of different presets, plain decoding last. Nothing is simulated if the budget
     is spent or the first choice needs real models.
     """
-    if winner.decoded:
-        return []
-    if search.out_of_time:
-        search.complete = False
-        return []
-    search.report("sensitivity", len(_ODDS) + len(_LINKS))
+    if winner.decoded or not search.has_time():
+        return
+    search.progress.phase("sensitivity", len(_ODDS) + len(_LINKS))
     kept = [candidate for candidate in candidates if not candidate.decoded]
     kept = [*kept[:_FINALISTS], kept[-1]]
-    changes: list[dict[str, Any]] = []
 
-    def add(
-        what: str, value: float, tried: Sequence[Candidate], times: Callable[..., Times]
-    ) -> None:
-        seconds, best = min(
-            ((times(candidate, _PROMPTS).mean, candidate) for candidate in tried),
-            key=lambda pair: pair[0],
-        )
-        row = {"what": what, "value": value, "label": str(best), "name": best.name}
-        changes.append({**row, "seconds": seconds})
-        search.report("sensitivity", None)
+    def row(what: str, value: float, where: Search, tried: Sequence[Candidate]) -> dict[str, Any]:
+        best = where.ranked(tried, _PROMPTS)[0]
+        seconds = where.times(best, _PROMPTS).mean
+        search.progress.advance()
+        named = {"label": str(best), "name": best.name, "seconds": seconds}
+        return {"what": what, "value": value, **named}
 
-    prompts = _PROMPTS * search.chosen.batch[0]
-    for odds in _ODDS:
-        try:
+    shape = {"path": search.simulator.path, "prompts": _PROMPTS * search.chosen.batch[0]}
+    with suppress(UserError):  # a trace has no ranks to change
+        for odds in _ODDS:
             other = acceptance.shifted(odds)
-        except UserError:
-            break  # a trace has no ranks to change
-        simulator = Simulator(other.pair(), path, of=f"odds{odds:+g}", prompts=prompts)
-
-        def shifted(candidate: Candidate, count: int, of: Simulator = simulator) -> Times:
-            units = of.units(candidate, count, search.length)
-            return Times.of(units, search.chosen.objective, candidate.layout.devices)
-
-        add("hit rate", other.hit_rate(), kept, shifted)
+            simulator = Simulator(other.pair(), of=f"odds{odds:+g}", **shape)
+            yield row("hit rate", other.hit_rate(), replace(search, simulator=simulator), kept)
     if any("transfer" in c.config["clock"]["costs"] for c in kept):
         for factor in _LINKS:
-            add("transfers", factor, [c.rescaled({"transfer": factor}) for c in kept], search.times)
-    return changes
+            yield row("transfers", factor, search, [c.rescaled({"transfer": factor}) for c in kept])
 
 
-def _sentences(changes: Sequence[Mapping[str, Any]], name: str, hit_rate: float) -> list[str]:
+def _sentences(changes: Sequence[Mapping[str, Any]], name: str, hit_rate: float) -> Iterator[str]:
     """Says for each input and direction at which nearest value another preset is first."""
-    forms = {"hit rate": (hit_rate, "{:.2f}", ""), "transfers": (1.0, "{:g}", " times")}
-    texts = []
-    for what, (here, form, unit) in forms.items():
+    forms = (("hit rate", hit_rate, "{:.2f}", "", ""),)
+    forms += (("transfers", 1.0, "{:g}", " times", " times their time"),)
+    for what, here, form, unit, of_time in forms:
         rows = sorted((c for c in changes if c["what"] == what), key=itemgetter("value"))
         if not rows:
             continue
         others = []
-        above = [row for row in rows if row["value"] > here]
-        for side in ([row for row in reversed(rows) if row["value"] < here], above):
+        below = [row for row in reversed(rows) if row["value"] < here]
+        for side in (below, [row for row in rows if row["value"] > here]):
             nearest = here
             for row in side:
                 if row["name"] != name:
-                    at = form.format(row["value"]) + (" times their time" if unit else "")
-                    not_at = form.format(nearest)
-                    others.append(f"{row['label']} is first at {at} (not at {not_at})")
+                    at, not_at = form.format(row["value"]), form.format(nearest)
+                    others.append(f"{row['label']} is first at {at}{of_time} (not at {not_at})")
                     break
                 nearest = row["value"]
         low, high = (form.format(row["value"]) for row in (rows[0], rows[-1]))
         if others:
-            texts.append(f"{what}: {'; '.join(others)} (tried {low} to {high}{unit})")
+            yield f"{what}: {'; '.join(others)} (tried {low} to {high}{unit})"
         else:
-            texts.append(f"{what}: {name} stays first from {low} to {high}{unit}")
-    return texts
+            yield f"{what}: {name} stays first from {low} to {high}{unit}"
 
 
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
-) -> list[dict[str, Any]]:
-    """Returns the fastest of the ranked presets at the other batch sizes, in its layout.
+) -> Iterator[dict[str, Any]]:
+    """Yields the fastest of the ranked presets at the other batch sizes, in its layout.
 
     Larger batches favour smaller trees, so halved sizes are tried too, first on one batch.
     """
-    rows = []
     machine, context = search.machine, search.chosen.context[0]
     for batch in search.chosen.batch[1:]:
         screened: list[tuple[float, Candidate]] = []
         for candidate in (size for best in of_presets for size in (best, *best.smaller())):
-            if search.out_of_time and screened:
-                search.complete = False
+            if screened and not search.has_time():
                 break
             with suppress(DoesNotFit, UserError, ValueError):
-                made = candidate.with_batch(machine, batch, context)
+                made = candidate.on(machine, candidate.layout, batch=batch, context=context)
                 screened.append((search.times(made, 1, _SHORT).mean, made))
         try:
-            base = plain.with_batch(machine, batch, context)
+            base = plain.on(machine, plain.layout, batch=batch, context=context)
         except DoesNotFit:
             continue
-        kept = [made for _, made in sorted(screened, key=lambda pair: pair[0])[:_SCREENED]]
+        kept = [made for _, made in sorted(screened, key=itemgetter(0))[:_SCREENED]]
         best = search.ranked([*kept, base], _FEW_UNITS)[0]
         speed = 1.0 / Times.of(search.units(best, _FEW_UNITS), "throughput").mean
         plain_s, best_s = (search.times(c, _FEW_UNITS).mean for c in (base, best))
-        row = {"batch": batch, "label": str(best), "tokens_per_s": speed, "gain": plain_s / best_s}
-        rows.append(row)
-    return rows
+        gain = plain_s / best_s
+        yield {"batch": batch, "label": str(best), "tokens_per_s": speed, "gain": gain}
 
 
-def _notes(search: Search, acceptance: Acceptance) -> list[str]:
-    machine, notes = search.machine, [*search.notes]
+def _notes(search: Search, acceptance: Acceptance) -> Iterator[str]:
+    yield from search.notes
     if not search.complete:
-        notes.append(
+        yield (
             f"budget_s={search.chosen.budget_s:g} was spent before the search ended: give more, and"
             " start the same command again to continue"
         )
     if acceptance.drawn and not acceptance.requests:
-        notes.append("the law states no requests: intervals are of the simulated prompts alone")
-    if not machine.prices_context:
-        notes.append(f"times of {machine.name} do not depend on the context")
+        yield "the law states no requests: intervals are of the simulated prompts alone"
+    if not search.machine.prices_context:
+        yield f"times of {search.machine.name} do not depend on the context"
     if search.unknown:
         names = ", ".join(search.unknown)
-        notes.append(f"not considered, since their acceptance is unknown here: {names}")
+        yield f"not considered, since their acceptance is unknown here: {names}"
     others = {k for k, why in search.left_out.items() if why != OTHER_PROGRAM}
     if others := others - {*search.unknown}:
-        notes.append(f"{len(others)} presets were not simulated: plan.json says why, each")
-    return notes
+        yield f"{len(others)} presets were not simulated: plan.json says why, each"

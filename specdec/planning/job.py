@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from specdec.config.hydra import parse
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.files import parse_json, write_json
+from specdec.parts.fields import (
+    Count,
+    NotNegative,
+    Positive,
+    Text,
+    did_you_mean,
+    errors_of,
+    expects,
+    validated,
+)
 from specdec.planning.acceptance import Acceptance, OfRecord, chain_table, of_log, of_model
 from specdec.planning.answer import Plan, conclude
-from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, Candidate, Simulator, families
+from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, Candidate, Simulator, presets
 from specdec.planning.chains import chain_cell
 from specdec.planning.check import PlanVerdict, check_run, units_of_run
 from specdec.planning.machines import Machine, Profiled, machine_of
 from specdec.planning.measuring import ModelsHere, calibrated, measured_here
-from specdec.planning.options import MEASURED, PlanOptions, split_words
 from specdec.planning.report import PRESET, RESULT_FILE, write_plan
 from specdec.planning.search import Search
 from specdec.report.provenance import provenance
@@ -29,6 +41,9 @@ from specdec.runs.jobs import Progress, run_job
 
 SEARCH_FILE = "search.json"
 """Its presence in a folder says that the search was complete."""
+
+MEASURED = "measured"
+"""The value of ``profile`` that measures the models of this run on this machine."""
 
 _EVALUATIONS = "evaluations.jsonl"
 _LENGTH = 64  # tokens per simulated prompt
@@ -46,6 +61,75 @@ _REFUSED = {
     "record": "a plan records where it has to",
     "trace": "trace the planned strategy instead",
 }
+_LISTS = ("batch", "context", "strategies")
+_TEXTS = ("profile", "acceptance", "method", "check", "objective", "drafter")
+_Counts = Annotated[
+    tuple[Count, ...],
+    Field(min_length=1),
+    expects("it must be whole numbers of at least 1, as in 1,4,16 or 512,8k"),
+]
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The options of ``specdec plan``, as its help describes them.
+
+    Attributes:
+        profile: a profile's name or path, the path of a described machine, or "measured".
+        devices: number of devices, the draft's included; None: as many as the profile has.
+        batch, context: the first one is ranked, the others are in the tables.
+        acceptance: an engine's log or trace, in place of a law of ``model=``.
+        strategies: presets to try; empty for all.
+        check: "true" runs the first choice; a run folder compares its results; empty does neither.
+    """
+
+    profile: Text | None = None
+    devices: Count | None = None
+    link_ms: NotNegative | None = None
+    link_gb_s: Positive | None = None
+    batch: _Counts = (1,)
+    context: _Counts = (512,)
+    objective: Literal["latency", "throughput", "per_device"] = "latency"
+    acceptance: Text | None = None
+    method: Text | None = None
+    draft_tokens: Count | None = None
+    drafter: Literal["draft_model", "eagle", "eagle3", "ngram"] = "draft_model"
+    strategies: tuple[Text, ...] = ()
+    prompts: Annotated[int, Field(ge=4, le=1000)] = 24
+    budget_s: Positive = 60.0
+    check: str = ""
+
+
+def _options(words: Iterable[str], keys: Mapping[str, Any]) -> tuple[PlanOptions, list[str]]:
+    """Returns the options of the plan, and the words that are left for the configuration."""
+    known = {field.name for field in fields(PlanOptions)}
+    own: dict[str, Any] = {}
+    rest: list[str] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in known:
+            rest.append(word)
+        elif key in _TEXTS:
+            own[key] = text
+        elif key in _LISTS:
+            (override,) = parse([f"{key}=[{text.strip('[]')}]"])
+            own[key] = tuple(_count(value) for value in override.value())
+        else:
+            own[key] = parse([word])[0].value()
+    for key, value in keys.items():
+        if key not in known:
+            raise UserError(f"{key} is no key of a plan: {did_you_mean(key, known)}")
+        own[key] = tuple(value) if isinstance(value, list) else value
+    for error in errors_of(PlanOptions, own):
+        raise UserError(error)
+    return PlanOptions(**own), rest
+
+
+def _count(value: Any) -> Any:
+    """Returns 8192 for ``8k``."""
+    kilo = re.fullmatch(r"(\d+)k", str(value))
+    return 1024 * int(kilo[1]) if kilo else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +155,36 @@ class PlanRequest:
         """The content of config.yaml: everything but ``check``, which may be added later."""
         values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.chosen).items()}
         del values["check"]
-        words = [word for word in self.words if not word.startswith("output_dir=")]
-        return {"command": "plan", **values, "overrides": words}
+        return {"command": "plan", **values, "overrides": self._without("output_dir=")}
 
     @property
     def decoding_words(self) -> list[str]:
         """Words of a run by models; by default of a small random sample of the prompts."""
-        words = [word for word in self.words if not word.startswith("output_dir=")]
+        words = self._without("output_dir=")
         missing = (k for k in _SAMPLE if not any(word.startswith(f"{k}=") for word in words))
         return [*words, *(f"{key}={_SAMPLE[key]}" for key in missing)]
+
+    @property
+    def simulating_words(self) -> list[str]:
+        """Words of a simulation, whose model is the acceptance."""
+        return self._without("model", "output_dir=", "threads=")
+
+    def _without(self, *starts: str) -> list[str]:
+        return [word for word in self.words if not word.startswith(starts)]
 
 
 def plan_request(
     words: Sequence[str], extra: Sequence[Path] = (), keys: Mapping[str, Any] | None = None
 ) -> PlanRequest:
     """Checks a command before anything is decoded; ``keys`` are options in place of words."""
-    chosen, rest = split_words(words, keys or {})
+    chosen, rest = _options(words, keys or {})
     for override in parse(rest):
         section = str(override.key_or_group).lstrip("+~").partition(".")[0]
         if section in _REFUSED:
             raise UserError(f"{override.input_line}: {_REFUSED[section]}; leave it out")
     job = run_job_of(rest, extra)
-    model = job.config["model"]
+    model, check, machine = job.config["model"], chosen.check, None
     acceptance = of_log(chosen) if chosen.acceptance else of_model(model)
-    machine, check = None, chosen.check
     if acceptance is None and model["kind"] not in ("pretrained", "random"):
         raise UserError(
             f"model.kind={model['kind']} has no hits of a draft to plan with: use"
@@ -134,55 +224,54 @@ def searched(
     The candidates are those of the last round, and plain decoding.
     """
     chosen, extra = request.chosen, request.extra
+    batch, context = chosen.batch[0], chosen.context[0]
     models = ModelsHere(request.decoding_words, extra, progress)
     acceptance = request.acceptance or _recorded(models, folder)
     machine = request.machine or _measured(models, acceptance, chosen, folder)
-    words = [w for w in request.words if not w.startswith(("model", "output_dir=", "threads="))]
-    path, pair = folder / _EVALUATIONS, acceptance.pair()
-    prompts = max(chosen.prompts, _UNITS * chosen.batch[0], _FEW_UNITS * max(chosen.batch))
-    simulator = Simulator(pair, path, of="plan", prompts=prompts, models=lambda: models.loaded)
-    simulated, left_out = families([*words, *acceptance.overrides], extra, chosen.strategies, pair)
+    pair = acceptance.pair()
+    prompts = max(chosen.prompts, _UNITS * batch, _FEW_UNITS * max(chosen.batch))
+    simulator = Simulator(
+        pair, folder / _EVALUATIONS, of="plan", prompts=prompts, models=lambda: models.loaded
+    )
+    words = [*request.simulating_words, *acceptance.overrides]
+    tried, left_out = presets(words, extra, chosen.strategies, pair)
     calibrates = request.machine is None and machine.devices == 1
     unknown = [name for name, why in left_out.items() if why != OTHER_PROGRAM]
     if request.acceptance is None:
-        decoded, reasons = families(models.words, extra, unknown, measured=calibrates)
+        decoded, reasons = presets(models.words, extra, unknown, measured=calibrates)
         left_out = {k: v for k, v in left_out.items() if k not in unknown} | reasons
-        simulated, unknown = [*simulated, *decoded], list(reasons)
-
-    def report(label: str, total: int | None) -> None:
-        if total is None:
-            progress.advance(detail=label)
-        else:
-            progress.phase(label, total)
-
-    best_chain = chain_cell(machine, chain_table(acceptance), chosen.batch[0], chosen.context[0])
+        tried, unknown = [*tried, *decoded], list(reasons)
+    best_chain = chain_cell(machine, chain_table(acceptance), batch, context)
     search = Search(
         machine=machine,
         simulator=simulator,
         chosen=chosen,
-        requests=acceptance.requests / chosen.batch[0] if acceptance.drawn else 0.0,
+        requests=acceptance.requests / batch if acceptance.drawn else 0.0,
         length=_LENGTH,
-        chain_length=0 if best_chain is None else best_chain.draft_tokens,
-        report=report,
+        chain_length=0 if best_chain is None else best_chain["draft_tokens"],
+        progress=progress,
         left_out=left_out,
         unknown=unknown,
     )
-    finalists = search.run(simulated)
+    finalists = search.run(tried)
     if calibrates:
-        started = monotonic()
         finalists = calibrated(finalists, search=search, models=models, path=folder / "trials.json")
-        search.extend(monotonic() - started)
     return search, acceptance, finalists
 
 
 def _recorded(models: ModelsHere, folder: Path) -> OfRecord:
     """Lets the models decode the sample of prompts once."""
     config = run_job_of([*models.words, f"strategy={PLAIN}", "record=true"], models.extra).config
-    run = folder / "record"
+    run = _once(config, folder / "record", models.progress)
+    return OfRecord.of(str(run / "record.npz"), num_layers=models.loaded[0].num_layers)
+
+
+def _once(config: dict[str, Any], run: Path, progress: Progress) -> Path:
+    """Runs a job unless its folder is complete; returns the folder."""
     if not (run / "summary.json").is_file():
         run.mkdir(parents=True, exist_ok=True)
-        run_job(config, run, models.progress)
-    return OfRecord.of(str(run / "record.npz"), num_layers=models.loaded[0].num_layers)
+        run_job(config, run, progress)
+    return run
 
 
 def _measured(
@@ -204,10 +293,8 @@ def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
     """Searches and writes the plan into ``folder``; resumes an interrupted search."""
     began = monotonic()
     search, acceptance, finalists = searched(request, folder, progress)
-    draft, path = str(request.model.get("draft") or "DRAFT"), folder / _EVALUATIONS
-    plan, winner = conclude(
-        search, acceptance, finalists, path=path, draft=draft, overrides=request.words
-    )
+    draft = str(request.model.get("draft") or "DRAFT")
+    plan, winner = conclude(search, acceptance, finalists, draft=draft, overrides=request.words)
     tokens, seconds = search.simulator.simulated_tokens, monotonic() - began
     plan = replace(plan, simulated_tokens=tokens, search_s=seconds, folder=str(folder))
     write_plan(folder, plan, winner, provenance(command=sys.argv, config=request.config))
@@ -223,19 +310,17 @@ def check_job(request: PlanRequest, folder: Path, progress: Progress) -> PlanVer
     paced clock with the plan's own profile.
     """
     plan = parse_json((folder / RESULT_FILE).read_bytes())
-    if request.chosen.check != "true":
-        return check_run(plan["expected"], units_of_run(Path(request.chosen.check).expanduser()))
-    words = [*request.decoding_words, f"strategy={PRESET}"]
-    staged = plan["choices"][0]["devices"] > 1
-    if request.chosen.profile == MEASURED and not staged:
-        words.append("clock=measured")
-    else:
-        words += ["clock=paced", f"clock.profile={PRESET}"]
-        words += ["executor.transport=distributed"] if staged else []
-    run = folder / "check"
-    if not (run / "summary.json").is_file():
-        run.mkdir(parents=True, exist_ok=True)
-        run_job(run_job_of(words, [*request.extra, folder]).config, run, progress)
+    run = Path(request.chosen.check).expanduser()
+    if request.chosen.check == "true":
+        staged = plan["choices"][0]["devices"] > 1
+        if request.chosen.profile == MEASURED and not staged:
+            clock = ["clock=measured"]
+        else:
+            clock = ["clock=paced", f"clock.profile={PRESET}"]
+            clock += ["executor.transport=distributed"] if staged else []
+        words = [*request.decoding_words, f"strategy={PRESET}", *clock]
+        config = run_job_of(words, [*request.extra, folder]).config
+        run = _once(config, folder / "check", progress)
     return check_run(plan["expected"], units_of_run(run))
 
 

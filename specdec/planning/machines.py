@@ -17,14 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specdec.clocks.profile import curve_at
 from specdec.config.options import options, read_yaml
 from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 from specdec.parts.fields import Count, NotNegative, Positive, did_you_mean, errors_of, validated
-from specdec.planning.options import PlanOptions
+from specdec.profiling.trees import curve_on
+
+if TYPE_CHECKING:
+    from specdec.planning.job import PlanOptions
 
 _DEGREES = (1, 2, 4, 8, 16)
 _POINTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
@@ -116,9 +118,8 @@ class Machine:
     Attributes:
         note: origin of the times.
         error: relative error of the times; 5 % is assumed for measured ones.
-        prices_context: whether times depend on the context.
         batches: numbers of requests at a time for which times are known; None for any number.
-        limit_gb: gigabytes of a device; None if it and the sizes of the models are unknown.
+        memory_gb: of a device; None if it and the sizes of the models are unknown.
         kv_kb: kilobytes of the target's keys and values per token.
     """
 
@@ -126,26 +127,24 @@ class Machine:
     devices: int
     note: str = ""
     error: float = 0.05
-    prices_context: bool = False
     batches: tuple[int, ...] | None = None
-    limit_gb: float | None = None
+    memory_gb: float | None = None
     target_gb: float = 0.0
     draft_gb: float = 0.0
     kv_kb: float = 0.0
+    prices_context = False  # whether times depend on the context
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         """Returns cost curves by kind of work, as in a profile; raises ``DoesNotFit``."""
         raise NotImplementedError
 
-    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
+    def used_gb(self, layout: Layout, batch: int, context: int) -> float | None:
         """Returns gigabytes of weights, keys and values on the fullest device; None if unknown."""
-        if self.limit_gb is None:
+        if self.memory_gb is None:
             return None
         target = self.target_gb + 1e-6 * self.kv_kb * batch * context
-        target, draft = (
-            target / (layout.stages * layout.degree),
-            self.draft_gb / layout.draft_degree,
-        )
+        target /= layout.stages * layout.degree
+        draft = self.draft_gb / layout.draft_degree
         return max(target, draft) if layout.own_draft else target + draft
 
 
@@ -160,13 +159,11 @@ class Profiled(Machine):
         stages: number of stages of the target that the times are of.
         by_batch: requests that share a pass -> costs; the nearest one is used.
         degrees: curves by the number of devices that share a layer, as in a profile.
-        transfer: replaces the profile's curve.
     """
 
     stages: int
     by_batch: Mapping[int, Mapping[str, Any]]
     degrees: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
-    transfer: Mapping[str, Any] | None = None
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         used = layout.stages * layout.degree
@@ -178,15 +175,13 @@ class Profiled(Machine):
         nearest = min(self.by_batch, key=lambda known: abs(log(known / batch)))
         costs = {kind: dict(curve) for kind, curve in self.by_batch[nearest].items()}
         for kind, degree in (("stage", layout.degree), ("draft", layout.draft_degree)):
-            curves = self.degrees.get(kind, {})
-            known = sorted(int(number) for number in curves)
-            if known and known[0] <= degree <= known[-1]:
-                costs[kind] = curve_at(curves, degree)
+            if curve := curve_on(self.degrees, kind, degree):
+                costs[kind] = curve
             elif degree > 1:
                 raise DoesNotFit(f"{self.name} has no time of a {kind} on {degree} devices")
         if "stage" in costs:
             costs["stage"] = scaled(costs["stage"], self.stages / layout.stages)
-        return costs if self.transfer is None else {**costs, "transfer": dict(self.transfer)}
+        return costs
 
 
 def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
@@ -239,19 +234,25 @@ def pass_ms(
 
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """The keys of a described machine (docs/plan.md); those with a default may be left out."""
+class Described(Machine):
+    """A machine that is described by the keys of docs/plan.md, and priced by the roofline.
 
+    All transfers of a step take as long as the slowest, so a pipeline over several boxes pays for
+    the link between them.
+    """
+
+    note: str = _ORIGIN
+    error: float = ERROR
     devices: Count
-    memory_gb_s: Positive
-    tflops: Positive
     memory_gb: Positive
-    link_ms: NotNegative
-    link_gb_s: Positive
     target_gb: Positive
     draft_gb: NotNegative
-    weight_bytes: Positive = 2.0
     kv_kb: NotNegative = 0.0
+    memory_gb_s: Positive
+    tflops: Positive
+    link_ms: NotNegative
+    link_gb_s: Positive
+    weight_bytes: Positive = 2.0
     target_layers: Count | None = None
     draft_layers: Count | None = None
     graphs: bool = True
@@ -259,70 +260,58 @@ class Description:
     box_link_ms: NotNegative | None = None
     box_link_gb_s: Positive | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Described(Machine):
-    """A described machine, priced by the roofline.
-
-    All transfers of a step take as long as the slowest, so a pipeline over several boxes pays for
-    the link between them.
-    """
-
-    about: Description
+    @property
+    def prices_context(self) -> bool:  # type: ignore[override]
+        return self.kv_kb > 0
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        about, degree = self.about, max(layout.degree, layout.draft_degree)
-        if degree * about.boxes > self.devices:
+        degree = max(layout.degree, layout.draft_degree)
+        if degree * self.boxes > self.devices:
             raise DoesNotFit(
-                f"a box has {self.devices // about.boxes} devices, fewer than"
+                f"a box has {self.devices // self.boxes} devices, fewer than"
                 f" {degree} that share a layer"
             )
-        used = self.memory_gb(layout, batch, context)
-        if used is not None and used > about.memory_gb:
-            raise DoesNotFit(
-                f"{used:.1f} GB on a device ({layout}), and it has {about.memory_gb:g}"
-            )
-        kv = 1e3 * about.kv_kb * batch * context / layout.stages
-        layers = about.target_layers or self._layers(about.target_gb)
+        used = self.used_gb(layout, batch, context)
+        if used is not None and used > self.memory_gb:
+            raise DoesNotFit(f"{used:.1f} GB on a device ({layout}), and it has {self.memory_gb:g}")
+        kv = 1e3 * self.kv_kb * batch * context / layout.stages
+        layers = self.target_layers or self._layers(self.target_gb)
         stage_layers = -(-layers // layout.stages)
-        stage_gb = 1e9 * about.target_gb / layout.stages
+        stage_gb = self.target_gb / layout.stages
         costs = {"stage": self._passes(stage_gb, stage_layers, layout.degree, kv)}
-        if about.draft_gb:
-            draft_layers = about.draft_layers or self._layers(about.draft_gb)
-            draft_bytes = 1e9 * about.draft_gb
-            costs["draft"] = self._passes(draft_bytes, draft_layers, layout.draft_degree)
+        if self.draft_gb:
+            draft_layers = self.draft_layers or self._layers(self.draft_gb)
+            costs["draft"] = self._passes(self.draft_gb, draft_layers, layout.draft_degree)
         if layout.stages > 1 or layout.own_draft:
-            costs["transfer"] = self._transfers(layout, layers)
+            latency, speed = self.link_ms, self.link_gb_s
+            if self.boxes > 1 and layout.devices > self.devices // self.boxes:
+                latency = latency if self.box_link_ms is None else self.box_link_ms
+                speed = speed if self.box_link_gb_s is None else self.box_link_gb_s
+            # A layer of width E has about 12 E^2 parameters.
+            width = (1e9 * self.target_gb / self.weight_bytes / (12.0 * layers)) ** 0.5
+            costs["transfer"] = _curve(lambda rows: latency + rows * width * 2.0 / (speed * 1e6))
         return costs
 
     def _layers(self, size_gb: float) -> int:
         """Returns the layers of the published model whose number of parameters is nearest."""
-        billions = size_gb / self.about.weight_bytes
+        billions = size_gb / self.weight_bytes
         return min(_LAYERS, key=lambda known: abs(known[0] / billions - 1.0))[1]
 
-    def _passes(self, weights: float, layers: int, degree: int, kv: float = 0.0) -> dict[str, Any]:
-        about = self.about
+    def _passes(self, size_gb: float, layers: int, degree: int, kv: float = 0.0) -> dict[str, Any]:
+        """Prices passes over ``size_gb`` of weights and ``kv`` bytes of keys and values."""
+        weights = 1e9 * size_gb
         return _curve(
             lambda rows: pass_ms(
                 rows,
-                parameters=weights / about.weight_bytes,
+                parameters=weights / self.weight_bytes,
                 num_bytes=weights + kv,
                 layers=layers,
-                bytes_per_s=1e9 * about.memory_gb_s,
-                flops_per_s=1e12 * about.tflops,
+                bytes_per_s=1e9 * self.memory_gb_s,
+                flops_per_s=1e12 * self.tflops,
                 degree=degree,
-                eager=not about.graphs,
+                eager=not self.graphs,
             )
         )
-
-    def _transfers(self, layout: Layout, layers: int) -> dict[str, Any]:
-        about, latency, speed = self.about, self.about.link_ms, self.about.link_gb_s
-        if about.boxes > 1 and layout.devices > self.devices // about.boxes:
-            latency = latency if about.box_link_ms is None else about.box_link_ms
-            speed = speed if about.box_link_gb_s is None else about.box_link_gb_s
-        # A layer of width E has about 12 E^2 parameters.
-        width = (1e9 * about.target_gb / about.weight_bytes / (12.0 * layers)) ** 0.5
-        return _curve(lambda rows: latency + rows * width * 2.0 / (speed * 1e6))
 
 
 def _curve(ms: Callable[[int], float]) -> dict[str, Any]:
@@ -341,67 +330,53 @@ def machine_of(
             "a plan needs the times of a machine: give profile=NAME (specdec list profiles), the"
             " path of a profile or of a described machine, or profile=measured"
         )
-    path = Path(chosen.profile).expanduser()
+    path, where = Path(chosen.profile).expanduser(), f"profile={chosen.profile}"
     if chosen.profile not in options("profile", extra) and path.is_file():
-        loaded = read_yaml(path, f"profile={chosen.profile} is not readable YAML", resolve=True)
+        loaded = read_yaml(path, f"{where} is not readable YAML", resolve=True)
         if isinstance(loaded, dict) and "costs" not in loaded:
-            return _described(chosen, path, loaded)
+            return _described(chosen, path, where, loaded)
     profile = load_profile(chosen.profile, extra, key="profile")
     profile = with_draft({**profile, "profile": chosen.profile}, draft_name)
     if "stages" not in profile:
         raise UserError(
-            f"profile={chosen.profile} does not say of how many stages its target is, so it cannot"
+            f"{where} does not say of how many stages its target is, so it cannot"
             " be split otherwise: add `stages: NUMBER` to a copy of it"
         )
     if chosen.link_gb_s is not None:
         raise UserError(
             f"link_gb_s={chosen.link_gb_s:g} is for a described machine, whose hidden states have a"
-            f" size; profile={chosen.profile} has times: leave it out, or use link_ms"
+            f" size; {where} has times: leave it out, or use link_ms"
         )
-    link = chosen.link_ms
+    costs = dict(profile["costs"])
+    if chosen.link_ms is not None:
+        costs["transfer"] = {"tokens": [1], "ms": [chosen.link_ms]}
     return Profiled(
         name=path.stem if path.is_file() else chosen.profile,
         devices=chosen.devices or profile["stages"] + 1,
         note=profile["note"],
         stages=profile["stages"],
-        by_batch={1: profile["costs"]},
+        by_batch={1: costs},
         degrees=profile.get("degrees", {}),
-        transfer=None if link is None else {"tokens": [1], "ms": [link]},
     )
 
 
-def _described(chosen: PlanOptions, path: Path, loaded: Mapping[str, Any]) -> Described:
-    known = {item.name: item.default is MISSING for item in fields(Description)}
+def _described(chosen: PlanOptions, path: Path, where: str, loaded: Mapping[str, Any]) -> Described:
+    not_keys = ("name", "note", "error", "batches")
+    known = {f.name: f.default is MISSING for f in fields(Described) if f.name not in not_keys}
     for key in loaded:
         if key not in known:
-            raise UserError(
-                f"profile={chosen.profile}: {key} is no key of a described machine:"
-                f" {did_you_mean(str(key), known)}"
-            )
+            hint = did_you_mean(str(key), known)
+            raise UserError(f"{where}: {key} is no key of a described machine: {hint}")
     own = {"devices": chosen.devices, "link_ms": chosen.link_ms, "link_gb_s": chosen.link_gb_s}
     values = {**loaded, **{key: value for key, value in own.items() if value is not None}}
     missing = [name for name, needed in known.items() if needed and name not in values]
     if missing:
         raise UserError(
-            f"profile={chosen.profile} describes a machine without {', '.join(missing)}: add them"
-            " (docs/plan.md)"
+            f"{where} describes a machine without {', '.join(missing)}: add them (docs/plan.md)"
         )
-    for error in errors_of(Description, values):
-        raise UserError(f"profile={chosen.profile}: {error}")
-    about = Description(**values)
-    if about.devices % about.boxes:
-        raise UserError(
-            f"profile={chosen.profile}: {about.devices} devices are not {about.boxes} equal boxes"
-        )
-    return Described(
-        name=path.stem,
-        devices=about.devices,
-        note=_ORIGIN,
-        error=ERROR,
-        prices_context=about.kv_kb > 0,
-        limit_gb=about.memory_gb,
-        target_gb=about.target_gb,
-        draft_gb=about.draft_gb,
-        kv_kb=about.kv_kb,
-        about=about,
-    )
+    for error in errors_of(Described, values):
+        raise UserError(f"{where}: {error}")
+    machine = Described(name=path.stem, **values)
+    if machine.devices % machine.boxes:
+        raise UserError(f"{where}: {machine.devices} devices are not {machine.boxes} equal boxes")
+    return machine

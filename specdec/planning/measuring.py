@@ -33,11 +33,11 @@ from specdec.files import parse_json, write_json
 from specdec.models.loading import DTYPES
 from specdec.pairs import HuggingFacePair
 from specdec.planning.acceptance import OfRecord
-from specdec.planning.candidates import PLAIN, TIMES, Candidate, Simulator, Times, Unit, total
-from specdec.planning.machines import Layout
+from specdec.planning.candidates import PLAIN, TIMES, Candidate, Simulator, Times, Unit
 from specdec.planning.search import Search
 from specdec.profiling.limits import kv_bytes
-from specdec.profiling.passes import costs_node, measure_model, profile_of
+from specdec.profiling.passes import costs_of, measure_model
+from specdec.profiling.trees import clock_node
 from specdec.report.provenance import host_memory
 from specdec.runs.interleaved import run_interleaved
 from specdec.runs.jobs import Progress, prepare, stop_rules
@@ -163,7 +163,7 @@ def measured_here(
             transfer=stages > 1,
             on_repeat=lambda kind: progress.advance(detail=kind),
         )
-        costs, note = costs_node(profile_of(samples, name="measured", note="")), "measured here"
+        costs, note = costs_of(samples), "measured here"
         if stages == 1:
             costs, note = with_controller(costs, models, acceptance, batch=batch, length=length)
         by_batch[batch] = costs
@@ -182,7 +182,7 @@ def _memory(pair: HuggingFacePair, devices: int) -> dict[str, float]:
         "target_gb": weights["target"] / 1e9,
         "draft_gb": weights.get("draft", 0) / 1e9,
         "kv_kb": pair.num_layers * kv_bytes(config, DTYPES[str(pair.dtype)].itemsize) / 1e3,
-        "limit_gb": round(size / (1 if on_gpu else devices) / 1e9, 1),
+        "memory_gb": round(size / (1 if on_gpu else devices) / 1e9, 1),
     }
 
 
@@ -205,11 +205,8 @@ def with_controller(
 
     def simulated(priced: Mapping[str, Any]) -> np.ndarray:
         """Returns float64[P], the simulated time of every probe under these costs."""
-        clock = {"kind": "simulated", "profile": "measured", "scale": 1.0, "costs": priced}
-        made = (
-            Candidate(name="", layout=Layout(), config={**c, "batch_size": batch, "clock": clock})
-            for c in configs
-        )
+        under = {"batch_size": batch, "clock": clock_node("measured", priced)}
+        made = (Candidate(name="", config={**config, **under}) for config in configs)
         return np.array([total_s(simulator.units(candidate, **shape)) for candidate in made])
 
     # Costs of 1 ms per pass, request or row; a request has at least one row.
@@ -290,25 +287,20 @@ def _trials(
     """Returns each candidate's ratio of times, and both tokens per answer, which should agree."""
     batch = int(candidates[0].config["batch_size"])
     count = min(_RUNS, max(search.simulator.num_prompts // batch, 1))
-    rounds = _RUNS // count
-    search.report("runs of the best candidates", len(candidates) * count * rounds)
-    real = models.decode(
-        [_real(made, models) for made in candidates],
-        batch=batch,
-        count=count,
-        length=search.length,
-        rounds=rounds,
-        on_turn=lambda: search.report("", None),
-    )
+    shape = {"batch": batch, "count": count, "length": search.length, "rounds": _RUNS // count}
+    progress = search.progress
+    progress.phase("runs of the best candidates", len(candidates) * count * shape["rounds"])
+    configs = [_real(made, models) for made in candidates]
+    real = models.decode(configs, **shape, on_turn=progress.advance)
     rows = {}
     for made, units in zip(candidates, real, strict=True):
         measured = Times.of(units, search.chosen.objective, made.layout.devices).mean
-        simulated = search.simulator.units(made, count, search.length)
+        simulated = search.units(made, count)
         rows[made.key] = {
             "candidate": str(made),
             "ratio": measured / search.times(made, count).mean,
-            "tokens_per_answer": total(units, "emitted", "answers"),
-            "simulated_tokens_per_answer": total(simulated, "emitted", "answers"),
+            "tokens_per_answer": Times.ratio(units, "emitted", "answers").mean,
+            "simulated_tokens_per_answer": Times.ratio(simulated, "emitted", "answers").mean,
             "tokens_per_s": [round(u.tokens / u.seconds, 2) for u in units if u.seconds > 0.0],
         }
     return rows

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from specdec.attention.kv_cache import TreeCache
-from specdec.clocks import CostCurve, LatencyProfile, Work
+from specdec.clocks import Work
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.stage import InFlight, split_layers
@@ -55,23 +55,13 @@ class Sample:
         return {**asdict(self), "median_ms": self.median_ms, "spread": self.spread}
 
 
-def profile_of(samples: Mapping[Work, Sequence[Sample]], *, name: str, note: str) -> LatencyProfile:
-    """Builds a latency profile of the medians; kinds of work without samples cost nothing."""
+def costs_of(samples: Mapping[Work, Sequence[Sample]]) -> dict[str, Any]:
+    """Returns cost curves of the medians, as in a profile; what costs nothing has none."""
     costs = {}
     for kind, of_kind in samples.items():
-        ms = tuple(round(s.median_ms, _DIGITS) for s in of_kind)
+        ms = [round(sample.median_ms, _DIGITS) for sample in of_kind]
         if any(ms):
-            costs[kind.value] = CostCurve(tokens=tuple(s.tokens for s in of_kind), ms=ms)
-    return LatencyProfile(name=name, costs=costs, note=note)
-
-
-def costs_node(profile: LatencyProfile) -> dict[str, Any]:
-    """Returns the cost curves by kind of work, as in a profile's YAML."""
-    costs: dict[str, Any] = {}
-    for kind, curve in profile.costs.items():
-        costs[kind] = {"tokens": list(curve.tokens), "ms": list(curve.ms)}
-        if curve.block_tokens:
-            costs[kind] |= {"block_tokens": curve.block_tokens, "block_ms": curve.block_ms}
+            costs[kind.value] = {"tokens": [sample.tokens for sample in of_kind], "ms": ms}
     return costs
 
 
@@ -125,9 +115,8 @@ def measure_model(
         on_repeat("transfers")
         width = int(pair.target.config.get_text_config().hidden_size)
         dtype = next(pair.target.parameters()).dtype
-        samples[Work.TRANSFER] = measure_transfer(
-            width=width, dtype=dtype, tokens=tokens, repeats=repeats
-        )
+        shape = {"tokens": tokens, "repeats": repeats}
+        samples[Work.TRANSFER] = measure_transfer(width=width, dtype=dtype, **shape)
     return samples
 
 
@@ -139,9 +128,7 @@ class _TimedRunner:
 
     def __init__(self, runner: ModelRunner, context: int, max_tokens: int, requests: int) -> None:
         self._runner, self._context, self._step = runner, context, 0
-        self._caches: list[TreeCache] = [
-            runner.new_cache(context + max_tokens) for _ in range(requests)
-        ]
+        self._caches = [runner.new_cache(context + max_tokens) for _ in range(requests)]
         for cache in self._caches:
             for start in range(0, context, _PREFILL_ROWS):
                 tokens = np.arange(start, min(start + _PREFILL_ROWS, context))
@@ -174,17 +161,9 @@ class _TimedRunner:
         self._pass(num, NO_ROWS, self._caches[:1])
         self._step += 1
         kept = np.arange(min(1, num - 1), num, 2)
-        commit = Commit(
-            request=0,
-            step=self._step,
-            kind=CommitKind.HIT,
-            retired_ids=np.array([0]),
-            retired_tokens=np.array([0]),
-            next_token=0,
-            root_id=int(kept[0]),
-            prefix_len=self._context + 1,
-            kept_ids=kept,
-        )
+        retired = {"retired_ids": np.array([0]), "retired_tokens": np.array([0]), "next_token": 0}
+        root = {"root_id": int(kept[0]), "prefix_len": self._context + 1, "kept_ids": kept}
+        commit = Commit(request=0, step=self._step, kind=CommitKind.HIT, **retired, **root)
         batch = Batch(step=0, trees=(_level(num, self._context),))
         flight = InFlight(batch, self._ones(num))
 
