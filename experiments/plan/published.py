@@ -23,7 +23,7 @@ import yaml
 from specdec.config.hydra import compose_config
 from specdec.config.profiles import load_profile
 from specdec.files import write_text
-from specdec.planning.acceptance import OfLaw
+from specdec.planning.acceptance import Acceptance, of_law
 from specdec.planning.candidates import PLAIN, Simulator, Times, presets
 from specdec.planning.machines import Layout, Profiled
 from specdec.report.provenance import provenance
@@ -32,9 +32,9 @@ _HERE = Path(__file__).parent
 _PROMPTS, _TOKENS = 24, 128
 
 
-def law_of(name: str) -> OfLaw:
+def law_of(name: str) -> Acceptance:
     """A shipped law."""
-    return OfLaw.of(compose_config([f"model={name}"]).values["model"])
+    return of_law(compose_config([f"model={name}"]).values["model"])
 
 
 def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float, float]:
@@ -46,17 +46,17 @@ def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float,
         used["middle"] = costs["middle"]
         # The middle model's hit rate, in the classes of the draft's law.
         odds = np.linspace(0.0, 3.0, 61)
-        wanted = law_of(run["middle"]).hit_rate()
-        near = min(odds, key=lambda x: abs(law.shifted(float(x)).hit_rate() - wanted))
+        wanted = law_of(run["middle"]).hit_rate
+        near = min(odds, key=lambda x: abs(law.shifted(float(x)).hit_rate - wanted))
         top1 = law.shifted(float(near)).section["top1"]
-        law = OfLaw.of({**law.section, "middle_top1": top1}, law.label)
+        law = of_law({**law.section, "middle_top1": top1}, law.label)
     machine = Profiled(name="pipespec_70b", stages=1, by_batch={1: used}, devices=3)
     plain = simulated_ms(law, machine, PLAIN, {}, Layout())
     return plain, simulated_ms(law, machine, run["strategy"], run["sizes"], Layout())
 
 
 def simulated_ms(
-    law: OfLaw, machine: Profiled, name: str, sizes: Mapping[str, Any], layout: Layout
+    law: Acceptance, machine: Profiled, name: str, sizes: Mapping[str, Any], layout: Layout
 ) -> float:
     """Milliseconds per token of a preset with some sizes in a layout."""
     pair = law.pair()
@@ -78,7 +78,7 @@ def predicted_cycle(pipeline: Mapping[str, Any], theory: float) -> float:
     """
     stages = int(pipeline["stages"])
     hit = (stages - stages / theory) / (stages - 1)
-    law = OfLaw.of({"weights": [1.0], "top1": [hit], "decay": [2.0], "miss": [0.0]})
+    law = of_law({"weights": [1.0], "top1": [hit], "decay": [2.0], "miss": [0.0]})
     times = {"stage": pipeline["cycle_ms"], "draft": pipeline["draft_ms"]}
     costs = {kind: {"tokens": [1], "ms": [ms]} for kind, ms in times.items()}
     machine = Profiled(name="spd", stages=stages, by_batch={1: costs}, devices=stages + 1)

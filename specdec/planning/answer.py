@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from specdec.errors import UserError
-from specdec.planning.acceptance import Acceptance, chain_table
+from specdec.planning.acceptance import Acceptance
 from specdec.planning.candidates import (
     OTHER_PROGRAM,
     PLAIN,
@@ -151,7 +151,7 @@ def conclude(
     plain = of_presets.pop(PLAIN)
     others = list(of_presets.values())
     changes = list(_changes(search, acceptance, [*others, plain], winner))
-    table = chain_table(acceptance)
+    table = acceptance.chain_table()
     contexts = chosen.context if machine.prices_context else chosen.context[:1]
     batches = machine.batches or (chosen.batch if len(chosen.batch) > 1 else _BATCHES)
     cells = (chain_cell(machine, table, b, c) for c in contexts for b in batches)
@@ -166,11 +166,11 @@ def conclude(
         batch=batch,
         context=context,
         devices=machine.devices,
-        acceptance=f"{acceptance.label}; hit rate {acceptance.hit_rate():.3f}",
+        acceptance=f"{acceptance.label}; hit rate {acceptance.hit_rate:.3f}",
         machine=machine.name,
         decides=tuple(_decides(search, winner, units, choices)),
         changes=tuple(changes),
-        changes_text=tuple(_sentences(changes, winner.name, acceptance.hit_rate())),
+        changes_text=tuple(_sentences(changes, winner.name, acceptance.hit_rate)),
         chains=tuple(cell for cell in cells if cell is not None),
         crossover=limits,
         by_batch=tuple(_by_batch(search, others, plain)),
@@ -288,7 +288,7 @@ def _changes(
         for odds in _ODDS:
             other = acceptance.shifted(odds)
             simulator = Simulator(other.pair(), of=f"odds{odds:+g}", **shape)
-            yield row("hit rate", other.hit_rate(), replace(search, simulator=simulator), kept)
+            yield row("hit rate", other.hit_rate, replace(search, simulator=simulator), kept)
     if any("transfer" in c.config["clock"]["costs"] for c in kept):
         for factor in _LINKS:
             yield row("transfers", factor, search, [c.rescaled({"transfer": factor}) for c in kept])

@@ -27,7 +27,7 @@ from specdec.parts.fields import (
     expects,
     validated,
 )
-from specdec.planning.acceptance import Acceptance, OfRecord, chain_table, of_log, of_model
+from specdec.planning.acceptance import Acceptance, acceptance_of, of_record
 from specdec.planning.answer import Plan, conclude
 from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, Candidate, Simulator, presets
 from specdec.planning.chains import chain_cell
@@ -184,7 +184,7 @@ def plan_request(
             raise UserError(f"{override.input_line}: {_REFUSED[section]}; leave it out")
     job = run_job_of(rest, extra)
     model, check, machine = job.config["model"], chosen.check, None
-    acceptance = of_log(chosen) if chosen.acceptance else of_model(model)
+    acceptance = acceptance_of(chosen, model)
     if acceptance is None and model["kind"] not in ("pretrained", "random"):
         raise UserError(
             f"model.kind={model['kind']} has no hits of a draft to plan with: use"
@@ -241,7 +241,7 @@ def searched(
         decoded, reasons = presets(models.words, extra, unknown, measured=calibrates)
         left_out = {k: v for k, v in left_out.items() if k not in unknown} | reasons
         tried, unknown = [*tried, *decoded], list(reasons)
-    best_chain = chain_cell(machine, chain_table(acceptance), batch, context)
+    best_chain = chain_cell(machine, acceptance.chain_table(), batch, context)
     search = Search(
         machine=machine,
         simulator=simulator,
@@ -259,11 +259,12 @@ def searched(
     return search, acceptance, finalists
 
 
-def _recorded(models: ModelsHere, folder: Path) -> OfRecord:
+def _recorded(models: ModelsHere, folder: Path) -> Acceptance:
     """Lets the models decode the sample of prompts once."""
     config = run_job_of([*models.words, f"strategy={PLAIN}", "record=true"], models.extra).config
     run = _once(config, folder / "record", models.progress)
-    return OfRecord.of(str(run / "record.npz"), num_layers=models.loaded[0].num_layers)
+    layers = models.loaded[0].num_layers
+    return of_record({"record": str(run / "record.npz"), "num_layers": layers})
 
 
 def _once(config: dict[str, Any], run: Path, progress: Progress) -> Path:
@@ -277,7 +278,6 @@ def _once(config: dict[str, Any], run: Path, progress: Progress) -> Path:
 def _measured(
     models: ModelsHere, acceptance: Acceptance, chosen: PlanOptions, folder: Path
 ) -> Profiled:
-    assert isinstance(acceptance, OfRecord), "checked by the request"
     devices, stored = chosen.devices or 1, folder / "measured.json"
     stages = max(devices - 1, 1)
     if not stored.is_file():

@@ -7,8 +7,10 @@ A pass of R rows of a model on d devices of a described machine, which share eve
 
 with L layers, P parameters and B bytes of weights and of the keys and values that are read.
 ``eager_layer_ms`` replaces ``layer_ms`` for engines without captured graphs. The constants are
-fitted to published pass times by ``experiments/plan/roofline.py``, which states the error on models
-that the fit does not use.
+fitted by ``experiments/plan/roofline.py``, which states the error on models that the fit does not
+use, to 156 published pass times: 16-bit weights of 10 models, 0.07 to 71 billion parameters, on 8
+GPUs (AnthonyHuo/An-Empirical-Study-on-Tree-based-Speculative-Decoding 0428ac25, jianc99/FastHesse,
+swiss-ai/apertus-speculative-decoding, spitzblattr/spec-bench-vllm).
 """
 
 from __future__ import annotations
@@ -32,18 +34,8 @@ _DEGREES = (1, 2, 4, 8, 16)
 _POINTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 """Numbers of rows at which a described machine is priced."""
 
-_LAYERS = (
-    *((0.07, 2), (0.5, 24), (1.2, 16), (3.0, 28), (8.0, 32)),
-    *((13.0, 40), (33.0, 60), (70.0, 80)),
-)
-"""(billions of parameters, layers) of published Llama and Qwen models."""
-
-_ORIGIN = "described machine: roofline, efficiencies fitted to 156 published pass times"
-"""The data of the fit: 16-bit weights of 10 models, 0.07 to 71 billion parameters, on 8 GPUs.
-
-AnthonyHuo/An-Empirical-Study-on-Tree-based-Speculative-Decoding 0428ac25, jianc99/FastHesse,
-swiss-ai/apertus-speculative-decoding, spitzblattr/spec-bench-vllm.
-"""
+_LAYERS = {0.07: 2, 0.5: 24, 1.2: 16, 3.0: 28, 8.0: 32, 13.0: 40, 33.0: 60, 70.0: 80}
+"""Billions of parameters -> layers, of published Llama and Qwen models."""
 
 ERROR = 0.25
 """Three quarters of the held-out pass times have a smaller relative error; the median is 11 %."""
@@ -58,8 +50,7 @@ class Layout:
     """Which devices run target and draft.
 
     Attributes:
-        degree: devices that share every layer of a stage (tensor parallelism).
-        draft_degree: devices that share every layer of the draft.
+        degree, draft_degree: devices that share every layer of a stage, and of the draft.
         replicas: copies of the target.
         own_draft: whether the draft has devices of its own and works beside the target.
         others: devices of further models, one each.
@@ -78,7 +69,7 @@ class Layout:
         return target + (self.draft_degree if self.own_draft else 0) + self.others
 
     def __str__(self) -> str:
-        words = [f"{self.stages} stage{'s' * (self.stages > 1)}"] if self.stages > 1 else []
+        words = [f"{self.stages} stages"] if self.stages > 1 else []
         words += [f"TP {self.degree}"] if self.degree > 1 else []
         words += [f"{self.replicas} copies"] if self.replicas > 1 else []
         draft = f"draft TP {self.draft_degree}" if self.draft_degree > 1 else "draft"
@@ -132,7 +123,11 @@ class Machine:
     target_gb: float = 0.0
     draft_gb: float = 0.0
     kv_kb: float = 0.0
-    prices_context = False  # whether times depend on the context
+
+    @property
+    def prices_context(self) -> bool:
+        """Whether times depend on the context; measured ones are of a single one."""
+        return self.kv_kb > 0 and self.batches is None
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         """Returns cost curves by kind of work, as in a profile; raises ``DoesNotFit``."""
@@ -169,11 +164,11 @@ class Profiled(Machine):
         used = layout.stages * layout.degree
         if used < self.stages:
             raise DoesNotFit(
-                f"the target of {self.name} is on {self.stages} devices, and"
-                f" {used} are taken not to hold it"
+                f"the target of {self.name} is on {self.stages} devices, and {used} are taken not"
+                " to hold it"
             )
         nearest = min(self.by_batch, key=lambda known: abs(log(known / batch)))
-        costs = {kind: dict(curve) for kind, curve in self.by_batch[nearest].items()}
+        costs = dict(self.by_batch[nearest])
         for kind, degree in (("stage", layout.degree), ("draft", layout.draft_degree)):
             if curve := curve_on(self.degrees, kind, degree):
                 costs[kind] = curve
@@ -185,10 +180,8 @@ class Profiled(Machine):
 
 
 def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    result = {**curve, "ms": [ms * factor for ms in curve["ms"]]}
-    if "block_ms" in curve:
-        result["block_ms"] = curve["block_ms"] * factor
-    return result
+    blocks = {"block_ms": curve["block_ms"] * factor} if "block_ms" in curve else {}
+    return {**curve, "ms": [ms * factor for ms in curve["ms"]], **blocks}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,18 +234,18 @@ class Described(Machine):
     the link between them.
     """
 
-    note: str = _ORIGIN
+    note: str = "described machine: roofline, efficiencies fitted to 156 published pass times"
     error: float = ERROR
     devices: Count
-    memory_gb: Positive
-    target_gb: Positive
-    draft_gb: NotNegative
-    kv_kb: NotNegative = 0.0
     memory_gb_s: Positive
     tflops: Positive
+    memory_gb: Positive
     link_ms: NotNegative
     link_gb_s: Positive
+    target_gb: Positive
+    draft_gb: NotNegative
     weight_bytes: Positive = 2.0
+    kv_kb: NotNegative = 0.0
     target_layers: Count | None = None
     draft_layers: Count | None = None
     graphs: bool = True
@@ -260,31 +253,23 @@ class Described(Machine):
     box_link_ms: NotNegative | None = None
     box_link_gb_s: Positive | None = None
 
-    @property
-    def prices_context(self) -> bool:  # type: ignore[override]
-        return self.kv_kb > 0
-
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        degree = max(layout.degree, layout.draft_degree)
+        degree, in_box = max(layout.degree, layout.draft_degree), self.devices // self.boxes
         if degree * self.boxes > self.devices:
-            raise DoesNotFit(
-                f"a box has {self.devices // self.boxes} devices, fewer than"
-                f" {degree} that share a layer"
-            )
+            raise DoesNotFit(f"a box has {in_box} devices, fewer than {degree} that share a layer")
         used = self.used_gb(layout, batch, context)
         if used is not None and used > self.memory_gb:
             raise DoesNotFit(f"{used:.1f} GB on a device ({layout}), and it has {self.memory_gb:g}")
-        kv = 1e3 * self.kv_kb * batch * context / layout.stages
         layers = self.target_layers or self._layers(self.target_gb)
-        stage_layers = -(-layers // layout.stages)
-        stage_gb = self.target_gb / layout.stages
-        costs = {"stage": self._passes(stage_gb, stage_layers, layout.degree, kv)}
+        stage_gb, kv_gb = self.target_gb / layout.stages, 1e-6 * self.kv_kb * batch * context
+        per_stage = {"layers": -(-layers // layout.stages), "degree": layout.degree}
+        costs = {"stage": self._passes(stage_gb, kv_gb / layout.stages, **per_stage)}
         if self.draft_gb:
-            draft_layers = self.draft_layers or self._layers(self.draft_gb)
-            costs["draft"] = self._passes(self.draft_gb, draft_layers, layout.draft_degree)
+            draft = {"layers": self.draft_layers or self._layers(self.draft_gb)}
+            costs["draft"] = self._passes(self.draft_gb, 0.0, degree=layout.draft_degree, **draft)
         if layout.stages > 1 or layout.own_draft:
             latency, speed = self.link_ms, self.link_gb_s
-            if self.boxes > 1 and layout.devices > self.devices // self.boxes:
+            if self.boxes > 1 and layout.devices > in_box:
                 latency = latency if self.box_link_ms is None else self.box_link_ms
                 speed = speed if self.box_link_gb_s is None else self.box_link_gb_s
             # A layer of width E has about 12 E^2 parameters.
@@ -295,16 +280,14 @@ class Described(Machine):
     def _layers(self, size_gb: float) -> int:
         """Returns the layers of the published model whose number of parameters is nearest."""
         billions = size_gb / self.weight_bytes
-        return min(_LAYERS, key=lambda known: abs(known[0] / billions - 1.0))[1]
+        return _LAYERS[min(_LAYERS, key=lambda known: abs(known / billions - 1.0))]
 
-    def _passes(self, size_gb: float, layers: int, degree: int, kv: float = 0.0) -> dict[str, Any]:
-        """Prices passes over ``size_gb`` of weights and ``kv`` bytes of keys and values."""
-        weights = 1e9 * size_gb
+    def _passes(self, size_gb: float, kv_gb: float, *, layers: int, degree: int) -> dict[str, Any]:
         return _curve(
             lambda rows: pass_ms(
                 rows,
-                parameters=weights / self.weight_bytes,
-                num_bytes=weights + kv,
+                parameters=1e9 * size_gb / self.weight_bytes,
+                num_bytes=1e9 * (size_gb + kv_gb),
                 layers=layers,
                 bytes_per_s=1e9 * self.memory_gb_s,
                 flops_per_s=1e12 * self.tflops,
@@ -334,13 +317,13 @@ def machine_of(
     if chosen.profile not in options("profile", extra) and path.is_file():
         loaded = read_yaml(path, f"{where} is not readable YAML", resolve=True)
         if isinstance(loaded, dict) and "costs" not in loaded:
-            return _described(chosen, path, where, loaded)
+            return _described(chosen, path.stem, where, loaded)
     profile = load_profile(chosen.profile, extra, key="profile")
     profile = with_draft({**profile, "profile": chosen.profile}, draft_name)
     if "stages" not in profile:
         raise UserError(
-            f"{where} does not say of how many stages its target is, so it cannot"
-            " be split otherwise: add `stages: NUMBER` to a copy of it"
+            f"{where} does not say of how many stages its target is, so it cannot be split"
+            " otherwise: add `stages: NUMBER` to a copy of it"
         )
     if chosen.link_gb_s is not None:
         raise UserError(
@@ -360,7 +343,7 @@ def machine_of(
     )
 
 
-def _described(chosen: PlanOptions, path: Path, where: str, loaded: Mapping[str, Any]) -> Described:
+def _described(chosen: PlanOptions, name: str, where: str, loaded: Mapping[str, Any]) -> Described:
     not_keys = ("name", "note", "error", "batches")
     known = {f.name: f.default is MISSING for f in fields(Described) if f.name not in not_keys}
     for key in loaded:
@@ -369,14 +352,14 @@ def _described(chosen: PlanOptions, path: Path, where: str, loaded: Mapping[str,
             raise UserError(f"{where}: {key} is no key of a described machine: {hint}")
     own = {"devices": chosen.devices, "link_ms": chosen.link_ms, "link_gb_s": chosen.link_gb_s}
     values = {**loaded, **{key: value for key, value in own.items() if value is not None}}
-    missing = [name for name, needed in known.items() if needed and name not in values]
+    missing = [key for key, needed in known.items() if needed and key not in values]
     if missing:
         raise UserError(
             f"{where} describes a machine without {', '.join(missing)}: add them (docs/plan.md)"
         )
     for error in errors_of(Described, values):
         raise UserError(f"{where}: {error}")
-    machine = Described(name=path.stem, **values)
+    machine = Described(name=name, **values)
     if machine.devices % machine.boxes:
         raise UserError(f"{where}: {machine.devices} devices are not {machine.boxes} equal boxes")
     return machine

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from specdec.metrics.speedup import expected_accepted
-from specdec.planning.acceptance import OfLaw, OfRecord, chain_table
+from specdec.models.bundled import record_path
+from specdec.pairs.record import read_record
+from specdec.planning.acceptance import of_law, of_record
 from specdec.planning.candidates import (
     PLAIN,
     Candidate,
@@ -39,7 +41,7 @@ target_gb: 70
 draft_gb: 2.5
 kv_kb: 320
 """
-LAW = OfLaw.of({"weights": [1.0], "top1": [0.7], "decay": [2.0], "miss": [0.0]})
+LAW = of_law({"weights": [1.0], "top1": [0.7], "decay": [2.0], "miss": [0.0]})
 COSTS = {
     "stage": {"tokens": [1, 64], "ms": [6.0, 12.0]},
     "draft": {"tokens": [1, 64], "ms": [1.0, 2.0]},
@@ -92,34 +94,34 @@ def test_a_profile_is_scaled_to_other_stages() -> None:
 
 
 def test_tokens_per_pass_of_a_constant_law_are_the_formula() -> None:
-    for gamma, tokens in enumerate(chain_table(LAW)):
+    for gamma, tokens in enumerate(LAW.chain_table()):
         assert tokens == pytest.approx(1.0 + expected_accepted(0.7, gamma))
 
 
 def test_tokens_per_pass_of_a_record_are_those_of_its_hits() -> None:
-    record = OfRecord.of("bundled:humaneval")
+    record = of_record({"record": "bundled:humaneval"})
     tokens = passes = hits = 0
-    for request in record.record.requests:
+    for request in read_record(record_path("bundled:humaneval")).requests:
         ranks, at = request.ranks.tolist(), 0
         while at < len(ranks):
             accepted = next((i for i, rank in enumerate(ranks[at : at + 3]) if rank), 3)
             at, passes = at + min(accepted, len(ranks) - at) + 1, passes + 1
         tokens, hits = tokens + len(ranks), hits + ranks.count(0)
     assert record.tokens_per_pass(3) == pytest.approx(tokens / passes)
-    assert record.hit_rate() == pytest.approx(hits / tokens)
+    assert record.hit_rate == pytest.approx(hits / tokens)
 
 
 def test_shifted_laws_and_records_have_the_changed_hit_rate() -> None:
     section = {"weights": [0.5, 0.5], "top1": [0.9, 0.4], "decay": [2.0, 2.0], "miss": [0.0, 0.0]}
-    moved = OfLaw.of(section).shifted(-3.0)
+    moved = of_law(section).shifted(-3.0)
     expected = np.mean([1 / (1 + np.exp(3.0) * (1 - p) / p) for p in (0.9, 0.4)])
-    assert moved.hit_rate() == pytest.approx(expected)
+    assert moved.hit_rate == pytest.approx(expected)
     moved.pair()  # whose candidates are still in the order of their probability
-    record = OfRecord.of("bundled:humaneval")
+    record = of_record({"record": "bundled:humaneval"})
     for odds in (-1.0, 1.0):
-        rate = record.hit_rate()
+        rate = record.hit_rate
         expected = 1 / (1 + np.exp(-odds) * (1 - rate) / rate)
-        assert record.shifted(odds).hit_rate() == pytest.approx(expected, abs=0.03)
+        assert record.shifted(odds).hit_rate == pytest.approx(expected, abs=0.03)
 
 
 def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
     acceptance = plan_request(words).acceptance
     assert acceptance is not None
     assert acceptance.requests == 12
-    assert acceptance.hit_rate() == pytest.approx(0.7, abs=0.03)  # 5 standard errors
+    assert acceptance.hit_rate == pytest.approx(0.7, abs=0.03)  # 5 standard errors
     assert acceptance.tokens_per_pass(5) == pytest.approx(1.0 + expected_accepted(0.7, 5), rel=0.05)
 
 
@@ -153,7 +155,7 @@ def test_intervals_count_the_requests_of_a_law() -> None:
 
 
 def test_the_chain_table_crosses_over_to_plain_decoding(machine: Machine) -> None:
-    table = chain_table(LAW.shifted(-0.5))
+    table = LAW.shifted(-0.5).chain_table()
     start = crossover(machine, table, 1)
     assert start is not None
     at, before, one = (chain_cell(machine, table, b, 1) for b in (start, start // 2, 1))
