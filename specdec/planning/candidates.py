@@ -39,11 +39,8 @@ _RESAMPLES = 2000
 SIZES: Mapping[str, tuple[Any, ...]] = {
     "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16),
     "branching": (
-        [2, 2, 1, 1],
-        [1, 1, 3, 1, 1, 1, 1, 1],
-        [4, 2, 2, 1, 1],
-        [3, 2, 1, 1, 1, 1],
-        [8, 4, 2, 1, 1, 1],
+        *([2, 2, 1, 1], [1, 1, 3, 1, 1, 1, 1, 1], [4, 2, 2, 1, 1]),
+        *([3, 2, 1, 1, 1, 1], [8, 4, 2, 1, 1, 1]),
     ),
     "width": (4, 8, 16, 32, 64),
     "children": (2, 4, 8, 16),
@@ -206,24 +203,17 @@ def _sources(node: Any) -> Iterator[tuple[type, bool]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Counts of a batch of prompts that were served together.
-
-    Attributes:
-        tokens, seconds: of the decode phases, summed over requests.
-        emitted, clock_s: all tokens, and the time from start to end.
-        answers, hits: answers of the target, and those of them that were hits.
-        draft_s, hidden_s: seconds of drafting, and seconds of it that overlapped target work.
-    """
+    """Counts of a batch of prompts that were served together; times in seconds."""
 
     requests: int
-    tokens: int
+    tokens: int  # of the decode phases of all requests, as ``seconds``
     seconds: float
-    emitted: int
-    clock_s: float
-    answers: int
+    emitted: int  # all tokens
+    clock_s: float  # from start to end
+    answers: int  # of the target
     hits: int
     draft_s: float
-    hidden_s: float
+    hidden_s: float  # of drafting that overlapped target work
 
     @property
     def later_answers(self) -> int:
@@ -325,14 +315,11 @@ class Simulator:
         self._pair, self.path, self._of, self._models = pair, path, of, models
         self._known: dict[str, Unit] = {}
         self.simulated_tokens = 0
-        recorded = pair.prompts()
-        if recorded is None:
-            shape = (prompts, _PROMPT_TOKENS)
-            drawn = np.random.default_rng(0).integers(1, pair.vocab_size, shape, np.int64)
-            recorded = list(enumerate(drawn))
+        shape = (prompts, _PROMPT_TOKENS)
+        drawn = np.random.default_rng(0).integers(1, pair.vocab_size, shape, np.int64)
+        recorded = pair.prompts() or list(enumerate(drawn))
         self._prompts = [TokenPrompt(*prompt) for prompt in recorded[:prompts]]
-        lines = path.read_text("utf-8").splitlines() if path is not None and path.is_file() else ()
-        for line in lines:
+        for line in path.read_text("utf-8").splitlines() if path and path.is_file() else ():
             try:
                 values = json.loads(line)
                 self._known[values.pop("key")] = Unit(**values)
@@ -354,7 +341,7 @@ class Simulator:
         batch = int(candidate.config["batch_size"])
         count = min(count, max(len(self._prompts) // batch, 1))
         keys = [f"{self._of}:{candidate.key}:{length}:{at}" for at in range(count)]
-        if any(key not in self._known for key in keys):
+        if not self._known.keys() >= {*keys}:
             self._decode(candidate, keys, batch, length)
         return [self._known[key] for key in keys]
 
