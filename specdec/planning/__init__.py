@@ -7,6 +7,7 @@ from specdec.lazy import lazy_exports
 if TYPE_CHECKING:
     from specdec.planning.answer import Plan, Recommendation
     from specdec.planning.check import PlanVerdict, check_run, units_of_run
-    from specdec.planning.job import PlanOptions, plan
+    from specdec.planning.job import plan
+    from specdec.planning.options import PlanOptions
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy.special import expit, logit
@@ -17,11 +17,9 @@ from specdec.models.bundled import record_path
 from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import Record, RecordedRequest, read_record, read_traces
 from specdec.pairs.recorded import RecordedSequences, ReplayModels
+from specdec.planning.options import PlanOptions
 from specdec.sources.hashing import hash_uniform
 from specdec.types import FloatArray
-
-if TYPE_CHECKING:
-    from specdec.planning.job import PlanOptions
 
 _SHIFT = 7  # stream of the hash that changes a record's ranks
 _LONGEST = 16  # draft tokens of the chains in ``chain_table``

@@ -45,78 +45,52 @@ _WORK = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """A ranked candidate.
-
-    Attributes:
-        sizes: keys of its policy that differ from the preset.
-        tokens_per_s: expected speed over all requests of a batch; intervals are of 95 %.
-        ms_per_token: expected time per token of one request.
-        gain: speed-up over plain decoding by the plan's objective, with its paired interval.
-        first: share of the resamples in which this candidate is the best.
-        tokens_per_answer, hit_rate: emitted tokens and hits per answer of the target.
-        memory_gb: gigabytes on the fullest device; None if unknown.
-    """
+    """A ranked candidate; intervals are of 95 %."""
 
     strategy: str
-    sizes: Mapping[str, Any]
+    sizes: Mapping[str, Any]  # keys of its policy that differ from the preset
     layout: str
     devices: int
-    tokens_per_s: float
+    tokens_per_s: float  # over all requests of a batch
     tokens_per_s_interval: tuple[float, float]
-    ms_per_token: float
+    ms_per_token: float  # of one request
     ms_per_token_interval: tuple[float, float]
-    gain: float
-    gain_interval: tuple[float, float]
-    first: float
-    tokens_per_answer: float
+    gain: float  # over plain decoding by the plan's objective
+    gain_interval: tuple[float, float]  # paired
+    first: float  # share of the resamples in which it is the best
+    tokens_per_answer: float  # of the target, as ``hit_rate``
     hit_rate: float
-    memory_gb: float | None
+    memory_gb: float | None  # on the fullest device; None if unknown
     is_plain: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The result of ``specdec.plan``.
+    """The result of ``specdec.plan``."""
 
-    Attributes:
-        choices: ranked candidates, fastest first, with plain decoding among them.
-        acceptance, machine: texts that describe the inputs and their origin.
-        decides, changes_text: sentences on what the first choice depends on.
-        changes: the fastest candidate under each other acceptance ("hit rate": of the first
-            candidate) and link ("transfers": factor of their time), with its time per token.
-        chains: the best chain by formula for each batch size and context (``chain_cell``).
-        crossover: context -> number of requests from which on plain decoding is best.
-        by_batch: the fastest of the ranked candidates at each further batch size.
-        engines: engine -> flags for the best chain.
-        left_out: preset -> why it was not simulated.
-        complete: whether the budget sufficed.
-        expected: what a real run of the first choice is compared with (``check_run``).
-        folder: where it is written; empty if nowhere.
-    """
-
-    choices: tuple[Recommendation, ...]
+    choices: tuple[Recommendation, ...]  # fastest first, with plain decoding among them
     objective: str
     batch: int
     context: int
     devices: int
-    acceptance: str
+    acceptance: str  # a description, as ``machine``
     machine: str
-    decides: tuple[str, ...]
-    changes: tuple[Mapping[str, Any], ...]
+    decides: tuple[str, ...]  # sentences on what the first choice depends on
+    changes: tuple[Mapping[str, Any], ...]  # the fastest under each other hit rate and link
     changes_text: tuple[str, ...]
-    chains: tuple[Mapping[str, Any], ...]
-    crossover: Mapping[int, int | None]
-    by_batch: tuple[Mapping[str, Any], ...]
-    engines: Mapping[str, str]
+    chains: tuple[Mapping[str, Any], ...]  # by batch size and context, of ``chain_cell``
+    crossover: Mapping[int, int | None]  # context -> requests from which on plain is best
+    by_batch: tuple[Mapping[str, Any], ...]  # the fastest at each further batch size
+    engines: Mapping[str, str]  # engine -> flags for the best chain
     memory_limit_gb: float | None
-    left_out: Mapping[str, str]
-    complete: bool
+    left_out: Mapping[str, str]  # preset -> why it was not simulated
+    complete: bool  # whether the budget sufficed
     notes: tuple[str, ...]
-    expected: Mapping[str, Any]
+    expected: Mapping[str, Any]  # what a real run is compared with (``check_run``)
     overrides: tuple[str, ...]
     simulated_tokens: int = 0
     search_s: float = 0.0
-    folder: str = ""
+    folder: str = ""  # where it is written
 
     @property
     def best(self) -> Recommendation:
@@ -189,42 +163,40 @@ def _choices(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendatio
     """Drops candidates that decode exactly like a faster one, but not plain decoding."""
     chosen = search.chosen
     batch, context = chosen.batch[0], chosen.context[0]
-    kept: list[tuple[Candidate, Times]] = []
+    kept: dict[tuple[Any, ...], tuple[Candidate, Times]] = {}
     for candidate in ranked:
         times = search.times(candidate, chosen.prompts)
-        pair = [times.above, times.below]
-        same = any(np.array_equal(pair, [known.above, known.below]) for _, known in kept)
-        if not same or candidate.name == PLAIN:
-            kept.append((candidate, times))
-    num = effective(len(kept[0][1].above), search.requests)
-    drawn = np.stack([times.resampled(num) for _, times in kept])
-    first = np.bincount(drawn.argmin(axis=0), minlength=len(kept)) / drawn.shape[1]
-    base = next(at for at, (candidate, _) in enumerate(kept) if candidate.name == PLAIN)
+        same = (*times.above, *times.below, candidate.name == PLAIN)
+        kept.setdefault(same, (candidate, times))
+    candidates, all_times = zip(*kept.values(), strict=True)
+    num = effective(len(all_times[0].above), search.requests)
+    drawn = np.stack([times.resampled(num) for times in all_times])
+    first = np.bincount(drawn.argmin(axis=0), minlength=len(drawn)) / drawn.shape[1]
+    base = next(at for at, candidate in enumerate(candidates) if candidate.name == PLAIN)
     choices = []
-    for at, (candidate, times) in enumerate(kept):
+    for at, candidate in enumerate(candidates):
         units, layout = search.units(candidate, chosen.prompts), candidate.layout
         # With one request at a time, decode phases alone count, as in ``tokens_per_s`` of a run.
         alone = Times.of(units, "latency")
         speed = alone if batch == 1 else Times.of(units, "throughput")
-        choices.append(
-            Recommendation(
-                strategy=candidate.name,
-                sizes=candidate.sizes,
-                layout=str(layout),
-                devices=layout.devices,
-                tokens_per_s=1.0 / speed.mean,
-                tokens_per_s_interval=interval(1.0 / speed.resampled(num)),
-                ms_per_token=1e3 * alone.mean,
-                ms_per_token_interval=interval(1e3 * alone.resampled(num)),
-                gain=kept[base][1].mean / times.mean,
-                gain_interval=interval(drawn[base] / drawn[at]),
-                first=float(first[at]),
-                tokens_per_answer=Times.ratio(units, "emitted", "answers").mean,
-                hit_rate=Times.ratio(units, "hits", "answers").mean,
-                memory_gb=search.machine.used_gb(layout, batch, context),
-                is_plain=at == base,
-            )
+        choice = Recommendation(
+            strategy=candidate.name,
+            sizes=candidate.sizes,
+            layout=str(layout),
+            devices=layout.devices,
+            tokens_per_s=1.0 / speed.mean,
+            tokens_per_s_interval=interval(1.0 / speed.resampled(num)),
+            ms_per_token=1e3 * alone.mean,
+            ms_per_token_interval=interval(1e3 * alone.resampled(num)),
+            gain=all_times[base].mean / all_times[at].mean,
+            gain_interval=interval(drawn[base] / drawn[at]),
+            first=float(first[at]),
+            tokens_per_answer=Times.ratio(units, "emitted", "answers").mean,
+            hit_rate=Times.ratio(units, "hits", "answers").mean,
+            memory_gb=search.machine.used_gb(layout, batch, context),
+            is_plain=at == base,
         )
+        choices.append(choice)
     return tuple(choices)
 
 

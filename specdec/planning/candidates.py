@@ -322,7 +322,8 @@ class Simulator:
         for line in path.read_text("utf-8").splitlines() if path and path.is_file() else ():
             try:
                 values = json.loads(line)
-                self._known[values.pop("key")] = Unit(**values)
+                key = values.pop("key")
+                self._known[key] = Unit(**values)
             except (ValueError, KeyError, TypeError):
                 if line.endswith("}"):  # otherwise cut by an interruption
                     raise UserError(

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from specdec.config.hydra import parse
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.files import parse_json, write_json
-from specdec.parts.fields import (
-    Count,
-    NotNegative,
-    Positive,
-    Text,
-    did_you_mean,
-    errors_of,
-    expects,
-    validated,
-)
 from specdec.planning.acceptance import Acceptance, acceptance_of, of_record
 from specdec.planning.answer import Plan, conclude
 from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, Candidate, Simulator, presets
@@ -34,6 +21,7 @@ from specdec.planning.chains import chain_cell
 from specdec.planning.check import PlanVerdict, check_run, units_of_run
 from specdec.planning.machines import Machine, Profiled, machine_of
 from specdec.planning.measuring import ModelsHere, calibrated, measured_here
+from specdec.planning.options import MEASURED, PlanOptions, split_words
 from specdec.planning.report import PRESET, RESULT_FILE, write_plan
 from specdec.planning.search import Search
 from specdec.report.provenance import provenance
@@ -41,9 +29,6 @@ from specdec.runs.jobs import Progress, run_job
 
 SEARCH_FILE = "search.json"
 """Its presence in a folder says that the search was complete."""
-
-MEASURED = "measured"
-"""The value of ``profile`` that measures the models of this run on this machine."""
 
 _EVALUATIONS = "evaluations.jsonl"
 _LENGTH = 64  # tokens per simulated prompt
@@ -61,75 +46,6 @@ _REFUSED = {
     "record": "a plan records where it has to",
     "trace": "trace the planned strategy instead",
 }
-_LISTS = ("batch", "context", "strategies")
-_TEXTS = ("profile", "acceptance", "method", "check", "objective", "drafter")
-_Counts = Annotated[
-    tuple[Count, ...],
-    Field(min_length=1),
-    expects("it must be whole numbers of at least 1, as in 1,4,16 or 512,8k"),
-]
-
-
-@validated
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The options of ``specdec plan``, as its help describes them.
-
-    Attributes:
-        profile: a profile's name or path, the path of a described machine, or "measured".
-        devices: number of devices, the draft's included; None: as many as the profile has.
-        batch, context: the first one is ranked, the others are in the tables.
-        acceptance: an engine's log or trace, in place of a law of ``model=``.
-        strategies: presets to try; empty for all.
-        check: "true" runs the first choice; a run folder compares its results; empty does neither.
-    """
-
-    profile: Text | None = None
-    devices: Count | None = None
-    link_ms: NotNegative | None = None
-    link_gb_s: Positive | None = None
-    batch: _Counts = (1,)
-    context: _Counts = (512,)
-    objective: Literal["latency", "throughput", "per_device"] = "latency"
-    acceptance: Text | None = None
-    method: Text | None = None
-    draft_tokens: Count | None = None
-    drafter: Literal["draft_model", "eagle", "eagle3", "ngram"] = "draft_model"
-    strategies: tuple[Text, ...] = ()
-    prompts: Annotated[int, Field(ge=4, le=1000)] = 24
-    budget_s: Positive = 60.0
-    check: str = ""
-
-
-def _options(words: Iterable[str], keys: Mapping[str, Any]) -> tuple[PlanOptions, list[str]]:
-    """Returns the options of the plan, and the words that are left for the configuration."""
-    known = {field.name for field in fields(PlanOptions)}
-    own: dict[str, Any] = {}
-    rest: list[str] = []
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or key not in known:
-            rest.append(word)
-        elif key in _TEXTS:
-            own[key] = text
-        elif key in _LISTS:
-            (override,) = parse([f"{key}=[{text.strip('[]')}]"])
-            own[key] = tuple(_count(value) for value in override.value())
-        else:
-            own[key] = parse([word])[0].value()
-    for key, value in keys.items():
-        if key not in known:
-            raise UserError(f"{key} is no key of a plan: {did_you_mean(key, known)}")
-        own[key] = tuple(value) if isinstance(value, list) else value
-    for error in errors_of(PlanOptions, own):
-        raise UserError(error)
-    return PlanOptions(**own), rest
-
-
-def _count(value: Any) -> Any:
-    """Returns 8192 for ``8k``."""
-    kilo = re.fullmatch(r"(\d+)k", str(value))
-    return 1024 * int(kilo[1]) if kilo else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,29 +71,20 @@ class PlanRequest:
         """The content of config.yaml: everything but ``check``, which may be added later."""
         values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.chosen).items()}
         del values["check"]
-        return {"command": "plan", **values, "overrides": self._without("output_dir=")}
+        return {"command": "plan", **values, "overrides": list(self.words)}
 
     @property
     def decoding_words(self) -> list[str]:
         """Words of a run by models; by default of a small random sample of the prompts."""
-        words = self._without("output_dir=")
-        missing = (k for k in _SAMPLE if not any(word.startswith(f"{k}=") for word in words))
-        return [*words, *(f"{key}={_SAMPLE[key]}" for key in missing)]
-
-    @property
-    def simulating_words(self) -> list[str]:
-        """Words of a simulation, whose model is the acceptance."""
-        return self._without("model", "output_dir=", "threads=")
-
-    def _without(self, *starts: str) -> list[str]:
-        return [word for word in self.words if not word.startswith(starts)]
+        missing = (k for k in _SAMPLE if not any(word.startswith(f"{k}=") for word in self.words))
+        return [*self.words, *(f"{key}={_SAMPLE[key]}" for key in missing)]
 
 
 def plan_request(
     words: Sequence[str], extra: Sequence[Path] = (), keys: Mapping[str, Any] | None = None
 ) -> PlanRequest:
     """Checks a command before anything is decoded; ``keys`` are options in place of words."""
-    chosen, rest = _options(words, keys or {})
+    chosen, rest = split_words(words, keys or {})
     for override in parse(rest):
         section = str(override.key_or_group).lstrip("+~").partition(".")[0]
         if section in _REFUSED:
@@ -191,9 +98,8 @@ def plan_request(
             " model=hf, tiny, replay or a law, or acceptance=FILE"
         )
     if chosen.profile != MEASURED:
-        machine = machine_of(
-            chosen, extra, draft_name=acceptance.draft_name if acceptance else None
-        )
+        draft_name = acceptance.draft_name if acceptance else None
+        machine = machine_of(chosen, extra, draft_name=draft_name)
     elif acceptance is not None:
         raise UserError(
             "profile=measured measures models, and a law or record has none: use model=hf or"
@@ -211,9 +117,8 @@ def plan_request(
         )
     if check not in ("", "true", "false"):
         units_of_run(Path(check).expanduser())
-    return PlanRequest(
-        chosen, tuple(rest), tuple(extra), model, machine, acceptance, job.output_dir
-    )
+    kept = tuple(word for word in rest if not word.startswith("output_dir="))
+    return PlanRequest(chosen, kept, tuple(extra), model, machine, acceptance, job.output_dir)
 
 
 def searched(
@@ -233,8 +138,8 @@ def searched(
     simulator = Simulator(
         pair, folder / _EVALUATIONS, of="plan", prompts=prompts, models=lambda: models.loaded
     )
-    words = [*request.simulating_words, *acceptance.overrides]
-    tried, left_out = presets(words, extra, chosen.strategies, pair)
+    words = [word for word in request.words if not word.startswith(("model", "threads="))]
+    tried, left_out = presets([*words, *acceptance.overrides], extra, chosen.strategies, pair)
     calibrates = request.machine is None and machine.devices == 1
     unknown = [name for name, why in left_out.items() if why != OTHER_PROGRAM]
     if request.acceptance is None:

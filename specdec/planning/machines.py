@@ -19,16 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specdec.config.options import options, read_yaml
 from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 from specdec.parts.fields import Count, NotNegative, Positive, did_you_mean, errors_of, validated
+from specdec.planning.options import PlanOptions
 from specdec.profiling.trees import curve_on
-
-if TYPE_CHECKING:
-    from specdec.planning.job import PlanOptions
 
 _DEGREES = (1, 2, 4, 8, 16)
 _POINTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from specdec.errors import UserError
 from specdec.planning.candidates import (
@@ -25,10 +24,8 @@ from specdec.planning.candidates import (
     interval,
 )
 from specdec.planning.machines import DoesNotFit, Layout, Machine, layouts
+from specdec.planning.options import PlanOptions
 from specdec.runs.jobs import Progress
-
-if TYPE_CHECKING:
-    from specdec.planning.job import PlanOptions
 
 _FIRST = (3, 48)  # prompts and tokens of the first round
 _ROUNDS = ((8, 18), (None, 9))  # prompts (None: all), candidates that are kept

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from specdec.attention.kv_cache import TreeCache
 from specdec.clocks import Work
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
@@ -33,10 +32,7 @@ _DIGITS = 4  # decimals of milliseconds in a profile: 0.1 microseconds
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Repeated measurements of one kind of work on ``tokens`` rows.
-
-    ``ms`` has the milliseconds of each repeat; the head's are differences and may be negative.
-    """
+    """Milliseconds of repeats on ``tokens`` rows; the head's are differences, maybe negative."""
 
     tokens: int
     ms: tuple[float, ...]
@@ -90,27 +86,23 @@ def measure_model(
     meter = Meter()
     bounds = split_layers(pair.num_layers, stages)
     longest = max(bounds, key=lambda bound: bound[1] - bound[0])
-    stage, last = (
-        _TimedRunner(pair.stage(*bound, meter).runner, context, max(tokens), requests)
-        for bound in (longest, bounds[-1])
+    stage, last, draft = (
+        _TimedRunner(runner, context, max(tokens), requests)
+        for runner in (
+            *(pair.stage(*bound, meter).runner for bound in (longest, bounds[-1])),
+            pair.runner("draft", meter),
+        )
     )
-    draft = _TimedRunner(pair.runner("draft", meter), context, max(tokens), requests)
-    kinds = {
-        Work.STAGE: stage.layers,
-        Work.PRUNE: stage.prune,
-        Work.HEAD: last.head,
-        Work.DRAFT: draft.proposals,
-    }
+    kinds = {Work.STAGE: stage.layers, Work.PRUNE: stage.prune}
+    kinds |= {Work.HEAD: last.head, Work.DRAFT: draft.proposals}
     samples = {}
     for kind, seconds_of in kinds.items():
-        ms: dict[int, list[float]] = {num: [] for num in tokens}
-        for i in range(repeats + 1):
-            for num in tokens:
-                seconds = seconds_of(num)
-                if i:  # the first round is not counted: it allocates and pages in
-                    ms[num].append(seconds * 1e3)
+        rounds = []
+        for _ in range(repeats + 1):
+            rounds.append([1e3 * seconds_of(num) for num in tokens])
             on_repeat(kind.value)
-        samples[kind] = [Sample(num, tuple(ms[num])) for num in tokens]
+        # The first round is not counted: it allocates and pages in.
+        samples[kind] = list(map(Sample, tokens, zip(*rounds[1:], strict=True)))
     if transfer:
         on_repeat("transfers")
         width = int(pair.target.config.get_text_config().hidden_size)
@@ -157,18 +149,16 @@ class _TimedRunner:
 
     def prune(self, num: int) -> float:
         """Times pruning the cache and the rows in flight to half of ``num`` nodes."""
-        cache = self._caches[0]
-        self._pass(num, NO_ROWS, self._caches[:1])
+        self._pass(num, NO_ROWS, 1)
         self._step += 1
         kept = np.arange(min(1, num - 1), num, 2)
         retired = {"retired_ids": np.array([0]), "retired_tokens": np.array([0]), "next_token": 0}
         root = {"root_id": int(kept[0]), "prefix_len": self._context + 1, "kept_ids": kept}
         commit = Commit(request=0, step=self._step, kind=CommitKind.HIT, **retired, **root)
-        batch = Batch(step=0, trees=(_level(num, self._context),))
-        flight = InFlight(batch, self._ones(num))
+        flight = InFlight(Batch(step=0, trees=(_level(num, self._context),)), self._ones(num))
 
         def prune() -> None:
-            cache.commit(commit)
+            self._caches[0].commit(commit)
             flight.prune({0: commit})
 
         return self._seconds(prune)
@@ -184,10 +174,10 @@ class _TimedRunner:
         return seconds
 
     def _pass(
-        self, num: int, logits_rows: IntArray | None, caches: Sequence[TreeCache] = ()
+        self, num: int, logits_rows: IntArray | None, requests: int | None = None
     ) -> torch.Tensor | None:
         """Runs one pass over rows that are spread over the caches, and returns its logits."""
-        used = (caches or self._caches)[:num]
+        used = self._caches[:requests][:num]
         each, more = divmod(num, len(used))
         levels = (_level(each + (at < more), self._context) for at in range(len(used)))
         packed = [cache.rows(tree=level) for cache, level in zip(used, levels, strict=True)]
@@ -234,34 +224,34 @@ def measure_transfer(
                 f" within {_TIMEOUT_S:.0f} s ({type(error).__name__}: {error}): leave transfers out"
                 " with profiling.transfer=false"
             ) from error
-    return [Sample(num, tuple(ms)) for num, ms in zip(tokens, times, strict=True)]
+    return list(map(Sample, tokens, zip(*times[1:], strict=True)))
 
 
 def _side(
     rank: int, port: int, width: int, dtype: torch.dtype, tokens: tuple[int, ...], repeats: int
 ) -> list[list[float]]:
-    """Runs in each process: rank 0 sends and measures, rank 1 sends back."""
+    """Runs in each process; returns the milliseconds of every round and number of tokens."""
     from specdec.distributed.transport import gloo_group
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     group: Any = gloo_group(store, rank, 2, loopback=True)  # stubs lack send and recv
     peer = 1 - rank
-    times: list[list[float]] = [[] for _ in tokens]
-    for i in range(repeats + 1):
-        for at, num in enumerate(tokens):
+    rounds: list[list[float]] = []
+    for _ in range(repeats + 1):
+        rounds.append([])
+        for num in tokens:
             rows = torch.ones(num, width, dtype=dtype)
             received = torch.empty_like(rows)
             posted = group.recv([received], peer, 0)  # posted ahead, as between stages
             start = perf_counter()
-            if rank == 1:
+            if rank == 1:  # rank 0 sends and measures, rank 1 sends back
                 posted.wait()
             sent = group.send([rows], peer, 0)
             if rank == 0:
                 posted.wait()
-                if i:
-                    times[at].append((perf_counter() - start) / 2 * 1e3)
+            rounds[-1].append((perf_counter() - start) / 2 * 1e3)
             sent.wait()
     store.set(f"done/{rank}", "1")
     store.wait([f"done/{peer}"])  # the peer may still be reading
-    return times
+    return rounds

@@ -142,13 +142,12 @@ class StepTimes:
 
     Attributes:
         stages: compute, pruning and transfer of each stage; the last includes the output head.
-        compute, compute_one: computation of the longest stage, for a tree level and for one token.
+        compute: computation of the longest stage for a tree level, C max T_c.
         transfer, draft: transfer of one tree level, and a draft pass over one.
     """
 
     stages: tuple[float, ...]
     compute: float
-    compute_one: float
     transfer: float
     draft: float
 
@@ -159,16 +158,12 @@ class StepTimes:
         ``width`` is in tokens per tree level. ``group`` is the number of devices per stage, which
         work in sequence within a step (PipeDec's G).
         """
-        compute, compute_one = (
-            group * profile.ms(Work.STAGE, rows) + (group - 1) * profile.ms(Work.TRANSFER, rows)
-            for rows in (width, 1)
-        )
         transfer = profile.ms(Work.TRANSFER, width)
+        compute = group * profile.ms(Work.STAGE, width) + (group - 1) * transfer
         plain = compute + profile.ms(Work.PRUNE, width) + transfer
         return StepTimes(
             stages=(*[plain] * (stages - 1), plain + profile.ms(Work.HEAD, width)),
             compute=compute,
-            compute_one=compute_one,
             transfer=transfer,
             draft=profile.ms(Work.DRAFT, width),
         )
@@ -186,10 +181,7 @@ def eq2_tbt(step: float, num_stages: int, hit: float) -> float:
 
 
 def pipedec_latency(times: StepTimes) -> float:
-    """PipeDec 2.4: max(T_draft, C max T_c + max T_t) with C = T_c(w) / T_c(1), without misses.
-
-    The product C T_c is the computation of a tree level.
-    """
+    """PipeDec 2.4: max(T_draft, C max T_c + max T_t) with C = T_c(w) / T_c(1), without misses."""
     return max(times.draft, times.compute + times.transfer)
 
 

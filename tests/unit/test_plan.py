@@ -25,9 +25,10 @@ from specdec.planning.candidates import (
     presets,
 )
 from specdec.planning.chains import chain_cell, crossover, engine_flags, round_ms
-from specdec.planning.job import NoProgress, PlanOptions, plan_request
+from specdec.planning.job import NoProgress, plan_request
 from specdec.planning.machines import DoesNotFit, Layout, Machine, Profiled, layouts, machine_of
 from specdec.planning.measuring import calibrated, typical
+from specdec.planning.options import PlanOptions
 from specdec.planning.search import Search
 
 MACHINE = """\

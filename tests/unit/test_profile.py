@@ -57,7 +57,7 @@ def test_step_times_of_a_group() -> None:
     assert times.compute == 2 * 40 + 3
     assert times.stages == (*[83.0 + 5 + 3] * 6, 83.0 + 5 + 3 + 2)
     assert pipedec_latency(times) == pytest.approx(83 + 3)
-    slow_draft = StepTimes(stages=(5.0,), compute=5.0, compute_one=4.0, transfer=1.0, draft=17.0)
+    slow_draft = StepTimes(stages=(5.0,), compute=5.0, transfer=1.0, draft=17.0)
     assert pipedec_latency(slow_draft) == 17.0
 
 

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from specdec.config.hydra import parse
+from specdec.errors import UserError
+from specdec.parts.fields import (
+    Count,
+    NotNegative,
+    Positive,
+    Text,
+    did_you_mean,
+    errors_of,
+    expects,
+    validated,
+)
+
+MEASURED = "measured"
+"""The value of ``profile`` that measures the models of this run on this machine."""
+
+_LISTS = ("batch", "context", "strategies")
+_TEXTS = ("profile", "acceptance", "method", "check", "objective", "drafter")
+_Counts = Annotated[
+    tuple[Count, ...],
+    Field(min_length=1),
+    expects("it must be whole numbers of at least 1, as in 1,4,16 or 512,8k"),
+]
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The options of ``specdec plan``, as its help describes them.
+
+    Attributes:
+        profile: a profile's name or path, the path of a described machine, or "measured".
+        devices: number of devices, the draft's included; None: as many as the profile has.
+        batch, context: the first one is ranked, the others are in the tables.
+        acceptance: an engine's log or trace, in place of a law of ``model=``.
+        strategies: presets to try; empty for all.
+        check: "true" runs the first choice; a run folder compares its results; empty does neither.
+    """
+
+    profile: Text | None = None
+    devices: Count | None = None
+    link_ms: NotNegative | None = None
+    link_gb_s: Positive | None = None
+    batch: _Counts = (1,)
+    context: _Counts = (512,)
+    objective: Literal["latency", "throughput", "per_device"] = "latency"
+    acceptance: Text | None = None
+    method: Text | None = None
+    draft_tokens: Count | None = None
+    drafter: Literal["draft_model", "eagle", "eagle3", "ngram"] = "draft_model"
+    strategies: tuple[Text, ...] = ()
+    prompts: Annotated[int, Field(ge=4, le=1000)] = 24
+    budget_s: Positive = 60.0
+    check: str = ""
+
+
+def split_words(words: Iterable[str], keys: Mapping[str, Any]) -> tuple[PlanOptions, list[str]]:
+    """Returns the options of the plan, and the words that are left for the configuration."""
+    known = {field.name for field in fields(PlanOptions)}
+    own, rest = {}, []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in known:
+            rest.append(word)
+        elif key in _TEXTS:
+            own[key] = text
+        elif key in _LISTS:
+            text = re.sub(r"\b(\d+)k\b", lambda kilo: str(1024 * int(kilo[1])), text)
+            own[key] = tuple(parse([f"{key}=[{text.strip('[]')}]"])[0].value())
+        else:
+            own[key] = parse([word])[0].value()
+    for key, value in keys.items():
+        if key not in known:
+            raise UserError(f"{key} is no key of a plan: {did_you_mean(key, known)}")
+        own[key] = tuple(value) if isinstance(value, list) else value
+    for error in errors_of(PlanOptions, own):
+        raise UserError(error)
+    return PlanOptions(**own), rest
