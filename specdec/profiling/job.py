@@ -72,12 +72,7 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
         node = {"note": note, "stages": work.stages, "costs": clock["costs"]}
         head = "# Measured by `specdec profile`; milliseconds against tokens.\n"
         write_text(folder / f"{options.name}.yaml", head + as_yaml(node))
-    trees = len(options.widths) * len(options.children)
-    progress.phase("simulating trees", trees + sum(g > 1 for g in options.groups))
-    cells = []
-    for cell in propose(work, clock):
-        cells.append(cell)
-        progress.advance(detail=f"width {cell['width']}")
+    cells = propose(work, clock)
     result = {
         "profile": {"name": clock["profile"], "note": clock["note"], "costs": clock["costs"]},
         "samples": {k.value: [s.to_json() for s in v] for k, v in samples.items()},
@@ -127,12 +122,7 @@ def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dic
     work = Workload.of(cfg, progress)
     options = work.options
     use = None if options.use is None else {"name": options.use, **cfg["use"]}
-    runs = len(options.targets) * len(options.bs) * len(options.w)
-    progress.phase("trying splits", runs if use is None else 2 * runs)
-    splits = []
-    for split in allocate(work, use):
-        splits.append(split)
-        progress.advance(detail="{target}:{draft}, d {d}".format(**split))
+    splits = allocate(work, use)
     best = max(splits, key=itemgetter("tokens_per_s"))
     source = "measured on real ranks" if use is None else f"simulated on {options.use}"
     parts = {"source": "draft_model", "policy": "swiftspec", "verifier": "match"}

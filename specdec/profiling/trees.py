@@ -7,7 +7,7 @@ text has no formulas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Annotated, Any
@@ -78,6 +78,7 @@ class Workload:
     options: ProfilingOptions
     pair: ModelPair
     prompts: Sequence[TokenPrompt]
+    progress: Progress
 
     @staticmethod
     def of(cfg: Mapping[str, Any], progress: Progress) -> Workload:
@@ -86,7 +87,7 @@ class Workload:
             torch.set_num_threads(int(cfg["threads"]))
         progress.phase("loading models", None)
         pair, prompts, _ = prepare(cfg)
-        return Workload(cfg, ProfilingOptions(**cfg["profiling"]), pair, prompts)
+        return Workload(cfg, ProfilingOptions(**cfg["profiling"]), pair, prompts, progress)
 
     @property
     def stages(self) -> int:
@@ -116,6 +117,7 @@ class Workload:
             raise UserError(
                 f"max_new_tokens={cfg['max_new_tokens']} is too few for a measurement: raise it"
             )
+        self.progress.advance()
         return summary
 
 
@@ -185,7 +187,7 @@ def pipedec_latency(times: StepTimes) -> float:
     return max(times.draft, times.compute + times.transfer)
 
 
-def propose(work: Workload, clock: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def propose(work: Workload, clock: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Simulates SpecPipe with several trees on ``clock``, a profile of one device.
 
     Every width with every number of children has one device per stage; the fastest tree is tried in
@@ -198,14 +200,15 @@ def propose(work: Workload, clock: Mapping[str, Any]) -> Iterator[dict[str, Any]
             f"profiling.groups={options.groups}: {wrong[0]} does not divide the"
             f" executor.stages={devices} devices; name divisors of {devices}"
         )
-    cells = []
-    for width, children in product(options.widths, options.children):
-        cells.append(_cell(work, clock, width, children, 1))
-        yield cells[-1]
+    trees, groups = (
+        [*product(options.widths, options.children)],
+        [g for g in options.groups if g > 1],
+    )
+    work.progress.phase("simulating trees", len(trees) + len(groups))
+    cells = [_cell(work, clock, *tree, 1) for tree in trees]
     best = min(cells, key=lambda cell: cell["tbt"])
-    for group in options.groups:
-        if group > 1:
-            yield _cell(work, clock, best["width"], best["children"], group)
+    more = [_cell(work, clock, best["width"], best["children"], group) for group in groups]
+    return cells + more
 
 
 def _cell(
@@ -240,7 +243,7 @@ def _cell(
     }
 
 
-def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+def allocate(work: Workload, use: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Decodes all prompts with every combination of split and tree (SwiftSpec 3.1 and 5.5).
 
     If ``use`` is a latency profile (``name``, ``costs``, ``degrees``), each tree is simulated with
@@ -255,7 +258,9 @@ def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[dict[str
             f"profiling.targets={options.targets}: {wrong[0]} of profiling.devices={devices}"
             f" devices leaves none for the draft: name numbers from 1 to {devices - 1}"
         )
-    for target, bs, w in product(options.targets, options.bs, options.w):
+    tried, splits = [*product(options.targets, options.bs, options.w)], []
+    work.progress.phase("trying splits", len(tried) * (1 if use is None else 2))
+    for target, bs, w in tried:
         draft = devices - target
         executor: dict[str, Any] = {"stages": 1, "groups": None, "shared": False}
         executor |= {"target_degree": target, "draft_degree": draft, "transport": "distributed"}
@@ -273,11 +278,11 @@ def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[dict[str
             tree: dict[str, Any] = {"bs": bs, "w": w, "d": d}
             policy = {"_target_": "specdec.policies.BestFirst", **tree, "asynchronous": True}
             summary = work.decode(policy, executor, clock)
-            yield {
-                **{"target": target, "draft": draft, **tree, "target_ms": target_ms},
-                **{"draft_ms": draft_ms, "interpolated": interpolated},
-                **{key: summary[key] for key in ("acceptance_length", "tokens_per_s")},
-            }
+            split = {"target": target, "draft": draft, **tree, "target_ms": target_ms}
+            split |= {"draft_ms": draft_ms, "interpolated": interpolated}
+            keys = ("acceptance_length", "tokens_per_s")
+            splits.append(split | {key: summary[key] for key in keys})
+    return splits
 
 
 def _split_clock(use: Mapping[str, Any], target: int, draft: int) -> tuple[dict[str, Any], bool]:
