@@ -28,30 +28,18 @@ _EDGE = 1e-9  # hit rates are kept this far from 0 and 1 in log odds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """A law or a record.
+    """A law or a record."""
 
-    Attributes:
-        section: the section ``model`` of a configuration that chooses it.
-        requests: number of measured requests behind it; 0 if it is assumed or does not say.
-        hit_rate: share of positions whose first candidate is right.
-        tokens_per_pass: expected emitted tokens of a pass over a chain of so many draft tokens.
-        pair: returns models that reproduce it.
-        shifted: adds to the log odds that the first candidate is right.
-        draft_name: a profile must have the time of this draft; None accepts any.
-        drawn: whether any number of prompts can be drawn from it.
-        context: mean number of tokens before a decoded one, of a record.
-    """
-
-    section: Mapping[str, Any]
+    section: Mapping[str, Any]  # the section ``model`` of a configuration that chooses it
     label: str
-    requests: int
-    hit_rate: float
-    tokens_per_pass: Callable[[int], float]
-    pair: Callable[[], ModelPair]
-    shifted: Callable[[float], Acceptance]
-    draft_name: str | None = None
-    drawn: bool = False
-    context: int = 0
+    requests: int  # measured ones behind it; 0 if it is assumed or does not say
+    hit_rate: float  # share of positions whose first candidate is right
+    tokens_per_pass: Callable[[int], float]  # expected, of a chain of so many draft tokens
+    pair: Callable[[], ModelPair]  # returns models that reproduce it
+    shifted: Callable[[float], Acceptance]  # adds to the log odds of ``hit_rate``
+    draft_name: str | None = None  # a profile must have its time; None accepts any
+    drawn: bool = False  # whether any number of prompts can be drawn from it
+    context: int = 0  # mean number of tokens before a decoded one, of a record
 
     @property
     def overrides(self) -> list[str]:

@@ -63,20 +63,14 @@ SIZES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A preset with sizes in a layout, whose costs its ``config`` has.
-
-    Attributes:
-        sizes: keys of the policy that differ from the preset.
-        free: number of models that run on a device of their own by construction.
-        decoded: whether real models decode it on the simulated clock, since its source reads what
-            no law or record has.
-    """
+    """A preset with sizes in a layout, whose costs its ``config`` has."""
 
     name: str
     config: Mapping[str, Any]
     layout: Layout = field(default_factory=Layout)
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    free: int = 0
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # what differs from the preset's policy
+    free: int = 0  # models that run on a device of their own by construction
+    # Whether real models decode it on the simulated clock: its source reads what laws have not.
     decoded: bool = False
 
     @property

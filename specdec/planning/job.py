@@ -50,19 +50,13 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A checked request for a plan.
-
-    Attributes:
-        words: overrides of the configuration, of which ``model`` is that section.
-        extra: further configuration trees.
-        machine, acceptance: None if they have to be measured first.
-    """
+    """A checked request for a plan."""
 
     chosen: PlanOptions
-    words: tuple[str, ...]
-    extra: tuple[Path, ...]
-    model: Mapping[str, Any]
-    machine: Machine | None
+    words: tuple[str, ...]  # overrides of the configuration
+    extra: tuple[Path, ...]  # further configuration trees
+    model: Mapping[str, Any]  # section of the configuration
+    machine: Machine | None  # None if it has to be measured first, as ``acceptance``
     acceptance: Acceptance | None
     output_dir: str | None = None
 

@@ -45,21 +45,14 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which devices run target and draft.
-
-    Attributes:
-        degree, draft_degree: devices that share every layer of a stage, and of the draft.
-        replicas: copies of the target.
-        own_draft: whether the draft has devices of its own and works beside the target.
-        others: devices of further models, one each.
-    """
+    """Which devices run target and draft."""
 
     stages: int = 1
-    degree: int = 1
+    degree: int = 1  # devices that share every layer of a stage, as ``draft_degree``
     draft_degree: int = 1
-    replicas: int = 1
-    own_draft: bool = False
-    others: int = 0
+    replicas: int = 1  # copies of the target
+    own_draft: bool = False  # whether the draft has own devices and works beside the target
+    others: int = 0  # devices of further models, one each
 
     @property
     def devices(self) -> int:
@@ -102,25 +95,17 @@ def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Base of the machines that price the work of a layout.
-
-    Attributes:
-        note: origin of the times.
-        error: relative error of the times; 5 % is assumed for measured ones.
-        batches: numbers of requests at a time for which times are known; None for any number.
-        memory_gb: of a device; None if it and the sizes of the models are unknown.
-        kv_kb: kilobytes of the target's keys and values per token.
-    """
+    """Base of the machines that price the work of a layout."""
 
     name: str
     devices: int
-    note: str = ""
-    error: float = 0.05
-    batches: tuple[int, ...] | None = None
-    memory_gb: float | None = None
+    note: str = ""  # origin of the times
+    error: float = 0.05  # relative error of the times, assumed for measured ones
+    batches: tuple[int, ...] | None = None  # numbers of requests with known times; None: any
+    memory_gb: float | None = None  # of a device; None if it and the models' sizes are unknown
     target_gb: float = 0.0
     draft_gb: float = 0.0
-    kv_kb: float = 0.0
+    kv_kb: float = 0.0  # kilobytes of the target's keys and values per token
 
     @property
     def prices_context(self) -> bool:
@@ -147,16 +132,11 @@ class Profiled(Machine):
 
     With another number of stages a stage has more or fewer layers, and its times are scaled in
     proportion. Fewer devices than the profile's are assumed not to hold the target.
-
-    Attributes:
-        stages: number of stages of the target that the times are of.
-        by_batch: requests that share a pass -> costs; the nearest one is used.
-        degrees: curves by the number of devices that share a layer, as in a profile.
     """
 
-    stages: int
-    by_batch: Mapping[int, Mapping[str, Any]]
-    degrees: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
+    stages: int  # of the target that the times are of
+    by_batch: Mapping[int, Mapping[str, Any]]  # requests that share a pass -> costs
+    degrees: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)  # as in a profile
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         used = layout.stages * layout.degree

@@ -35,16 +35,7 @@ _Counts = Annotated[
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of ``specdec plan``, as its help describes them.
-
-    Attributes:
-        profile: a profile's name or path, the path of a described machine, or "measured".
-        devices: number of devices, the draft's included; None: as many as the profile has.
-        batch, context: the first one is ranked, the others are in the tables.
-        acceptance: an engine's log or trace, in place of a law of ``model=``.
-        strategies: presets to try; empty for all.
-        check: "true" runs the first choice; a run folder compares its results; empty does neither.
-    """
+    """The options of ``specdec plan``, which its help describes."""
 
     profile: Text | None = None
     devices: Count | None = None

@@ -42,28 +42,21 @@ _Tried = dict[str, tuple[float, Candidate]]  # key of a candidate -> its time in
 
 @dataclass(slots=True)
 class Search:
-    """A search over presets, layouts and sizes.
-
-    Attributes:
-        requests: number of units that the acceptance was fitted to; see ``effective``.
-        length: tokens per prompt.
-        chain_length: draft tokens of the best chain by formula, which are tried too.
-        left_out: preset -> why it is not simulated; ``unknown`` are those that need models.
-        spent: seconds of simulations (False) and of decoding by models (True). Models decode some
-            hundred tokens per second, which would leave no time to try sizes.
-    """
+    """A search over presets, layouts and sizes."""
 
     machine: Machine
     simulator: Simulator
     chosen: PlanOptions
-    requests: float
-    length: int
-    chain_length: int
+    requests: float  # units that the acceptance was fitted to; see ``effective``
+    length: int  # tokens per prompt
+    chain_length: int  # draft tokens of the best chain by formula, which are tried too
     progress: Progress
-    left_out: dict[str, str] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)  # preset -> why it is not simulated
+    unknown: list[str] = field(default_factory=list)  # presets that need models
     notes: list[str] = field(default_factory=list)
     complete: bool = True
+    # Seconds of simulations (False) and of decoding by models (True). Models decode some hundred
+    # tokens per second, which would leave no time to try sizes.
     spent: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
 
     def run(self, presets: Sequence[Candidate]) -> list[Candidate]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ from specdec.runs.jobs import Progress
 RESULT_FILE = "profile.json"
 SPLIT_PRESET = "swiftspec_best"
 _PHASES = 4  # stage, prune, head, draft
-_TENTHS: Callable[[Any], str] = "{:,.1f}".format
-_HUNDREDTHS: Callable[[Any], str] = "{:,.2f}".format
 _NOISY = 0.25  # spread of a stage's times above which a warning is printed
 
 
@@ -146,20 +144,18 @@ def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dic
 def profile_text(result: Mapping[str, Any]) -> str:
     """Returns the tables that the command prints."""
     curves = {k: pd.Series(c["ms"], c["tokens"]) for k, c in result["profile"]["costs"].items()}
-    costs = pd.DataFrame(curves).T.rename_axis("ms at tokens").reset_index()
-    lines = [_table(costs, dict.fromkeys(costs.columns[1:], _HUNDREDTHS))]
+    lines = [_table(pd.DataFrame(curves).T.rename_axis("ms at tokens").reset_index())]
     if limits := result["limits"]:
         passes, machine = pd.DataFrame(limits["passes"]), limits["machine"]
         passes[["num_bytes", "flops"]] /= 1e6
-        heads = {"kind": "pass", "rows": "rows", "num_bytes": "MB", "flops": "MFLOPs", "ms": "ms"}
+        heads = {"kind": "pass", "num_bytes": "MB", "flops": "MFLOPs"}
         heads |= {"bound_ms": "least ms", "bound": "bound by", "share": "reached"}
-        forms = dict.fromkeys(("MB", "MFLOPs"), _TENTHS)
-        forms |= {**dict.fromkeys(("ms", "least ms"), _HUNDREDTHS), "reached": percent}
-        lines.append(_table(passes[list(heads)].rename(columns=heads), forms))
+        lines.append(_table(passes.rename(columns=heads)))
         lines.append(
             f"least ms: the longer of the pass's bytes at {machine['bytes_per_s'] / 1e9:.1f} GB/s"
             f" (copy of {machine['copy_bytes'] / 1e6:.0f} MB, read + written) and its FLOPs at"
-            f" {machine['flops_per_s'] / 1e9:.1f} GFLOP/s (GEMM), both measured; roofline.png"
+            f" {machine['flops_per_s'] / 1e9:.1f} GFLOP/s (GEMM), both measured; reached: its share"
+            " of the measured time; roofline.png"
         )
     spread = max((s["spread"] for s in result["samples"].get(Work.STAGE, ())), default=0.0)
     if spread > _NOISY:
@@ -167,20 +163,17 @@ def profile_text(result: Mapping[str, Any]) -> str:
             f"A stage's times scatter by up to {percent(spread)}: the machine was busy. Measure"
             " again when it is idle, or with a larger profiling.repeats."
         )
-    cells = pd.DataFrame(result["cells"])
-    heads = {"width": "width", "children": "children", "stages": "stages", "group": "devices/stage"}
-    heads |= {"hit_rate": "hit rate", "steps_per_token": "steps/token", "tbt": "TBT ms"}
-    heads |= {"eq1": "Eq. 1", "eq2": "Eq. 2", "pipedec": "PipeDec"}
-    for key in ("eq1", "eq2", "pipedec"):
-        pairs = zip(cells[key], cells[f"{key}_error"], strict=True)
-        cells[key] = [f"{ms:,.2f} ({percent(error)})" for ms, error in pairs]
-    forms = {"hit rate": percent, "steps/token": _HUNDREDTHS, "TBT ms": _HUNDREDTHS}
-    lines.append(_table(cells[list(heads)].rename(columns=heads), forms))
+    heads = {"group": "devices/stage", "hit_rate": "hit rate", "steps_per_token": "steps/token"}
+    heads |= {"tbt": "TBT ms", "eq1": "Eq. 1", "eq2": "Eq. 2", "pipedec": "PipeDec"}
+    heads |= {f"{key}_error": "off" for key in ("eq1", "eq2", "pipedec")}
+    tree = ["width", "children", "stages", "group", "hit_rate", "steps_per_token", "tbt"]
+    estimates = ["eq1", "eq1_error", "eq2", "eq2_error", "pipedec", "pipedec_error"]
+    lines.append(_table(pd.DataFrame(result["cells"])[tree + estimates].rename(columns=heads)))
     proposal = result["proposal"]
     low, high = proposal["eq2_error_range"]
     lines += [
-        "TBT simulated; in brackets the equations' error against it. They take the simulated hit"
-        " rate as p and leave out partial refills (SpecPipe's) or every miss (PipeDec's);"
+        "TBT simulated; off: the equations' error against it. They take the simulated hit rate as p"
+        " and leave out partial refills (SpecPipe's) or every miss (PipeDec's);"
         f" Eq. 2 is off by {percent(low)} to {percent(high)}.",
         f"proposed: {proposal['overrides']} (what Eq. 2 would choose is"
         f" {percent(proposal['eq2_loses'], 1)} slower)",
@@ -192,18 +185,17 @@ def splits_text(result: Mapping[str, Any]) -> str:
     """Returns the table that the command prints."""
     splits = pd.DataFrame(result["splits"]).sort_values("tokens_per_s", ascending=False)
     degrees = splits.target.astype(str) + ":" + splits.draft.astype(str)
-    splits["split"] = degrees + splits.interpolated.map({True: "*", False: ""})
-    heads = {"split": "target:draft", "bs": "bs", "w": "w", "d": "d", "target_ms": "t target"}
-    heads |= {"draft_ms": "t draft", "acceptance_length": "accepted", "tokens_per_s": "tokens/s"}
-    forms = dict.fromkeys(("t target", "t draft", "accepted"), _HUNDREDTHS)
-    table = _table(splits[list(heads)].rename(columns=heads), {**forms, "tokens/s": _TENTHS})
+    splits["target:draft"] = degrees + splits.interpolated.map({True: "*", False: ""})
+    heads = {"target_ms": "t target", "draft_ms": "t draft", "acceptance_length": "accepted"}
+    columns = ["target:draft", "bs", "w", "d", *heads, "tokens_per_s"]
+    table = _table(splits[columns].rename(columns={**heads, "tokens_per_s": "tokens/s"}))
     between = "; * a degree between two of the profile's" if splits.interpolated.any() else ""
     source = f"{result['source']}; accepted: emitted tokens per target pass{between}"
     best = "best: {target}:{draft}, bs {bs}, w {w}, d {d}".format(**result["best"])
     return "\n".join([table, source, best])
 
 
-def _table(frame: pd.DataFrame, forms: Mapping[Any, Callable[[Any], str]]) -> str:
-    """Formats some columns; missing values are dashes."""
+def _table(frame: pd.DataFrame) -> str:
+    """Missing values are dashes."""
     known = frame.replace({None: np.nan})
-    return known.to_string(index=False, justify="right", formatters=dict(forms), na_rep="-")
+    return known.to_string(index=False, justify="right", float_format="{:,.2f}".format, na_rep="-")

@@ -140,18 +140,12 @@ def curve_on(degrees: Mapping[str, Any], kind: str, devices: int) -> dict[str, A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Times of one pipeline step at a tree width, in milliseconds.
+    """Times of one pipeline step at a tree width, in milliseconds."""
 
-    Attributes:
-        stages: compute, pruning and transfer of each stage; the last includes the output head.
-        compute: computation of the longest stage for a tree level, C max T_c.
-        transfer, draft: transfer of one tree level, and a draft pass over one.
-    """
-
-    stages: tuple[float, ...]
-    compute: float
-    transfer: float
-    draft: float
+    stages: tuple[float, ...]  # compute, pruning and transfer; the last includes the output head
+    compute: float  # of the longest stage for a tree level, C max T_c
+    transfer: float  # of one tree level
+    draft: float  # a pass over one tree level
 
     @staticmethod
     def of(profile: LatencyProfile, *, width: int, stages: int, group: int = 1) -> StepTimes:
