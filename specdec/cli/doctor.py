@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from specdec.parts.fields import Count, Index, Text, did_you_mean, errors_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdec.models.eagle_readings import Accepted, Reading
+    from specdec.models.eagle_readings import Reading
     from specdec.models.frozen import FrozenModel
 
 HELP = """\
@@ -99,7 +100,7 @@ def main(words: Sequence[str]) -> int:
         accepted(frozen, load_reading(files, one, frozen), texts, options.tokens, normed=one.normed)
         for one in known
     ]
-    if not counts[0].drafts:
+    if not sum(map(len, counts[0])):
         raise UserError(
             f"the target's texts have no place for a draft of {options.tokens} tokens outside"
             " loops: give more prompts= or new_tokens="
@@ -108,9 +109,9 @@ def main(words: Sequence[str]) -> int:
         key: value for key, value in asdict(options).items() if key not in ("json", "device")
     }
     report = {
-        **{**settings, "sampling": "0.6/0.9/80", "drafts": counts[0].drafts},
+        **{**settings, "sampling": "0.6/0.9/80", "drafts": sum(map(len, counts[0]))},
         "loop_share": loop_share([text[prompt:].tolist() for text, prompt in texts]),
-        **_compared(known, counts),
+        **_compared(known, counts, options.tokens),
     }
     if options.json == "-":
         print(json.dumps(plain(report), indent=1))
@@ -146,56 +147,55 @@ def _texts(frozen: FrozenModel, target: str, options: _Options) -> list[tuple[Te
     return texts
 
 
-def _compared(known: Sequence[Reading], counts: Sequence[Accepted]) -> dict[str, Any]:
-    """Compares the readings; the first one is the folder's own."""
-    best = max(range(len(known)), key=lambda i: counts[i].mean)
-    top, own = counts[best].mean, counts[0].mean
-    rows = [
-        {
-            **{"reading": reading.name, "read_by": reading.read_by, "remedy": reading.remedy},
-            **{"accepted": count.mean, "by_place": count.by_position},
-            "loss": 1.0 - count.mean / top if top else 0.0,
-        }
-        for reading, count in zip(known, counts, strict=True)
-    ]
-    gains = [b - a for a, b in zip(counts[0].by_text, counts[best].by_text, strict=True)]
+def _compared(
+    known: Sequence[Reading], counts: Sequence[Sequence[Tensor]], num_tokens: int
+) -> dict[str, Any]:
+    """Compares the readings by accepted tokens per draft; the first one is the folder's own."""
+    import torch
+
+    rows = []
+    for reading, by_text in zip(known, counts, strict=True):
+        runs = torch.cat([*by_text])
+        reached = [int((runs >= place).sum()) for place in range(num_tokens + 1)]
+        places = [right / max(1, before) for before, right in pairwise(reached)]
+        row = {"reading": reading.name, "read_by": reading.read_by, "remedy": reading.remedy}
+        rows.append({**row, "accepted": float(runs.double().mean()), "by_place": places})
+    top = max(row["accepted"] for row in rows)
+    rows = [{**row, "loss": 1.0 - row["accepted"] / top if top else 0.0} for row in rows]
+    best = min(range(len(rows)), key=lambda i: rows[i]["loss"])
+    gains = [int(b.sum() - a.sum()) for a, b in zip(counts[0], counts[best], strict=True)]
     by_chance = sum(gains) <= sum(gain * gain for gain in gains) ** 0.5  # one standard error
-    right, fits = own >= (1.0 - _CLOSE) * top or by_chance, top >= _LEAST
+    right, fits = rows[0]["loss"] <= _CLOSE or by_chance, top >= _LEAST
     name = known[0 if right else best].name
     return {"readings": rows, "best": name, "fits": fits, "is_right": right and fits}
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    import pandas as pd
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    for name in ("reading", "accepted", "by place", "loss", "read so by"):
-        table.add_column(name, justify="left" if "read" in name else "right", no_wrap=True)
-    for row in report["readings"]:
-        places = " ".join(f"{share:.2f}" for share in row["by_place"])
-        figures = f"{row['accepted']:.3f}", places, f"{100 * row['loss']:.1f} %"
-        table.add_row(row["reading"], *figures, row["read_by"])
+    table = pd.DataFrame(report["readings"]).drop(columns="remedy")
+    table["by_place"] = [" ".join(f"{share:.2f}" for share in of) for of in table["by_place"]]
+    table["loss"] = [f"{100 * loss:.1f} %" for loss in table["loss"]]
+    heads = {"reading": "reading", "accepted": "accepted", "by_place": "by place"}
+    heads |= {"loss": "loss", "read_by": "read so by"}
     text = "{head} for {target}: {drafts} drafts of {tokens} tokens, data={data}, loop_share"
-    console = Console(highlight=False, soft_wrap=True, width=110, markup=False)
-    console.print(f"{text} {{loop_share:.2f}} (left out)".format(**report))
-    console.print(table)
+    print(f"{text} {{loop_share:.2f}} (left out)".format(**report))
+    print(table[[*heads]].rename(columns=heads).to_string(index=False, float_format="%.3f"))
     own, *others = report["readings"]
     if not report["fits"]:
-        console.print(
+        print(
             "The target accepts next to nothing under any reading: the head was trained for another"
             " target, or not at all."
         )
     elif report["is_right"]:
-        console.print("The folder is read as the head was trained: no other accepts clearly more.")
+        print("The folder is read as the head was trained: no other accepts clearly more.")
         worst = max(others, key=lambda row: row["loss"], default=own)
         if worst["loss"] > 0:
             lost = f"{100 * worst['loss']:.0f} % of accepted tokens"
-            console.print(f"Read with {worst['reading']!r} it would lose {lost}.")
+            print(f"Read with {worst['reading']!r} it would lose {lost}.")
     else:
         best = next(row for row in others if row["reading"] == report["best"])
         lost = f"{100 * own['loss']:.0f} % of its tokens"
-        console.print(f"The head was trained for {best['reading']!r}: as on disk it loses {lost}.")
+        print(f"The head was trained for {best['reading']!r}: as on disk it loses {lost}.")
         if best["remedy"]:
-            console.print(f"Put into its config.json: {best['remedy']}")
+            print(f"Put into its config.json: {best['remedy']}")

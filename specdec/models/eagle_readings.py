@@ -3,7 +3,7 @@
 A head that is read otherwise than it was trained stays lossless and only accepts less, so nothing
 else reveals the error.
 
-Shape letters: S tokens of a text, A drafts (one per position), K draft tokens.
+Shape letters: S tokens of a text, A drafts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -107,33 +106,6 @@ def load_reading(files: HeadFiles, reading: Reading, frozen: FrozenModel) -> Eag
     return load_head(kept, config, embedding=model.get_input_embeddings().weight, output=output)
 
 
-@dataclass(slots=True)
-class Accepted:
-    """Counts of drafts of K tokens, one after every position of a text outside repetition loops.
-
-    ``lengths[i]`` is the number of drafts whose first i tokens were right, but no more; ``by_text``
-    has the accepted tokens of each text.
-    """
-
-    lengths: list[int]
-    by_text: list[int]
-
-    @property
-    def drafts(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def mean(self) -> float:
-        """Returns accepted tokens per draft."""
-        return sum(self.by_text) / max(1, self.drafts)
-
-    @property
-    def by_position(self) -> list[float]:
-        """Returns how often each draft token is right, given that those before it are."""
-        reached = [sum(self.lengths[k:]) for k in range(len(self.lengths))]
-        return [right / max(1, before) for before, right in pairwise(reached)]
-
-
 @torch.no_grad()
 def accepted(
     frozen: FrozenModel,
@@ -142,37 +114,32 @@ def accepted(
     num_tokens: int,
     *,
     normed: bool = True,
-) -> Accepted:
+) -> list[Tensor]:
     """Compares drafts of the ``num_tokens`` likeliest tokens with the target's own texts.
 
-    ``texts`` are tokens, int64[S], with the number of those that are the prompt.
+    There is a draft after every position of a text outside repetition loops. ``texts`` are tokens,
+    int64[S], with the number of those that are the prompt. Returns int64[A] per text: how many of
+    the first tokens of each draft are right.
     """
-    lengths, by_text = torch.zeros(num_tokens + 1, dtype=torch.long), []
+    found, dtype = [], frozen.model.get_input_embeddings().weight.dtype
+    layers = [layer + 1 for layer in head.config.layers]
     for tokens, prompt in texts:
         last = len(tokens) - 1 - num_tokens  # rows whose K tokens all are in the text
         first = max(0, prompt - 2)  # the row that predicts the first new token
         outside = ~torch.from_numpy(repeated_ngrams(tokens[prompt:].tolist()))
         rows = torch.arange(first, max(first, last))
         rows = rows[outside[first + 2 - prompt :][: len(rows)]]
+        run = torch.zeros(len(rows), dtype=torch.long)
+        found.append(run)
         if not len(rows):
             continue
-        streams = frozen.residuals(
-            tokens[None].to(frozen.device), {layer + 1 for layer in head.config.layers}
-        )
-        parts: list[Any] = [streams[layer + 1] for layer in head.config.layers]
+        streams = frozen.residuals(tokens[None].to(frozen.device), {*layers})
+        parts: list[Any] = [streams[layer] for layer in layers]
         if head.config.version == 1 and normed:
             parts = [frozen.norm(part) for part in parts]
-        dtype = frozen.model.get_input_embeddings().weight.dtype
         features = torch.cat(parts, -1).to(dtype)
-        right, run = (
-            torch.ones(len(rows), dtype=torch.bool),
-            torch.zeros(len(rows), dtype=torch.long),
-        )
         for step, outputs in enumerate(unroll(head, tokens[None], features, num_tokens, rows)):
             kept = outputs[0, rows] if step == 0 else outputs[0]
-            drafted = head.target_logits(head.logits(kept)).argmax(-1)
-            right &= (drafted == tokens[rows + 2 + step].to(drafted.device)).cpu()
-            run += right
-        lengths += torch.bincount(run, minlength=num_tokens + 1)
-        by_text.append(int(run.sum()))
-    return Accepted(lengths.tolist(), by_text)
+            drafted = head.target_logits(head.logits(kept)).argmax(-1).cpu()
+            run += (run == step) & (drafted == tokens[rows + 2 + step])
+    return found
