@@ -153,7 +153,7 @@ def _compared(
     """Compares the readings by accepted tokens per draft; the first one is the folder's own."""
     import torch
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for reading, by_text in zip(known, counts, strict=True):
         runs = torch.cat([*by_text])
         reached = [int((runs >= place).sum()) for place in range(num_tokens + 1)]

@@ -57,7 +57,8 @@ class PlanOptions:
 def split_words(words: Iterable[str], keys: Mapping[str, Any]) -> tuple[PlanOptions, list[str]]:
     """Returns the options of the plan, and the words that are left for the configuration."""
     known = {field.name for field in fields(PlanOptions)}
-    own, rest = {}, []
+    own: dict[str, Any] = {}
+    rest: list[str] = []
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or key not in known:
@@ -66,7 +67,8 @@ def split_words(words: Iterable[str], keys: Mapping[str, Any]) -> tuple[PlanOpti
             own[key] = text
         elif key in _LISTS:
             text = re.sub(r"\b(\d+)k\b", lambda kilo: str(1024 * int(kilo[1])), text)
-            own[key] = tuple(parse([f"{key}=[{text.strip('[]')}]"])[0].value())
+            items: Any = parse([f"{key}=[{text.strip('[]')}]"])[0].value()
+            own[key] = tuple(items)
         else:
             own[key] = parse([word])[0].value()
     for key, value in keys.items():
