@@ -37,10 +37,10 @@ from specdec.planning.candidates import PLAIN, TIMES, Candidate, Simulator, Time
 from specdec.planning.search import Search
 from specdec.profiling.limits import kv_bytes
 from specdec.profiling.passes import costs_of, measure_model
-from specdec.profiling.trees import clock_node
+from specdec.profiling.trees import clock_node, load
 from specdec.report.provenance import host_memory
 from specdec.runs.interleaved import run_interleaved
-from specdec.runs.jobs import Progress, prepare, stop_rules
+from specdec.runs.jobs import Progress, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
 PROBES: Sequence[tuple[str, Mapping[str, Any]]] = (
@@ -76,11 +76,7 @@ class ModelsHere:
     @cached_property
     def loaded(self) -> tuple[HuggingFacePair, list[TokenPrompt]]:
         """The models, and the prompts in the order of the record."""
-        config = self.config(PLAIN)
-        if config.get("threads"):
-            torch.set_num_threads(int(config["threads"]))
-        self.progress.phase("loading models", None)
-        pair, prompts, _ = prepare(config)
+        pair, prompts = load(self.config(PLAIN), self.progress)
         if not isinstance(pair, HuggingFacePair):
             raise UserError("profile=measured measures models: use model=tiny, hf or random")
         return pair, prompts

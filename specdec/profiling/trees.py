@@ -67,6 +67,15 @@ class ProfilingOptions:
     w: _Counts
 
 
+def load(cfg: Mapping[str, Any], progress: Progress) -> tuple[ModelPair, list[TokenPrompt]]:
+    """Sets the number of threads, and loads models and prompts."""
+    if cfg.get("threads"):
+        torch.set_num_threads(int(cfg["threads"]))
+    progress.phase("loading models", None)
+    pair, prompts, _ = prepare(cfg)
+    return pair, prompts
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The models and prompts of a configuration, to be decoded one by one under changed sections.
@@ -82,11 +91,7 @@ class Workload:
 
     @staticmethod
     def of(cfg: Mapping[str, Any], progress: Progress) -> Workload:
-        """Sets the number of threads and loads the models."""
-        if cfg.get("threads"):
-            torch.set_num_threads(int(cfg["threads"]))
-        progress.phase("loading models", None)
-        pair, prompts, _ = prepare(cfg)
+        pair, prompts = load(cfg, progress)
         return Workload(cfg, ProfilingOptions(**cfg["profiling"]), pair, prompts, progress)
 
     @property
