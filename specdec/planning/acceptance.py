@@ -130,7 +130,7 @@ def of_record(section: Mapping[str, Any], record: Record | None = None) -> Accep
             changed.append(replace(request, ranks=ranks))
         return of_record(section, replace(known, requests=tuple(changed)))
 
-    shape = {"num_layers": layers, "weight_bytes": record.weight_bytes, "about": record.about}
+    shape: dict[str, Any] = {"weight_bytes": record.weight_bytes, "about": record.about}
     context = float(np.mean([r.num_prompt + r.num_output / 2 for r in requests]))
     return Acceptance(
         section={"kind": "replay", "record": path, "method": method, "num_layers": layers},
@@ -138,7 +138,7 @@ def of_record(section: Mapping[str, Any], record: Record | None = None) -> Accep
         requests=len(requests),
         hit_rate=hit_rate,
         tokens_per_pass=tokens_per_pass,
-        pair=lambda: ReplayModels(RecordedSequences(record=known), **shape),
+        pair=lambda: ReplayModels(RecordedSequences(record=known), num_layers=layers, **shape),
         shifted=shifted,
         context=max(1, round(context)),
     )
@@ -162,8 +162,9 @@ def _shifted(rates: FloatArray, odds: float) -> FloatArray:
 def acceptance_of(chosen: PlanOptions, section: Mapping[str, Any]) -> Acceptance | None:
     """Returns that of a log or of the section ``model``; None if models must decode first."""
     if chosen.acceptance is None:
-        make = {"synthetic": of_law, "replay": of_record}.get(section["kind"])
-        return None if make is None else make(section)
+        if section["kind"] == "synthetic":
+            return of_law(section)
+        return of_record(section) if section["kind"] == "replay" else None
     options = ReadOptions(method=chosen.method, draft_tokens=chosen.draft_tokens)
     fitted = fit_logs([read_log(chosen.acceptance, options)])
     if fitted.covers_tree:

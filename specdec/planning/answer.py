@@ -255,11 +255,11 @@ def _changes(
         named = {"label": str(best), "name": best.name, "seconds": seconds}
         return {"what": what, "value": value, **named}
 
-    shape = {"path": search.simulator.path, "prompts": _PROMPTS * search.chosen.batch[0]}
+    path, prompts = search.simulator.path, _PROMPTS * search.chosen.batch[0]
     with suppress(UserError):  # a trace has no ranks to change
         for odds in _ODDS:
             other = acceptance.shifted(odds)
-            simulator = Simulator(other.pair(), of=f"odds{odds:+g}", **shape)
+            simulator = Simulator(other.pair(), path, of=f"odds{odds:+g}", prompts=prompts)
             yield row("hit rate", other.hit_rate, replace(search, simulator=simulator), kept)
     if any("transfer" in c.config["clock"]["costs"] for c in kept):
         for factor in _LINKS:
@@ -268,8 +268,8 @@ def _changes(
 
 def _sentences(changes: Sequence[Mapping[str, Any]], name: str, hit_rate: float) -> Iterator[str]:
     """Says for each input and direction at which nearest value another preset is first."""
-    forms = (("hit rate", hit_rate, "{:.2f}", "", ""),)
-    forms += (("transfers", 1.0, "{:g}", " times", " times their time"),)
+    forms = [("hit rate", hit_rate, "{:.2f}", "", "")]
+    forms += [("transfers", 1.0, "{:g}", " times", " times their time")]
     for what, here, form, unit, of_time in forms:
         rows = sorted((c for c in changes if c["what"] == what), key=itemgetter("value"))
         if not rows:

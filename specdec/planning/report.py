@@ -68,8 +68,10 @@ def table(plan: Plan) -> str:
     texts += [row.format(**of_batch) for of_batch in plan.by_batch]
     texts += [f"{engine}: {flags}" for engine, flags in plan.engines.items()]
     texts += [f"note: {text}" for text in plan.notes]
-    wrapping = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-    lines += [line for text in texts for line in textwrap.wrap(text, _WIDTH, **wrapping)]
+    wrapper = textwrap.TextWrapper(
+        _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    lines += [line for text in texts for line in wrapper.wrap(text)]
     return "\n".join(lines) + "\n"
 
 

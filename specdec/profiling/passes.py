@@ -107,7 +107,7 @@ def measure_model(
         on_repeat("transfers")
         width = int(pair.target.config.get_text_config().hidden_size)
         dtype = next(pair.target.parameters()).dtype
-        shape = {"tokens": tokens, "repeats": repeats}
+        shape: dict[str, Any] = {"tokens": tokens, "repeats": repeats}
         samples[Work.TRANSFER] = measure_transfer(width=width, dtype=dtype, **shape)
     return samples
 
@@ -152,9 +152,9 @@ class _TimedRunner:
         self._pass(num, NO_ROWS, 1)
         self._step += 1
         kept = np.arange(min(1, num - 1), num, 2)
-        retired = {"retired_ids": np.array([0]), "retired_tokens": np.array([0]), "next_token": 0}
-        root = {"root_id": int(kept[0]), "prefix_len": self._context + 1, "kept_ids": kept}
-        commit = Commit(request=0, step=self._step, kind=CommitKind.HIT, **retired, **root)
+        ids: dict[str, Any] = {"retired_ids": np.array([0]), "retired_tokens": np.array([0])}
+        ids |= {"next_token": 0, "root_id": int(kept[0]), "prefix_len": self._context + 1}
+        commit = Commit(request=0, step=self._step, kind=CommitKind.HIT, kept_ids=kept, **ids)
         flight = InFlight(Batch(step=0, trees=(_level(num, self._context),)), self._ones(num))
 
         def prune() -> None:
