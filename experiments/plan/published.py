@@ -23,8 +23,8 @@ import yaml
 from specdec.config.hydra import compose_config
 from specdec.config.profiles import load_profile
 from specdec.files import write_text
-from specdec.planning.acceptance import OfLaw
-from specdec.planning.candidates import PLAIN, Simulator, Times, families
+from specdec.planning.acceptance import Acceptance, of_law
+from specdec.planning.candidates import PLAIN, Simulator, Times, presets
 from specdec.planning.machines import Layout, Profiled
 from specdec.report.provenance import provenance
 
@@ -32,8 +32,9 @@ _HERE = Path(__file__).parent
 _PROMPTS, _TOKENS = 24, 128
 
 
-def law_of(name: str) -> OfLaw:
-    return OfLaw.of(compose_config([f"model={name}"]).values["model"])
+def law_of(name: str) -> Acceptance:
+    """A shipped law."""
+    return of_law(compose_config([f"model={name}"]).values["model"])
 
 
 def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float, float]:
@@ -45,22 +46,22 @@ def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float,
         used["middle"] = costs["middle"]
         # The middle model's hit rate, in the classes of the draft's law.
         odds = np.linspace(0.0, 3.0, 61)
-        wanted = law_of(run["middle"]).hit_rate()
-        near = min(odds, key=lambda x: abs(law.shifted(float(x)).hit_rate() - wanted))
+        wanted = law_of(run["middle"]).hit_rate
+        near = min(odds, key=lambda x: abs(law.shifted(float(x)).hit_rate - wanted))
         top1 = law.shifted(float(near)).section["top1"]
-        law = OfLaw.of({**law.section, "middle_top1": top1}, law.label)
+        law = of_law({**law.section, "middle_top1": top1}, law.label)
     machine = Profiled(name="pipespec_70b", stages=1, by_batch={1: used}, devices=3)
     plain = simulated_ms(law, machine, PLAIN, {}, Layout())
     return plain, simulated_ms(law, machine, run["strategy"], run["sizes"], Layout())
 
 
 def simulated_ms(
-    law: OfLaw, machine: Profiled, name: str, sizes: Mapping[str, Any], layout: Layout
+    law: Acceptance, machine: Profiled, name: str, sizes: Mapping[str, Any], layout: Layout
 ) -> float:
     pair = law.pair()
-    found, _ = families(law.overrides, [], [name], pair)
-    family = next(family for family in found if family.name == name)
-    candidate = family.candidate(machine, layout, batch=1, context=1)
+    found, _ = presets(law.overrides, [], [name], pair)
+    preset = next(preset for preset in found if preset.name == name)
+    candidate = preset.on(machine, layout, batch=1, context=1)
     for key, value in sizes.items():
         candidate = candidate.with_size(key, value)
     simulator = Simulator(pair, None, of="published", prompts=_PROMPTS)
@@ -76,7 +77,7 @@ def predicted_cycle(pipeline: Mapping[str, Any], theory: float) -> float:
     """
     stages = int(pipeline["stages"])
     hit = (stages - stages / theory) / (stages - 1)
-    law = OfLaw.of({"weights": [1.0], "top1": [hit], "decay": [2.0], "miss": [0.0]})
+    law = of_law({"weights": [1.0], "top1": [hit], "decay": [2.0], "miss": [0.0]})
     times = {"stage": pipeline["cycle_ms"], "draft": pipeline["draft_ms"]}
     costs = {kind: {"tokens": [1], "ms": [ms]} for kind, ms in times.items()}
     machine = Profiled(name="spd", stages=stages, by_batch={1: costs}, devices=stages + 1)

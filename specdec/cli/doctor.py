@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from specdec.cli.arguments import read_arguments
+from specdec.config.hydra import parse
 from specdec.errors import UserError
-from specdec.models.config_values import config_value
+from specdec.parts.fields import Count, Index, Text, did_you_mean, errors_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdec.models.eagle_readings import Accepted, Reading
+    from specdec.models.eagle_readings import Reading
     from specdec.models.frozen import FrozenModel
 
 HELP = """\
-specdec doctor [HEAD] [--target DIR] [--data NAME] [--prompts N] [--new-tokens N] [--tokens K]
-               [--dtype TYPE] [--device NAME] [--seed N] [--json FILE]
+specdec doctor [HEAD] [target=DIR] [key=value] ...
 
 Loads an EAGLE head (a folder with config.json and safetensors; default: the bundled one) under
 every reading that loaders disagree on: the numbers of the target's layers, the residual before or
@@ -32,55 +34,58 @@ likeliest tokens. A head that is read wrongly decodes the same text, only more s
   by place   share of right tokens at each place of a draft, where those before it were right
   loss       accepted tokens lost against the best reading
 
-  --data        a data set of `specdec list` (stdlib)
-  --prompts     prompts (8)
-  --new-tokens  new tokens per prompt (96)
-  --tokens      K (4)
-  --json        file for the figures, "-" for the screen in place of the table
+  target=DIR data=stdlib dtype=float32 device=cpu seed=0
+  prompts=8 new_tokens=96   prompts of the data set, and new tokens of each
+  tokens=4                  K
+  json=FILE                 file for the figures, "-" for the screen in place of the table
 
 Exit status: 1 another reading than the folder's is better, by more than 2 % and by a standard
 error over the texts, or none has accepted tokens; else 0.
 
 Examples
   specdec doctor
-  specdec doctor heads/eagle3-llama --target models/llama --dtype bfloat16 --data humaneval
+  specdec doctor heads/eagle3-llama target=models/llama dtype=bfloat16 data=humaneval
 """
 
 _CLOSE = 0.02  # share of the best reading's accepted tokens within which the folder's own is right
 _LEAST = 0.05  # tokens accepted per draft; a head that is trained for the target has more than one
-_ERRORS = 1.0  # standard errors over texts by which another reading must be better
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises ``UserError`` in place of argparse's exit, so that ``main`` reports it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    head: Text = "bundled:eagle3"
+    target: Text = "bundled:target"
+    data: Text = "stdlib"
+    dtype: Text = "float32"
+    device: Text = "cpu"
+    seed: Index = 0
+    prompts: Count = 8
+    new_tokens: Count = 96
+    tokens: Count = 4
+    json: Text | None = None
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"specdec doctor: {message}; see `specdec doctor --help`")
 
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-def _read(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("head", nargs="?", default="bundled:eagle3")
-    parser.add_argument("--target", default="bundled:target")
-    parser.add_argument("--data", default="stdlib")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cpu")
-    for name, default in (("--prompts", 8), ("--new-tokens", 96), ("--tokens", 4)):
-        parser.add_argument(name, type=_count, default=default)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json")
-    return parser.parse_args(list(words))
+def _read(words: Sequence[str]) -> _Options:
+    given: dict[str, Any] = {}
+    known = {field.name for field in fields(_Options)}
+    for word in read_arguments(words, flags=()).overrides:
+        key, equals, _ = word.partition("=")
+        if not equals and "head" in given:
+            raise UserError(f"specdec doctor takes one head: leave {word} out")
+        if equals and key not in known:
+            raise UserError(
+                f"{word}: {key} is no key of `specdec doctor`: {did_you_mean(key, known)}"
+            )
+        given[key if equals else "head"] = parse([word])[0].value() if equals else word
+    for error in errors_of(_Options, given):
+        raise UserError(error)
+    return _Options(**given)
 
 
 def main(words: Sequence[str]) -> int:
     options = _read(words)
     # Imported here: torch and transformers take seconds to import.
+    from specdec.files import plain, write_json
     from specdec.metrics.loops import loop_share
     from specdec.models.bundled import family_path
     from specdec.models.eagle_loading import HeadFiles
@@ -88,142 +93,109 @@ def main(words: Sequence[str]) -> int:
     from specdec.models.frozen import FrozenModel
     from specdec.models.loading import load_model
 
-    files = HeadFiles(family_path(options.head))
-    target = family_path(options.target)
+    files, target = HeadFiles(family_path(options.head)), family_path(options.target)
     frozen = FrozenModel(load_model(target, dtype=options.dtype, device=options.device))
-    known = readings(files, frozen)
-    texts = _texts(frozen, target, options)
-    counts = []
-    for reading in known:
-        head = load_reading(files, reading, frozen)
-        counts.append(accepted(frozen, head, texts, options.tokens, normed=reading.normed))
-    if not counts[0].drafts:
+    known, texts = readings(files, frozen), _texts(frozen, target, options)
+    counts = [
+        accepted(frozen, load_reading(files, one, frozen), texts, options.tokens, normed=one.normed)
+        for one in known
+    ]
+    if not sum(map(len, counts[0])):
         raise UserError(
             f"the target's texts have no place for a draft of {options.tokens} tokens outside"
-            " loops: give more --prompts or --new-tokens"
+            " loops: give more prompts= or new_tokens="
         )
-    report = {
-        "head": options.head,
-        "target": options.target,
-        **{key: vars(options)[key] for key in ("data", "dtype", "seed", "prompts", "new_tokens")},
-        "sampling": "0.6/0.9/80",
-        "drafts": counts[0].drafts,
-        "tokens": options.tokens,
-        "loop_share": loop_share([text[prompt:].tolist() for text, prompt in texts]),
-        **_compared(known, counts),
+    settings = {
+        key: value for key, value in asdict(options).items() if key not in ("json", "device")
     }
-    _show(report, options.json)
+    report = {
+        **{**settings, "sampling": "0.6/0.9/80", "drafts": sum(map(len, counts[0]))},
+        "loop_share": loop_share([text[prompt:].tolist() for text, prompt in texts]),
+        **_compared(known, counts, options.tokens),
+    }
+    if options.json == "-":
+        print(json.dumps(plain(report), indent=1))
+        return 0 if report["is_right"] else 1
+    if options.json:
+        write_json(Path(options.json), report)
+    _show(report)
     return 0 if report["is_right"] else 1
 
 
-def _texts(frozen: FrozenModel, target: str, options: Any) -> list[tuple[Tensor, int]]:
+def _texts(frozen: FrozenModel, target: str, options: _Options) -> list[tuple[Tensor, int]]:
     """Samples continuations of the target: (tokens int64[T + L], prompt length T) per prompt."""
     import torch
 
     from specdec.data import load_prompts
     from specdec.data.prompt import prompt_tokens
+    from specdec.models.config_values import config_value
     from specdec.models.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(target)
-    texts = []
+    tokenizer, texts = load_tokenizer(target), []
     limit = config_value(frozen.config, "max_position_embeddings")
+    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 80, "pad_token_id": 0}
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
         for prompt in load_prompts(name=options.data, limit=options.prompts, tokenizer=tokenizer):
             ids = torch.from_numpy(prompt_tokens(prompt, tokenizer))
             if limit is not None:
                 ids = ids[-max(2, limit - options.new_tokens) :]
-            text = frozen.model.generate(
-                ids[None].to(frozen.device),
-                attention_mask=torch.ones_like(ids[None]).to(frozen.device),
-                max_new_tokens=options.new_tokens,
-                do_sample=True,
-                temperature=0.6,
-                top_p=0.9,
-                top_k=80,
-                pad_token_id=0,
-            )[0].cpu()
+            given = ids[None].to(frozen.device)
+            shape = {"attention_mask": torch.ones_like(given), "max_new_tokens": options.new_tokens}
+            text = frozen.model.generate(given, **shape, **sampling)[0].cpu()
             texts.append((text, len(ids)))
     return texts
 
 
-def _compared(known: Sequence[Reading], counts: Sequence[Accepted]) -> dict[str, Any]:
-    """Compares the readings; the first one is the folder's own."""
-    best = max(range(len(known)), key=lambda i: counts[i].mean)
-    top, own = counts[best].mean, counts[0].mean
-    rows = [
-        {
-            "reading": reading.name,
-            "read_by": reading.read_by,
-            "remedy": reading.remedy,
-            "accepted": count.mean,
-            "by_place": count.by_position,
-            "loss": 1.0 - count.mean / top if top else 0.0,
-        }
-        for reading, count in zip(known, counts, strict=True)
-    ]
-    gains = [b - a for a, b in zip(counts[0].by_text, counts[best].by_text, strict=True)]
-    by_chance = sum(gains) <= _ERRORS * sum(gain * gain for gain in gains) ** 0.5
-    right = own >= (1.0 - _CLOSE) * top or by_chance
-    return {
-        "readings": rows,
-        "best": known[0 if right else best].name,
-        "fits": top >= _LEAST,
-        "is_right": right and top >= _LEAST,
-    }
+def _compared(
+    known: Sequence[Reading], counts: Sequence[Sequence[Tensor]], num_tokens: int
+) -> dict[str, Any]:
+    """Compares the readings by accepted tokens per draft; the first one is the folder's own."""
+    import torch
+
+    rows: list[dict[str, Any]] = []
+    for reading, by_text in zip(known, counts, strict=True):
+        runs = torch.cat([*by_text])
+        reached = [int((runs >= place).sum()) for place in range(num_tokens + 1)]
+        places = [right / max(1, before) for before, right in pairwise(reached)]
+        row = {"reading": reading.name, "read_by": reading.read_by, "remedy": reading.remedy}
+        rows.append({**row, "accepted": float(runs.double().mean()), "by_place": places})
+    top = max(row["accepted"] for row in rows)
+    rows = [{**row, "loss": 1.0 - row["accepted"] / top if top else 0.0} for row in rows]
+    best = min(range(len(rows)), key=lambda i: rows[i]["loss"])
+    gains = [int(b.sum() - a.sum()) for a, b in zip(counts[0], counts[best], strict=True)]
+    by_chance = sum(gains) <= sum(gain * gain for gain in gains) ** 0.5  # one standard error
+    right, fits = rows[0]["loss"] <= _CLOSE or by_chance, top >= _LEAST
+    name = known[0 if right else best].name
+    return {"readings": rows, "best": name, "fits": fits, "is_right": right and fits}
 
 
-def _show(report: dict[str, Any], json_file: str | None) -> None:
-    from specdec.files import plain, write_json
+def _show(report: dict[str, Any]) -> None:
+    import pandas as pd
 
-    if json_file == "-":
-        print(json.dumps(plain(report), indent=1))
-        return
-    if json_file:
-        write_json(Path(json_file), report)
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    table.add_column("reading", no_wrap=True)
-    for name in ("accepted", "by place", "loss"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("read so by", no_wrap=True)
-    for row in report["readings"]:
-        places = " ".join(f"{share:.2f}" for share in row["by_place"])
-        loss = f"{100 * row['loss']:.1f} %"
-        table.add_row(row["reading"], f"{row['accepted']:.3f}", places, loss, row["read_by"])
-    console = Console(highlight=False, soft_wrap=True, width=110)
-    console.print(
-        f"{report['head']} for {report['target']}: {report['drafts']} drafts of {report['tokens']}"
-        f" tokens, data={report['data']}, loop_share {report['loop_share']:.2f} (left out)",
-        markup=False,
-    )
-    console.print(table)
-    for line in _verdict(report):
-        console.print(line, markup=False)
-
-
-def _verdict(report: dict[str, Any]) -> list[str]:
+    table = pd.DataFrame(report["readings"]).drop(columns="remedy")
+    table["by_place"] = [" ".join(f"{share:.2f}" for share in of) for of in table["by_place"]]
+    table["loss"] = [f"{100 * loss:.1f} %" for loss in table["loss"]]
+    heads = {"reading": "reading", "accepted": "accepted", "by_place": "by place"}
+    heads |= {"loss": "loss", "read_by": "read so by"}
+    text = "{head} for {target}: {drafts} drafts of {tokens} tokens, data={data}, loop_share"
+    print(f"{text} {{loop_share:.2f}} (left out)".format(**report))
+    print(table[[*heads]].rename(columns=heads).to_string(index=False, float_format="%.3f"))
     own, *others = report["readings"]
     if not report["fits"]:
-        return [
+        print(
             "The target accepts next to nothing under any reading: the head was trained for another"
             " target, or not at all."
-        ]
-    if report["is_right"]:
-        worst = max(others, key=lambda row: row["loss"], default=None)
-        summary = "The folder is read as the head was trained: no other accepts clearly more."
-        if worst is None or worst["loss"] <= 0:
-            return [summary]
-        lost = f"{100 * worst['loss']:.0f} %"
-        return [summary, f"Read with {worst['reading']!r} it would lose {lost} of accepted tokens."]
-    best = next(row for row in report["readings"] if row["reading"] == report["best"])
-    lost = f"{100 * own['loss']:.0f} %"
-    summary = (
-        f"The head was trained for {best['reading']!r}: as on disk it loses {lost} of its tokens."
-    )
-    if best["remedy"]:
-        return [summary, f"Put into its config.json: {best['remedy']}"]
-    return [summary]
+        )
+    elif report["is_right"]:
+        print("The folder is read as the head was trained: no other accepts clearly more.")
+        worst = max(others, key=lambda row: row["loss"], default=own)
+        if worst["loss"] > 0:
+            lost = f"{100 * worst['loss']:.0f} % of accepted tokens"
+            print(f"Read with {worst['reading']!r} it would lose {lost}.")
+    else:
+        best = next(row for row in others if row["reading"] == report["best"])
+        lost = f"{100 * own['loss']:.0f} % of its tokens"
+        print(f"The head was trained for {best['reading']!r}: as on disk it loses {lost}.")
+        if best["remedy"]:
+            print(f"Put into its config.json: {best['remedy']}")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from specdec.errors import UserError
-from specdec.planning.acceptance import Acceptance, chain_table
+from specdec.planning.acceptance import Acceptance
 from specdec.planning.candidates import (
     OTHER_PROGRAM,
     PLAIN,
@@ -23,9 +22,8 @@ from specdec.planning.candidates import (
     Unit,
     effective,
     interval,
-    total,
 )
-from specdec.planning.chains import ChainCell, chain_cell, crossover, engine_flags
+from specdec.planning.chains import chain_cell, crossover, engine_flags
 from specdec.planning.machines import DoesNotFit
 from specdec.planning.search import Search
 
@@ -47,77 +45,52 @@ _WORK = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """A ranked candidate.
-
-    Attributes:
-        sizes: keys of its policy that differ from the preset.
-        tokens_per_s: expected speed over all requests of a batch; intervals are of 95 %.
-        ms_per_token: expected time per token of one request.
-        gain: speed-up over plain decoding by the plan's objective, with its paired interval.
-        first: share of the resamples in which this candidate is the best.
-        tokens_per_answer, hit_rate: emitted tokens and hits per answer of the target.
-        memory_gb: gigabytes on the fullest device; None if unknown.
-    """
+    """A ranked candidate; intervals are of 95 %."""
 
     strategy: str
-    sizes: Mapping[str, Any]
+    sizes: Mapping[str, Any]  # keys of its policy that differ from the preset
     layout: str
     devices: int
-    tokens_per_s: float
+    tokens_per_s: float  # over all requests of a batch
     tokens_per_s_interval: tuple[float, float]
-    ms_per_token: float
+    ms_per_token: float  # of one request
     ms_per_token_interval: tuple[float, float]
-    gain: float
-    gain_interval: tuple[float, float]
-    first: float
-    tokens_per_answer: float
+    gain: float  # over plain decoding by the plan's objective
+    gain_interval: tuple[float, float]  # paired
+    first: float  # share of the resamples in which it is the best
+    tokens_per_answer: float  # of the target, as ``hit_rate``
     hit_rate: float
-    memory_gb: float | None
+    memory_gb: float | None  # on the fullest device; None if unknown
     is_plain: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The result of ``specdec.plan``.
+    """The result of ``specdec.plan``."""
 
-    Attributes:
-        choices: ranked candidates, fastest first, with plain decoding among them.
-        acceptance, machine: texts that describe the inputs and their origin.
-        decides, changes_text: sentences on what the first choice depends on.
-        changes: the fastest candidate under each other acceptance ("hit rate": of the first
-            candidate) and link ("transfers": factor of their time), with its time per token.
-        crossover: context -> number of requests from which on plain decoding is best.
-        by_batch: the fastest of the ranked candidates at each further batch size.
-        engines: engine -> flags for the best chain.
-        left_out: preset -> why it was not simulated.
-        complete: whether the budget sufficed.
-        expected: what a real run of the first choice is compared with (``check_run``).
-        folder: where it is written; empty if nowhere.
-    """
-
-    choices: tuple[Recommendation, ...]
+    choices: tuple[Recommendation, ...]  # fastest first, with plain decoding among them
     objective: str
     batch: int
     context: int
     devices: int
-    acceptance: str
+    acceptance: str  # a description, as ``machine``
     machine: str
-    decides: tuple[str, ...]
-    changes: tuple[Mapping[str, Any], ...]
+    decides: tuple[str, ...]  # sentences on what the first choice depends on
+    changes: tuple[Mapping[str, Any], ...]  # the fastest under each other hit rate and link
     changes_text: tuple[str, ...]
-    chains: tuple[ChainCell, ...]
-    crossover: Mapping[int, int | None]
-    by_batch: tuple[Mapping[str, Any], ...]
-    engines: Mapping[str, str]
+    chains: tuple[Mapping[str, Any], ...]  # by batch size and context, of ``chain_cell``
+    crossover: Mapping[int, int | None]  # context -> requests from which on plain is best
+    by_batch: tuple[Mapping[str, Any], ...]  # the fastest at each further batch size
+    engines: Mapping[str, str]  # engine -> flags for the best chain
     memory_limit_gb: float | None
-    left_out: Mapping[str, str]
-    complete: bool
+    left_out: Mapping[str, str]  # preset -> why it was not simulated
+    complete: bool  # whether the budget sufficed
     notes: tuple[str, ...]
-    expected: Mapping[str, Any]
+    expected: Mapping[str, Any]  # what a real run is compared with (``check_run``)
     overrides: tuple[str, ...]
     simulated_tokens: int = 0
     search_s: float = 0.0
-    folder: str = ""
+    folder: str = ""  # where it is written
 
     @property
     def best(self) -> Recommendation:
@@ -133,14 +106,13 @@ def conclude(
     acceptance: Acceptance,
     finalists: Sequence[Candidate],
     *,
-    path: Path,
     draft: str,
     overrides: Sequence[str],
 ) -> tuple[Plan, Candidate]:
     """Returns the plan of a finished search, and its first choice.
 
-    ``finalists`` are the candidates of the last round, plain decoding among them; ``path`` is the
-    file of simulation results; ``draft`` is the draft's path or name, for the flags of engines.
+    ``finalists`` are the candidates of the last round, plain decoding among them; ``draft`` is the
+    draft's path or name, for the flags of engines.
     """
     chosen, machine = search.chosen, search.machine
     batch, context = chosen.batch[0], chosen.context[0]
@@ -152,37 +124,36 @@ def conclude(
         of_presets.setdefault(candidate.name, candidate)
     plain = of_presets.pop(PLAIN)
     others = list(of_presets.values())
-    changes = _changes(search, acceptance, [*others, plain], winner, path)
-    table = chain_table(acceptance)
+    changes = list(_changes(search, acceptance, [*others, plain], winner))
+    table = acceptance.chain_table()
     contexts = chosen.context if machine.prices_context else chosen.context[:1]
     batches = machine.batches or (chosen.batch if len(chosen.batch) > 1 else _BATCHES)
     cells = (chain_cell(machine, table, b, c) for c in contexts for b in batches)
     limits = {} if machine.batches else {c: crossover(machine, table, c) for c in contexts}
     best = chain_cell(machine, table, batch, context)
+    number = None if best is None else best["draft_tokens"]
+    requests = acceptance.requests if acceptance.drawn else 0
+    unit_dicts = [asdict(unit) for unit in units]
     plan = Plan(
         choices=choices,
         objective=chosen.objective,
         batch=batch,
         context=context,
         devices=machine.devices,
-        acceptance=f"{acceptance.label}; hit rate {acceptance.hit_rate():.3f}",
+        acceptance=f"{acceptance.label}; hit rate {acceptance.hit_rate:.3f}",
         machine=machine.name,
         decides=tuple(_decides(search, winner, units, choices)),
         changes=tuple(changes),
-        changes_text=tuple(_sentences(changes, winner.name, acceptance.hit_rate())),
+        changes_text=tuple(_sentences(changes, winner.name, acceptance.hit_rate)),
         chains=tuple(cell for cell in cells if cell is not None),
         crossover=limits,
         by_batch=tuple(_by_batch(search, others, plain)),
-        engines=engine_flags(best, draft, chosen.drafter, winner.config),
-        memory_limit_gb=machine.limit_gb,
+        engines=engine_flags(number, draft, chosen.drafter, winner.config),
+        memory_limit_gb=machine.memory_gb,
         left_out=search.left_out,
         complete=search.complete,
         notes=tuple(_notes(search, acceptance)),
-        expected={
-            "units": [asdict(unit) for unit in units],
-            "requests": acceptance.requests if acceptance.drawn else 0,
-            "error": machine.error,
-        },
+        expected={"units": unit_dicts, "requests": requests, "error": machine.error},
         overrides=tuple(overrides),
     )
     return plan, winner
@@ -190,50 +161,48 @@ def conclude(
 
 def _choices(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendation, ...]:
     """Drops candidates that decode exactly like a faster one, but not plain decoding."""
-    chosen, machine = search.chosen, search.machine
+    chosen = search.chosen
     batch, context = chosen.batch[0], chosen.context[0]
-    kept: list[tuple[Candidate, Times]] = []
+    kept: dict[tuple[Any, ...], tuple[Candidate, Times]] = {}
     for candidate in ranked:
         times = search.times(candidate, chosen.prompts)
-        pair = [times.above, times.below]
-        same = any(np.array_equal(pair, [known.above, known.below]) for _, known in kept)
-        if not same or candidate.name == PLAIN:
-            kept.append((candidate, times))
-    num = effective(len(kept[0][1].above), search.requests)
-    drawn = np.stack([times.resampled(num) for _, times in kept])
-    first = np.bincount(drawn.argmin(axis=0), minlength=len(kept)) / drawn.shape[1]
-    base = next(at for at, (candidate, _) in enumerate(kept) if candidate.name == PLAIN)
+        same = (*times.above, *times.below, candidate.name == PLAIN)
+        kept.setdefault(same, (candidate, times))
+    candidates, all_times = zip(*kept.values(), strict=True)
+    num = effective(len(all_times[0].above), search.requests)
+    drawn = np.stack([times.resampled(num) for times in all_times])
+    first = np.bincount(drawn.argmin(axis=0), minlength=len(drawn)) / drawn.shape[1]
+    base = next(at for at, candidate in enumerate(candidates) if candidate.name == PLAIN)
     choices = []
-    for at, (candidate, times) in enumerate(kept):
+    for at, candidate in enumerate(candidates):
         units, layout = search.units(candidate, chosen.prompts), candidate.layout
         # With one request at a time, decode phases alone count, as in ``tokens_per_s`` of a run.
         alone = Times.of(units, "latency")
         speed = alone if batch == 1 else Times.of(units, "throughput")
-        choices.append(
-            Recommendation(
-                strategy=candidate.name,
-                sizes=candidate.sizes,
-                layout=str(layout),
-                devices=layout.devices,
-                tokens_per_s=1.0 / speed.mean,
-                tokens_per_s_interval=interval(1.0 / speed.resampled(num)),
-                ms_per_token=1e3 * alone.mean,
-                ms_per_token_interval=interval(1e3 * alone.resampled(num)),
-                gain=kept[base][1].mean / times.mean,
-                gain_interval=interval(drawn[base] / drawn[at]),
-                first=float(first[at]),
-                tokens_per_answer=total(units, "emitted", "answers"),
-                hit_rate=total(units, "hits", "answers"),
-                memory_gb=machine.memory_gb(layout, batch, context),
-                is_plain=at == base,
-            )
+        choice = Recommendation(
+            strategy=candidate.name,
+            sizes=candidate.sizes,
+            layout=str(layout),
+            devices=layout.devices,
+            tokens_per_s=1.0 / speed.mean,
+            tokens_per_s_interval=interval(1.0 / speed.resampled(num)),
+            ms_per_token=1e3 * alone.mean,
+            ms_per_token_interval=interval(1e3 * alone.resampled(num)),
+            gain=all_times[base].mean / all_times[at].mean,
+            gain_interval=interval(drawn[base] / drawn[at]),
+            first=float(first[at]),
+            tokens_per_answer=Times.ratio(units, "emitted", "answers").mean,
+            hit_rate=Times.ratio(units, "hits", "answers").mean,
+            memory_gb=search.machine.used_gb(layout, batch, context),
+            is_plain=at == base,
         )
+        choices.append(choice)
     return tuple(choices)
 
 
 def _decides(
     search: Search, winner: Candidate, units: Sequence[Unit], choices: Sequence[Recommendation]
-) -> list[str]:
+) -> Iterator[str]:
     """Says which work the time per token depends on, and compares the first choice with the next.
 
     The share of a kind of work is from a simulation at 90 % of its cost: (t - t') / (0.1 t). Work
@@ -254,141 +223,116 @@ def _decides(
     hidden = sum(unit.hidden_s for unit in units) / drafting if drafting else 0.0
     if shares.get("draft", 1.0) < _HIDDEN and hidden > 0.5:
         text += f"; {100 * hidden:.0f} % of the drafting is hidden behind the target"
+    yield text
     other = next((c for c in choices if c.strategy not in (winner.name, PLAIN)), None)
-    if other is None:
-        return [text]
-    compared = []
-    for choice in (choices[0], other):
-        every_ms = choice.ms_per_token * choice.tokens_per_answer
-        compared.append(f"{choice.strategy} {choice.tokens_per_answer:.2f} every {every_ms:.1f} ms")
-    return [text, f"tokens per answer of the target: {', '.join(compared)}"]
+    if other is not None:
+        compared = (
+            f"{c.strategy} {c.tokens_per_answer:.2f} every"
+            f" {c.ms_per_token * c.tokens_per_answer:.1f} ms"
+            for c in (choices[0], other)
+        )
+        yield f"tokens per answer of the target: {', '.join(compared)}"
 
 
 def _changes(
-    search: Search,
-    acceptance: Acceptance,
-    candidates: Sequence[Candidate],
-    winner: Candidate,
-    path: Path,
-) -> list[dict[str, Any]]:
+    search: Search, acceptance: Acceptance, candidates: Sequence[Candidate], winner: Candidate
+) -> Iterator[dict[str, Any]]:
     """Simulates the best presets under changed acceptance and transfer times.
 
     ``candidates`` are of different presets, plain decoding last. Nothing is simulated if the budget
     is spent or the first choice needs real models.
     """
-    if winner.decoded:
-        return []
-    if search.out_of_time:
-        search.complete = False
-        return []
-    search.report("sensitivity", len(_ODDS) + len(_LINKS))
+    if winner.decoded or not search.has_time():
+        return
+    search.progress.phase("sensitivity", len(_ODDS) + len(_LINKS))
     kept = [candidate for candidate in candidates if not candidate.decoded]
     kept = [*kept[:_FINALISTS], kept[-1]]
-    changes: list[dict[str, Any]] = []
 
-    def add(
-        what: str, value: float, tried: Sequence[Candidate], times: Callable[..., Times]
-    ) -> None:
-        seconds, best = min(
-            ((times(candidate, _PROMPTS).mean, candidate) for candidate in tried),
-            key=lambda pair: pair[0],
-        )
-        row = {"what": what, "value": value, "label": str(best), "name": best.name}
-        changes.append({**row, "seconds": seconds})
-        search.report("sensitivity", None)
+    def row(what: str, value: float, where: Search, tried: Sequence[Candidate]) -> dict[str, Any]:
+        best = where.ranked(tried, _PROMPTS)[0]
+        seconds = where.times(best, _PROMPTS).mean
+        search.progress.advance()
+        named = {"label": str(best), "name": best.name, "seconds": seconds}
+        return {"what": what, "value": value, **named}
 
-    prompts = _PROMPTS * search.chosen.batch[0]
-    for odds in _ODDS:
-        try:
+    path, prompts = search.simulator.path, _PROMPTS * search.chosen.batch[0]
+    with suppress(UserError):  # a trace has no ranks to change
+        for odds in _ODDS:
             other = acceptance.shifted(odds)
-        except UserError:
-            break  # a trace has no ranks to change
-        simulator = Simulator(other.pair(), path, of=f"odds{odds:+g}", prompts=prompts)
-
-        def shifted(candidate: Candidate, count: int, of: Simulator = simulator) -> Times:
-            units = of.units(candidate, count, search.length)
-            return Times.of(units, search.chosen.objective, candidate.layout.devices)
-
-        add("hit rate", other.hit_rate(), kept, shifted)
+            simulator = Simulator(other.pair(), path, of=f"odds{odds:+g}", prompts=prompts)
+            yield row("hit rate", other.hit_rate, replace(search, simulator=simulator), kept)
     if any("transfer" in c.config["clock"]["costs"] for c in kept):
         for factor in _LINKS:
-            add("transfers", factor, [c.rescaled({"transfer": factor}) for c in kept], search.times)
-    return changes
+            yield row("transfers", factor, search, [c.rescaled({"transfer": factor}) for c in kept])
 
 
-def _sentences(changes: Sequence[Mapping[str, Any]], name: str, hit_rate: float) -> list[str]:
+def _sentences(changes: Sequence[Mapping[str, Any]], name: str, hit_rate: float) -> Iterator[str]:
     """Says for each input and direction at which nearest value another preset is first."""
-    forms = {"hit rate": (hit_rate, "{:.2f}", ""), "transfers": (1.0, "{:g}", " times")}
-    texts = []
-    for what, (here, form, unit) in forms.items():
+    forms = [("hit rate", hit_rate, "{:.2f}", "", "")]
+    forms += [("transfers", 1.0, "{:g}", " times", " times their time")]
+    for what, here, form, unit, of_time in forms:
         rows = sorted((c for c in changes if c["what"] == what), key=itemgetter("value"))
         if not rows:
             continue
         others = []
-        above = [row for row in rows if row["value"] > here]
-        for side in ([row for row in reversed(rows) if row["value"] < here], above):
+        below = [row for row in reversed(rows) if row["value"] < here]
+        for side in (below, [row for row in rows if row["value"] > here]):
             nearest = here
             for row in side:
                 if row["name"] != name:
-                    at = form.format(row["value"]) + (" times their time" if unit else "")
-                    not_at = form.format(nearest)
-                    others.append(f"{row['label']} is first at {at} (not at {not_at})")
+                    at, not_at = form.format(row["value"]), form.format(nearest)
+                    others.append(f"{row['label']} is first at {at}{of_time} (not at {not_at})")
                     break
                 nearest = row["value"]
         low, high = (form.format(row["value"]) for row in (rows[0], rows[-1]))
         if others:
-            texts.append(f"{what}: {'; '.join(others)} (tried {low} to {high}{unit})")
+            yield f"{what}: {'; '.join(others)} (tried {low} to {high}{unit})"
         else:
-            texts.append(f"{what}: {name} stays first from {low} to {high}{unit}")
-    return texts
+            yield f"{what}: {name} stays first from {low} to {high}{unit}"
 
 
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
-) -> list[dict[str, Any]]:
-    """Returns the fastest of the ranked presets at the other batch sizes, in its layout.
+) -> Iterator[dict[str, Any]]:
+    """Yields the fastest of the ranked presets at the other batch sizes, in its layout.
 
     Larger batches favour smaller trees, so halved sizes are tried too, first on one batch.
     """
-    rows = []
     machine, context = search.machine, search.chosen.context[0]
     for batch in search.chosen.batch[1:]:
         screened: list[tuple[float, Candidate]] = []
         for candidate in (size for best in of_presets for size in (best, *best.smaller())):
-            if search.out_of_time and screened:
-                search.complete = False
+            if screened and not search.has_time():
                 break
             with suppress(DoesNotFit, UserError, ValueError):
-                made = candidate.with_batch(machine, batch, context)
+                made = candidate.on(machine, candidate.layout, batch=batch, context=context)
                 screened.append((search.times(made, 1, _SHORT).mean, made))
         try:
-            base = plain.with_batch(machine, batch, context)
+            base = plain.on(machine, plain.layout, batch=batch, context=context)
         except DoesNotFit:
             continue
-        kept = [made for _, made in sorted(screened, key=lambda pair: pair[0])[:_SCREENED]]
+        kept = [made for _, made in sorted(screened, key=itemgetter(0))[:_SCREENED]]
         best = search.ranked([*kept, base], _FEW_UNITS)[0]
         speed = 1.0 / Times.of(search.units(best, _FEW_UNITS), "throughput").mean
         plain_s, best_s = (search.times(c, _FEW_UNITS).mean for c in (base, best))
-        row = {"batch": batch, "label": str(best), "tokens_per_s": speed, "gain": plain_s / best_s}
-        rows.append(row)
-    return rows
+        gain = plain_s / best_s
+        yield {"batch": batch, "label": str(best), "tokens_per_s": speed, "gain": gain}
 
 
-def _notes(search: Search, acceptance: Acceptance) -> list[str]:
-    machine, notes = search.machine, [*search.notes]
+def _notes(search: Search, acceptance: Acceptance) -> Iterator[str]:
+    yield from search.notes
     if not search.complete:
-        notes.append(
+        yield (
             f"budget_s={search.chosen.budget_s:g} was spent before the search ended: give more, and"
             " start the same command again to continue"
         )
     if acceptance.drawn and not acceptance.requests:
-        notes.append("the law states no requests: intervals are of the simulated prompts alone")
-    if not machine.prices_context:
-        notes.append(f"times of {machine.name} do not depend on the context")
+        yield "the law states no requests: intervals are of the simulated prompts alone"
+    if not search.machine.prices_context:
+        yield f"times of {search.machine.name} do not depend on the context"
     if search.unknown:
         names = ", ".join(search.unknown)
-        notes.append(f"not considered, since their acceptance is unknown here: {names}")
+        yield f"not considered, since their acceptance is unknown here: {names}"
     others = {k for k, why in search.left_out.items() if why != OTHER_PROGRAM}
     if others := others - {*search.unknown}:
-        notes.append(f"{len(others)} presets were not simulated: plan.json says why, each")
-    return notes
+        yield f"{len(others)} presets were not simulated: plan.json says why, each"

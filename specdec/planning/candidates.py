@@ -21,6 +21,7 @@ from specdec.pairs import ModelPair
 from specdec.parts.build import locate
 from specdec.parts.fields import did_you_mean, signature_of
 from specdec.planning.machines import Layout, Machine, scaled
+from specdec.profiling.trees import clock_node
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.sources import NullSource, SyntheticSource
 from specdec.state import StopRules
@@ -38,11 +39,8 @@ _RESAMPLES = 2000
 SIZES: Mapping[str, tuple[Any, ...]] = {
     "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12, 16),
     "branching": (
-        [2, 2, 1, 1],
-        [1, 1, 3, 1, 1, 1, 1, 1],
-        [4, 2, 2, 1, 1],
-        [3, 2, 1, 1, 1, 1],
-        [8, 4, 2, 1, 1, 1],
+        *([2, 2, 1, 1], [1, 1, 3, 1, 1, 1, 1, 1], [4, 2, 2, 1, 1]),
+        *([3, 2, 1, 1, 1, 1], [8, 4, 2, 1, 1, 1]),
     ),
     "width": (4, 8, 16, 32, 64),
     "children": (2, 4, 8, 16),
@@ -65,18 +63,14 @@ SIZES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A preset with sizes in a layout, whose costs its ``config`` has.
-
-    Attributes:
-        sizes: keys of the policy that differ from the preset.
-        decoded: whether real models decode it on the simulated clock, since its source reads what
-            no law or record has.
-    """
+    """A preset with sizes in a layout, whose costs its ``config`` has."""
 
     name: str
-    layout: Layout
     config: Mapping[str, Any]
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    layout: Layout = field(default_factory=Layout)
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # what differs from the preset's policy
+    free: int = 0  # models that run on a device of their own by construction
+    # Whether real models decode it on the simulated clock: its source reads what laws have not.
     decoded: bool = False
 
     @property
@@ -87,18 +81,39 @@ class Candidate:
         values["costs"] = self.config["clock"]["costs"]
         return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:20]
 
+    @property
+    def copies(self) -> bool:
+        """Whether its executor has copies of the target."""
+        return "replicas" in self.config["executor"]
+
+    @property
+    def staged(self) -> bool:
+        """Whether its executor has stages, or no keys: it is replaced by a pipeline then."""
+        executor = self.config["executor"]
+        return not self.copies and ("target_degree" in executor or len(executor) == 1)
+
     def __str__(self) -> str:
-        sizes = (f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in self.sizes.items())
-        return " ".join([self.name, *sizes])
+        return label(self.name, self.sizes)
+
+    def on(self, machine: Machine, layout: Layout, *, batch: int, context: int) -> Candidate:
+        """Returns it in a layout, with the costs of the machine; raises ``DoesNotFit``."""
+        costs, node = machine.costs(layout, batch, context), dict(self.config["executor"])
+        clock = clock_node(machine.name, costs, machine.note)
+        if len(node) == 1 and (layout.stages * layout.degree > 1 or layout.own_draft):
+            node = own_values(options("executor")["pipeline"])
+        if self.copies:
+            node |= {"replicas": layout.replicas, "transport": "in_process"}
+        if "target_degree" in node:
+            degrees = {"target_degree": layout.degree, "draft_degree": layout.draft_degree}
+            node |= {key: degree if degree > 1 else None for key, degree in degrees.items()}
+            node |= {"stages": layout.stages, "groups": None, "shared": False}
+            node |= {"transport": "in_process"}
+        config = fit({**self.config, "executor": node, "clock": clock, "batch_size": batch})
+        return replace(self, layout=layout, config=config)
 
     def with_size(self, key: str, value: Any) -> Candidate:
         config = {**self.config, "policy": {**self.config["policy"], key: value}}
         return replace(self, config=config, sizes={**self.sizes, key: value})
-
-    def with_batch(self, machine: Machine, batch: int, context: int) -> Candidate:
-        """Returns the candidate at another batch size; raises ``DoesNotFit``."""
-        clock = clock_node(machine, self.layout, batch, context)
-        return replace(self, config={**self.config, "batch_size": batch, "clock": clock})
 
     def rescaled(self, factors: Mapping[str, float]) -> Candidate:
         """Multiplies the times of some kinds of work."""
@@ -113,46 +128,20 @@ class Candidate:
         return [self.with_size(key, size) for key, size in sizes if size]
 
 
-def clock_node(machine: Machine, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-    costs = machine.costs(layout, batch, context)
-    origin = {"profile": machine.name, "scale": 1.0, "note": machine.note}
-    return {"kind": "simulated", **origin, "costs": costs}
+def label(name: str, sizes: Mapping[str, Any]) -> str:
+    words = (f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in sizes.items())
+    return " ".join([name, *words])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A preset with its composed configuration, before layout and sizes are chosen.
-
-    Attributes:
-        staged: whether its executor has stages, or is replaced by one that has.
-        copies: whether its executor has copies of the target.
-        free: number of models that run on a device of their own by construction.
-    """
-
-    name: str
-    config: Mapping[str, Any]
-    staged: bool
-    copies: bool
-    free: int = 0
-    decoded: bool = False
-
-    def candidate(self, machine: Machine, layout: Layout, *, batch: int, context: int) -> Candidate:
-        """Returns the preset in a layout; raises ``DoesNotFit``."""
-        node = _executor_node(self.config["executor"], layout)
-        clock = clock_node(machine, layout, batch, context)
-        config = fit({**self.config, "executor": node, "clock": clock, "batch_size": batch})
-        return Candidate(name=self.name, layout=layout, config=config, decoded=self.decoded)
-
-
-def families(
+def presets(
     words: Sequence[str],
     extra: Sequence[Path],
     names: Sequence[str],
     pair: ModelPair | None = None,
     *,
     measured: bool = False,
-) -> tuple[list[Family], dict[str, str]]:
-    """Returns the presets that can be simulated, and why the others cannot.
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Returns the presets that can be simulated, without layouts, and why the others cannot.
 
     Args:
         words: overrides of the configuration, the model included.
@@ -169,7 +158,7 @@ def families(
     if pair is not None:
         names = [PLAIN, *(names or known)]
         run_job_of([*words, f"strategy={PLAIN}", "clock=simulated"], extra)  # raises for bad words
-    found: list[Family] = []
+    found: list[Candidate] = []
     left_out: dict[str, str] = {}
     for name in dict.fromkeys(names):
         if own_values(known[name]).get("strategy", {}).get("kind", "parts") != "parts":
@@ -181,89 +170,44 @@ def families(
             if pair is not None:
                 source = pair.fitted_source(source, config["policy"])
             sources = list(_sources(source))
-            for cls, has_inner in sources:
-                _check(cls, has_inner, made_up=pair is not None, measured=measured)
+            for cls, is_leaf in sources:
+                if pair is not None and is_leaf and cls not in (SyntheticSource, NullSource):
+                    lacks = "reads tokens or hidden states, which a law or record does not have"
+                elif pair is None and not measured and _RUNS_MODELS & {*signature_of(cls).objects}:
+                    lacks = "has passes of its own, whose time the profile does not have"
+                else:
+                    continue
+                raise UserError(f"{cls.__name__} {lacks}")
         except UserError as error:
             left_out[name] = str(error)
             continue
-        copies = "replicas" in (executor := config["executor"])
-        # An executor of one device has no keys; it is replaced by a pipeline.
-        staged = not copies and ("target_degree" in executor or len(executor) == 1)
         free = sum("free_rank" in signature_of(cls).plain for cls, _ in sources)
-        family = Family(
-            name=name,
-            config=config,
-            staged=staged,
-            copies=copies,
-            free=free,
-            decoded=pair is None,
-        )
-        found.append(family)
+        found.append(Candidate(name=name, config=config, free=free, decoded=pair is None))
     return found, left_out
 
 
 def _sources(node: Any) -> Iterator[tuple[type, bool]]:
-    """Yields each class of a source node with whether it contains other sources."""
+    """Yields each class of a source node with whether it contains no other sources."""
     values = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
     inner = [found for value in values for found in _sources(value)]
     if isinstance(node, Mapping) and "_target_" in node:
-        yield locate(node["_target_"], "source"), bool(inner)
+        yield locate(node["_target_"], "source"), not inner
     yield from inner
-
-
-def _check(cls: type, has_inner: bool, *, made_up: bool, measured: bool) -> None:
-    """Refuses a source that needs what a law, record (``made_up``) or given profile lacks."""
-    if made_up and not has_inner and cls not in (SyntheticSource, NullSource):
-        raise UserError(
-            f"{cls.__name__} reads tokens or hidden states, which a law or record does not have"
-        )
-    if not made_up and not measured and _RUNS_MODELS & {*signature_of(cls).objects}:
-        raise UserError(
-            f"{cls.__name__} has passes of its own, whose time the profile does not have"
-        )
-
-
-def _executor_node(node: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Returns a preset's executor in a layout; an executor without keys is kept on one device."""
-    if "replicas" in node:
-        return {**node, "replicas": layout.replicas, "transport": "in_process"}
-    if len(node) == 1 and layout.stages * layout.degree == 1 and not layout.own_draft:
-        return dict(node)
-    if len(node) == 1:
-        node = own_values(options("executor")["pipeline"])
-    if "target_degree" not in node:
-        return dict(node)
-    return {
-        **node,
-        "stages": layout.stages,
-        "groups": None,
-        "target_degree": layout.degree if layout.degree > 1 else None,
-        "draft_degree": layout.draft_degree if layout.draft_degree > 1 else None,
-        "shared": False,
-        "transport": "in_process",
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Counts of a batch of prompts that were served together.
-
-    Attributes:
-        tokens, seconds: of the decode phases, summed over requests.
-        emitted, clock_s: all tokens, and the time from start to end.
-        answers, hits: answers of the target, and those of them that were hits.
-        draft_s, hidden_s: seconds of drafting, and seconds of it that overlapped target work.
-    """
+    """Counts of a batch of prompts that were served together; times in seconds."""
 
     requests: int
-    tokens: int
+    tokens: int  # of the decode phases of all requests, as ``seconds``
     seconds: float
-    emitted: int
-    clock_s: float
-    answers: int
+    emitted: int  # all tokens
+    clock_s: float  # from start to end
+    answers: int  # of the target
     hits: int
     draft_s: float
-    hidden_s: float
+    hidden_s: float  # of drafting that overlapped target work
 
     @property
     def later_answers(self) -> int:
@@ -289,19 +233,17 @@ class Unit:
 TIMES = ("seconds", "clock_s", "draft_s", "hidden_s")
 
 
-def total(units: Sequence[Unit], above: str, below: str) -> float:
-    """Returns the ratio of two counts, each summed over the units."""
-    return float(
-        sum(getattr(u, above) for u in units) / max(sum(getattr(u, below) for u in units), 1)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Time per token of a candidate: float64[U], numerator and denominator by unit."""
+    """A ratio of two counts of units, such as seconds per token: float64[U] each."""
 
     above: FloatArray
     below: FloatArray
+
+    @staticmethod
+    def ratio(units: Sequence[Unit], above: str, below: str, scale: float = 1.0) -> Times:
+        counts = np.array([[getattr(unit, key) for unit in units] for key in (above, below)], float)
+        return Times(scale * counts[0], np.maximum(counts[1], 1e-9))
 
     @staticmethod
     def of(units: Sequence[Unit], objective: str, devices: int = 1) -> Times:
@@ -309,11 +251,9 @@ class Times:
 
         "per_device" multiplies them by ``devices``.
         """
-        alone = objective == "latency"
-        factor = devices if objective == "per_device" else 1
-        above = [u.seconds if alone else u.clock_s * factor for u in units]
-        below = [u.tokens if alone else u.emitted for u in units]
-        return Times(np.array(above, float), np.maximum(np.array(below, float), 1e-9))
+        if objective == "latency":
+            return Times.ratio(units, "seconds", "tokens")
+        return Times.ratio(units, "clock_s", "emitted", devices if objective == "per_device" else 1)
 
     @property
     def mean(self) -> float:
@@ -322,16 +262,12 @@ class Times:
     def resampled(self, count: float) -> FloatArray:
         """Returns float64[R], the means over ``count`` units drawn with replacement (bootstrap).
 
-        All candidates get the same draws, so that ratios are paired.
+        The draws of a constant seed are the same for all candidates, so that ratios are paired.
         """
-        picks = drawn_units(len(self.above), count)
+        shape = (_RESAMPLES, max(1, round(count)))
+        picks = np.random.default_rng(0).integers(0, len(self.above), shape)
         means: FloatArray = self.above[picks].sum(axis=1) / self.below[picks].sum(axis=1)
         return means
-
-
-def drawn_units(num: int, count: float) -> np.ndarray:
-    """Returns int64[R, max(1, round(count))], units drawn with replacement by a constant seed."""
-    return np.random.default_rng(0).integers(0, num, (_RESAMPLES, max(1, round(count))))
 
 
 def effective(simulated: float, requests: float) -> float:
@@ -370,17 +306,14 @@ class Simulator:
         drawn, or at most taken from a record. ``models`` loads real models, for candidates that no
         law or record can reproduce, and their prompts in the order of the record.
         """
-        self._pair, self._path, self._of, self._models = pair, path, of, models
+        self._pair, self.path, self._of, self._models = pair, path, of, models
         self._known: dict[str, Unit] = {}
         self.simulated_tokens = 0
-        recorded = pair.prompts()
-        if recorded is None:
-            rng = np.random.default_rng(0)
-            drawn = rng.integers(1, pair.vocab_size, (prompts, _PROMPT_TOKENS), np.int64)
-            recorded = list(enumerate(drawn))
+        shape = (prompts, _PROMPT_TOKENS)
+        drawn = np.random.default_rng(0).integers(1, pair.vocab_size, shape, np.int64)
+        recorded = pair.prompts() or list(enumerate(drawn))
         self._prompts = [TokenPrompt(*prompt) for prompt in recorded[:prompts]]
-        lines = path.read_text("utf-8").splitlines() if path is not None and path.is_file() else ()
-        for line in lines:
+        for line in path.read_text("utf-8").splitlines() if path and path.is_file() else ():
             try:
                 values = json.loads(line)
                 key = values.pop("key")
@@ -403,7 +336,7 @@ class Simulator:
         batch = int(candidate.config["batch_size"])
         count = min(count, max(len(self._prompts) // batch, 1))
         keys = [f"{self._of}:{candidate.key}:{length}:{at}" for at in range(count)]
-        if any(key not in self._known for key in keys):
+        if not self._known.keys() >= {*keys}:
             self._decode(candidate, keys, batch, length)
         return [self._known[key] for key in keys]
 
@@ -413,9 +346,8 @@ class Simulator:
         The schedule is then the same, so every time is ``factor`` times as long.
         """
         for key, unit in list(self._known.items()):
-            of, digest, rest = key.split(":", 2)
-            target = f"{of}:{slower.key}:{rest}"
-            if digest == made.key and target not in self._known:
+            target = key.replace(f":{made.key}:", f":{slower.key}:")
+            if target not in self._known:
                 times = {name: round(getattr(unit, name) * factor, _DIGITS) for name in TIMES}
                 self._keep(target, replace(unit, **times))
 
@@ -443,6 +375,6 @@ class Simulator:
 
     def _keep(self, key: str, unit: Unit) -> None:
         self._known[key] = unit
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, **asdict(unit)}) + "\n")

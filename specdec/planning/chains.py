@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 from specdec.clocks.profile import CostCurve
@@ -22,53 +22,32 @@ _LOOKUP = "specdec.sources.PromptLookupSource"
 _SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainCell:
-    """The best chain for a batch and a context, in the layout that is best for it.
-
-    ``draft_tokens`` is 0 if plain decoding is best. The speeds are those of all requests together,
-    and ``gain`` is their ratio.
-    """
-
-    batch: int
-    context: int
-    draft_tokens: int
-    tokens_per_s: float
-    plain_tokens_per_s: float
-    layout: str
-    gain: float
-
-
 def chain_cell(
     machine: Machine, tokens_per_pass: FloatArray, batch: int, context: int
-) -> ChainCell | None:
+) -> dict[str, Any] | None:
     """Returns the fastest chain over all layouts; None if no layout fits.
 
-    ``tokens_per_pass`` is float64[K + 1], for chains of 0, 1, ..., K draft tokens.
+    ``tokens_per_pass`` is float64[K + 1], for chains of 0, 1, ..., K draft tokens. ``draft_tokens``
+    of the result is 0 if plain decoding is best. The speeds are those of all requests together,
+    each in the layout that is best for it, and ``gain`` is their ratio.
     """
     speeds: dict[tuple[int, str], float] = {}
     for layout in layouts(machine.devices, own_draft=False, staged=True, copies=False):
-        try:
+        with suppress(DoesNotFit):
             costs = machine.costs(layout, batch, context)
-        except DoesNotFit:
-            continue
-        for draft_tokens, tokens in enumerate(tokens_per_pass.tolist()):
-            seconds = 1e-3 * round_ms(costs, layout, batch, draft_tokens)
-            speeds[draft_tokens, str(layout)] = batch * tokens / seconds
+            for draft_tokens, tokens in enumerate(tokens_per_pass.tolist()):
+                seconds = 1e-3 * round_ms(costs, layout, batch, draft_tokens)
+                speeds[draft_tokens, str(layout)] = batch * tokens / seconds
     if not speeds:
         return None
-    draft_tokens, label = max(speeds, key=lambda chain: speeds[chain])
-    best = speeds[draft_tokens, label]
+    draft_tokens, layout_text = max(speeds, key=lambda chain: speeds[chain])
+    best = speeds[draft_tokens, layout_text]
     plain = max(speed for (number, _), speed in speeds.items() if not number)
-    return ChainCell(
-        batch=batch,
-        context=context,
-        draft_tokens=draft_tokens,
-        tokens_per_s=best,
-        plain_tokens_per_s=plain,
-        layout=label,
-        gain=best / plain,
-    )
+    return {
+        **{"batch": batch, "context": context, "draft_tokens": draft_tokens},
+        **{"tokens_per_s": best, "plain_tokens_per_s": plain, "layout": layout_text},
+        "gain": best / plain,
+    }
 
 
 def round_ms(costs: Mapping[str, Any], layout: Layout, batch: int, draft_tokens: int) -> float:
@@ -93,21 +72,21 @@ def crossover(machine: Machine, tokens_per_pass: FloatArray, context: int) -> in
         cell = chain_cell(machine, tokens_per_pass, batch, context)
         if cell is None:
             break
-        start = None if cell.draft_tokens else start or batch
+        start = None if cell["draft_tokens"] else start or batch
         batch *= 2
     return start
 
 
 def engine_flags(
-    cell: ChainCell | None, draft: str, drafter: str, config: Mapping[str, Any]
+    number: int | None, draft: str, drafter: str, config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns flags of vLLM and SGLang for the best chain, or for a first choice that copies text.
+    """Returns flags of vLLM and SGLang for chains of ``number`` draft tokens of a ``drafter``.
 
     Names as in vLLM's docs/features/speculative_decoding/configuration.md (9d0e0b83) and SGLang's
     docs/advanced_features/speculative_decoding.md (067ad4d3). SGLang's n-gram method is left out,
-    since it verifies trees of another shape. ``config`` is that of the first choice.
+    since it verifies trees of another shape. ``config`` is that of the first choice, which decides
+    if it copies text.
     """
-    number = None if cell is None else cell.draft_tokens
     if config["source"].get("_target_") == _LOOKUP and "gamma" in config["policy"]:
         number, drafter = int(config["policy"]["gamma"]), "ngram"
     if number is None:
@@ -115,10 +94,10 @@ def engine_flags(
     if number == 0:
         off = "no speculation: plain decoding is faster at this batch and context"
         return {"vLLM": off, "SGLang": off}
-    lookup = drafter == "ngram"
-    vllm: dict[str, Any] = {"method": drafter, **({} if lookup else {"model": draft})}
+    vllm: dict[str, Any] = {"method": drafter}
+    vllm |= {} if drafter == "ngram" else {"model": draft}
     vllm |= {"num_speculative_tokens": number}
-    vllm |= {"prompt_lookup_max": _LOOKUP_MAX} if lookup else {}
+    vllm |= {"prompt_lookup_max": _LOOKUP_MAX} if drafter == "ngram" else {}
     flags = {"vLLM": f"--speculative-config '{json.dumps(vllm)}'"}
     if drafter in _SGLANG:
         flags["SGLang"] = (

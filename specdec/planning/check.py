@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specdec.errors import UserError
-from specdec.planning.candidates import Unit, drawn_units, effective, interval
+from specdec.planning.candidates import Times, Unit, effective, interval
 from specdec.report.results import read_requests
 
 
@@ -54,22 +52,12 @@ def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
     """
     units = [Unit(**values) for values in expected["units"]]
     num = effective(effective(len(units), expected["requests"]), len(run))
-    picks = drawn_units(len(units), num)
 
     def figure(name: str, above: str, below: str, scale: float = 1.0, error: float = 0.0) -> Figure:
-        (planned, tokens), here = (
-            np.array([[getattr(unit, key) for unit in of] for key in (above, below)], float)
-            for of in (units, run)
-        )
-        drawn = planned[picks].sum(axis=1) / np.maximum(tokens[picks].sum(axis=1), 1.0)
-        low, high = interval(scale * drawn)
-        return Figure(
-            name=name,
-            planned=scale * float(planned.sum() / max(tokens.sum(), 1.0)),
-            low=low * (1.0 - error),
-            high=high * (1.0 + error),
-            measured=scale * float(here[0].sum() / max(here[1].sum(), 1.0)),
-        )
+        planned, measured = (Times.ratio(of, above, below, scale) for of in (units, run))
+        low, high = interval(planned.resampled(num))
+        bounds = {"low": low * (1.0 - error), "high": high * (1.0 + error)}
+        return Figure(name=name, planned=planned.mean, measured=measured.mean, **bounds)
 
     error = float(expected["error"])
     time = figure("ms per token", "seconds", "tokens", 1e3, error)

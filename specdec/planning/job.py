@@ -14,9 +14,9 @@ from specdec.config.hydra import parse
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.files import parse_json, write_json
-from specdec.planning.acceptance import Acceptance, OfRecord, chain_table, of_log, of_model
+from specdec.planning.acceptance import Acceptance, acceptance_of, of_record
 from specdec.planning.answer import Plan, conclude
-from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, Candidate, Simulator, families
+from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, Candidate, Simulator, presets
 from specdec.planning.chains import chain_cell
 from specdec.planning.check import PlanVerdict, check_run, units_of_run
 from specdec.planning.machines import Machine, Profiled, machine_of
@@ -50,19 +50,13 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A checked request for a plan.
-
-    Attributes:
-        words: overrides of the configuration, of which ``model`` is that section.
-        extra: further configuration trees.
-        machine, acceptance: None if they have to be measured first.
-    """
+    """A checked request for a plan."""
 
     chosen: PlanOptions
-    words: tuple[str, ...]
-    extra: tuple[Path, ...]
-    model: Mapping[str, Any]
-    machine: Machine | None
+    words: tuple[str, ...]  # overrides of the configuration
+    extra: tuple[Path, ...]  # further configuration trees
+    model: Mapping[str, Any]  # section of the configuration
+    machine: Machine | None  # None if it has to be measured first, as ``acceptance``
     acceptance: Acceptance | None
     output_dir: str | None = None
 
@@ -71,15 +65,13 @@ class PlanRequest:
         """The content of config.yaml: everything but ``check``, which may be added later."""
         values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.chosen).items()}
         del values["check"]
-        words = [word for word in self.words if not word.startswith("output_dir=")]
-        return {"command": "plan", **values, "overrides": words}
+        return {"command": "plan", **values, "overrides": list(self.words)}
 
     @property
     def decoding_words(self) -> list[str]:
         """Words of a run by models; by default of a small random sample of the prompts."""
-        words = [word for word in self.words if not word.startswith("output_dir=")]
-        missing = (k for k in _SAMPLE if not any(word.startswith(f"{k}=") for word in words))
-        return [*words, *(f"{key}={_SAMPLE[key]}" for key in missing)]
+        missing = (k for k in _SAMPLE if not any(word.startswith(f"{k}=") for word in self.words))
+        return [*self.words, *(f"{key}={_SAMPLE[key]}" for key in missing)]
 
 
 def plan_request(
@@ -92,18 +84,16 @@ def plan_request(
         if section in _REFUSED:
             raise UserError(f"{override.input_line}: {_REFUSED[section]}; leave it out")
     job = run_job_of(rest, extra)
-    model = job.config["model"]
-    acceptance = of_log(chosen) if chosen.acceptance else of_model(model)
-    machine, check = None, chosen.check
+    model, check, machine = job.config["model"], chosen.check, None
+    acceptance = acceptance_of(chosen, model)
     if acceptance is None and model["kind"] not in ("pretrained", "random"):
         raise UserError(
             f"model.kind={model['kind']} has no hits of a draft to plan with: use"
             " model=hf, tiny, replay or a law, or acceptance=FILE"
         )
     if chosen.profile != MEASURED:
-        machine = machine_of(
-            chosen, extra, draft_name=acceptance.draft_name if acceptance else None
-        )
+        draft_name = acceptance.draft_name if acceptance else None
+        machine = machine_of(chosen, extra, draft_name=draft_name)
     elif acceptance is not None:
         raise UserError(
             "profile=measured measures models, and a law or record has none: use model=hf or"
@@ -121,9 +111,8 @@ def plan_request(
         )
     if check not in ("", "true", "false"):
         units_of_run(Path(check).expanduser())
-    return PlanRequest(
-        chosen, tuple(rest), tuple(extra), model, machine, acceptance, job.output_dir
-    )
+    kept = tuple(word for word in rest if not word.startswith("output_dir="))
+    return PlanRequest(chosen, kept, tuple(extra), model, machine, acceptance, job.output_dir)
 
 
 def searched(
@@ -134,61 +123,60 @@ def searched(
     The candidates are those of the last round, and plain decoding.
     """
     chosen, extra = request.chosen, request.extra
+    batch, context = chosen.batch[0], chosen.context[0]
     models = ModelsHere(request.decoding_words, extra, progress)
     acceptance = request.acceptance or _recorded(models, folder)
     machine = request.machine or _measured(models, acceptance, chosen, folder)
-    words = [w for w in request.words if not w.startswith(("model", "output_dir=", "threads="))]
-    path, pair = folder / _EVALUATIONS, acceptance.pair()
-    prompts = max(chosen.prompts, _UNITS * chosen.batch[0], _FEW_UNITS * max(chosen.batch))
-    simulator = Simulator(pair, path, of="plan", prompts=prompts, models=lambda: models.loaded)
-    simulated, left_out = families([*words, *acceptance.overrides], extra, chosen.strategies, pair)
+    pair = acceptance.pair()
+    prompts = max(chosen.prompts, _UNITS * batch, _FEW_UNITS * max(chosen.batch))
+    simulator = Simulator(
+        pair, folder / _EVALUATIONS, of="plan", prompts=prompts, models=lambda: models.loaded
+    )
+    words = [word for word in request.words if not word.startswith(("model", "threads="))]
+    tried, left_out = presets([*words, *acceptance.overrides], extra, chosen.strategies, pair)
     calibrates = request.machine is None and machine.devices == 1
     unknown = [name for name, why in left_out.items() if why != OTHER_PROGRAM]
     if request.acceptance is None:
-        decoded, reasons = families(models.words, extra, unknown, measured=calibrates)
+        decoded, reasons = presets(models.words, extra, unknown, measured=calibrates)
         left_out = {k: v for k, v in left_out.items() if k not in unknown} | reasons
-        simulated, unknown = [*simulated, *decoded], list(reasons)
-
-    def report(label: str, total: int | None) -> None:
-        if total is None:
-            progress.advance(detail=label)
-        else:
-            progress.phase(label, total)
-
-    best_chain = chain_cell(machine, chain_table(acceptance), chosen.batch[0], chosen.context[0])
+        tried, unknown = [*tried, *decoded], list(reasons)
+    best_chain = chain_cell(machine, acceptance.chain_table(), batch, context)
     search = Search(
         machine=machine,
         simulator=simulator,
         chosen=chosen,
-        requests=acceptance.requests / chosen.batch[0] if acceptance.drawn else 0.0,
+        requests=acceptance.requests / batch if acceptance.drawn else 0.0,
         length=_LENGTH,
-        chain_length=0 if best_chain is None else best_chain.draft_tokens,
-        report=report,
+        chain_length=0 if best_chain is None else best_chain["draft_tokens"],
+        progress=progress,
         left_out=left_out,
         unknown=unknown,
     )
-    finalists = search.run(simulated)
+    finalists = search.run(tried)
     if calibrates:
-        started = monotonic()
         finalists = calibrated(finalists, search=search, models=models, path=folder / "trials.json")
-        search.extend(monotonic() - started)
     return search, acceptance, finalists
 
 
-def _recorded(models: ModelsHere, folder: Path) -> OfRecord:
+def _recorded(models: ModelsHere, folder: Path) -> Acceptance:
     """Lets the models decode the sample of prompts once."""
     config = run_job_of([*models.words, f"strategy={PLAIN}", "record=true"], models.extra).config
-    run = folder / "record"
+    run = _once(config, folder / "record", models.progress)
+    layers = models.loaded[0].num_layers
+    return of_record({"record": str(run / "record.npz"), "num_layers": layers})
+
+
+def _once(config: dict[str, Any], run: Path, progress: Progress) -> Path:
+    """Runs a job unless its folder is complete; returns the folder."""
     if not (run / "summary.json").is_file():
         run.mkdir(parents=True, exist_ok=True)
-        run_job(config, run, models.progress)
-    return OfRecord.of(str(run / "record.npz"), num_layers=models.loaded[0].num_layers)
+        run_job(config, run, progress)
+    return run
 
 
 def _measured(
     models: ModelsHere, acceptance: Acceptance, chosen: PlanOptions, folder: Path
 ) -> Profiled:
-    assert isinstance(acceptance, OfRecord), "checked by the request"
     devices, stored = chosen.devices or 1, folder / "measured.json"
     stages = max(devices - 1, 1)
     if not stored.is_file():
@@ -204,10 +192,8 @@ def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
     """Searches and writes the plan into ``folder``; resumes an interrupted search."""
     began = monotonic()
     search, acceptance, finalists = searched(request, folder, progress)
-    draft, path = str(request.model.get("draft") or "DRAFT"), folder / _EVALUATIONS
-    plan, winner = conclude(
-        search, acceptance, finalists, path=path, draft=draft, overrides=request.words
-    )
+    draft = str(request.model.get("draft") or "DRAFT")
+    plan, winner = conclude(search, acceptance, finalists, draft=draft, overrides=request.words)
     tokens, seconds = search.simulator.simulated_tokens, monotonic() - began
     plan = replace(plan, simulated_tokens=tokens, search_s=seconds, folder=str(folder))
     write_plan(folder, plan, winner, provenance(command=sys.argv, config=request.config))
@@ -223,19 +209,17 @@ def check_job(request: PlanRequest, folder: Path, progress: Progress) -> PlanVer
     paced clock with the plan's own profile.
     """
     plan = parse_json((folder / RESULT_FILE).read_bytes())
-    if request.chosen.check != "true":
-        return check_run(plan["expected"], units_of_run(Path(request.chosen.check).expanduser()))
-    words = [*request.decoding_words, f"strategy={PRESET}"]
-    staged = plan["choices"][0]["devices"] > 1
-    if request.chosen.profile == MEASURED and not staged:
-        words.append("clock=measured")
-    else:
-        words += ["clock=paced", f"clock.profile={PRESET}"]
-        words += ["executor.transport=distributed"] if staged else []
-    run = folder / "check"
-    if not (run / "summary.json").is_file():
-        run.mkdir(parents=True, exist_ok=True)
-        run_job(run_job_of(words, [*request.extra, folder]).config, run, progress)
+    run = Path(request.chosen.check).expanduser()
+    if request.chosen.check == "true":
+        staged = plan["choices"][0]["devices"] > 1
+        if request.chosen.profile == MEASURED and not staged:
+            clock = ["clock=measured"]
+        else:
+            clock = ["clock=paced", f"clock.profile={PRESET}"]
+            clock += ["executor.transport=distributed"] if staged else []
+        words = [*request.decoding_words, f"strategy={PRESET}", *clock]
+        config = run_job_of(words, [*request.extra, folder]).config
+        run = _once(config, folder / "check", progress)
     return check_run(plan["expected"], units_of_run(run))
 
 

@@ -7,8 +7,10 @@ A pass of R rows of a model on d devices of a described machine, which share eve
 
 with L layers, P parameters and B bytes of weights and of the keys and values that are read.
 ``eager_layer_ms`` replaces ``layer_ms`` for engines without captured graphs. The constants are
-fitted to published pass times by ``experiments/plan/roofline.py``, which states the error on models
-that the fit does not use.
+fitted by ``experiments/plan/roofline.py``, which states the error on models that the fit does not
+use, to 156 published pass times: 16-bit weights of 10 models, 0.07 to 71 billion parameters, on 8
+GPUs (AnthonyHuo/An-Empirical-Study-on-Tree-based-Speculative-Decoding 0428ac25, jianc99/FastHesse,
+swiss-ai/apertus-speculative-decoding, spitzblattr/spec-bench-vllm).
 """
 
 from __future__ import annotations
@@ -19,29 +21,19 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from specdec.clocks.profile import curve_at
 from specdec.config.options import options, read_yaml
 from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 from specdec.parts.fields import Count, NotNegative, Positive, did_you_mean, errors_of, validated
 from specdec.planning.options import PlanOptions
+from specdec.profiling.trees import curve_on
 
 _DEGREES = (1, 2, 4, 8, 16)
 _POINTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 """Numbers of rows at which a described machine is priced."""
 
-_LAYERS = (
-    *((0.07, 2), (0.5, 24), (1.2, 16), (3.0, 28), (8.0, 32)),
-    *((13.0, 40), (33.0, 60), (70.0, 80)),
-)
-"""(billions of parameters, layers) of published Llama and Qwen models."""
-
-_ORIGIN = "described machine: roofline, efficiencies fitted to 156 published pass times"
-"""The data of the fit: 16-bit weights of 10 models, 0.07 to 71 billion parameters, on 8 GPUs.
-
-AnthonyHuo/An-Empirical-Study-on-Tree-based-Speculative-Decoding 0428ac25, jianc99/FastHesse,
-swiss-ai/apertus-speculative-decoding, spitzblattr/spec-bench-vllm.
-"""
+_LAYERS = {0.07: 2, 0.5: 24, 1.2: 16, 3.0: 28, 8.0: 32, 13.0: 40, 33.0: 60, 70.0: 80}
+"""Billions of parameters -> layers, of published Llama and Qwen models."""
 
 ERROR = 0.25
 """Three quarters of the held-out pass times have a smaller relative error; the median is 11 %."""
@@ -53,22 +45,14 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which devices run target and draft.
-
-    Attributes:
-        degree: devices that share every layer of a stage (tensor parallelism).
-        draft_degree: devices that share every layer of the draft.
-        replicas: copies of the target.
-        own_draft: whether the draft has devices of its own and works beside the target.
-        others: devices of further models, one each.
-    """
+    """Which devices run target and draft."""
 
     stages: int = 1
-    degree: int = 1
+    degree: int = 1  # devices that share every layer of a stage, as ``draft_degree``
     draft_degree: int = 1
-    replicas: int = 1
-    own_draft: bool = False
-    others: int = 0
+    replicas: int = 1  # copies of the target
+    own_draft: bool = False  # whether the draft has own devices and works beside the target
+    others: int = 0  # devices of further models, one each
 
     @property
     def devices(self) -> int:
@@ -76,7 +60,7 @@ class Layout:
         return target + (self.draft_degree if self.own_draft else 0) + self.others
 
     def __str__(self) -> str:
-        words = [f"{self.stages} stage{'s' * (self.stages > 1)}"] if self.stages > 1 else []
+        words = [f"{self.stages} stages"] if self.stages > 1 else []
         words += [f"TP {self.degree}"] if self.degree > 1 else []
         words += [f"{self.replicas} copies"] if self.replicas > 1 else []
         draft = f"draft TP {self.draft_degree}" if self.draft_degree > 1 else "draft"
@@ -111,41 +95,34 @@ def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Base of the machines that price the work of a layout.
-
-    Attributes:
-        note: origin of the times.
-        error: relative error of the times; 5 % is assumed for measured ones.
-        prices_context: whether times depend on the context.
-        batches: numbers of requests at a time for which times are known; None for any number.
-        limit_gb: gigabytes of a device; None if it and the sizes of the models are unknown.
-        kv_kb: kilobytes of the target's keys and values per token.
-    """
+    """Base of the machines that price the work of a layout."""
 
     name: str
     devices: int
-    note: str = ""
-    error: float = 0.05
-    prices_context: bool = False
-    batches: tuple[int, ...] | None = None
-    limit_gb: float | None = None
+    note: str = ""  # origin of the times
+    error: float = 0.05  # relative error of the times, assumed for measured ones
+    batches: tuple[int, ...] | None = None  # numbers of requests with known times; None: any
+    memory_gb: float | None = None  # of a device; None if it and the models' sizes are unknown
     target_gb: float = 0.0
     draft_gb: float = 0.0
-    kv_kb: float = 0.0
+    kv_kb: float = 0.0  # kilobytes of the target's keys and values per token
+
+    @property
+    def prices_context(self) -> bool:
+        """Whether times depend on the context; measured ones are of a single one."""
+        return self.kv_kb > 0 and self.batches is None
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         """Returns cost curves by kind of work, as in a profile; raises ``DoesNotFit``."""
         raise NotImplementedError
 
-    def memory_gb(self, layout: Layout, batch: int, context: int) -> float | None:
+    def used_gb(self, layout: Layout, batch: int, context: int) -> float | None:
         """Returns gigabytes of weights, keys and values on the fullest device; None if unknown."""
-        if self.limit_gb is None:
+        if self.memory_gb is None:
             return None
         target = self.target_gb + 1e-6 * self.kv_kb * batch * context
-        target, draft = (
-            target / (layout.stages * layout.degree),
-            self.draft_gb / layout.draft_degree,
-        )
+        target /= layout.stages * layout.degree
+        draft = self.draft_gb / layout.draft_degree
         return max(target, draft) if layout.own_draft else target + draft
 
 
@@ -155,45 +132,34 @@ class Profiled(Machine):
 
     With another number of stages a stage has more or fewer layers, and its times are scaled in
     proportion. Fewer devices than the profile's are assumed not to hold the target.
-
-    Attributes:
-        stages: number of stages of the target that the times are of.
-        by_batch: requests that share a pass -> costs; the nearest one is used.
-        degrees: curves by the number of devices that share a layer, as in a profile.
-        transfer: replaces the profile's curve.
     """
 
-    stages: int
-    by_batch: Mapping[int, Mapping[str, Any]]
-    degrees: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
-    transfer: Mapping[str, Any] | None = None
+    stages: int  # of the target that the times are of
+    by_batch: Mapping[int, Mapping[str, Any]]  # requests that share a pass -> costs
+    degrees: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)  # as in a profile
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         used = layout.stages * layout.degree
         if used < self.stages:
             raise DoesNotFit(
-                f"the target of {self.name} is on {self.stages} devices, and"
-                f" {used} are taken not to hold it"
+                f"the target of {self.name} is on {self.stages} devices, and {used} are taken not"
+                " to hold it"
             )
         nearest = min(self.by_batch, key=lambda known: abs(log(known / batch)))
-        costs = {kind: dict(curve) for kind, curve in self.by_batch[nearest].items()}
+        costs = dict(self.by_batch[nearest])
         for kind, degree in (("stage", layout.degree), ("draft", layout.draft_degree)):
-            curves = self.degrees.get(kind, {})
-            known = sorted(int(number) for number in curves)
-            if known and known[0] <= degree <= known[-1]:
-                costs[kind] = curve_at(curves, degree)
+            if curve := curve_on(self.degrees, kind, degree):
+                costs[kind] = curve
             elif degree > 1:
                 raise DoesNotFit(f"{self.name} has no time of a {kind} on {degree} devices")
         if "stage" in costs:
             costs["stage"] = scaled(costs["stage"], self.stages / layout.stages)
-        return costs if self.transfer is None else {**costs, "transfer": dict(self.transfer)}
+        return costs
 
 
 def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    result = {**curve, "ms": [ms * factor for ms in curve["ms"]]}
-    if "block_ms" in curve:
-        result["block_ms"] = curve["block_ms"] * factor
-    return result
+    blocks = {"block_ms": curve["block_ms"] * factor} if "block_ms" in curve else {}
+    return {**curve, "ms": [ms * factor for ms in curve["ms"]], **blocks}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,9 +205,15 @@ def pass_ms(
 
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """The keys of a described machine (docs/plan.md); those with a default may be left out."""
+class Described(Machine):
+    """A machine that is described by the keys of docs/plan.md, and priced by the roofline.
 
+    All transfers of a step take as long as the slowest, so a pipeline over several boxes pays for
+    the link between them.
+    """
+
+    note: str = "described machine: roofline, efficiencies fitted to 156 published pass times"
+    error: float = ERROR
     devices: Count
     memory_gb_s: Positive
     tflops: Positive
@@ -259,70 +231,48 @@ class Description:
     box_link_ms: NotNegative | None = None
     box_link_gb_s: Positive | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Described(Machine):
-    """A described machine, priced by the roofline.
-
-    All transfers of a step take as long as the slowest, so a pipeline over several boxes pays for
-    the link between them.
-    """
-
-    about: Description
-
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        about, degree = self.about, max(layout.degree, layout.draft_degree)
-        if degree * about.boxes > self.devices:
-            raise DoesNotFit(
-                f"a box has {self.devices // about.boxes} devices, fewer than"
-                f" {degree} that share a layer"
-            )
-        used = self.memory_gb(layout, batch, context)
-        if used is not None and used > about.memory_gb:
-            raise DoesNotFit(
-                f"{used:.1f} GB on a device ({layout}), and it has {about.memory_gb:g}"
-            )
-        kv = 1e3 * about.kv_kb * batch * context / layout.stages
-        layers = about.target_layers or self._layers(about.target_gb)
-        stage_layers = -(-layers // layout.stages)
-        stage_gb = 1e9 * about.target_gb / layout.stages
-        costs = {"stage": self._passes(stage_gb, stage_layers, layout.degree, kv)}
-        if about.draft_gb:
-            draft_layers = about.draft_layers or self._layers(about.draft_gb)
-            draft_bytes = 1e9 * about.draft_gb
-            costs["draft"] = self._passes(draft_bytes, draft_layers, layout.draft_degree)
+        degree, in_box = max(layout.degree, layout.draft_degree), self.devices // self.boxes
+        if degree * self.boxes > self.devices:
+            raise DoesNotFit(f"a box has {in_box} devices, fewer than {degree} that share a layer")
+        used = self.used_gb(layout, batch, context)
+        if used is not None and used > self.memory_gb:
+            raise DoesNotFit(f"{used:.1f} GB on a device ({layout}), and it has {self.memory_gb:g}")
+        layers = self.target_layers or self._layers(self.target_gb)
+        stage_gb, kv_gb = self.target_gb / layout.stages, 1e-6 * self.kv_kb * batch * context
+        per_stage = {"layers": -(-layers // layout.stages), "degree": layout.degree}
+        costs = {"stage": self._passes(stage_gb, kv_gb / layout.stages, **per_stage)}
+        if self.draft_gb:
+            draft = {"layers": self.draft_layers or self._layers(self.draft_gb)}
+            costs["draft"] = self._passes(self.draft_gb, 0.0, degree=layout.draft_degree, **draft)
         if layout.stages > 1 or layout.own_draft:
-            costs["transfer"] = self._transfers(layout, layers)
+            latency, speed = self.link_ms, self.link_gb_s
+            if self.boxes > 1 and layout.devices > in_box:
+                latency = latency if self.box_link_ms is None else self.box_link_ms
+                speed = speed if self.box_link_gb_s is None else self.box_link_gb_s
+            # A layer of width E has about 12 E^2 parameters.
+            width = (1e9 * self.target_gb / self.weight_bytes / (12.0 * layers)) ** 0.5
+            costs["transfer"] = _curve(lambda rows: latency + rows * width * 2.0 / (speed * 1e6))
         return costs
 
     def _layers(self, size_gb: float) -> int:
         """Returns the layers of the published model whose number of parameters is nearest."""
-        billions = size_gb / self.about.weight_bytes
-        return min(_LAYERS, key=lambda known: abs(known[0] / billions - 1.0))[1]
+        billions = size_gb / self.weight_bytes
+        return _LAYERS[min(_LAYERS, key=lambda known: abs(known / billions - 1.0))]
 
-    def _passes(self, weights: float, layers: int, degree: int, kv: float = 0.0) -> dict[str, Any]:
-        about = self.about
+    def _passes(self, size_gb: float, kv_gb: float, *, layers: int, degree: int) -> dict[str, Any]:
         return _curve(
             lambda rows: pass_ms(
                 rows,
-                parameters=weights / about.weight_bytes,
-                num_bytes=weights + kv,
+                parameters=1e9 * size_gb / self.weight_bytes,
+                num_bytes=1e9 * (size_gb + kv_gb),
                 layers=layers,
-                bytes_per_s=1e9 * about.memory_gb_s,
-                flops_per_s=1e12 * about.tflops,
+                bytes_per_s=1e9 * self.memory_gb_s,
+                flops_per_s=1e12 * self.tflops,
                 degree=degree,
-                eager=not about.graphs,
+                eager=not self.graphs,
             )
         )
-
-    def _transfers(self, layout: Layout, layers: int) -> dict[str, Any]:
-        about, latency, speed = self.about, self.about.link_ms, self.about.link_gb_s
-        if about.boxes > 1 and layout.devices > self.devices // about.boxes:
-            latency = latency if about.box_link_ms is None else about.box_link_ms
-            speed = speed if about.box_link_gb_s is None else about.box_link_gb_s
-        # A layer of width E has about 12 E^2 parameters.
-        width = (1e9 * about.target_gb / about.weight_bytes / (12.0 * layers)) ** 0.5
-        return _curve(lambda rows: latency + rows * width * 2.0 / (speed * 1e6))
 
 
 def _curve(ms: Callable[[int], float]) -> dict[str, Any]:
@@ -341,67 +291,53 @@ def machine_of(
             "a plan needs the times of a machine: give profile=NAME (specdec list profiles), the"
             " path of a profile or of a described machine, or profile=measured"
         )
-    path = Path(chosen.profile).expanduser()
+    path, where = Path(chosen.profile).expanduser(), f"profile={chosen.profile}"
     if chosen.profile not in options("profile", extra) and path.is_file():
-        loaded = read_yaml(path, f"profile={chosen.profile} is not readable YAML", resolve=True)
+        loaded = read_yaml(path, f"{where} is not readable YAML", resolve=True)
         if isinstance(loaded, dict) and "costs" not in loaded:
-            return _described(chosen, path, loaded)
+            return _described(chosen, path.stem, where, loaded)
     profile = load_profile(chosen.profile, extra, key="profile")
     profile = with_draft({**profile, "profile": chosen.profile}, draft_name)
     if "stages" not in profile:
         raise UserError(
-            f"profile={chosen.profile} does not say of how many stages its target is, so it cannot"
-            " be split otherwise: add `stages: NUMBER` to a copy of it"
+            f"{where} does not say of how many stages its target is, so it cannot be split"
+            " otherwise: add `stages: NUMBER` to a copy of it"
         )
     if chosen.link_gb_s is not None:
         raise UserError(
             f"link_gb_s={chosen.link_gb_s:g} is for a described machine, whose hidden states have a"
-            f" size; profile={chosen.profile} has times: leave it out, or use link_ms"
+            f" size; {where} has times: leave it out, or use link_ms"
         )
-    link = chosen.link_ms
+    costs = dict(profile["costs"])
+    if chosen.link_ms is not None:
+        costs["transfer"] = {"tokens": [1], "ms": [chosen.link_ms]}
     return Profiled(
         name=path.stem if path.is_file() else chosen.profile,
         devices=chosen.devices or profile["stages"] + 1,
         note=profile["note"],
         stages=profile["stages"],
-        by_batch={1: profile["costs"]},
+        by_batch={1: costs},
         degrees=profile.get("degrees", {}),
-        transfer=None if link is None else {"tokens": [1], "ms": [link]},
     )
 
 
-def _described(chosen: PlanOptions, path: Path, loaded: Mapping[str, Any]) -> Described:
-    known = {item.name: item.default is MISSING for item in fields(Description)}
+def _described(chosen: PlanOptions, name: str, where: str, loaded: Mapping[str, Any]) -> Described:
+    not_keys = ("name", "note", "error", "batches")
+    known = {f.name: f.default is MISSING for f in fields(Described) if f.name not in not_keys}
     for key in loaded:
         if key not in known:
-            raise UserError(
-                f"profile={chosen.profile}: {key} is no key of a described machine:"
-                f" {did_you_mean(str(key), known)}"
-            )
+            hint = did_you_mean(str(key), known)
+            raise UserError(f"{where}: {key} is no key of a described machine: {hint}")
     own = {"devices": chosen.devices, "link_ms": chosen.link_ms, "link_gb_s": chosen.link_gb_s}
     values = {**loaded, **{key: value for key, value in own.items() if value is not None}}
-    missing = [name for name, needed in known.items() if needed and name not in values]
+    missing = [key for key, needed in known.items() if needed and key not in values]
     if missing:
         raise UserError(
-            f"profile={chosen.profile} describes a machine without {', '.join(missing)}: add them"
-            " (docs/plan.md)"
+            f"{where} describes a machine without {', '.join(missing)}: add them (docs/plan.md)"
         )
-    for error in errors_of(Description, values):
-        raise UserError(f"profile={chosen.profile}: {error}")
-    about = Description(**values)
-    if about.devices % about.boxes:
-        raise UserError(
-            f"profile={chosen.profile}: {about.devices} devices are not {about.boxes} equal boxes"
-        )
-    return Described(
-        name=path.stem,
-        devices=about.devices,
-        note=_ORIGIN,
-        error=ERROR,
-        prices_context=about.kv_kb > 0,
-        limit_gb=about.memory_gb,
-        target_gb=about.target_gb,
-        draft_gb=about.draft_gb,
-        kv_kb=about.kv_kb,
-        about=about,
-    )
+    for error in errors_of(Described, values):
+        raise UserError(f"{where}: {error}")
+    machine = Described(name=name, **values)
+    if machine.devices % machine.boxes:
+        raise UserError(f"{where}: {machine.devices} devices are not {machine.boxes} equal boxes")
+    return machine

@@ -32,15 +32,15 @@ from specdec.errors import UserError
 from specdec.files import parse_json, write_json
 from specdec.models.loading import DTYPES
 from specdec.pairs import HuggingFacePair
-from specdec.planning.acceptance import OfRecord
-from specdec.planning.candidates import PLAIN, TIMES, Candidate, Simulator, Times, Unit, total
-from specdec.planning.machines import Layout
+from specdec.planning.acceptance import Acceptance
+from specdec.planning.candidates import PLAIN, TIMES, Candidate, Simulator, Times, Unit
 from specdec.planning.search import Search
 from specdec.profiling.limits import kv_bytes
-from specdec.profiling.passes import costs_node, measure_model, profile_of
+from specdec.profiling.passes import costs_of, measure_model
+from specdec.profiling.trees import clock_node, load
 from specdec.report.provenance import host_memory
 from specdec.runs.interleaved import run_interleaved
-from specdec.runs.jobs import Progress, prepare, stop_rules
+from specdec.runs.jobs import Progress, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
 PROBES: Sequence[tuple[str, Mapping[str, Any]]] = (
@@ -76,11 +76,7 @@ class ModelsHere:
     @cached_property
     def loaded(self) -> tuple[HuggingFacePair, list[TokenPrompt]]:
         """The models, and the prompts in the order of the record."""
-        config = self.config(PLAIN)
-        if config.get("threads"):
-            torch.set_num_threads(int(config["threads"]))
-        self.progress.phase("loading models", None)
-        pair, prompts, _ = prepare(config)
+        pair, prompts = load(self.config(PLAIN), self.progress)
         if not isinstance(pair, HuggingFacePair):
             raise UserError("profile=measured measures models: use model=tiny, hf or random")
         return pair, prompts
@@ -137,7 +133,7 @@ def typical(units: Sequence[Unit]) -> Unit:
 
 def measured_here(
     models: ModelsHere,
-    acceptance: OfRecord,
+    acceptance: Acceptance,
     *,
     batches: Sequence[int],
     stages: int,
@@ -158,36 +154,33 @@ def measured_here(
             tokens=sorted({*_TOKENS, batch}),
             repeats=_REPEATS,
             stages=stages,
-            context=acceptance.mean_context(),
+            context=acceptance.context,
             requests=batch,
             transfer=stages > 1,
             on_repeat=lambda kind: progress.advance(detail=kind),
         )
-        costs, note = costs_node(profile_of(samples, name="measured", note="")), "measured here"
+        costs, note = costs_of(samples), "measured here"
         if stages == 1:
             costs, note = with_controller(costs, models, acceptance, batch=batch, length=length)
         by_batch[batch] = costs
         notes.append(note)
-    return {"by_batch": by_batch, "note": notes[0], **_memory(pair, devices)}
-
-
-def _memory(pair: HuggingFacePair, devices: int) -> dict[str, float]:
-    """Returns sizes as fields of ``Machine``; the limit of processes is an equal share each."""
+    fields = {"by_batch": by_batch, "note": notes[0]}
     on_gpu = torch.device(pair.device).type == "cuda"
-    size = torch.cuda.mem_get_info(pair.device)[1] if on_gpu else host_memory()
-    if size is None:
-        return {}
+    memory = torch.cuda.mem_get_info(pair.device)[1] if on_gpu else host_memory()
+    if memory is None:
+        return fields
     config, weights = pair.target.config.get_text_config(), pair.weight_bytes
     return {
+        **fields,
         "target_gb": weights["target"] / 1e9,
         "draft_gb": weights.get("draft", 0) / 1e9,
         "kv_kb": pair.num_layers * kv_bytes(config, DTYPES[str(pair.dtype)].itemsize) / 1e3,
-        "limit_gb": round(size / (1 if on_gpu else devices) / 1e9, 1),
+        "memory_gb": round(memory / (1 if on_gpu else devices) / 1e9, 1),  # of a process, on a CPU
     }
 
 
 def with_controller(
-    costs: Mapping[str, Any], models: ModelsHere, acceptance: OfRecord, *, batch: int, length: int
+    costs: Mapping[str, Any], models: ModelsHere, acceptance: Acceptance, *, batch: int, length: int
 ) -> tuple[dict[str, Any], str]:
     """Adds the controller's time to costs measured on one device; also returns a note on it."""
     configs = [models.config(name, sizes) for name, sizes in PROBES]
@@ -205,11 +198,8 @@ def with_controller(
 
     def simulated(priced: Mapping[str, Any]) -> np.ndarray:
         """Returns float64[P], the simulated time of every probe under these costs."""
-        clock = {"kind": "simulated", "profile": "measured", "scale": 1.0, "costs": priced}
-        made = (
-            Candidate(name="", layout=Layout(), config={**c, "batch_size": batch, "clock": clock})
-            for c in configs
-        )
+        under = {"batch_size": batch, "clock": clock_node("measured", priced)}
+        made = (Candidate(name="", config={**config, **under}) for config in configs)
         return np.array([total_s(simulator.units(candidate, **shape)) for candidate in made])
 
     # Costs of 1 ms per pass, request or row; a request has at least one row.
@@ -248,9 +238,11 @@ def calibrated(
     runnable = []
     for made in candidates:
         if made.key not in known:
+            parts = {part: made.config[part] for part in ("policy", "executor")}
             try:
-                models.decode([_real(made, models)], batch=1, count=1, length=2)
-                runnable.append(made)
+                config = {**models.config(made.name), **parts}
+                models.decode([config], batch=1, count=1, length=2)
+                runnable.append((made, config))
             except UserError as error:
                 search.left_out[made.name] = f"{made} does not run here: {error}"
     if runnable:
@@ -278,37 +270,25 @@ def calibrated(
     return changed
 
 
-def _real(made: Candidate, models: ModelsHere) -> dict[str, Any]:
-    """Returns the configuration of a real run, with the candidate's policy and executor."""
-    parts = {part: made.config[part] for part in ("policy", "executor")}
-    return {**models.config(made.name), **parts}
-
-
 def _trials(
-    candidates: Sequence[Candidate], search: Search, models: ModelsHere
+    candidates: Sequence[tuple[Candidate, Mapping[str, Any]]], search: Search, models: ModelsHere
 ) -> dict[str, dict[str, Any]]:
     """Returns each candidate's ratio of times, and both tokens per answer, which should agree."""
-    batch = int(candidates[0].config["batch_size"])
+    batch = int(candidates[0][0].config["batch_size"])
     count = min(_RUNS, max(search.simulator.num_prompts // batch, 1))
-    rounds = _RUNS // count
-    search.report("runs of the best candidates", len(candidates) * count * rounds)
-    real = models.decode(
-        [_real(made, models) for made in candidates],
-        batch=batch,
-        count=count,
-        length=search.length,
-        rounds=rounds,
-        on_turn=lambda: search.report("", None),
-    )
+    rounds, progress = _RUNS // count, search.progress
+    progress.phase("runs of the best candidates", len(candidates) * count * rounds)
+    shape = {"batch": batch, "count": count, "length": search.length, "rounds": rounds}
+    real = models.decode([cfg for _, cfg in candidates], **shape, on_turn=progress.advance)
     rows = {}
-    for made, units in zip(candidates, real, strict=True):
+    for (made, _), units in zip(candidates, real, strict=True):
         measured = Times.of(units, search.chosen.objective, made.layout.devices).mean
-        simulated = search.simulator.units(made, count, search.length)
+        simulated = search.units(made, count)
         rows[made.key] = {
             "candidate": str(made),
             "ratio": measured / search.times(made, count).mean,
-            "tokens_per_answer": total(units, "emitted", "answers"),
-            "simulated_tokens_per_answer": total(simulated, "emitted", "answers"),
+            "tokens_per_answer": Times.ratio(units, "emitted", "answers").mean,
+            "simulated_tokens_per_answer": Times.ratio(simulated, "emitted", "answers").mean,
             "tokens_per_s": [round(u.tokens / u.seconds, 2) for u in units if u.seconds > 0.0],
         }
     return rows

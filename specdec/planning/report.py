@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from specdec.files import write_json, write_text
 from specdec.planning.answer import Plan
-from specdec.planning.candidates import Candidate
+from specdec.planning.candidates import Candidate, label
 from specdec.profiling.trees import as_yaml
 
 PRESET = "planned"
@@ -33,24 +32,18 @@ def write_plan(folder: Path, plan: Plan, winner: Candidate, provenance: Mapping[
 def write_parts(folder: Path, winner: Candidate, tokens_per_s: float) -> None:
     """Writes preset and profile for ``--config-dir DIR strategy=planned``."""
     choices, layout, node = winner.config["choices"], winner.layout, winner.config["executor"]
-    has_keys = len(node) > 1
-    groups = {f"override /{part}": choices[part] for part in ("source", "policy", "verifier")}
-    local = has_keys and choices["executor"] == "local"
-    groups["override /executor"] = "pipeline" if local else choices["executor"]
-    if "serving" in choices:
-        groups["override /serving"] = choices["serving"]
+    groups = {part: choices[part] for part in ("source", "policy", "verifier", "executor")}
+    if len(node) > 1 and choices["executor"] == "local":
+        groups["executor"] = "pipeline"
+    groups |= {"serving": choices["serving"]} if "serving" in choices else {}
+    title = f"{winner} on {layout}, by specdec plan"
     preset: dict[str, Any] = {
-        "defaults": [{key: value} for key, value in groups.items()],
-        "strategy": {
-            "name": PRESET,
-            "title": f"{winner} on {layout}, by specdec plan",
-            "kind": "parts",
-            "baseline": False,
-        },
+        "defaults": [{f"override /{group}": choice} for group, choice in groups.items()],
+        "strategy": {"name": PRESET, "title": title, "kind": "parts", "baseline": False},
     }
     if winner.sizes:
         preset["policy"] = dict(winner.sizes)
-    if has_keys:
+    if len(node) > 1:
         preset["executor"] = {key: node[key] for key in _EXECUTOR_KEYS if key in node}
     text = f"{winner.name} on {layout}, {tokens_per_s:.1f} tokens/s expected."
     head = f"# @package _global_\n# By `specdec plan`: {text}\n"
@@ -75,10 +68,10 @@ def table(plan: Plan) -> str:
     texts += [row.format(**of_batch) for of_batch in plan.by_batch]
     texts += [f"{engine}: {flags}" for engine, flags in plan.engines.items()]
     texts += [f"note: {text}" for text in plan.notes]
-    for text in texts:
-        lines += textwrap.wrap(
-            text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
+    wrapper = textwrap.TextWrapper(
+        _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    lines += [line for text in texts for line in wrapper.wrap(text)]
     return "\n".join(lines) + "\n"
 
 
@@ -92,50 +85,43 @@ def _ranking(plan: Plan) -> list[str]:
         shares[choice.strategy] = shares.get(choice.strategy, 0.0) + choice.first
     plain = [choice for choice in shown[_SHOWN - 1 :] if choice.is_plain]
     shown = [*shown[: _SHOWN - len(plain)], *plain]  # plain decoding in any case
-    cells = [("strategy", "layout", "tokens/s (95 %)", "gain (95 %)", "first", "GB/device")]
+    rows = [("strategy", "layout", "tokens/s (95 %)", "gain (95 %)", "first", "GB/device")]
     for c in shown:
-        sizes = (f"{k}={json.dumps(v, separators=(',', ':'))}" for k, v in c.sizes.items())
-        low, high = c.tokens_per_s_interval
-        gain_low, gain_high = c.gain_interval
-        size = (
-            "?" if c.memory_gb is None else f"{c.memory_gb:{'.1f' if c.memory_gb >= 1 else '.2g'}}"
-        )
+        speed, gain = c.tokens_per_s_interval, c.gain_interval
+        size = "?"
+        if c.memory_gb is not None:
+            size = f"{c.memory_gb:{'.1f' if c.memory_gb >= 1 else '.2g'}}"
+            size += f" of {plan.memory_limit_gb:g}"
         row = (
-            " ".join([c.strategy, *sizes]),
-            c.layout,
-            f"{c.tokens_per_s:.1f} ({low:.1f}-{high:.1f})",
-            f"{c.gain:.2f} ({gain_low:.2f}-{gain_high:.2f})",
-            f"{100 * shares[c.strategy]:.0f} %",
-            size if c.memory_gb is None else f"{size} of {plan.memory_limit_gb:g}",
+            *(label(c.strategy, c.sizes), c.layout),
+            f"{c.tokens_per_s:.1f} ({speed[0]:.1f}-{speed[1]:.1f})",
+            f"{c.gain:.2f} ({gain[0]:.2f}-{gain[1]:.2f})",
+            *(f"{100 * shares[c.strategy]:.0f} %", size),
         )
-        cells.append(row)
-    first, second = (max(len(row[at]) for row in cells) for at in (0, 1))
-    return [
-        f" {name:<{first}}  {layout:<{second}}  {speed:>22}  {gain:>18}  {share:>5}  {memory}"
-        for name, layout, speed, gain, share, memory in cells
-    ]
+        rows.append(row)
+    return _aligned(rows, left=2)
 
 
 def _chains(plan: Plan) -> list[str]:
     if not plan.chains:
         return []
-    batches = sorted({cell.batch for cell in plan.chains})
-    lines = [
-        "draft tokens of the best chain drafted before each pass (gain over plain decoding), by"
-        " formula:",
-        f" {'context':>8}"
-        + "".join(f"{f'batch {b}':>15}" for b in batches)
-        + ("   plain best from" if plan.crossover else ""),
-    ]
-    for context in dict.fromkeys(cell.context for cell in plan.chains):
+    batches = sorted({cell["batch"] for cell in plan.chains})
+    rows = [["context", *(f"batch {b}" for b in batches), "plain best from"]]
+    for context in dict.fromkeys(cell["context"] for cell in plan.chains):
         cells = {
-            c.batch: f"{c.draft_tokens} ({c.gain:.2f}x)"
-            for c in plan.chains
-            if c.context == context
+            cell["batch"]: f"{cell['draft_tokens']} ({cell['gain']:.2f}x)"
+            for cell in plan.chains
+            if cell["context"] == context
         }
-        row = "".join(f"{cells.get(batch, 'does not fit'):>15}" for batch in batches)
-        lines.append(f" {context:>8}{row}")
-        if plan.crossover:
-            start = plan.crossover.get(context)
-            lines[-1] += "   -" if start is None else f"   batch {start}"
-    return lines
+        start = plan.crossover.get(context)
+        limit = "-" if start is None else f"batch {start}"
+        rows.append([str(context), *(cells.get(b, "does not fit") for b in batches), limit])
+    title = "draft tokens of the best chain drafted before each pass (gain over plain decoding), by"
+    return [f"{title} formula:", *_aligned([r if plan.crossover else r[:-1] for r in rows], left=0)]
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Pads columns to equal widths; the first ``left`` ones are left-justified."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{{:{'<' if at < left else '>'}{width}}}" for at, width in enumerate(widths)]
+    return [" " + "  ".join(forms).format(*row) for row in rows]

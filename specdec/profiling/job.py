@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
 from specdec.clocks import Work
-from specdec.clocks.build import build_profile
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
 from specdec.pairs import HuggingFacePair
 from specdec.profiling.limits import bounded, measure_machine, passes_of, roofline_png
-from specdec.profiling.passes import Sample, costs_node, measure_model, profile_of
-from specdec.profiling.trees import Workload, allocate, as_yaml, propose
+from specdec.profiling.passes import Sample, costs_of, measure_model
+from specdec.profiling.trees import Workload, allocate, as_yaml, clock_node, propose
 from specdec.report.provenance import provenance
 from specdec.report.tables import percent
 from specdec.runs.jobs import Progress
@@ -26,8 +26,6 @@ from specdec.runs.jobs import Progress
 RESULT_FILE = "profile.json"
 SPLIT_PRESET = "swiftspec_best"
 _PHASES = 4  # stage, prune, head, draft
-_TENTHS: Callable[[Any], str] = "{:,.1f}".format
-_HUNDREDTHS: Callable[[Any], str] = "{:,.2f}".format
 _NOISY = 0.25  # spread of a stage's times above which a warning is printed
 
 
@@ -39,18 +37,17 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
     content of profile.json.
     """
     work = Workload.of(cfg, progress)
-    options = work.options
+    options, pair = work.options, work.pair
     samples: dict[Work, list[Sample]] = {}
     limits: dict[str, Any] = {}
     if options.use is not None:
-        profile = build_profile({"profile": options.use, **cfg["use"]})
+        clock = clock_node(options.use, cfg["use"]["costs"], cfg["use"].get("note", ""))
+    elif not isinstance(pair, HuggingFacePair):
+        raise UserError(
+            f"model.kind={cfg['model']['kind']}: there is nothing to measure without models:"
+            " use model=tiny, hf or random, or a profile with profiling.use=NAME"
+        )
     else:
-        pair = work.pair
-        if not isinstance(pair, HuggingFacePair):
-            raise UserError(
-                f"model.kind={cfg['model']['kind']}: there is nothing to measure without models:"
-                " use model=tiny, hf or random, or a profile with profiling.use=NAME"
-            )
         progress.phase("measuring", _PHASES * (options.repeats + 1) + options.transfer)
         samples = measure_model(
             pair,
@@ -61,19 +58,21 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
             transfer=options.transfer,
             on_repeat=lambda kind: progress.advance(detail=kind),
         )
-        limits = _limits(work, pair, samples, folder)
-        profile = profile_of(samples, name=options.name, note=_note(work, pair))
-        node = {"note": profile.note, "stages": work.stages, "costs": costs_node(profile)}
+        limits = _limits(work, pair, samples)
+        write_bytes(folder / "roofline.png", roofline_png(limits["machine"], limits["passes"]))
+        note = (
+            f"measured medians of {options.repeats} repeats; model {cfg['model']['kind']},"
+            f" {pair.dtype}, {pair.num_layers} layers in {work.stages} stages, the longest one;"
+            f" {options.context} tokens of context; {torch.get_num_threads()} threads; device"
+            f" {pair.device}; transfers over gloo on loopback"
+        )
+        clock = clock_node(options.name, costs_of(samples), note)
+        node = {"note": note, "stages": work.stages, "costs": clock["costs"]}
         head = "# Measured by `specdec profile`; milliseconds against tokens.\n"
-        write_text(folder / f"{profile.name}.yaml", head + as_yaml(node))
-    trees = len(options.widths) * len(options.children)
-    progress.phase("simulating trees", trees + sum(g > 1 for g in options.groups))
-    cells = []
-    for cell in propose(work, profile):
-        cells.append(cell)
-        progress.advance(detail=f"width {cell['width']}")
+        write_text(folder / f"{options.name}.yaml", head + as_yaml(node))
+    cells = propose(work, clock)
     result = {
-        "profile": {"name": profile.name, "note": profile.note, "costs": costs_node(profile)},
+        "profile": {"name": clock["profile"], "note": clock["note"], "costs": clock["costs"]},
         "samples": {k.value: [s.to_json() for s in v] for k, v in samples.items()},
         "limits": limits,
         "cells": cells,
@@ -85,25 +84,14 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
 
 
 def _limits(
-    work: Workload, pair: HuggingFacePair, samples: Mapping[Work, Sequence[Sample]], folder: Path
+    work: Workload, pair: HuggingFacePair, samples: Mapping[Work, Sequence[Sample]]
 ) -> dict[str, Any]:
-    """Compares the passes with the machine's measured limits, and draws ``roofline.png``."""
+    """Compares the passes with the machine's measured limits."""
     passes = passes_of(pair, samples, stages=work.stages, context=work.options.context)
     weight = next(pair.target.parameters())
     size = min(work["num_bytes"] for work in passes if work["kind"] == Work.STAGE)
     machine = measure_machine(num_bytes=size, dtype=weight.dtype, device=weight.device)
-    write_bytes(folder / "roofline.png", roofline_png(machine, passes))
     return {"machine": machine, "passes": [bounded(work, machine) for work in passes]}
-
-
-def _note(work: Workload, pair: HuggingFacePair) -> str:
-    return (
-        f"measured medians of {work.options.repeats} repeats; model {work.cfg['model']['kind']},"
-        f" {pair.dtype}, {pair.num_layers} layers in {work.stages}"
-        f" stages, the longest one; {work.options.context} tokens of context;"
-        f" {torch.get_num_threads()} threads;"
-        f" device {pair.device}; transfers over gloo on loopback"
-    )
 
 
 def _proposal(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -132,57 +120,42 @@ def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dic
     work = Workload.of(cfg, progress)
     options = work.options
     use = None if options.use is None else {"name": options.use, **cfg["use"]}
-    runs = len(options.targets) * len(options.bs) * len(options.w)
-    progress.phase("trying splits", runs if use is None else 2 * runs)
-    splits = []
-    for split in allocate(work, use):
-        splits.append(split)
-        progress.advance(detail="{target}:{draft}, d {d}".format(**split))
+    splits = allocate(work, use)
     best = max(splits, key=itemgetter("tokens_per_s"))
     source = "measured on real ranks" if use is None else f"simulated on {options.use}"
-    head = f"The fastest of {len(splits)} splits and trees, {source}, by `specdec profile`."
-    text = f"# @package _global_\n# {head}\n{as_yaml(_split_preset(best))}"
-    write_text(folder / "strategy" / f"{SPLIT_PRESET}.yaml", text)
-    result = {
-        "source": source,
-        "splits": splits,
-        "best": best,
-        "provenance": provenance(command=sys.argv, config=cfg),
-    }
-    write_json(folder / RESULT_FILE, result)
-    return result
-
-
-def _split_preset(split: Mapping[str, Any]) -> dict[str, Any]:
     parts = {"source": "draft_model", "policy": "swiftspec", "verifier": "match"}
     parts["executor"] = "tensor_parallel"
-    title = "SwiftSpec, {target} devices for the target and {draft} for the draft".format(**split)
-    return {
+    title = "SwiftSpec, {target} devices for the target and {draft} for the draft".format(**best)
+    preset = {
         "defaults": [{f"override /{part}": option} for part, option in parts.items()],
         "strategy": {"name": SPLIT_PRESET, "title": title, "kind": "parts", "baseline": False},
-        "policy": {key: split[key] for key in ("bs", "w", "d")},
-        "executor": {f"{part}_degree": split[part] for part in ("target", "draft")},
+        "policy": {key: best[key] for key in ("bs", "w", "d")},
+        "executor": {f"{part}_degree": best[part] for part in ("target", "draft")},
     }
+    head = f"The fastest of {len(splits)} splits and trees, {source}, by `specdec profile`."
+    text = f"# @package _global_\n# {head}\n{as_yaml(preset)}"
+    write_text(folder / "strategy" / f"{SPLIT_PRESET}.yaml", text)
+    result = {"source": source, "splits": splits, "best": best}
+    result["provenance"] = provenance(command=sys.argv, config=cfg)
+    write_json(folder / RESULT_FILE, result)
+    return result
 
 
 def profile_text(result: Mapping[str, Any]) -> str:
     """Returns the tables that the command prints."""
     curves = {k: pd.Series(c["ms"], c["tokens"]) for k, c in result["profile"]["costs"].items()}
-    costs = pd.DataFrame(curves).T.rename_axis("ms at tokens").reset_index()
-    lines = [_table(costs, dict.fromkeys(costs.columns[1:], _HUNDREDTHS))]
+    lines = [_table(pd.DataFrame(curves).T.rename_axis("ms at tokens").reset_index())]
     if limits := result["limits"]:
         passes, machine = pd.DataFrame(limits["passes"]), limits["machine"]
         passes[["num_bytes", "flops"]] /= 1e6
-        heads = {"kind": "pass", "num_bytes": "MB", "flops": "MFLOPs", "bound_ms": "least ms"}
-        passes = passes.rename(columns={**heads, "bound": "bound by", "share": "reached"})
-        columns = ["pass", "rows", "MB", "MFLOPs", "ms", "least ms", "bound by", "reached"]
-        forms = dict.fromkeys(("MB", "MFLOPs"), _TENTHS)
-        forms |= dict.fromkeys(("ms", "least ms"), _HUNDREDTHS)
-        lines.append(_table(passes[columns], {**forms, "reached": percent}))
+        heads = {"kind": "pass", "num_bytes": "MB", "flops": "MFLOPs"}
+        heads |= {"bound_ms": "least ms", "bound": "bound by", "share": "reached"}
+        lines.append(_table(passes.rename(columns=heads)))
         lines.append(
             f"least ms: the longer of the pass's bytes at {machine['bytes_per_s'] / 1e9:.1f} GB/s"
             f" (copy of {machine['copy_bytes'] / 1e6:.0f} MB, read + written) and its FLOPs at"
-            f" {machine['flops_per_s'] / 1e9:.1f} GFLOP/s (GEMM), both measured; roofline.png"
+            f" {machine['flops_per_s'] / 1e9:.1f} GFLOP/s (GEMM), both measured; reached: its share"
+            " of the measured time; roofline.png"
         )
     spread = max((s["spread"] for s in result["samples"].get(Work.STAGE, ())), default=0.0)
     if spread > _NOISY:
@@ -190,20 +163,17 @@ def profile_text(result: Mapping[str, Any]) -> str:
             f"A stage's times scatter by up to {percent(spread)}: the machine was busy. Measure"
             " again when it is idle, or with a larger profiling.repeats."
         )
-    cells = pd.DataFrame(result["cells"])
     heads = {"group": "devices/stage", "hit_rate": "hit rate", "steps_per_token": "steps/token"}
-    columns = ["width", "children", "stages", *heads.values(), "TBT ms"]
-    for key, name in (("eq1", "Eq. 1"), ("eq2", "Eq. 2"), ("pipedec", "PipeDec")):
-        pairs = zip(cells[key], cells[f"{key}_error"], strict=True)
-        cells[name] = [f"{ms:,.2f} ({percent(error)})" for ms, error in pairs]
-        columns.append(name)
-    forms = {"hit rate": percent, "steps/token": _HUNDREDTHS, "TBT ms": _HUNDREDTHS}
-    lines.append(_table(cells.rename(columns={**heads, "tbt": "TBT ms"})[columns], forms))
+    heads |= {"tbt": "TBT ms", "eq1": "Eq. 1", "eq2": "Eq. 2", "pipedec": "PipeDec"}
+    heads |= {f"{key}_error": "off" for key in ("eq1", "eq2", "pipedec")}
+    tree = ["width", "children", "stages", "group", "hit_rate", "steps_per_token", "tbt"]
+    estimates = ["eq1", "eq1_error", "eq2", "eq2_error", "pipedec", "pipedec_error"]
+    lines.append(_table(pd.DataFrame(result["cells"])[tree + estimates].rename(columns=heads)))
     proposal = result["proposal"]
     low, high = proposal["eq2_error_range"]
     lines += [
-        "TBT simulated; in brackets the equations' error against it. They take the simulated hit"
-        " rate as p and leave out partial refills (SpecPipe's) or every miss (PipeDec's);"
+        "TBT simulated; off: the equations' error against it. They take the simulated hit rate as p"
+        " and leave out partial refills (SpecPipe's) or every miss (PipeDec's);"
         f" Eq. 2 is off by {percent(low)} to {percent(high)}.",
         f"proposed: {proposal['overrides']} (what Eq. 2 would choose is"
         f" {percent(proposal['eq2_loses'], 1)} slower)",
@@ -217,19 +187,15 @@ def splits_text(result: Mapping[str, Any]) -> str:
     degrees = splits.target.astype(str) + ":" + splits.draft.astype(str)
     splits["target:draft"] = degrees + splits.interpolated.map({True: "*", False: ""})
     heads = {"target_ms": "t target", "draft_ms": "t draft", "acceptance_length": "accepted"}
-    splits = splits.rename(columns={**heads, "tokens_per_s": "tokens/s"})
-    columns = ["target:draft", "bs", "w", "d", *heads.values(), "tokens/s"]
-    forms = {**dict.fromkeys(heads.values(), _HUNDREDTHS), "tokens/s": _TENTHS}
+    columns = ["target:draft", "bs", "w", "d", *heads, "tokens_per_s"]
+    table = _table(splits[columns].rename(columns={**heads, "tokens_per_s": "tokens/s"}))
     between = "; * a degree between two of the profile's" if splits.interpolated.any() else ""
     source = f"{result['source']}; accepted: emitted tokens per target pass{between}"
     best = "best: {target}:{draft}, bs {bs}, w {w}, d {d}".format(**result["best"])
-    return "\n".join([_table(splits[columns], forms), source, best])
+    return "\n".join([table, source, best])
 
 
-def _table(frame: pd.DataFrame, forms: Mapping[Any, Callable[[Any], str]]) -> str:
-    """Formats some columns; missing values are dashes."""
-    cells = {
-        name: ["-" if pd.isna(value) else forms.get(name, str)(value) for value in frame[name]]
-        for name in frame.columns
-    }
-    return pd.DataFrame(cells).to_string(index=False, justify="right")
+def _table(frame: pd.DataFrame) -> str:
+    """Missing values are dashes."""
+    known = frame.replace({None: np.nan})
+    return known.to_string(index=False, justify="right", float_format="{:,.2f}".format, na_rep="-")

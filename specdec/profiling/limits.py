@@ -6,15 +6,14 @@ copy bandwidth, and that of its floating-point operations at the machine's GEMM 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
-from time import perf_counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from specdec.clocks import Work
 from specdec.executors.stage import split_layers
@@ -28,7 +27,6 @@ from specdec.report.plots import figure_of, png, tidy
 
 _GEMM_SIZE = 1024
 _LEAST_COPY = 1 << 22  # bytes: a smaller copy would mostly measure the call
-_REPEATS = 7
 
 
 def measure_machine(
@@ -39,43 +37,30 @@ def measure_machine(
     Returns ``copy_bytes``; ``bytes_per_s``, read plus written; and ``flops_per_s``. A copy as large
     as the weights of a pass benefits as much from a cache.
     """
-    size = max(num_bytes, _LEAST_COPY) // dtype.itemsize
-    source = torch.ones(size, dtype=dtype, device=device)
-    target = torch.empty_like(source)
+    source = torch.ones(max(num_bytes, _LEAST_COPY) // dtype.itemsize, dtype=dtype, device=device)
     matrix = torch.ones(_GEMM_SIZE, _GEMM_SIZE, dtype=dtype, device=device)
-    product = torch.empty_like(matrix)
+    tensors = {"source": source, "target": torch.empty_like(source)}
+    tensors |= {"matrix": matrix, "product": torch.empty_like(matrix)}
 
-    def seconds(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(_REPEATS + 1):
-            start = perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(perf_counter() - start)
-        return median(times[1:])
+    def seconds(work: str) -> float:
+        timer = Timer(work, globals=tensors, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=0.1).median)
 
-    copied = size * dtype.itemsize
     return {
-        "copy_bytes": copied,
-        "bytes_per_s": 2 * copied / seconds(lambda: target.copy_(source)),
-        "flops_per_s": 2 * _GEMM_SIZE**3 / seconds(lambda: torch.mm(matrix, matrix, out=product)),
+        "copy_bytes": source.nbytes,
+        "bytes_per_s": 2 * source.nbytes / seconds("target.copy_(source)"),
+        "flops_per_s": 2 * _GEMM_SIZE**3 / seconds("matrix.mm(matrix, out=product)"),
     }
 
 
 def work_of(
     layers: Sequence[nn.Module], head: nn.Module | None, config: Any, *, rows: int, context: int
 ) -> tuple[int, int]:
-    """Returns (bytes, FLOPs) of a pass.
+    """Returns (bytes, FLOPs) of a pass over decoder layers, an output head, or both.
 
     Bytes are weights, keys and values read once, and keys and values written for the rows.
-    Activations are ignored. FLOPs are two per weight and row, plus those of attention.
-
-    Args:
-        layers: decoder layers that run; empty for the output head alone.
-        head: output head; None for a pass without logits.
-        config: the model's text configuration.
-        context: number of cached tokens before the rows.
+    Activations are ignored. FLOPs are two per weight and row, plus those of attention. ``config``
+    is the model's text configuration, ``context`` the number of cached tokens before the rows.
     """
     modules = [*layers] if head is None else [*layers, head]
     weights = [parameter for module in modules for parameter in module.parameters()]
@@ -102,18 +87,16 @@ def passes_of(
     """Returns the measured passes of stage, head and draft, with what each must move and compute.
 
     ``samples`` are results of ``measure_model``, which measures the longest of ``stages`` slices.
-    ``context`` is the number of committed tokens before the rows.
     """
     num_layers = max(last - first for first, last in split_layers(pair.num_layers, stages))
     target, draft = pair.target, pair.draft
     models = {
-        Work.STAGE: (target, _layers(target)[:num_layers], False),
-        Work.HEAD: (target, [], True),
-        Work.DRAFT: (draft, _layers(draft), True),
+        Work.STAGE: (target, _layers(target)[:num_layers], None),
+        Work.HEAD: (target, [], target.get_output_embeddings()),
+        Work.DRAFT: (draft, _layers(draft), draft.get_output_embeddings()),
     }
     passes = []
-    for kind, (model, layers, has_head) in models.items():
-        head = model.get_output_embeddings() if has_head else None
+    for kind, (model, layers, head) in models.items():
         config = model.config.get_text_config()
         for sample in samples[kind]:
             rows = sample.tokens
@@ -123,21 +106,17 @@ def passes_of(
     return passes
 
 
+def _layers(model: Any) -> list[nn.Module]:
+    return list(model.get_submodule(layers_name(model)))
+
+
 def bounded(work: Mapping[str, Any], machine: Mapping[str, float]) -> dict[str, Any]:
     """Adds the least time of a pass, the limit that sets it, and the share that is reached."""
     moving = 1e3 * work["num_bytes"] / machine["bytes_per_s"]
     computing = 1e3 * work["flops"] / machine["flops_per_s"]
     ms, bound = max((moving, "bytes"), (computing, "flops"), key=lambda limit: limit[0])
-    return {
-        **work,
-        "bound_ms": ms,
-        "bound": bound,
-        "share": ms / work["ms"] if work["ms"] else None,
-    }
-
-
-def _layers(model: Any) -> list[nn.Module]:
-    return list(model.get_submodule(layers_name(model)))
+    share = ms / work["ms"] if work["ms"] else None
+    return {**work, "bound_ms": ms, "bound": bound, "share": share}
 
 
 def roofline_png(machine: Mapping[str, float], passes: Sequence[Mapping[str, Any]]) -> bytes:
@@ -149,12 +128,11 @@ def roofline_png(machine: Mapping[str, float], passes: Sequence[Mapping[str, Any
     low, high = frame.intensity.min() / 2, max(frame.intensity.max(), 100.0) * 2
     peak, bandwidth = machine["flops_per_s"], machine["bytes_per_s"]
     line = np.sort([low, np.clip(peak / bandwidth, low, high), high])
-    axes.plot(line, np.minimum(peak, line * bandwidth) / 1e9, "k", label="limit of this machine")
+    limit = np.minimum(peak, line * bandwidth) / 1e9
+    axes.loglog(line, limit, "k", label="limit of this machine")
     for kind, points in frame[frame.ms > 0].groupby("kind", sort=False):
         label = f"{kind}, {points.rows.min()} to {points.rows.max()} rows"
         axes.plot(points.intensity, points.flops / points.ms / 1e6, "o-", label=label)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.legend(fontsize=8)
     tidy(axes, xlabel="FLOPs per byte of a pass", ylabel="GFLOP/s")
     return png(figure, "Passes under the limits of this machine (measured)")

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from specdec.attention.tree_attention import TreeCache
-from specdec.clocks import CostCurve, LatencyProfile, Work
+from specdec.clocks import Work
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.stage import InFlight, split_layers
@@ -33,10 +32,7 @@ _DIGITS = 4  # decimals of milliseconds in a profile: 0.1 microseconds
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Repeated measurements of one kind of work on ``tokens`` rows.
-
-    ``ms`` has the milliseconds of each repeat; the head's are differences and may be negative.
-    """
+    """Milliseconds of repeats on ``tokens`` rows; the head's are differences, maybe negative."""
 
     tokens: int
     ms: tuple[float, ...]
@@ -55,23 +51,13 @@ class Sample:
         return {**asdict(self), "median_ms": self.median_ms, "spread": self.spread}
 
 
-def profile_of(samples: Mapping[Work, Sequence[Sample]], *, name: str, note: str) -> LatencyProfile:
-    """Builds a latency profile of the medians; kinds of work without samples cost nothing."""
+def costs_of(samples: Mapping[Work, Sequence[Sample]]) -> dict[str, Any]:
+    """Returns cost curves of the medians, as in a profile; what costs nothing has none."""
     costs = {}
     for kind, of_kind in samples.items():
-        ms = tuple(round(s.median_ms, _DIGITS) for s in of_kind)
+        ms = [round(sample.median_ms, _DIGITS) for sample in of_kind]
         if any(ms):
-            costs[kind.value] = CostCurve(tokens=tuple(s.tokens for s in of_kind), ms=ms)
-    return LatencyProfile(name=name, costs=costs, note=note)
-
-
-def costs_node(profile: LatencyProfile) -> dict[str, Any]:
-    """Returns the cost curves by kind of work, as in a profile's YAML."""
-    costs: dict[str, Any] = {}
-    for kind, curve in profile.costs.items():
-        costs[kind] = {"tokens": list(curve.tokens), "ms": list(curve.ms)}
-        if curve.block_tokens:
-            costs[kind] |= {"block_tokens": curve.block_tokens, "block_ms": curve.block_ms}
+            costs[kind.value] = {"tokens": [sample.tokens for sample in of_kind], "ms": ms}
     return costs
 
 
@@ -100,34 +86,29 @@ def measure_model(
     meter = Meter()
     bounds = split_layers(pair.num_layers, stages)
     longest = max(bounds, key=lambda bound: bound[1] - bound[0])
-    stage, last = (
-        _TimedRunner(pair.stage(*bound, meter).runner, context, max(tokens), requests)
-        for bound in (longest, bounds[-1])
+    stage, last, draft = (
+        _TimedRunner(runner, context, max(tokens), requests)
+        for runner in (
+            *(pair.stage(*bound, meter).runner for bound in (longest, bounds[-1])),
+            pair.runner("draft", meter),
+        )
     )
-    draft = _TimedRunner(pair.runner("draft", meter), context, max(tokens), requests)
-    kinds = {
-        Work.STAGE: stage.layers,
-        Work.PRUNE: stage.prune,
-        Work.HEAD: last.head,
-        Work.DRAFT: draft.proposals,
-    }
+    kinds = {Work.STAGE: stage.layers, Work.PRUNE: stage.prune}
+    kinds |= {Work.HEAD: last.head, Work.DRAFT: draft.proposals}
     samples = {}
     for kind, seconds_of in kinds.items():
-        ms: dict[int, list[float]] = {num: [] for num in tokens}
-        for i in range(repeats + 1):
-            for num in tokens:
-                seconds = seconds_of(num)
-                if i:  # the first round is not counted: it allocates and pages in
-                    ms[num].append(seconds * 1e3)
+        rounds = []
+        for _ in range(repeats + 1):
+            rounds.append([1e3 * seconds_of(num) for num in tokens])
             on_repeat(kind.value)
-        samples[kind] = [Sample(num, tuple(ms[num])) for num in tokens]
+        # The first round is not counted: it allocates and pages in.
+        samples[kind] = list(map(Sample, tokens, zip(*rounds[1:], strict=True)))
     if transfer:
         on_repeat("transfers")
         width = int(pair.target.config.get_text_config().hidden_size)
         dtype = next(pair.target.parameters()).dtype
-        samples[Work.TRANSFER] = measure_transfer(
-            width=width, dtype=dtype, tokens=tokens, repeats=repeats
-        )
+        shape: dict[str, Any] = {"tokens": tokens, "repeats": repeats}
+        samples[Work.TRANSFER] = measure_transfer(width=width, dtype=dtype, **shape)
     return samples
 
 
@@ -139,9 +120,7 @@ class _TimedRunner:
 
     def __init__(self, runner: ModelRunner, context: int, max_tokens: int, requests: int) -> None:
         self._runner, self._context, self._step = runner, context, 0
-        self._caches: list[TreeCache] = [
-            runner.new_cache(context + max_tokens) for _ in range(requests)
-        ]
+        self._caches = [runner.new_cache(context + max_tokens) for _ in range(requests)]
         for cache in self._caches:
             for start in range(0, context, _PREFILL_ROWS):
                 tokens = np.arange(start, min(start + _PREFILL_ROWS, context))
@@ -170,26 +149,16 @@ class _TimedRunner:
 
     def prune(self, num: int) -> float:
         """Times pruning the cache and the rows in flight to half of ``num`` nodes."""
-        cache = self._caches[0]
-        self._pass(num, NO_ROWS, self._caches[:1])
+        self._pass(num, NO_ROWS, 1)
         self._step += 1
         kept = np.arange(min(1, num - 1), num, 2)
-        commit = Commit(
-            request=0,
-            step=self._step,
-            kind=CommitKind.HIT,
-            retired_ids=np.array([0]),
-            retired_tokens=np.array([0]),
-            next_token=0,
-            root_id=int(kept[0]),
-            prefix_len=self._context + 1,
-            kept_ids=kept,
-        )
-        batch = Batch(step=0, trees=(_level(num, self._context),))
-        flight = InFlight(batch, self._ones(num))
+        ids: dict[str, Any] = {"retired_ids": np.array([0]), "retired_tokens": np.array([0])}
+        ids |= {"next_token": 0, "root_id": int(kept[0]), "prefix_len": self._context + 1}
+        commit = Commit(request=0, step=self._step, kind=CommitKind.HIT, kept_ids=kept, **ids)
+        flight = InFlight(Batch(step=0, trees=(_level(num, self._context),)), self._ones(num))
 
         def prune() -> None:
-            cache.commit(commit)
+            self._caches[0].commit(commit)
             flight.prune({0: commit})
 
         return self._seconds(prune)
@@ -205,10 +174,10 @@ class _TimedRunner:
         return seconds
 
     def _pass(
-        self, num: int, logits_rows: IntArray | None, caches: Sequence[TreeCache] = ()
+        self, num: int, logits_rows: IntArray | None, requests: int | None = None
     ) -> torch.Tensor | None:
         """Runs one pass over rows that are spread over the caches, and returns its logits."""
-        used = (caches or self._caches)[:num]
+        used = self._caches[:requests][:num]
         each, more = divmod(num, len(used))
         levels = (_level(each + (at < more), self._context) for at in range(len(used)))
         packed = [cache.rows(tree=level) for cache, level in zip(used, levels, strict=True)]
@@ -255,34 +224,34 @@ def measure_transfer(
                 f" within {_TIMEOUT_S:.0f} s ({type(error).__name__}: {error}): leave transfers out"
                 " with profiling.transfer=false"
             ) from error
-    return [Sample(num, tuple(ms)) for num, ms in zip(tokens, times, strict=True)]
+    return list(map(Sample, tokens, zip(*times[1:], strict=True)))
 
 
 def _side(
     rank: int, port: int, width: int, dtype: torch.dtype, tokens: tuple[int, ...], repeats: int
 ) -> list[list[float]]:
-    """Runs in each process: rank 0 sends and measures, rank 1 sends back."""
+    """Runs in each process; returns the milliseconds of every round and number of tokens."""
     from specdec.distributed.transport import gloo_group
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     group: Any = gloo_group(store, rank, 2, loopback=True)  # stubs lack send and recv
     peer = 1 - rank
-    times: list[list[float]] = [[] for _ in tokens]
-    for i in range(repeats + 1):
-        for at, num in enumerate(tokens):
+    rounds: list[list[float]] = []
+    for _ in range(repeats + 1):
+        rounds.append([])
+        for num in tokens:
             rows = torch.ones(num, width, dtype=dtype)
             received = torch.empty_like(rows)
             posted = group.recv([received], peer, 0)  # posted ahead, as between stages
             start = perf_counter()
-            if rank == 1:
+            if rank == 1:  # rank 0 sends and measures, rank 1 sends back
                 posted.wait()
             sent = group.send([rows], peer, 0)
             if rank == 0:
                 posted.wait()
-                if i:
-                    times[at].append((perf_counter() - start) / 2 * 1e3)
+            rounds[-1].append((perf_counter() - start) / 2 * 1e3)
             sent.wait()
     store.set(f"done/{rank}", "1")
     store.wait([f"done/{peer}"])  # the peer may still be reading
-    return times
+    return rounds

@@ -7,7 +7,7 @@ text has no formulas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Annotated, Any
@@ -25,7 +25,6 @@ from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
 from specdec.parts.fields import Count, Text, expects, validated
 from specdec.policies.best_first import UNTIL_READY
-from specdec.profiling.passes import costs_node
 from specdec.runs.jobs import Progress, prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
@@ -68,6 +67,15 @@ class ProfilingOptions:
     w: _Counts
 
 
+def load(cfg: Mapping[str, Any], progress: Progress) -> tuple[ModelPair, list[TokenPrompt]]:
+    """Sets the number of threads, and loads models and prompts."""
+    if cfg.get("threads"):
+        torch.set_num_threads(int(cfg["threads"]))
+    progress.phase("loading models", None)
+    pair, prompts, _ = prepare(cfg)
+    return pair, prompts
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The models and prompts of a configuration, to be decoded one by one under changed sections.
@@ -79,22 +87,19 @@ class Workload:
     options: ProfilingOptions
     pair: ModelPair
     prompts: Sequence[TokenPrompt]
+    progress: Progress
 
     @staticmethod
     def of(cfg: Mapping[str, Any], progress: Progress) -> Workload:
-        """Sets the number of threads and loads the models."""
-        if cfg.get("threads"):
-            torch.set_num_threads(int(cfg["threads"]))
-        progress.phase("loading models", None)
-        pair, prompts, _ = prepare(cfg)
-        return Workload(cfg, ProfilingOptions(**cfg["profiling"]), pair, prompts)
+        pair, prompts = load(cfg, progress)
+        return Workload(cfg, ProfilingOptions(**cfg["profiling"]), pair, prompts, progress)
 
     @property
     def stages(self) -> int:
         return int(self.cfg["executor"]["stages"])
 
     def decode(
-        self, *, policy: Mapping[str, Any], executor: Mapping[str, Any], clock: Mapping[str, Any]
+        self, policy: Mapping[str, Any], executor: Mapping[str, Any], clock: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Decodes all prompts with these sections and returns the summary.
 
@@ -117,33 +122,35 @@ class Workload:
             raise UserError(
                 f"max_new_tokens={cfg['max_new_tokens']} is too few for a measurement: raise it"
             )
+        self.progress.advance()
         return summary
 
 
-def clock_node(profile: LatencyProfile) -> dict[str, Any]:
-    origin = {"profile": profile.name, "scale": 1.0, "note": profile.note}
-    return {"kind": "simulated", **origin, "costs": costs_node(profile)}
+def clock_node(name: str, costs: Mapping[str, Any], note: str = "") -> dict[str, Any]:
+    """Returns the section of a simulated clock; ``costs`` has the curves by kind of work."""
+    return {"kind": "simulated", "profile": name, "scale": 1.0, "note": note, "costs": costs}
 
 
 def as_yaml(node: Mapping[str, Any]) -> str:
     return yaml.safe_dump(node, sort_keys=False, default_flow_style=None, width=1e9)
 
 
+def curve_on(degrees: Mapping[str, Any], kind: str, devices: int) -> dict[str, Any] | None:
+    """Returns the curve of work that so many devices share; None outside a profile's degrees."""
+    curves = degrees.get(kind, {})
+    known = [int(number) for number in curves]
+    covered = known and min(known) <= devices <= max(known)
+    return curve_at(curves, devices) if covered else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Times of one pipeline step at a tree width, in milliseconds.
+    """Times of one pipeline step at a tree width, in milliseconds."""
 
-    Attributes:
-        stages: compute, pruning and transfer of each stage; the last includes the output head.
-        compute, compute_one: computation of the longest stage, for a tree level and for one token.
-        transfer, draft: transfer of one tree level, and a draft pass over one.
-    """
-
-    stages: tuple[float, ...]
-    compute: float
-    compute_one: float
-    transfer: float
-    draft: float
+    stages: tuple[float, ...]  # compute, pruning and transfer; the last includes the output head
+    compute: float  # of the longest stage for a tree level, C max T_c
+    transfer: float  # of one tree level
+    draft: float  # a pass over one tree level
 
     @staticmethod
     def of(profile: LatencyProfile, *, width: int, stages: int, group: int = 1) -> StepTimes:
@@ -152,24 +159,19 @@ class StepTimes:
         ``width`` is in tokens per tree level. ``group`` is the number of devices per stage, which
         work in sequence within a step (PipeDec's G).
         """
-        one, all_tokens = profile.ms(Work.STAGE, 1), profile.ms(Work.STAGE, width)
         transfer = profile.ms(Work.TRANSFER, width)
-        compute = group * all_tokens + (group - 1) * transfer
+        compute = group * profile.ms(Work.STAGE, width) + (group - 1) * transfer
         plain = compute + profile.ms(Work.PRUNE, width) + transfer
         return StepTimes(
             stages=(*[plain] * (stages - 1), plain + profile.ms(Work.HEAD, width)),
             compute=compute,
-            compute_one=group * one + (group - 1) * profile.ms(Work.TRANSFER, 1),
             transfer=transfer,
             draft=profile.ms(Work.DRAFT, width),
         )
 
 
 def eq1_tbt(stages: Sequence[float], hit: float) -> float:
-    """SpecPipe Eq. 1 (reconstructed): max_i T_i + (1 - p) times the sum over the other stages.
-
-    ``stages`` are the T_i, and ``hit`` is p. The result has the unit of ``stages``.
-    """
+    """SpecPipe Eq. 1 (reconstructed): max_i T_i + (1 - p) times the sum over the other stages."""
     longest = max(stages)
     return longest + (1.0 - hit) * (sum(stages) - longest)
 
@@ -179,23 +181,13 @@ def eq2_tbt(step: float, num_stages: int, hit: float) -> float:
     return step * (1.0 + (1.0 - hit) * (num_stages - 1))
 
 
-def plain_latency(times: StepTimes) -> float:
-    """PipeDec 2.4, plain decoding: N computations, N - 1 transfers; ``times`` are of width 1."""
-    num = len(times.stages)
-    return num * times.compute + (num - 1) * times.transfer
-
-
 def pipedec_latency(times: StepTimes) -> float:
-    """PipeDec 2.4: max(T_draft, C max T_c + max T_t) with C = T_c(w) / T_c(1).
-
-    It assumes that every token is a hit.
-    """
-    factor = times.compute / times.compute_one if times.compute_one else 1.0
-    return max(times.draft, factor * times.compute_one + times.transfer)
+    """PipeDec 2.4: max(T_draft, C max T_c + max T_t) with C = T_c(w) / T_c(1), without misses."""
+    return max(times.draft, times.compute + times.transfer)
 
 
-def propose(work: Workload, profile: LatencyProfile) -> Iterator[dict[str, Any]]:
-    """Simulates SpecPipe with several trees on a profile of one device.
+def propose(work: Workload, clock: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Simulates SpecPipe with several trees on ``clock``, a profile of one device.
 
     Every width with every number of children has one device per stage; the fastest tree is tried in
     every grouping.
@@ -207,18 +199,19 @@ def propose(work: Workload, profile: LatencyProfile) -> Iterator[dict[str, Any]]
             f"profiling.groups={options.groups}: {wrong[0]} does not divide the"
             f" executor.stages={devices} devices; name divisors of {devices}"
         )
-    cells = []
-    for width, children in product(options.widths, options.children):
-        cells.append(_cell(work, profile, width, children, 1))
-        yield cells[-1]
+    trees, groups = (
+        [*product(options.widths, options.children)],
+        [g for g in options.groups if g > 1],
+    )
+    work.progress.phase("simulating trees", len(trees) + len(groups))
+    cells = [_cell(work, clock, *tree, 1) for tree in trees]
     best = min(cells, key=lambda cell: cell["tbt"])
-    for group in options.groups:
-        if group > 1:
-            yield _cell(work, profile, best["width"], best["children"], group)
+    more = [_cell(work, clock, best["width"], best["children"], group) for group in groups]
+    return cells + more
 
 
 def _cell(
-    work: Workload, profile: LatencyProfile, width: int, children: int, group: int
+    work: Workload, clock: Mapping[str, Any], width: int, children: int, group: int
 ) -> dict[str, Any]:
     """Returns the simulated milliseconds between tokens (tbt) and the equations' estimates of it.
 
@@ -230,31 +223,26 @@ def _cell(
     # The simulated clock needs all stages in one process.
     executor = {"stages": stages, "groups": None if group == 1 else [group] * stages}
     summary = work.decode(
-        policy={"_target_": "specdec.policies.FixedWidth", **tree, "levels_per_step": 1},
-        executor={**executor, "transport": "in_process"},
-        clock=clock_node(profile),
+        {"_target_": "specdec.policies.FixedWidth", **tree, "levels_per_step": 1},
+        {**executor, "transport": "in_process"},
+        clock,
     )
     hit_rate, tbt = summary["hit_rate"], summary["tbt_ms_mean"]
-    times = StepTimes.of(profile, width=width, stages=stages, group=group)
+    times = StepTimes.of(build_profile(clock), width=width, stages=stages, group=group)
     estimates = {
         "eq1": eq1_tbt(times.stages, hit_rate),
         "eq2": eq2_tbt(max(times.stages), stages, hit_rate),
         "pipedec": pipedec_latency(times),
     }
     return {
-        **tree,
-        "stages": stages,
-        "group": group,
-        "hit_rate": hit_rate,
-        "steps_per_token": summary["steps_per_token"],
-        "tbt": tbt,
-        **estimates,
+        **{**tree, "stages": stages, "group": group, "hit_rate": hit_rate},
+        **{"steps_per_token": summary["steps_per_token"], "tbt": tbt, **estimates},
         "draft_bound": times.draft > times.compute,
         **{f"{name}_error": value / tbt - 1.0 for name, value in estimates.items()},
     }
 
 
-def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+def allocate(work: Workload, use: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Decodes all prompts with every combination of split and tree (SwiftSpec 3.1 and 5.5).
 
     If ``use`` is a latency profile (``name``, ``costs``, ``degrees``), each tree is simulated with
@@ -269,7 +257,9 @@ def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[dict[str
             f"profiling.targets={options.targets}: {wrong[0]} of profiling.devices={devices}"
             f" devices leaves none for the draft: name numbers from 1 to {devices - 1}"
         )
-    for target, bs, w in product(options.targets, options.bs, options.w):
+    tried, splits = [*product(options.targets, options.bs, options.w)], []
+    work.progress.phase("trying splits", len(tried) * (1 if use is None else 2))
+    for target, bs, w in tried:
         draft = devices - target
         executor: dict[str, Any] = {"stages": 1, "groups": None, "shared": False}
         executor |= {"target_degree": target, "draft_degree": draft, "transport": "distributed"}
@@ -277,40 +267,36 @@ def allocate(work: Workload, use: Mapping[str, Any] | None) -> Iterator[dict[str
         depths: list[int | str] = [UNTIL_READY]
         interpolated, target_ms, draft_ms = False, None, None
         if use is not None:
-            profile, interpolated = _profile(use, target, draft)
+            clock, interpolated = _split_clock(use, target, draft)
+            profile = build_profile(clock)
             target_ms, draft_ms = profile.ms(Work.STAGE, bs), profile.ms(Work.DRAFT, w)
             ratio = max(1, int(target_ms / draft_ms))
             depths = [ratio, ratio + 1]
-            executor["transport"], clock = "in_process", clock_node(profile)
+            executor["transport"] = "in_process"
         for d in depths:
             tree: dict[str, Any] = {"bs": bs, "w": w, "d": d}
             policy = {"_target_": "specdec.policies.BestFirst", **tree, "asynchronous": True}
-            summary = work.decode(policy=policy, executor=executor, clock=clock)
-            yield {
-                "target": target,
-                "draft": draft,
-                **tree,
-                "target_ms": target_ms,
-                "draft_ms": draft_ms,
-                "interpolated": interpolated,
-                "acceptance_length": summary["acceptance_length"],
-                "tokens_per_s": summary["tokens_per_s"],
-            }
+            summary = work.decode(policy, executor, clock)
+            split = {"target": target, "draft": draft, **tree, "target_ms": target_ms}
+            split |= {"draft_ms": draft_ms, "interpolated": interpolated}
+            keys = ("acceptance_length", "tokens_per_s")
+            splits.append(split | {key: summary[key] for key in keys})
+    return splits
 
 
-def _profile(use: Mapping[str, Any], target: int, draft: int) -> tuple[LatencyProfile, bool]:
-    degrees = use.get("degrees") or {}
-    costs, interpolated = dict(use["costs"]), False
-    for kind, degree in (("stage", target), ("draft", draft)):
+def _split_clock(use: Mapping[str, Any], target: int, draft: int) -> tuple[dict[str, Any], bool]:
+    """Returns the clock of a split, and whether a time is between two of the profile's."""
+    costs, degrees, interpolated = dict(use["costs"]), use.get("degrees") or {}, False
+    for kind, devices in (("stage", target), ("draft", draft)):
         known = sorted(int(number) for number in degrees.get(kind, ()))
-        if not known or not known[0] <= degree <= known[-1]:
+        curve = curve_on(degrees, kind, devices)
+        if curve is None:
             has = f"it has {known[0]} to {known[-1]}" if known else "it has none by degree"
             raise UserError(
-                f"profiling.use={use['name']} has no time of a {kind} pass on {degree} devices"
+                f"profiling.use={use['name']} has no time of a {kind} pass on {devices} devices"
                 f" ({has}): choose other profiling.targets, or a profile with `degrees`, such as"
                 " swiftspec_table1"
             )
-        costs[kind] = curve_at(degrees[kind], degree)
-        interpolated = interpolated or degree not in known
-    node = {"profile": use["name"], "costs": costs, "note": use.get("note", "")}
-    return build_profile(node), interpolated
+        costs[kind] = curve
+        interpolated = interpolated or devices not in known
+    return clock_node(use["name"], costs, use.get("note", "")), interpolated

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from specdec.metrics.speedup import expected_accepted
-from specdec.planning.acceptance import OfLaw, OfRecord, chain_table
+from specdec.models.bundled import record_path
+from specdec.pairs.record import read_record
+from specdec.planning.acceptance import of_law, of_record
 from specdec.planning.candidates import (
     PLAIN,
     Candidate,
@@ -19,11 +21,11 @@ from specdec.planning.candidates import (
     Times,
     Unit,
     effective,
-    families,
     interval,
+    presets,
 )
-from specdec.planning.chains import ChainCell, chain_cell, crossover, engine_flags, round_ms
-from specdec.planning.job import plan_request
+from specdec.planning.chains import chain_cell, crossover, engine_flags, round_ms
+from specdec.planning.job import NoProgress, plan_request
 from specdec.planning.machines import DoesNotFit, Layout, Machine, Profiled, layouts, machine_of
 from specdec.planning.measuring import calibrated, typical
 from specdec.planning.options import PlanOptions
@@ -40,13 +42,13 @@ target_gb: 70
 draft_gb: 2.5
 kv_kb: 320
 """
-LAW = OfLaw.of({"weights": [1.0], "top1": [0.7], "decay": [2.0], "miss": [0.0]})
+LAW = of_law({"weights": [1.0], "top1": [0.7], "decay": [2.0], "miss": [0.0]})
 COSTS = {
     "stage": {"tokens": [1, 64], "ms": [6.0, 12.0]},
     "draft": {"tokens": [1, 64], "ms": [1.0, 2.0]},
 }
 HERE = Profiled(
-    name="measured", devices=1, stages=1, by_batch={1: COSTS}, limit_gb=16.0, target_gb=8.0,
+    name="measured", devices=1, stages=1, by_batch={1: COSTS}, memory_gb=16.0, target_gb=8.0,
     draft_gb=1.0, kv_kb=100.0,
 )  # fmt: skip
 
@@ -79,9 +81,9 @@ def test_a_described_machine_is_a_roofline(machine: Machine) -> None:
 
 
 def test_memory_of_a_layout_is_that_of_its_fullest_device() -> None:
-    assert HERE.memory_gb(Layout(), 4, 5000) == pytest.approx(8.0 + 2.0 + 1.0)
-    assert HERE.memory_gb(Layout(stages=4, own_draft=True), 4, 5000) == pytest.approx(10.0 / 4)
-    assert replace(HERE, limit_gb=None).memory_gb(Layout(), 1, 1) is None
+    assert HERE.used_gb(Layout(), 4, 5000) == pytest.approx(8.0 + 2.0 + 1.0)
+    assert HERE.used_gb(Layout(stages=4, own_draft=True), 4, 5000) == pytest.approx(10.0 / 4)
+    assert replace(HERE, memory_gb=None).used_gb(Layout(), 1, 1) is None
 
 
 def test_a_profile_is_scaled_to_other_stages() -> None:
@@ -93,34 +95,34 @@ def test_a_profile_is_scaled_to_other_stages() -> None:
 
 
 def test_tokens_per_pass_of_a_constant_law_are_the_formula() -> None:
-    for gamma, tokens in enumerate(chain_table(LAW)):
+    for gamma, tokens in enumerate(LAW.chain_table()):
         assert tokens == pytest.approx(1.0 + expected_accepted(0.7, gamma))
 
 
 def test_tokens_per_pass_of_a_record_are_those_of_its_hits() -> None:
-    record = OfRecord.of("bundled:humaneval")
+    record = of_record({"record": "bundled:humaneval"})
     tokens = passes = hits = 0
-    for request in record.record.requests:
+    for request in read_record(record_path("bundled:humaneval")).requests:
         ranks, at = request.ranks.tolist(), 0
         while at < len(ranks):
             accepted = next((i for i, rank in enumerate(ranks[at : at + 3]) if rank), 3)
             at, passes = at + min(accepted, len(ranks) - at) + 1, passes + 1
         tokens, hits = tokens + len(ranks), hits + ranks.count(0)
     assert record.tokens_per_pass(3) == pytest.approx(tokens / passes)
-    assert record.hit_rate() == pytest.approx(hits / tokens)
+    assert record.hit_rate == pytest.approx(hits / tokens)
 
 
 def test_shifted_laws_and_records_have_the_changed_hit_rate() -> None:
     section = {"weights": [0.5, 0.5], "top1": [0.9, 0.4], "decay": [2.0, 2.0], "miss": [0.0, 0.0]}
-    moved = OfLaw.of(section).shifted(-3.0)
+    moved = of_law(section).shifted(-3.0)
     expected = np.mean([1 / (1 + np.exp(3.0) * (1 - p) / p) for p in (0.9, 0.4)])
-    assert moved.hit_rate() == pytest.approx(expected)
+    assert moved.hit_rate == pytest.approx(expected)
     moved.pair()  # whose candidates are still in the order of their probability
-    record = OfRecord.of("bundled:humaneval")
+    record = of_record({"record": "bundled:humaneval"})
     for odds in (-1.0, 1.0):
-        rate = record.hit_rate()
+        rate = record.hit_rate
         expected = 1 / (1 + np.exp(-odds) * (1 - rate) / rate)
-        assert record.shifted(odds).hit_rate() == pytest.approx(expected, abs=0.03)
+        assert record.shifted(odds).hit_rate == pytest.approx(expected, abs=0.03)
 
 
 def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
     acceptance = plan_request(words).acceptance
     assert acceptance is not None
     assert acceptance.requests == 12
-    assert acceptance.hit_rate() == pytest.approx(0.7, abs=0.03)  # 5 standard errors
+    assert acceptance.hit_rate == pytest.approx(0.7, abs=0.03)  # 5 standard errors
     assert acceptance.tokens_per_pass(5) == pytest.approx(1.0 + expected_accepted(0.7, 5), rel=0.05)
 
 
@@ -154,20 +156,21 @@ def test_intervals_count_the_requests_of_a_law() -> None:
 
 
 def test_the_chain_table_crosses_over_to_plain_decoding(machine: Machine) -> None:
-    table = chain_table(LAW.shifted(-0.5))
+    table = LAW.shifted(-0.5).chain_table()
     start = crossover(machine, table, 1)
     assert start is not None
     at, before, one = (chain_cell(machine, table, b, 1) for b in (start, start // 2, 1))
     assert at is not None
     assert before is not None
     assert one is not None
-    assert at.draft_tokens == 0 < before.draft_tokens
+    assert at["draft_tokens"] == 0 < before["draft_tokens"]
     times = (
-        table[one.draft_tokens] / round_ms(machine.costs(layout, 1, 1), layout, 1, one.draft_tokens)
+        table[num] / round_ms(machine.costs(layout, 1, 1), layout, 1, num)
+        for num in [one["draft_tokens"]]
         for layout in layouts(4, own_draft=False, staged=True, copies=False)
-        if str(layout) == one.layout
+        if str(layout) == one["layout"]
     )
-    assert one.tokens_per_s == pytest.approx(1e3 * next(times))
+    assert one["tokens_per_s"] == pytest.approx(1e3 * next(times))
 
 
 class SlowMachine:
@@ -197,10 +200,10 @@ def test_trials_replace_planned_times_by_those_of_runs(tmp_path: Path) -> None:
     search = Search(
         machine=HERE, simulator=Simulator(LAW.pair(), None, of="test", prompts=4),
         chosen=PlanOptions(profile="measured", prompts=4), requests=0.0, length=24,
-        chain_length=0, report=lambda *_: None,
+        chain_length=0, progress=NoProgress(),
     )  # fmt: skip
-    found, _ = families(LAW.overrides, [], ["speculative", "fixed_width"], LAW.pair())
-    made = [family.candidate(HERE, Layout(), batch=1, context=1) for family in found]
+    found, _ = presets(LAW.overrides, [], ["speculative", "fixed_width"], LAW.pair())
+    made = [preset.on(HERE, Layout(), batch=1, context=1) for preset in found]
     models: Any = SlowMachine(search.simulator, made)
     before = {c.name: search.times(c, 4).mean for c in made}
     path = tmp_path / "trials.json"
@@ -234,18 +237,13 @@ def test_repeated_runs_count_by_mean_or_median() -> None:
 
 
 def test_flags_name_the_method_of_the_drafter() -> None:
-    cell = ChainCell(
-        batch=1, context=1, draft_tokens=5, tokens_per_s=2.0, plain_tokens_per_s=1.0, gain=2.0,
-        layout="1 device",
-    )  # fmt: skip
     chain: dict[str, Any] = {"source": {"_target_": "specdec.sources.DraftModelSource"}}
-    flags = engine_flags(cell, "HEAD", "eagle3", chain)
+    flags = engine_flags(5, "HEAD", "eagle3", chain)
     assert '"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 5' in flags["vLLM"]
     assert "--speculative-algorithm EAGLE3 " in flags["SGLang"]
-    assert '"prompt_lookup_max"' in engine_flags(cell, "HEAD", "ngram", chain)["vLLM"]
-    plain = replace(cell, draft_tokens=0)
-    assert "no speculation" in engine_flags(plain, "HEAD", "eagle", chain)["vLLM"]
-    copied, _ = families(["model=tiny"], [], ["prompt_lookup"])
-    flags = engine_flags(cell, "DRAFT", "draft_model", copied[0].config)
+    assert '"prompt_lookup_max"' in engine_flags(5, "HEAD", "ngram", chain)["vLLM"]
+    assert "no speculation" in engine_flags(0, "HEAD", "eagle", chain)["vLLM"]
+    copied, _ = presets(["model=tiny"], [], ["prompt_lookup"])
+    flags = engine_flags(5, "DRAFT", "draft_model", copied[0].config)
     assert list(flags) == ["vLLM"], "SGLang's n-grams are trees of another shape"
     assert '"method": "ngram", "num_speculative_tokens": 8' in flags["vLLM"]
