@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.execute import print_notices, run_in
-from specdec.cli.folders import as_yaml, claim, output_folder
 from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison
+from specdec.config.folders import as_yaml, claim, output_folder
 from specdec.config.hydra import compose_config, parse
 from specdec.config.job import Job, run_job_of
 from specdec.config.options import COMPARE, PARTS

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
-from specdec.cli.arguments import read_arguments
-from specdec.cli.execute import print_notices, run_in
-from specdec.cli.folders import output_folder
-from specdec.cli.loggers import check_logger, log_results
+from specdec.cli.arguments import Arguments
+from specdec.cli.execute import execute, print_notices
 from specdec.cli.show import show_config
-from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison, text_of
+from specdec.config.comparison import compose_comparison, text_of
+from specdec.config.folders import output_folder
 from specdec.config.hydra import parse
 from specdec.errors import UserError
-from specdec.files import parse_json
 
 HELP = """\
 specdec compare [--cfg] [--config-dir DIR] ['strategies=[NAME,...]'] [group=option] [key=value] ...
@@ -39,8 +35,10 @@ Examples
 """
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = read_arguments(words, flags=("--cfg",))
+FLAGS = ("--cfg",)
+
+
+def main(arguments: Arguments) -> int:
     sizes, rest = batch_sizes(arguments.overrides)
     if sizes is not None:
         from specdec.cli.batch_sizes import curves
@@ -75,18 +73,3 @@ def batch_sizes(overrides: Sequence[str]) -> tuple[list[int] | None, list[str]]:
             " 'batch_size=[1,4,16]'"
         )
     return sizes, rest
-
-
-def execute(comparison: Comparison, folder: Path) -> None:
-    """Runs a comparison in its folder; if it is complete already, only prints its table."""
-    from specdec.runs.jobs import compare_jobs  # torch takes seconds to import
-
-    configs = [job.config for job in comparison.jobs]
-    work = partial(compare_jobs, configs, folder, comparison.repeats)
-    check_logger(configs[0], folder)
-    results = run_in(folder, comparison.config, RESULT_FILE, work, table="comparison.md")
-    stored = results or parse_json((folder / RESULT_FILE).read_bytes())
-    if "rows" in stored:
-        log_results(configs, stored["rows"], folder)
-    if results is not None:
-        print(f"results in {folder}")

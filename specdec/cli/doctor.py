@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from specdec.cli.arguments import Arguments, read_values
 from specdec.errors import UserError
 from specdec.models.config_values import config_value
+from specdec.parts.fields import Count, Index, Text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
     from specdec.models.frozen import FrozenModel
 
 HELP = """\
-specdec doctor [HEAD] [--target DIR] [--data NAME] [--prompts N] [--new-tokens N] [--tokens K]
-               [--dtype TYPE] [--device NAME] [--seed N] [--json FILE]
+specdec doctor [HEAD] [target=DIR] [data=NAME] [prompts=N] [new_tokens=N] [tokens=K] [dtype=TYPE]
+               [device=NAME] [seed=N] [json=FILE]
 
 Loads an EAGLE head (a folder with config.json and safetensors; default: the bundled one) under
 every reading that loaders disagree on: the numbers of the target's layers, the residual before or
@@ -32,18 +34,18 @@ likeliest tokens. A head that is read wrongly decodes the same text, only more s
   by place   share of right tokens at each place of a draft, where those before it were right
   loss       accepted tokens lost against the best reading
 
-  --data        a data set of `specdec list` (stdlib)
-  --prompts     prompts (8)
-  --new-tokens  new tokens per prompt (96)
-  --tokens      K (4)
-  --json        file for the figures, "-" for the screen in place of the table
+  data=         a data set of `specdec list` (stdlib)
+  prompts=      prompts (8)
+  new_tokens=   new tokens per prompt (96)
+  tokens=       K (4)
+  json=         file for the figures, "-" for the screen in place of the table
 
 Exit status: 1 another reading than the folder's is better, by more than 2 % and by a standard
 error over the texts, or none has accepted tokens; else 0.
 
 Examples
   specdec doctor
-  specdec doctor heads/eagle3-llama --target models/llama --dtype bfloat16 --data humaneval
+  specdec doctor heads/eagle3-llama target=models/llama dtype=bfloat16 data=humaneval
 """
 
 _CLOSE = 0.02  # share of the best reading's accepted tokens within which the folder's own is right
@@ -51,35 +53,22 @@ _LEAST = 0.05  # tokens accepted per draft; a head that is trained for the targe
 _ERRORS = 1.0  # standard errors over texts by which another reading must be better
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises ``UserError`` in place of argparse's exit, so that ``main`` reports it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"specdec doctor: {message}; see `specdec doctor --help`")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-def _read(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("head", nargs="?", default="bundled:eagle3")
-    parser.add_argument("--target", default="bundled:target")
-    parser.add_argument("--data", default="stdlib")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cpu")
-    for name, default in (("--prompts", 8), ("--new-tokens", 96), ("--tokens", 4)):
-        parser.add_argument(name, type=_count, default=default)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json")
-    return parser.parse_args(list(words))
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    target: Text = "bundled:target"
+    data: Text = "stdlib"
+    dtype: Text = "float32"
+    device: Text = "cpu"
+    prompts: Count = 8
+    new_tokens: Count = 96
+    tokens: Count = 4
+    seed: Index = 0
+    json: Text | None = None
 
 
-def main(words: Sequence[str]) -> int:
-    options = _read(words)
+def main(arguments: Arguments) -> int:
+    names, options = read_values(arguments.overrides, Keys, "one folder of a head", least=0)
+    (head,) = names or ["bundled:eagle3"]
     # Imported here: torch and transformers take seconds to import.
     from specdec.metrics.loops import loop_share
     from specdec.models.bundled import family_path
@@ -88,7 +77,7 @@ def main(words: Sequence[str]) -> int:
     from specdec.models.frozen import FrozenModel
     from specdec.models.loading import load_model
 
-    files = HeadFiles(family_path(options.head))
+    files = HeadFiles(family_path(head))
     target = family_path(options.target)
     frozen = FrozenModel(load_model(target, dtype=options.dtype, device=options.device))
     known = readings(files, frozen)
@@ -100,10 +89,10 @@ def main(words: Sequence[str]) -> int:
     if not counts[0].drafts:
         raise UserError(
             f"the target's texts have no place for a draft of {options.tokens} tokens outside"
-            " loops: give more --prompts or --new-tokens"
+            " loops: give more prompts= or new_tokens="
         )
     report = {
-        "head": options.head,
+        "head": head,
         "target": options.target,
         **{key: vars(options)[key] for key in ("data", "dtype", "seed", "prompts", "new_tokens")},
         "sampling": "0.6/0.9/80",
@@ -116,7 +105,7 @@ def main(words: Sequence[str]) -> int:
     return 0 if report["is_right"] else 1
 
 
-def _texts(frozen: FrozenModel, target: str, options: Any) -> list[tuple[Tensor, int]]:
+def _texts(frozen: FrozenModel, target: str, options: Keys) -> list[tuple[Tensor, int]]:
     """Samples continuations of the target: (tokens int64[T + L], prompt length T) per prompt."""
     import torch
 

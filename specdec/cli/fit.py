@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import glob
 import json
-import re
 import shlex
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
-from specdec.cli.arguments import read_arguments
+from pydantic import Field
+
+from specdec.cli.arguments import Arguments, read_values
 from specdec.errors import UserError
 from specdec.files import write_text
 from specdec.fitting.fit import FittedLaw, HeldOutCheck, fit_logs
 from specdec.fitting.logs import FORMATS, Lengths, ReadOptions, read_log
-from specdec.parts.fields import did_you_mean
+from specdec.parts.fields import Text
 
 HELP = f"""\
 specdec fit FILE... [key=value] ...
@@ -34,7 +37,7 @@ It writes a model option that every command takes, on any clock, tree and execut
   lengths=auto         emitted | accepted: whether lists count the target's own token
   passes=chain         tree: the passes verified trees; the law then says how often a tree was right
   predict=1,3,7        chain lengths (draft tokens) to print; 1 to 20 by default
-  check=FILE           a log of the same pair at another chain length; several times or a pattern
+  check=FILE           a log of the same pair at another chain length; several, or a pattern
   holdout=3            every third request is held out for the check
   draft=NAME           of the draft; profiles then need its time
   source=TEXT license=TEXT
@@ -48,21 +51,24 @@ Examples
   specdec compare 'strategies=[ar,speculative]' --config-dir outputs/law model=mine clock=simulated
 """
 
-_KEYS: dict[str, str] = {
-    "name": r"[A-Za-z][\w.-]*",
-    "output_dir": r".+",
-    "method": r".+",
-    "draft_tokens": r"[1-9]\d{0,3}",
-    "lengths": "|".join(get_args(Lengths)),
-    "passes": r"chain|tree",
-    "predict": r"[1-9]\d{0,2}(,[1-9]\d{0,2})*",
-    "check": r".+",
-    "holdout": r"[2-9]|[1-9]\d",
-    "draft": r"[\w.-]+",
-    "source": r".+",
-    "license": r".+",
-}
-"""Key -> regular expression of its value."""
+_Number = Annotated[int, Field(ge=1, lt=1000)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    name: Annotated[Text, Field(pattern=r"^[A-Za-z][\w.-]*$")] = "law"
+    output_dir: Text | None = None
+    method: Text | None = None
+    draft_tokens: Annotated[int, Field(ge=1, lt=10_000)] | None = None
+    lengths: Lengths = "auto"
+    passes: Literal["chain", "tree"] = "chain"
+    predict: Sequence[_Number] = tuple(range(1, 21))
+    check: Sequence[Text] = ()
+    holdout: Annotated[int, Field(ge=2, lt=100)] = 3
+    draft: Text | None = None
+    source: Text = "acceptance logs"
+    license: Text | None = None
+
 
 _MEANING = {
     "weights": "how often each class of positions is drawn, over all groups",
@@ -80,50 +86,38 @@ _MEANING = {
 }
 """Key of the option -> comment beside it in the YAML."""
 
-_LENGTHS = tuple(range(1, 21))
 
-
-def main(words: Sequence[str]) -> int:
-    files, values, checks = _arguments(words)
-    options = ReadOptions(
-        method=values.get("method"),
-        lengths=values.get("lengths", "auto"),  # type: ignore[arg-type]
-        draft_tokens=int(values["draft_tokens"]) if "draft_tokens" in values else None,
-    )
-    others = ReadOptions(method=options.method, lengths=options.lengths)
-    logs = [read_log(path, options) for path in files]
+def main(arguments: Arguments) -> int:
+    names, keys = read_values(arguments.overrides, _Keys, "acceptance logs", most=inf)
+    options = ReadOptions(method=keys.method, lengths=keys.lengths, draft_tokens=keys.draft_tokens)
+    others = ReadOptions(method=keys.method, lengths=keys.lengths)
+    logs = [read_log(path, options) for name in names for path in _matching(name)]
     fitted = fit_logs(
         logs,
-        covers_tree=values.get("passes") == "tree",
-        holdout=int(values.get("holdout", 3)),
-        checks=[read_log(path, others) for path in checks],
+        covers_tree=keys.passes == "tree",
+        holdout=keys.holdout,
+        checks=[read_log(path, others) for name in keys.check for path in _matching(name)],
     )
-    lengths = [int(part) for part in values.get("predict", "").split(",") if part] or _LENGTHS
     forms = ", ".join(dict.fromkeys(log.form for log in logs))
-    print(f"{len(files)} file{'s' if len(files) > 1 else ''} ({forms})")
-    print("\n".join(_report(fitted, lengths)))
-    if "output_dir" in values:
-        name = values.get("name", "law")
-        stated = [word for word in words if not word.startswith("output_dir=")]
+    print(f"{len(logs)} file{'s' if len(logs) > 1 else ''} ({forms})")
+    print("\n".join(_report(fitted, keys.predict)))
+    if keys.output_dir is not None:
+        stated = [word for word in arguments.overrides if not word.startswith("output_dir=")]
         command = shlex.join(["specdec", "fit", *stated])
-        path = Path(values["output_dir"]).expanduser() / "model" / f"{name}.yaml"
-        write_text(path, option_text(fitted, values, command))
+        path = Path(keys.output_dir).expanduser() / "model" / f"{keys.name}.yaml"
+        write_text(path, option_text(fitted, keys, command))
         print(f"law: {path}")
-        print(f"use it with --config-dir {values['output_dir']} model={name}")
+        print(f"use it with --config-dir {keys.output_dir} model={keys.name}")
     return 0
 
 
-def option_text(fitted: FittedLaw, values: dict[str, str], command: str) -> str:
-    """Writes the YAML of a model option, with the law's provenance as comments.
-
-    ``values`` may have draft, source and license of the command line.
-    """
-    origin = values.get("source", "acceptance logs")
+def option_text(fitted: FittedLaw, keys: _Keys, command: str) -> str:
+    """Returns the YAML of a model option, with the law's provenance as comments."""
     about = [
-        f"Law of hits by `specdec fit`: {origin}",
+        f"Law of hits by `specdec fit`: {keys.source}",
         f"{fitted.requests} requests, {fitted.draft_tokens:.0f} draft tokens;"
         f" ranks: {fitted.tail_source}",
-        *([f"licence of the data: {values['license']}"] if "license" in values else []),
+        *([f"licence of the data: {keys.license}"] if keys.license else []),
         *(_check_line(fitted.goodness.check) if fitted.goodness else ()),
         *fitted.notes,
         command,
@@ -132,8 +126,8 @@ def option_text(fitted: FittedLaw, values: dict[str, str], command: str) -> str:
         **fitted.model_option(),
         # A single request is a summary, which has no spread between requests.
         **({"requests": fitted.requests} if fitted.requests > 1 else {}),
-        "draft_name": values.get("draft"),
-        "origin": origin,
+        "draft_name": keys.draft,
+        "origin": keys.source,
     }
     lines = [f"# {line}" for text in about for line in _wrapped(text)]
     lines += ["defaults:", "  - synthetic", "  - _self_"]
@@ -143,28 +137,6 @@ def option_text(fitted: FittedLaw, values: dict[str, str], command: str) -> str:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 96, break_on_hyphens=False, break_long_words=False)
-
-
-def _arguments(words: Sequence[str]) -> tuple[list[Path], dict[str, str], list[Path]]:
-    """Returns the log files, the values by key, and the files of ``check=``."""
-    files: list[Path] = []
-    checks: list[Path] = []
-    values: dict[str, str] = {}
-    for word in read_arguments(words, flags=()).overrides:
-        key, equals, value = word.partition("=")
-        if not equals or (key not in _KEYS and Path(word).expanduser().exists()):
-            files += _matching(word)
-        elif key not in _KEYS:
-            raise UserError(f"{word} is not an option: {did_you_mean(key, _KEYS)}")
-        elif not re.fullmatch(_KEYS[key], value):
-            raise UserError(f"{word} cannot be used: see `specdec fit --help`")
-        elif key == "check":
-            checks += _matching(value)
-        else:
-            values[key] = value
-    if not files:
-        raise UserError("specdec fit needs at least one acceptance log: see `specdec fit --help`")
-    return files, values, checks
 
 
 def _matching(word: str) -> list[Path]:

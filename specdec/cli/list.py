@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdec.cli.arguments import read_arguments
+from specdec.cli.arguments import Arguments
 from specdec.config.options import (
     PARTS,
     chosen_parts,
@@ -47,8 +47,7 @@ _USES = {
 }
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = read_arguments(words, flags=())
+def main(arguments: Arguments) -> int:
     titles = {group: title for title, group in SECTIONS.items()}  # so `specdec list policy` too
     chosen = [titles.get(word, word) for word in arguments.overrides]
     for word in chosen:

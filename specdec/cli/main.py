@@ -10,7 +10,9 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 
+from specdec.cli.arguments import read_arguments
 from specdec.errors import RankFailure, UserError
 from specdec.files import is_full
 from specdec.parts.fields import did_you_mean
@@ -197,12 +199,27 @@ def _dispatch(words: Sequence[str]) -> int:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
     if _launched_beside_others(command):
         return BAD_INPUT
-    module = importlib.import_module(f"specdec.cli.{command}")
-    if hasattr(module, "HELP") and {"-h", "--help"} & {*rest}:
-        print(module.HELP, end="")
+    module = vars(_module(command))
+    if "HELP" in module and {"-h", "--help"} & {*rest}:
+        print(module["HELP"], end="")
         return 0
-    status: int = module.main(rest)
+    status: int = module["main"](read_arguments(rest, module.get("FLAGS", ())))
     return status
+
+
+def _module(command: str) -> ModuleType:
+    """Imports a command's module: ``HELP``, ``FLAGS`` besides those of all, and ``main``."""
+    if command != "reproduce":
+        return importlib.import_module(f"specdec.cli.{command}")
+    try:
+        return importlib.import_module("experiments.reproduce.command")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] != "experiments":
+            raise
+        raise UserError(
+            "the papers' tables are in the package experiments, which is not installed: install"
+            " specdec again from its repository"
+        ) from error
 
 
 def _usage() -> str:

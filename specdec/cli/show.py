@@ -12,7 +12,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from specdec.cli.arguments import Arguments
-from specdec.cli.folders import as_yaml
+from specdec.config.folders import as_yaml
 from specdec.config.hydra import compose_raw, search_path
 from specdec.config.options import config_dir
 from specdec.errors import UserError

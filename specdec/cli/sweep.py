@@ -29,9 +29,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from specdec.cli.execute import RESULT_FILE, execute, print_notices
-from specdec.cli.folders import alone_in, make_folder, output_folder, safe_name
 from specdec.cli.progress import duration
 from specdec.cli.show import command_line, run_hydra, without_hydra
+from specdec.config.folders import alone_in, make_folder, output_folder, safe_name
 from specdec.config.hydra import combinations, compose_raw, parse, plain
 from specdec.config.job import Job, checked_job, run_job_of
 from specdec.errors import UserError

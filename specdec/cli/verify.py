@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.cli.arguments import read_arguments
+from specdec.cli.arguments import Arguments
 from specdec.cli.execute import run_in
-from specdec.cli.folders import output_folder
 from specdec.cli.show import show_config
+from specdec.config.folders import output_folder
 from specdec.config.job import check_stages, run_job_of
 from specdec.errors import UserError
 
@@ -46,8 +46,10 @@ Examples
 """
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = read_arguments(words, flags=("--cfg", "--fail-fast"))
+FLAGS = ("--cfg", "--fail-fast")
+
+
+def main(arguments: Arguments) -> int:
     depth, overrides = _depth(arguments.overrides)
     arguments = replace(arguments, overrides=overrides)
     if arguments.cfg:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -52,6 +53,23 @@ YAML_ERRORS = (*UNREADABLE, OmegaConfBaseException, OSError, AttributeError)
 def config_dir() -> Path:
     """Returns the folder of the Hydra tree, which is installed as the package ``specdec.conf``."""
     return (Path(__file__).parent.parent / "conf").resolve()
+
+
+def config_tree(name: str | Path) -> Path:
+    """Returns the folder of a further configuration tree (``--config-dir``, ``config_dirs=``).
+
+    A tree is code: the folder around it is put on ``sys.path``, because the tree's files may name
+    classes there.
+    """
+    folder = Path(name).expanduser()
+    if not str(name) or not folder.is_dir():
+        raise UserError(
+            f"--config-dir {name or 'without a name'} is not a folder: name a configuration tree"
+        )
+    beside = str(folder.resolve().parent)
+    if beside not in sys.path:
+        sys.path.append(beside)
+    return folder
 
 
 def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:

@@ -73,7 +73,7 @@ def examine(
     """Exit status and figures of the command on the texts."""
     texts = [(text, PROMPT) for text in trained[2]]
     monkeypatch.setattr(doctor, "_texts", lambda *_: texts)
-    words = ["doctor", str(head), "--target", str(trained[0]), "--tokens", "3", "--json", str(out)]
+    words = ["doctor", str(head), f"target={trained[0]}", "tokens=3", f"json={out}"]
     return main(words), json.loads(out.read_text())
 
 
@@ -178,8 +178,8 @@ def test_the_bundled_target_continues_prompts(
 
     target = FrozenModel(load_model(family_path("bundled:target")))
     EagleDrafter(target, EagleSpec(), OutputOptions(matrix="own"), None, 0).save(tmp_path)
-    words = ["doctor", str(tmp_path), "--prompts", "1", "--new-tokens", "12"]
-    assert main([*words, "--json", "-"]) == 1
+    words = ["doctor", str(tmp_path), "prompts=1", "new_tokens=12"]
+    assert main([*words, "json=-"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["drafts"] > 0
     assert report["readings"][0]["reading"] == "as on disk"
