@@ -189,12 +189,6 @@ def _dispatch(words: Sequence[str]) -> int:
         print(f"specdec {__version__}")
         return 0
     command, *rest = words
-    for word in words:
-        if any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise UserError(
-                f"the argument {word!a} is not UTF-8 text: rename the file, or set the locale to"
-                " one with UTF-8 (LC_ALL=C.UTF-8)"
-            )
     if command not in _COMMANDS:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
     if _launched_beside_others(command):

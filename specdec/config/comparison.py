@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,8 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
         raise UserError(
             "compare takes several presets: write 'strategies=[ar,NAME]', not strategy="
         )
-    # Only overrides of parts depend on the row; the others are composed and checked once.
-    of_parts = [o for o in parsed if _part_of(o)]
+    # Only overrides of parts depend on the row.
+    of_parts = {text_of(o): o for o in parsed if _part_of(o)}
     common = [text_of(o) for o in parsed if not _part_of(o)]
     base = compose_config(common, name="compare", extra=extra)
     names = _row_names(base.values["strategies"], extra)
@@ -58,49 +58,43 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
     check_config(base.values, base.choices)
     if base.values["trace"]:
         raise UserError("trace=true is for one strategy at a time: use it with `specdec run`")
-    unused = {text_of(o): o for o in of_parts}
-    jobs, notices = [], []
-    for name, (composed, left_out) in zip(names, rows, strict=True):
-        unused = {text: o for text, o in unused.items() if text in left_out}
+    jobs = [checked_job(row) for row, _ in rows]
+    notices, unused = list[str](), list(of_parts)
+    for name, (_, left_out) in zip(names, rows, strict=True):
         notices += [f"{text} does not apply to {name}" for text in left_out]
-        jobs.append(checked_job(composed))
-    for override in unused.values():
-        raise UserError(_no_row(override, jobs))
+        unused = [text for text in unused if text in left_out]
+    if unused:
+        raise UserError(_no_row(of_parts[unused[0]], jobs))
+    notices += [text for job in jobs for text in job.notices]
     return Comparison(
         tuple(jobs),
         base.values["repeats"],
         base.values["output_dir"],
-        tuple(dict.fromkeys([*notices, *(text for job in jobs for text in job.notices)])),
+        tuple(dict.fromkeys(notices)),
     )
 
 
 def _compose_row(
-    common: Sequence[str], of_parts: Sequence[Override], extra: Sequence[Path]
+    common: Sequence[str], of_parts: Mapping[str, Override], extra: Sequence[Path]
 ) -> tuple[Composed, list[str]]:
-    """Composes one row with the overrides that apply to it; also returns those that do not.
-
-    Composing takes a tenth of a second, so it is repeated only for overrides of parts.
-    """
+    """Composes one row with the overrides that apply to it; also returns those that do not."""
     row = compose_config(common, name="compare", extra=extra)
     fixed = _YARDSTICK_PARTS if row.values["strategy"].get("baseline") else ()
-    left_out = [text_of(o) for o in of_parts if _part_of(o) in fixed]
-    rest = [o for o in of_parts if _part_of(o) not in fixed]
-    chosen = [text_of(o) for o in rest if o.key_or_group in PARTS]
-    keys = {o.key_or_group for o in rest}
-    has_stages = "executor" in keys or "stages" in row.values["executor"]
-    if "executor.stages" in keys and not has_stages:
+    rest = {text: str(o.key_or_group) for text, o in of_parts.items() if _part_of(o) not in fixed}
+    chosen = [text for text, key in rest.items() if key in PARTS]
+    has_stages = "executor" in rest.values() or "stages" in row.values["executor"]
+    if "executor.stages" in rest.values() and not has_stages:
         chosen.append("executor=pipeline")
     if chosen:
         row = compose_config([*common, *chosen], name="compare", extra=extra)
-    values: list[str] = []
-    for override in rest:
-        key = str(override.key_or_group)
-        if key not in PARTS:
-            fits = override.is_add() or has_key(row.values, key)
-            (values if fits else left_out).append(text_of(override))
+    values = [
+        text
+        for text, key in rest.items()
+        if key not in PARTS and (of_parts[text].is_add() or has_key(row.values, key))
+    ]
     if values:
         row = compose_config([*common, *chosen, *values], name="compare", extra=extra)
-    return row, left_out
+    return row, [text for text in of_parts if text not in {*chosen, *values}]
 
 
 def _row_names(strategies: object, extra: Sequence[Path]) -> list[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
@@ -19,8 +18,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from specdec.config.options import (
     GROUPS,
     YAML_ERRORS,
-    check_values_can_be_written,
     config_dir,
+    config_tree,
     flatten,
     has_key,
     options,
@@ -28,7 +27,6 @@ from specdec.config.options import (
     read_yaml,
 )
 from specdec.errors import UserError
-from specdec.files import check_aliases, why_unreadable
 from specdec.parts.fields import did_you_mean
 
 _HYDRAS = (HydraException, OmegaConfBaseException)
@@ -36,7 +34,6 @@ _FAULTS = (*_HYDRAS, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two for a group set to null or numbers."""
 
 _MAX_SHOWN = 200  # characters of an argument in a message
-_MAX_DEPTH = 100  # of brackets in an argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +52,17 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     parsed: list[Override] = []
     parser = OverridesParser.create()
     for text in overrides:
-        if _depth(text) > _MAX_DEPTH:  # Hydra's parser would take minutes
-            raise UserError(
-                f"cannot read the argument {_shown(text)!r}: it is nested too deeply; give a"
-                " shorter value"
-            )
         try:
             if text.startswith("="):  # Hydra would accept a group without a name
                 raise OverrideParseException(text, "no key")
             parsed += parser.parse_overrides([text])
-        except (OverrideParseException, HydraException) as error:
+        except (HydraException, ValueError, RecursionError) as error:
             raise UserError(
-                f"cannot read the argument {_shown(text)!r}: write key=value without spaces around"
-                " the equals sign, and put values with special characters in quotes inside quotes,"
-                " as in 'data.path=\"my file.txt\"'"
-            ) from error
-        except (ValueError, RecursionError) as error:  # a huge number, or deep brackets
-            raise UserError(
-                f"cannot read the argument {_shown(text)!r}: {why_unreadable(error)}; give a"
-                " shorter value"
+                f"cannot read the argument {text[:_MAX_SHOWN]!r}: write key=value without spaces"
+                " around the equals sign, and put values with special characters in quotes inside"
+                " quotes, as in 'data.path=\"my file.txt\"'"
             ) from error
     return parsed
-
-
-def _depth(text: str) -> int:
-    """Returns the largest number of brackets that are open at a time."""
-    depth = deepest = 0
-    for letter in text:
-        if letter in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif letter in ")]}":
-            depth -= 1
-    return deepest
 
 
 def compose_config(
@@ -112,22 +87,15 @@ def compose_raw(
             )
         if override.key_or_group == "experiment":
             _check_experiment(override, extra)
-    _refuse_repeated_aliases(extra)
     try:
-        raw = _hydra_compose(overrides, name, extra)
+        return _hydra_compose(overrides, name, extra)
     except (*_FAULTS, *YAML_ERRORS) as error:
-        _refuse_unreadable(overrides, extra, all_files=not isinstance(error, _HYDRAS))
+        for tree in extra:  # a file that cannot be read explains any error
+            for path in sorted(Path(tree).rglob("*.yaml")):
+                read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
         if not isinstance(error, _FAULTS):
             raise
         raise _explain(error, overrides, name, extra) from error
-    for group, choice in raw.hydra.runtime.choices.items():
-        path = PurePosixPath(str(choice))
-        if path.is_absolute() or ".." in path.parts:
-            raise UserError(
-                f"{group}={choice} leaves the configuration tree: name an option of the group, and"
-                " add a tree of your own by --config-dir DIR"
-            )
-    return raw
 
 
 def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> list[list[str]]:
@@ -166,13 +134,19 @@ def plain(raw: DictConfig) -> Composed:
     except OmegaConfBaseException as error:
         raise UserError(f"the configuration cannot be resolved: {_first_line(error)}") from error
     assert isinstance(values, dict)
-    check_values_can_be_written(values, "the configuration cannot be used", "give another value")
+    for key, value in flatten(values).items():
+        bits = 64 if key.endswith("seed") else 63
+        if isinstance(value, int) and value >= 1 << bits:
+            raise UserError(
+                f"the configuration cannot be used ({key} is a whole number of more than {bits}"
+                " bits): give another value"
+            )
     return Composed({str(k): v for k, v in values.items()}, choices)
 
 
 def search_path(extra: Sequence[Path]) -> list[str]:
     """Returns the override that makes Hydra search further trees; empty if there are none."""
-    trees = ",".join(f"file://{Path(p).resolve().as_posix()}" for p in extra)
+    trees = ",".join(f"file://{config_tree(tree).resolve().as_posix()}" for tree in extra)
     return [f"hydra.searchpath=[{trees}]"] if trees else []
 
 
@@ -193,34 +167,6 @@ def _check_experiment(override: Override, extra: Sequence[Path]) -> None:
             )
     if not override.is_add():
         raise UserError(f"{override.input_line} adds a group: write +{override.input_line}")
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def _refuse_unreadable(overrides: Sequence[str], extra: Sequence[Path], *, all_files: bool) -> None:
-    """Raises ``UserError`` for a YAML of the trees that cannot be read, chosen options first."""
-    chosen = {text.lstrip("+~") for text in overrides}
-    files = [path for tree in extra for path in sorted(Path(tree).rglob("*.yaml"))]
-    named = [path for path in files if f"{path.parent.name}={path.stem}" in chosen]
-    for path in [*named, *(files if all_files else ())]:
-        read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
-
-
-def _refuse_repeated_aliases(extra: Sequence[Path]) -> None:
-    """Refuses YAML files whose repeated aliases would fill the memory when Hydra loads them."""
-    for tree in extra:
-        for path in sorted(Path(tree).rglob("*.yaml")):
-            try:
-                check_aliases(path.read_text(encoding="utf-8"))
-            except (yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError):
-                continue  # read_yaml reports it if it is chosen
-            except ValueError as error:
-                raise UserError(
-                    f"{path} cannot be read ({why_unreadable(error)}): correct it, or remove it"
-                    " from the tree"
-                ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,10 +14,8 @@ from specdec.config.checks import check_config
 from specdec.config.hydra import Composed, compose_config, parse
 from specdec.config.options import COMPARE, PARTS
 from specdec.config.profiles import fit, load_profile, with_caveat
-from specdec.data import Request, check_data, fit_prompt, load_prompts
-from specdec.data.files import read_json
+from specdec.data import Request, check_data
 from specdec.errors import UserError
-from specdec.files import why_unreadable
 
 _COPYING = (".PromptLookupSource", ".SuffixSource", ".NGramSource")
 """Ends of the class paths of sources that copy from earlier text."""
@@ -158,7 +156,6 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
             f" {target.max_positions} positions of model.target={model['target']}: lower it"
         )
-    longest = check_prompts(config, target.path, target.max_positions)
     if not needed:
         return target.num_layers, ()
     draft = infos.get("draft")
@@ -168,8 +165,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
             f"{why}, but model.draft is not set: add"
             " model.draft=PATH_OR_ID, or choose a source without one (source=prompt_lookup)"
         )
-    reach = config["max_new_tokens"] + (target.max_positions if longest is None else longest)
-    if not 0 < draft.max_positions < min(reach, target.max_positions):
+    if not 0 < draft.max_positions < target.max_positions:
         return target.num_layers, ()
     return target.num_layers, (
         f"model.draft={model['draft']} has {draft.max_positions} positions, the target"
@@ -212,55 +208,3 @@ def _targets(node: object) -> Iterator[str]:
         yield str(node.get("_target_", ""))
     for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         yield from _targets(item)
-
-
-_KNOWN_TO_FIT = (
-    "stdlib",
-)  # data sets with prompts of bounded length, not read here to save a second
-
-
-def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: int) -> int | None:
-    """Checks the prompts' lengths in tokens, so that errors come before models are loaded.
-
-    Checks nothing for a model without ``tokenizer.json``, with a chat template that is used
-    (applying it needs transformers), or for prompts from the hub: the run checks all lengths again.
-    Returns the tokens of the longest prompt, or None if nothing was checked.
-    """
-    data, file = config["data"], model_folder / "tokenizer.json"
-    if data["name"] in _KNOWN_TO_FIT or data["origin"] == "hub" or not file.is_file():
-        return None
-    if data["chat"] == "always" or (data["chat"] == "auto" and _has_chat_template(model_folder)):
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no other class
-        raise UserError(
-            f"{file} is not a tokenizer ({why_unreadable(error)}); copy the file again"
-        ) from error
-    room = max_positions - int(config["max_new_tokens"])
-    bound = data["max_prompt_tokens"]
-    longest = 0
-    for prompt in load_prompts(Request.of(**data)):
-        tokens = tokenizer.encode(prompt.text).ids
-        if not tokens:
-            raise UserError(
-                f"prompt {prompt.id} of data={data['name']} is empty: remove it, or give it text"
-            )
-        fitted, _ = fit_prompt(
-            tokens,
-            max_len=room if bound is None else min(room, bound),
-            truncation=data["truncation"],
-            label=f"prompt {prompt.id} of data={data['name']}",
-        )
-        longest = max(longest, len(fitted))
-    return longest
-
-
-def _has_chat_template(model_folder: Path) -> bool:
-    file = model_folder / "tokenizer_config.json"
-    config = read_json(file) if file.is_file() else {}
-    if not isinstance(config, dict):
-        raise UserError(f"{file} is not a JSON object; copy the file again")
-    return (model_folder / "chat_template.jinja").is_file() or bool(config.get("chat_template"))
