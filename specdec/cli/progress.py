@@ -73,11 +73,11 @@ class _Lines:
         left = ""
         if self._total and 0 < self._done < self._total:
             seconds = (monotonic() - self._began) / self._done * (self._total - self._done)
-            left = f", about {duration(seconds)} left"
+            left = f", about {_duration(seconds)} left"
         print(f"{self._label}{of} {detail}".rstrip() + left, file=sys.stderr, flush=True)
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """Formats a duration, as 40 s, 12 min or 3 h 20 min."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"

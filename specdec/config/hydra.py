@@ -181,7 +181,9 @@ def _explain(
     if missing.startswith("hydra/"):  # such as hydra/launcher, whose options plugins add
         group, _, value = missing.rpartition("/")
         there = getattr(error, "options", None) or ()
-        return UserError(f"{group}={value} is unknown: {did_you_mean(value, there)}")
+        plugin = " (pip install 'specdec-lab[joblib,submitit]' adds launchers)"
+        plugin = plugin if group == "hydra/launcher" and len(there) < 4 else ""
+        return UserError(f"{group}={value} is unknown: {did_you_mean(value, there)}{plugin}")
     parsed = [o for o in parse(overrides) if not str(o.key_or_group).startswith("hydra")]
     for override in parsed:
         group = override.key_or_group
