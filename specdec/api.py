@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
-from specdec.config.comparison import RESULT_FILE, compose_comparison
 from specdec.config.folders import run_in
-from specdec.config.job import run_job_of
+from specdec.config.job import COMPARISON_FILE, compose_comparison, run_job_of
 from specdec.data import Prompt, prompt_tokens
 from specdec.errors import UserError
 from specdec.files import parse_json, plain
@@ -483,12 +482,12 @@ def compare(
         compared = run_in(
             folder,
             plain(comparison.config),
-            RESULT_FILE,
+            COMPARISON_FILE,
             lambda: compare_jobs(configs, folder, comparison.repeats, notes, pair),
         )
         table = printed.getvalue() or (folder / "comparison.md").read_text(encoding="utf-8")
         if compared is None:
-            compared = parse_json((folder / RESULT_FILE).read_bytes())
+            compared = parse_json((folder / COMPARISON_FILE).read_bytes())
         rows = results.read(folder)
     return Compared(
         rows=tuple(compared["rows"]),

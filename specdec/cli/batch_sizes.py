@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.execute import print_notices, run_in
-from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison
 from specdec.config.folders import as_yaml, claim, output_folder
 from specdec.config.hydra import compose_config, parse
-from specdec.config.job import Job, run_job_of
+from specdec.config.job import COMPARISON_FILE, Comparison, Job, compose_comparison, run_job_of
 from specdec.config.options import COMPARE, PARTS
 
 TABLE = "comparison.md"
@@ -62,7 +61,9 @@ def curves(
     print_notices(composed.comparison.notices)
     if only_show:
         print(as_yaml(composed.config), end="")
-    elif run_in(folder, composed.config, RESULT_FILE, partial(_run, composed, folder), table=TABLE):
+    elif run_in(
+        folder, composed.config, COMPARISON_FILE, partial(_run, composed, folder), table=TABLE
+    ):
         print((folder / TABLE).read_text(encoding="utf-8"))
         print(f"results in {folder}")
     return 0

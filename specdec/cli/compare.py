@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import execute, print_notices
 from specdec.cli.show import show_config
-from specdec.config.comparison import compose_comparison, text_of
 from specdec.config.folders import output_folder
 from specdec.config.hydra import parse
+from specdec.config.job import compose_comparison, text_of
 from specdec.errors import UserError
 
 HELP = """\

@@ -3,8 +3,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from specdec.cli.arguments import Arguments
-from specdec.cli.execute import run_in
-from specdec.cli.progress import reporting
+from specdec.cli.execute import reporting, run_in
 from specdec.config.folders import output_folder
 from specdec.files import write_json
 

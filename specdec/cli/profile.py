@@ -8,10 +8,9 @@ from typing import Any
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import run_in
 from specdec.cli.show import show_config
-from specdec.config.checks import check_section
 from specdec.config.folders import output_folder
 from specdec.config.hydra import compose_config
-from specdec.config.job import checked_job
+from specdec.config.job import check_section, checked_job
 from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 

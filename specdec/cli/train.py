@@ -8,8 +8,8 @@ from typing import Any
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.show import show_config
-from specdec.config.checks import check_section
 from specdec.config.hydra import compose_config
+from specdec.config.job import check_section
 from specdec.config.options import first_comment, options
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.compose.build import build_parts
-from specdec.compose.workbench import Parts, Workbench
+from specdec.compose.workbench import Parts, Workbench, build_parts
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
 from specdec.interfaces import Verifier
