@@ -11,7 +11,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -34,6 +34,12 @@ _FAULTS = (*_HYDRAS, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two for a group set to null or numbers."""
 
 _MAX_SHOWN = 200  # characters of an argument in a message
+_ADDED = {
+    "experiment": "write experiment/NAME.yaml in a tree of your own, named by --config-dir DIR",
+    "hydra/launcher": "pip install 'specdec-lab[joblib,submitit]' adds launchers",
+    "hydra/sweeper": "leave it out",
+}
+"""Groups whose options are not the library's -> where they come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +91,6 @@ def compose_raw(
                 f"{override.input_line} has several values: add -m to `specdec run` to sweep over"
                 " them, or write a list in brackets, as in 'strategies=[ar,speculative]'"
             )
-        if override.key_or_group == "experiment":
-            _check_experiment(override, extra)
     try:
         return _hydra_compose(overrides, name, extra)
     except (*_FAULTS, *YAML_ERRORS) as error:
@@ -156,19 +160,6 @@ def _hydra_compose(overrides: Sequence[str], name: str, extra: Sequence[Path]) -
         return compose(config_name=name, overrides=words, return_hydra_config=True)
 
 
-def _check_experiment(override: Override, extra: Sequence[Path]) -> None:
-    known, chosen = options("experiment", extra), override.value()
-    for name in chosen if isinstance(chosen, list) else [chosen]:
-        if str(name) not in known:
-            raise UserError(
-                f"{override.input_line}: there is no experiment/{name}.yaml"
-                f" ({did_you_mean(str(name), known) or 'nor any other'}): write one in a tree of"
-                " your own, and name the tree by --config-dir DIR"
-            )
-    if not override.is_add():
-        raise UserError(f"{override.input_line} adds a group: write +{override.input_line}")
-
-
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
 
@@ -177,13 +168,11 @@ def _explain(
     error: Exception, overrides: Sequence[str], name: str, extra: Sequence[Path]
 ) -> UserError:
     """Finds the override that Hydra refused, and words the error for it."""
-    missing = str(getattr(error, "missing_cfg_file", None) or "")
-    if missing.startswith("hydra/"):  # such as hydra/launcher, whose options plugins add
-        group, _, value = missing.rpartition("/")
-        there = getattr(error, "options", None) or ()
-        plugin = " (pip install 'specdec-lab[joblib,submitit]' adds launchers)"
-        plugin = plugin if group == "hydra/launcher" and len(there) < 4 else ""
-        return UserError(f"{group}={value} is unknown: {did_you_mean(value, there)}{plugin}")
+    if isinstance(error, MissingConfigException):
+        group, _, value = str(error.missing_cfg_file).rpartition("/")
+        if group in _ADDED:
+            hint = did_you_mean(value, error.options or ()) or _ADDED[group]
+            return UserError(f"{group}={value} is unknown: {hint}")
     parsed = [o for o in parse(overrides) if not str(o.key_or_group).startswith("hydra")]
     for override in parsed:
         group = override.key_or_group
@@ -198,6 +187,8 @@ def _explain(
         return UserError(f"the configuration cannot be composed: {_first_line(error)}")
     for override in parsed:
         key = override.key_or_group
+        if key == "experiment" and not override.is_add():
+            return UserError(f"{override.input_line} adds a group: write +{override.input_line}")
         if not (key in GROUPS or override.is_add() or has_key(base.values, key)):
             return UserError(_unknown_key(key, base, extra))
     return UserError(f"the configuration cannot be composed: {_first_line(error)}")
