@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from operator import itemgetter
@@ -168,11 +167,6 @@ def checked_job(composed: Composed) -> Job:
     """Checks a composed configuration, adds its latency profile, and makes it a job."""
     values, choices = composed.values, dict(composed.choices)
     check_config(values, choices)
-    if values["logger"].get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError(  # now rather than at the end of a long run, when results are logged
-            "logger=wandb needs the package wandb, which is not installed: run"
-            " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
-        )
     config = {key: value for key, value in values.items() if key not in _NOT_FOR_ENGINE}
     name = str(config["strategy"]["name"])
     for section, kind in (("clock", clock_kind), ("model", itemgetter("_target_"))):

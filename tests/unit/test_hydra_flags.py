@@ -42,20 +42,6 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict]:
 
 
 class TestCfg:
-    @pytest.mark.parametrize("flag", [["--cfg"], ["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
-    def test_job(self, flag: list[str], capsys) -> None:
-        (config,) = printed(capsys, *flag, "strategy=specpipe")
-        assert config["policy"]["width"] == 64
-        assert "choices" in config
-        assert "hydra" not in config
-
-    @pytest.mark.parametrize("command", ["run", "verify", "profile", "compare"])
-    def test_invalid_values_are_shown_with_the_reason(self, command: str, capsys) -> None:
-        assert main([command, "--cfg", RANDOM, "sampling.top_p=7"]) == 0
-        out, err = capsys.readouterr()
-        assert yaml.safe_load(out)["sampling"]["top_p"] == 7
-        assert err.startswith("note: this configuration cannot be run: sampling.top_p=7")
-
     def test_a_sweep_shows_every_job_and_runs_none(self, capsys) -> None:
         jobs = printed(capsys, "-m", "--cfg", "job", "policy.gamma=2,4", "seed=range(2)")
         assert [(j["policy"]["gamma"], j["seed"]) for j in jobs] == [(2, 0), (2, 1), (4, 0), (4, 1)]
