@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.cli.arguments import Arguments
-from specdec.cli.execute import execute, print_notices
-from specdec.cli.show import show_config
+from specdec.cli.execute import execute, print_notices, show_config
 from specdec.config.folders import output_folder
 from specdec.config.hydra import parse
 from specdec.config.job import compose_comparison, text_of

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -19,9 +20,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from specdec.cli.arguments import Arguments
 from specdec.cli.loggers import check_logger, log_results
 from specdec.config import folders
+from specdec.config.hydra import compose_raw, without_hydra
 from specdec.config.job import COMPARISON_FILE, Comparison, Job
+from specdec.errors import UserError
 from specdec.files import parse_json
 
 if TYPE_CHECKING:
@@ -90,6 +94,41 @@ def print_notices(notices: Iterable[str]) -> None:
 
 
 _LINE_EVERY_S = 10.0
+
+
+def show_config(
+    arguments: Arguments,
+    make: Callable[[Sequence[str], Sequence[Path]], Mapping[str, Any]],
+    jobs: Sequence[Sequence[str]] | None = None,
+    *,
+    name: str,
+) -> int:
+    """Prints the configuration of every job as a YAML document; returns exit status 0.
+
+    ``--cfg job`` prints the checked configuration. If that is invalid, it prints the composed one,
+    and the error on standard error. ``--cfg hydra`` prints Hydra's own node, ``--cfg all`` both.
+
+    Args:
+        make: (overrides, trees) -> the checked configuration; may raise ``UserError``.
+        jobs: overrides of each job of a sweep; None for a single job.
+    """
+    for overrides in [arguments.overrides] if jobs is None else jobs:
+        if jobs is not None:
+            print(f"---\n# {' '.join(overrides)}")
+        refused = None
+        if arguments.cfg == "job":
+            try:
+                config = make(without_hydra(overrides), arguments.config_dirs)
+                print(folders.as_yaml(config), end="")
+                continue
+            except UserError as error:
+                refused = f"this configuration cannot be run: {error}"
+        raw = compose_raw(overrides, name=name, extra=arguments.config_dirs)
+        print_notices([refused] if refused else [])
+        wanted = {"job": [False], "hydra": [True], "all": [False, True]}[arguments.cfg]
+        keys = [str(key) for key in raw if (key == "hydra") in wanted]
+        print(OmegaConf.to_yaml(OmegaConf.masked_copy(raw, keys)), end="")
+    return 0
 
 
 class _Bars:

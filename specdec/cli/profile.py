@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import Arguments
-from specdec.cli.execute import run_in
-from specdec.cli.show import show_config
+from specdec.cli.execute import run_in, show_config
 from specdec.config.folders import output_folder
 from specdec.config.hydra import compose_config
 from specdec.config.job import check_section, checked_job

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 from specdec.cli.arguments import Arguments
-from specdec.cli.execute import execute, print_notices
-from specdec.cli.show import show_config, show_info
-from specdec.cli.sweep import experiment_sweeps, sweep, with_params
+from specdec.cli.execute import execute, print_notices, show_config
+from specdec.cli.sweep import experiment_sweeps, show_info, sweep, with_params
 from specdec.config.folders import output_folder
 from specdec.config.hydra import combinations
 from specdec.config.job import run_job_of

@@ -11,13 +11,14 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from traceback import format_exc, print_exc
 from typing import Any
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
@@ -26,11 +27,19 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from specdec.cli.arguments import Arguments
 from specdec.cli.execute import RESULT_FILE, execute, print_notices
-from specdec.cli.show import command_line, run_hydra, without_hydra
 from specdec.config.folders import alone_in, make_folder, output_folder, safe_name
-from specdec.config.hydra import combinations, compose_raw, parse, plain
+from specdec.config.hydra import (
+    combinations,
+    compose_raw,
+    parse,
+    plain,
+    search_path,
+    without_hydra,
+)
 from specdec.config.job import Job, checked_job, run_job_of
+from specdec.config.options import config_dir
 from specdec.errors import UserError
 from specdec.files import is_full, parse_json, write_text
 from specdec.parts.build import locate
@@ -152,13 +161,30 @@ class _Sweep:
 
 def _launch(overrides: Sequence[str], extra: Sequence[Path], sweep: _Sweep) -> None:
     where = f"hydra.sweep.dir={json.dumps(sweep.folder.as_posix(), ensure_ascii=False)}"
-    with command_line("specdec run", "--multirun", *overrides, where):
-        try:
-            run_hydra(lambda config: run_one(config, sweep), extra)
-        except Exception as error:  # a launcher's: a worker was killed, a queue refused
-            print_exc()
-            text = f"the launcher failed: {type(error).__name__}: {error}"
-            print(f"specdec: {text}; start the same command again to continue", file=sys.stderr)
+    try:
+        _run_hydra(lambda config: run_one(config, sweep), ["--multirun", *overrides, where], extra)
+    except Exception as error:  # a launcher's: a worker was killed, a queue refused
+        print_exc()
+        text = f"the launcher failed: {type(error).__name__}: {error}"
+        print(f"specdec: {text}; start the same command again to continue", file=sys.stderr)
+
+
+def show_info(arguments: Arguments) -> int:
+    """Prints what ``--info`` asks Hydra for: defaults list, plugins, search path or all."""
+    words = ["--info", arguments.info, *arguments.overrides]
+    _run_hydra(lambda _: None, words, arguments.config_dirs)
+    return 0
+
+
+def _run_hydra(
+    task: Callable[[DictConfig], None], words: Sequence[str], extra: Sequence[Path]
+) -> None:
+    """Runs ``hydra.main``, which reads ``sys.argv``, with further trees to search."""
+    before, sys.argv = sys.argv, ["specdec run", *words, *search_path(extra)]
+    try:
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
+    finally:
+        sys.argv = before
 
 
 def run_one(config: DictConfig, sweep: _Sweep) -> None:

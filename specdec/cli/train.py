@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import Arguments
-from specdec.cli.show import show_config
+from specdec.cli.execute import show_config
 from specdec.config.hydra import compose_config
 from specdec.config.job import check_section
 from specdec.config.options import first_comment, options

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec.cli.arguments import Arguments
-from specdec.cli.execute import run_in
-from specdec.cli.show import show_config
+from specdec.cli.execute import run_in, show_config
 from specdec.config.folders import output_folder
 from specdec.config.job import check_stages, run_job_of
 from specdec.errors import UserError

@@ -148,6 +148,11 @@ def plain(raw: DictConfig) -> Composed:
     return Composed({str(k): v for k, v in values.items()}, choices)
 
 
+def without_hydra(overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides of the job itself, without those of Hydra's own node."""
+    return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
+
+
 def search_path(extra: Sequence[Path]) -> list[str]:
     """Returns the override that makes Hydra search further trees; empty if there are none."""
     trees = ",".join(f"file://{config_tree(tree).resolve().as_posix()}" for tree in extra)
