@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,20 +48,15 @@ FLAGS = ("--cfg", "--fail-fast")
 
 
 def main(arguments: Arguments) -> int:
-    depth, overrides = _depth(arguments.overrides)
-    arguments = replace(arguments, overrides=overrides)
+    depths = [word for word in arguments.overrides if word.startswith("depth=")]
+    depth = depths[-1].removeprefix("depth=") if depths else "standard"
+    others = tuple(word for word in arguments.overrides if word not in depths)
+    arguments = replace(arguments, overrides=others)
     if arguments.cfg:
         return show_config(arguments, lambda *words: run_job_of(*words).config, name="config")
     job = run_job_of(arguments.overrides, arguments.config_dirs)
     # Imported here: torch and transformers take seconds to import.
-    from specdec.certify import (
-        CHECKS,
-        DEPTHS,
-        Report,
-        print_report,
-        refuse,
-        write_report,
-    )
+    from specdec.certify import CHECKS, DEPTHS, Report, print_report, refuse, write_report
     from specdec.certify.certify import certify
 
     if depth not in DEPTHS:
@@ -89,11 +83,3 @@ def main(arguments: Arguments) -> int:
     print_report(report, job.config["choices"])
     print(f"results in {folder}")
     return 0 if report.lossless else 1
-
-
-def _depth(overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Splits off ``depth=``: its value, and the other overrides."""
-    words = [word.partition("=") for word in overrides]
-    depths = [value for key, _, value in words if key == "depth"]
-    others = (word for word in overrides if word.partition("=")[0] != "depth")
-    return ["standard", *depths][-1], tuple(others)

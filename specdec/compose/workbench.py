@@ -439,12 +439,17 @@ def build_parts(
         ),
         "free_rank": lambda: next(free_ranks),
     }
-    policy = build_part(cfg["policy"], runtime, "policy", TreePolicy)
+
+    def objects(kind: str) -> dict[str, Callable[[], Any]]:
+        takers = {name: about.partition(":")[0] for name, about in RUNTIME.items()}
+        return {name: make for name, make in runtime.items() if kind in takers[name]}
+
+    policy = build_part(cfg["policy"], objects("policy"), "policy", TreePolicy)
     check_choice(policy, judge, bench.clock)  # before a source loads the draft
     source = pair.fitted_source(cfg["source"], cfg["policy"])
     try:
         parts = bench.parts(
-            source=build_part(source, runtime, "source", TokenSource),
+            source=build_part(source, objects("source"), "source", TokenSource),
             policy=policy,
             verifier=judge,
             executor=executor,
