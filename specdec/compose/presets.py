@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec.compose.workbench import Parts, Workbench, build_parts
 from specdec.config.hydra import compose_config
+from specdec.config.job import check_config
 from specdec.errors import UserError
 from specdec.interfaces import Verifier
 from specdec.pairs.options import build_pair
@@ -44,7 +45,9 @@ def build(
         changed = {"executor": "pipeline", **changed, "executor.stages": changed["stages"]}
         del changed["stages"]
     words += [f"{_whole_name(key, config)}={_text(value)}" for key, value in changed.items()]
-    config = compose_config(words).values
+    composed = compose_config(words)
+    config = composed.values
+    check_config(config, composed.choices)
     if bench is None:
         bench = Workbench(build_pair(config["model"]), seed=int(config["seed"]))
     return build_parts(config, bench, verifier=verifier)
