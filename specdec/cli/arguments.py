@@ -33,9 +33,6 @@ _SHORT = {
     "-cd": "--config-dir",
     "-cn": "--config-name",
     "-cp": "--config-path",
-    "-sc": "--shell-completion",
-    "-r": "--run",
-    "-p": "--package",
 }
 _CHOICES = {
     "--cfg": ("job", "hydra", "all"),
@@ -45,12 +42,6 @@ _NOT_HERE = {
     "--config-name": "every command has its own root; put a group experiment/NAME.yaml into a tree"
     " of your own and use --config-dir DIR +experiment=NAME",
     "--config-path": "use --config-dir DIR, which adds a tree of your own to the library's",
-    "--hydra-help": "use --help; of Hydra's flags, -m, --cfg, --info and --config-dir work here",
-    "--shell-completion": "use `specdec list`, which shows every option of every group",
-    "--run": "leave it out: without -m there is one run",
-    "--resolve": "leave it out: --cfg prints resolved values",
-    "--package": "leave it out: --cfg prints the whole configuration",
-    "--experimental-rerun": "start the same command with the same output_dir again",
 }
 """Flags of Hydra that this command line refuses, with advice for the error message."""
 
