@@ -96,7 +96,7 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
             shutil.rmtree(old, ignore_errors=True)
         with TemporaryDirectory(prefix=_NOTES, dir=folder, ignore_cleanup_errors=True) as name:
             notes, unrecorded = Path(name).resolve(), _LOST
-            run = _Sweep(folder.resolve(), notes, tuple(varying), len(jobs))
+            run = _Sweep(folder.resolve(), notes, tuple(varying), len(jobs), tuple(extra))
             try:
                 _launch(overrides, extra, run)
             except KeyboardInterrupt:
@@ -157,6 +157,7 @@ class _Sweep:
     notes: Path  # folder of the jobs' records
     varying: tuple[str, ...]  # keys that name a job's folder
     total: int  # number of jobs
+    trees: tuple[Path, ...]  # further configuration trees
 
 
 def _launch(overrides: Sequence[str], extra: Sequence[Path], sweep: _Sweep) -> None:
@@ -197,7 +198,7 @@ def run_one(config: DictConfig, sweep: _Sweep) -> None:
     record: Record = {"job": name, "status": "ok", "error": ""}
     start = time.monotonic()
     try:
-        done = execute(checked_job(plain(merged)), sweep.folder / name)
+        done = execute(checked_job(plain(merged, sweep.trees)), sweep.folder / name)
         record["status"] = "skipped" if done is None else "ok"
     except UserError as error:
         record.update(status="refused", error=str(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def compose_config(
 
     ``extra`` are further trees to search.
     """
-    return replace(plain(compose_raw(overrides, name=name, extra=extra)), trees=tuple(extra))
+    return plain(compose_raw(overrides, name=name, extra=extra), extra)
 
 
 def compose_raw(
@@ -121,7 +121,7 @@ def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> l
     return [list(job) for job in product(*values.values())]
 
 
-def plain(raw: DictConfig) -> Composed:
+def plain(raw: DictConfig, trees: Sequence[Path] = ()) -> Composed:
     """Resolves a composed configuration, which includes the node ``hydra``."""
     chosen = OmegaConf.to_container(raw.hydra.runtime.choices)
     assert isinstance(chosen, dict)
@@ -145,7 +145,7 @@ def plain(raw: DictConfig) -> Composed:
                 f"the configuration cannot be used ({key} is a whole number of more than {bits}"
                 " bits): give another value"
             )
-    return Composed({str(k): v for k, v in values.items()}, choices)
+    return Composed({str(k): v for k, v in values.items()}, choices, tuple(trees))
 
 
 def without_hydra(overrides: Sequence[str]) -> list[str]:

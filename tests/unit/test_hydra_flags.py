@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from specdec import Decoder, UserError
 from specdec.cli.main import main
 
 RANDOM = "model=random"
@@ -63,6 +64,28 @@ class TestExperiment:
         assert main(["run", RANDOM, *words]) == 0
         assert [name for _, name in seen] == ["max_new_tokens=3", "max_new_tokens=4"]
         assert all(config["seed"] == 7 for config, _ in seen)
+
+
+def test_jobs_of_a_sweep_find_the_profiles_of_a_tree(engine, elsewhere: Path) -> None:
+    """The jobs looked for them in the library's tree only."""
+    (elsewhere / "tree" / "profile").mkdir()
+    profile = "costs: {stage: {tokens: [1], ms: [2.0]}}"
+    (elsewhere / "tree" / "profile" / "mine.yaml").write_text(profile, encoding="utf-8")
+    words = ["-cd", "tree", "clock=simulated", "clock.profile=mine", "seed=1,2", "output_dir=out"]
+    assert main(["run", "-m", RANDOM, *words]) == 0
+    assert [config["clock"]["costs"]["stage"]["ms"] for config, _ in engine.runs] == [[2.0]] * 2
+
+
+def test_config_dirs_of_python_find_classes_beside_the_folder(elsewhere: Path) -> None:
+    """As ``--config-dir`` does: a tree is code."""
+    (elsewhere / "beside_the_tree.py").write_text("from specdec.policies import Chain as Mine\n")
+    (elsewhere / "tree" / "policy").mkdir()
+    text = "_target_: beside_the_tree.Mine\ngamma: 2\n"
+    (elsewhere / "tree" / "policy" / "mine.yaml").write_text(text, encoding="utf-8")
+    with Decoder([RANDOM, "policy=mine", "max_new_tokens=4"], config_dirs=["tree"]) as decoder:
+        assert len(decoder.generate([1, 2, 3]).tokens) == 4
+    with pytest.raises(UserError, match="nowhere is not a folder"):
+        Decoder([RANDOM], config_dirs=["nowhere"])
 
 
 class TestTargets:
