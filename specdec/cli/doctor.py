@@ -68,7 +68,7 @@ class Keys:
 
 def main(arguments: Arguments) -> int:
     names, options = read_values(arguments.overrides, Keys, "one folder of a head", least=0)
-    (head,) = names or ["bundled:eagle3"]
+    (name,) = names or ["bundled:eagle3"]
     # Imported here: torch and transformers take seconds to import.
     from specdec.metrics.loops import loop_share
     from specdec.models.bundled import family_path
@@ -77,7 +77,7 @@ def main(arguments: Arguments) -> int:
     from specdec.models.frozen import FrozenModel
     from specdec.models.loading import load_model
 
-    files = HeadFiles(family_path(head))
+    files = HeadFiles(family_path(name))
     target = family_path(options.target)
     frozen = FrozenModel(load_model(target, dtype=options.dtype, device=options.device))
     known = readings(files, frozen)
@@ -92,7 +92,7 @@ def main(arguments: Arguments) -> int:
             " loops: give more prompts= or new_tokens="
         )
     report = {
-        "head": head,
+        "head": name,
         "target": options.target,
         **{key: vars(options)[key] for key in ("data", "dtype", "seed", "prompts", "new_tokens")},
         "sampling": "0.6/0.9/80",
