@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.loggers import check_logger, log_results
@@ -197,13 +189,7 @@ def reporting() -> Iterator[jobs.Progress]:
     if not sys.stderr.isatty():
         yield _Lines()
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[detail]}"),
-    )
+    counts = MofNCompleteColumn(), TextColumn("{task.fields[detail]}")
+    columns = (*Progress.get_default_columns(), *counts)  # text, bar, share, time left
     with Progress(*columns, console=Console(stderr=True), redirect_stdout=False) as progress:
         yield _Bars(progress)
