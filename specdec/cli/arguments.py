@@ -102,8 +102,12 @@ def read_values(
             if override.is_choice_sweep():
                 (override,) = parse([f"{key}=[{text}]"])
             value = override.value()
-            forms = (value, [value], text)  # as Hydra reads it, one item of a list, a name as 7b
-            values[key] = next((v for v in forms if not errors_of(schema, {key: v})), value)
+            wrong = errors_of(schema, {key: value})
+            if wrong and not errors_of(schema, {key: text}):  # a name such as 7
+                value = text
+            elif wrong and wrong[0].endswith("should be a list"):
+                value = [value]
+            values[key] = value
     for error in errors_of(schema, values):
         raise UserError(error)
     if not least <= len(names) <= most:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
 from specdec import Decoder, UserError
+from specdec.cli.arguments import read_values
 from specdec.cli.main import main
+from specdec.parts.fields import Count, Text
 
 RANDOM = "model=random"
 EXPERIMENT = """# @package _global_
@@ -86,6 +91,40 @@ def test_config_dirs_of_python_find_classes_beside_the_folder(elsewhere: Path) -
         assert len(decoder.generate([1, 2, 3]).tokens) == 4
     with pytest.raises(UserError, match="nowhere is not a folder"):
         Decoder([RANDOM], config_dirs=["nowhere"])
+
+
+@dataclass(frozen=True)
+class Keys:
+    counts: Sequence[Count] = (1,)
+    name: Text = "law"
+
+
+@pytest.mark.parametrize(
+    ("words", "counts", "name"),
+    [
+        ([], (1,), "law"),
+        (["counts=[1,3]", "name=7"], [1, 3], "7"),
+        (["counts=1,3", "name=a b"], [1, 3], "a b"),
+        (["counts=4", 'name="a, (b)"'], [4], "a, (b)"),
+    ],
+)
+def test_every_command_reads_keys_in_the_grammar_of_hydra(words, counts, name) -> None:
+    folders, keys = read_values(["runs/seed=1", *words], Keys, "one folder")
+    assert (folders, keys) == (["runs/seed=1"], Keys(counts, name))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["a", "counts=0"], "counts[0]=0 cannot be used: it must be a whole number of at least 1"),
+        (["a", "nmae=b"], "did you mean name"),
+        (["a", "name=("], "put values with special characters in quotes"),
+        (["a", "b"], "give one folder, not 2"),
+    ],
+)
+def test_every_command_names_the_word_that_it_refuses(words, named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(named)):
+        read_values(words, Keys, "one folder")
 
 
 class TestTargets:
