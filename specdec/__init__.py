@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         stream,
         verify,
     )
-    from specdec.compose.presets import build
+    from specdec.compose.workbench import build
     from specdec.planning.job import plan
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -12,17 +12,16 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
-import yaml
 
-from specdec.config.comparison import compose_comparison
-from specdec.config.job import run_job_of
+from specdec.config.folders import run_in
+from specdec.config.job import COMPARISON_FILE, compose_comparison, run_job_of
 from specdec.data import Prompt, prompt_tokens
 from specdec.errors import UserError
-from specdec.files import plain, write_text
+from specdec.files import parse_json, plain
 from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.report import results
-from specdec.report.results import CONFIG_FILE, Result
+from specdec.report.results import Result
 from specdec.runs.jobs import compare_jobs, stop_rules, with_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, RequestState
@@ -460,10 +459,11 @@ def compare(
         overrides: as on the command line, ``repeats=`` among them.
         config_dirs: further configuration trees (``--config-dir``).
         pair: models to use; built from ``model=`` if omitted.
-        output_dir: a new or empty folder for the result files; None: they are deleted.
+        output_dir: folder for the result files; None: they are deleted. A comparison that the
+            folder has already is completed, or returned if it is complete.
 
     Raises:
-        UserError: anything that the command line refuses, and a folder that is not empty.
+        UserError: anything that the command line refuses.
     """
     if isinstance(strategies, str) or isinstance(overrides, str):
         raise UserError("strategies and overrides are lists, as in compare(['ar', 'suffix'], [])")
@@ -475,15 +475,24 @@ def compare(
         jobs = [replace(job, config=with_pair(job.config, pair)) for job in comparison.jobs]
         comparison = replace(comparison, jobs=tuple(jobs))
     configs, notes = [job.config for job in comparison.jobs], _Notes()
-    with _folder(output_dir) as folder, redirect_stdout(StringIO()) as printed:
-        write_text(folder / CONFIG_FILE, yaml.safe_dump(plain(comparison.config), sort_keys=False))
-        compared = compare_jobs(configs, folder, comparison.repeats, notes, pair)
+    kept = TemporaryDirectory(prefix="specdec-") if output_dir is None else nullcontext(output_dir)
+    with kept as name, redirect_stdout(StringIO()) as printed:
+        folder = Path(name)
+        compared = run_in(
+            folder,
+            plain(comparison.config),
+            COMPARISON_FILE,
+            lambda: compare_jobs(configs, folder, comparison.repeats, notes, pair),
+        )
+        table = printed.getvalue() or (folder / "comparison.md").read_text(encoding="utf-8")
+        if compared is None:
+            compared = parse_json((folder / COMPARISON_FILE).read_bytes())
         rows = results.read(folder)
     return Compared(
         rows=tuple(compared["rows"]),
         conditions=compared["conditions"],
         results=tuple(rows),
-        table=printed.getvalue(),
+        table=table,
         notes=(*comparison.notices, *notes.texts),
     )
 
@@ -498,15 +507,3 @@ class _Notes:
 
     def note(self, text: str) -> None:
         self.texts.append(text)
-
-
-@contextmanager
-def _folder(chosen: str | Path | None) -> Iterator[Path]:
-    if chosen is None:
-        with TemporaryDirectory(prefix="specdec-") as name:
-            yield Path(name)
-        return
-    folder = Path(chosen)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"output_dir={folder} exists and is not an empty folder: name a new one")
-    yield folder

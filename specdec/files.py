@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 import sys
 import zipfile
 import zlib
@@ -83,7 +82,7 @@ def plain(value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON; half of a surrogate pair is refused too, because it cannot be printed.
+    """Parses JSON.
 
     Raises:
         ValueError: the text is not JSON or UTF-8, or is nested too deeply; the message says where.
@@ -91,44 +90,17 @@ def parse_json(text: str | bytes) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
-        value = json.loads(text)
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(why_unreadable(error)) from error
-    return value
 
 
 def parse_yaml(text: str) -> Any:
     try:
-        check_aliases(text)
         return yaml.safe_load(text)
     except (*UNREADABLE, AttributeError) as error:  # the last is PyYAML's, of a malformed date
         raise ValueError(why_unreadable(error)) from error
 
-
-def check_aliases(text: str) -> None:
-    """Raises ValueError for YAML of over ``MAX_YAML_VALUES`` values once aliases are expanded."""
-    if "*" not in text:
-        return
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node | None) -> int:
-        known = sizes.get(id(node))
-        if known is None:
-            sizes[id(node)] = 1  # counts an alias that refers to a node around it
-            parts = getattr(node, "value", "")
-            parts = [] if isinstance(parts, str) else parts
-            pairs = isinstance(node, yaml.MappingNode)
-            known = 1 + sum(sum(map(size, part)) if pairs else size(part) for part in parts)
-            sizes[id(node)] = known
-        return known
-
-    if size(yaml.compose(text, Loader=yaml.SafeLoader)) > MAX_YAML_VALUES:
-        raise ValueError(f"its aliases stand for more than {MAX_YAML_VALUES} values")
-
-
-MAX_YAML_VALUES = 100_000
 
 UNREADABLE = (ValueError, RecursionError, yaml.YAMLError)
 """Exceptions that json and yaml raise for a text that they cannot parse."""
@@ -139,15 +111,11 @@ NOT_ARRAYS = (
 )
 """Exceptions that numpy raises for a file that is not an archive of arrays."""
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
 
 def why_unreadable(error: BaseException) -> str:
     """Describes an exception of ``UNREADABLE`` in one line, for a message."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    if isinstance(error, UnicodeEncodeError):
-        return f"it has {error.object[error.start]!a}, which is half of a character"
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is not UTF-8 text"
     if isinstance(error, AttributeError):  # PyYAML's

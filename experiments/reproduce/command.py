@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from time import perf_counter
 
@@ -13,8 +15,9 @@ from experiments.reproduce.items import Item, all_items, choose
 from experiments.reproduce.rendering import NONE, span_text
 from experiments.reproduce.results import read_item, write_picture
 from experiments.reproduce.running import Settings, revision_facts, run_items
-from specdec.cli.arguments import read_arguments, read_keys
+from specdec.cli.arguments import Arguments, read_values
 from specdec.errors import UserError
+from specdec.parts.fields import Count, Text
 from specdec.report.provenance import provenance
 
 HELP = """\
@@ -56,21 +59,19 @@ _MOST_LINES = 20
 _WIDTHS = (52, 34, 34, 12, 14)
 """Widest columns of the printed table: claim, paper, ours, kind, verdict."""
 
-_FLAGS = ("--list", "--all", "--quick", "--paced", "--resume", "--redraw", "--document")
-KEYS = {
-    "output_dir": "outputs/reproduce",
-    "runs_dir": "outputs/reproduce",
-    "record": "",
-    "jobs": "1",
-}
+FLAGS = ("--list", "--all", "--quick", "--paced", "--resume", "--redraw", "--document")
 
 
-def main(words: Sequence[str]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    output_dir: Text = "outputs/reproduce"
+    runs_dir: Text = "outputs/reproduce"
+    record: Text | None = None
+    jobs: Count = 1
+
+
+def main(arguments: Arguments) -> int:
     """Runs the command; returns the exit status: 1 if a table failed."""
-    arguments = read_arguments(words, flags=_FLAGS)
-    if "--help" in arguments.flags:
-        print(HELP, end="")
-        return 0
     items = all_items()
     if "--list" in arguments.flags:
         _list(items)
@@ -83,23 +84,23 @@ def main(words: Sequence[str]) -> int:
         for line in wrong:
             print(f"a sentence of stated.yaml no longer holds: {line}", file=sys.stderr)
         return 1 if wrong else 0
-    names, keys = read_keys(arguments.overrides, KEYS)
+    names, keys = read_values(arguments.overrides, Keys, "tables", most=inf, least=0)
     if "--all" in arguments.flags:
         names = names or list(items)
     if not names:
         raise UserError("name a table or figure, or --all: `specdec reproduce --list` shows them")
     if "--redraw" in arguments.flags:
-        return _redraw(choose(names, items), Path(keys["output_dir"]))
-    facts = provenance(command=["specdec", "reproduce", *words], config={})
+        return _redraw(choose(names, items), Path(keys.output_dir))
+    facts = provenance(command=["specdec", *sys.argv[1:]], config={})
     settings = Settings(
-        out=Path(keys["output_dir"]),
-        runs=Path(keys["runs_dir"]),
+        out=Path(keys.output_dir),
+        runs=Path(keys.runs_dir),
         facts={**facts, **revision_facts(facts)},
         quick="--quick" in arguments.flags,
         paced="--paced" in arguments.flags,
         resume="--resume" in arguments.flags,
-        jobs=_jobs(keys["jobs"]),
-        record=_own_record(keys["record"]),
+        jobs=keys.jobs,
+        record=_own_record(keys.record),
     )
     return _run_all(choose(names, items), settings)
 
@@ -142,14 +143,8 @@ def _run_all(chosen: Sequence[Item], settings: Settings) -> int:
     return 1 if failed else 0
 
 
-def _jobs(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"jobs={text} is not a whole number of at least 1")
-    return int(text)
-
-
-def _own_record(text: str) -> Path | None:
-    if not text:
+def _own_record(text: str | None) -> Path | None:
+    if text is None:
         return None
     path = Path(text).expanduser()
     if path.suffix != ".npz" or not path.is_file():

@@ -20,8 +20,7 @@ from typing import Any
 
 import conf
 import specdec
-from specdec.config.comparison import compose_comparison
-from specdec.config.job import run_job_of
+from specdec.config.job import compose_comparison, run_job_of
 from specdec.errors import UserError
 from specdec.files import plain, write_json
 from specdec.metrics import RequestResult, RunTotals, summarise

@@ -20,7 +20,7 @@ from specdec.certify.parity import (
 from specdec.certify.report import Check, Crash, Report, error_text
 from specdec.certify.sampler import sampler
 from specdec.certify.subject import Build, Subject, num_ranks
-from specdec.compose.build import compose
+from specdec.compose.workbench import compose
 from specdec.distributed.rank_groups import keep_ranks
 from specdec.errors import UserError
 from specdec.loop import decode

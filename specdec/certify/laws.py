@@ -39,7 +39,7 @@ from specdec.certify.cases import Case
 from specdec.certify.oracle import reference_probs
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Subject, decode_cases
-from specdec.compose.build import compose
+from specdec.compose.workbench import compose
 from specdec.errors import UserError
 from specdec.pairs import TablePair
 from specdec.sampling.transform import SamplingParams

@@ -12,8 +12,7 @@ import torch
 
 from specdec.certify.cases import Case, Decoded
 from specdec.certify.oracle import Oracle
-from specdec.compose.build import compose
-from specdec.compose.workbench import Parts
+from specdec.compose.workbench import Parts, compose
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
 from specdec.models.inspection import CERTIFIED, inspect_model

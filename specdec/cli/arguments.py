@@ -1,30 +1,26 @@
-"""Separates a command's flags from its overrides."""
+"""Reads the words after a command: flags, names, and overrides in Hydra's grammar."""
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from specdec.config.options import config_tree
 from specdec.errors import UserError
-from specdec.parts.fields import did_you_mean
+from specdec.parts.fields import did_you_mean, errors_of, signature_of
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The parsed words after a command.
-
-    Attributes:
-        config_dirs: further configuration trees (``--config-dir``). Their parent folders are put on
-            ``sys.path``, so that their YAML files may name classes there.
-        cfg, info: values of ``--cfg`` and ``--info``; "" if they are not set.
-    """
+    """The words after a command; ``cfg`` and ``info`` are values of flags, "" if not set."""
 
     overrides: tuple[str, ...]
-    flags: frozenset[str]
-    config_dirs: tuple[Path, ...]
+    flags: frozenset[str] = frozenset()
+    config_dirs: tuple[Path, ...] = ()
     cfg: str = ""
     info: str = ""
 
@@ -37,9 +33,6 @@ _SHORT = {
     "-cd": "--config-dir",
     "-cn": "--config-name",
     "-cp": "--config-path",
-    "-sc": "--shell-completion",
-    "-r": "--run",
-    "-p": "--package",
 }
 _CHOICES = {
     "--cfg": ("job", "hydra", "all"),
@@ -49,20 +42,14 @@ _NOT_HERE = {
     "--config-name": "every command has its own root; put a group experiment/NAME.yaml into a tree"
     " of your own and use --config-dir DIR +experiment=NAME",
     "--config-path": "use --config-dir DIR, which adds a tree of your own to the library's",
-    "--hydra-help": "use --help; of Hydra's flags, -m, --cfg, --info and --config-dir work here",
-    "--shell-completion": "use `specdec list`, which shows every option of every group",
-    "--run": "leave it out: without -m there is one run",
-    "--resolve": "leave it out: --cfg prints resolved values",
-    "--package": "leave it out: --cfg prints the whole configuration",
-    "--experimental-rerun": "start the same command with the same output_dir again",
 }
 """Flags of Hydra that this command line refuses, with advice for the error message."""
 
 
-def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
-    """Parses words; ``flags`` are the command's own besides ``--help`` and ``--config-dir DIR``."""
+def read_arguments(words: Sequence[str], flags: Collection[str] = ()) -> Arguments:
+    """Separates flags from overrides; every command has ``--help`` and ``--config-dir DIR``."""
     known = ("--help", "--config-dir", *flags)
-    overrides, flags_set, folders, chosen = [], set(), [], {}
+    overrides, flags_set, trees, chosen = [], set(), [], {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -71,7 +58,7 @@ def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
         if not word.startswith("-"):
             overrides.append(word)
         elif name == "--config-dir":
-            folders.append(_tree(value if equals else rest.pop(0) if rest else ""))
+            trees.append(config_tree(value if equals else rest.pop(0) if rest else ""))
         elif name in known and name in _CHOICES:
             options = _CHOICES[name]
             if not equals:
@@ -85,89 +72,57 @@ def read_arguments(words: Sequence[str], *, flags: Sequence[str]) -> Arguments:
             raise UserError(f"{name} does not apply here: {_NOT_HERE[name]}")
         else:
             raise UserError(f"{word} is not a flag of this command: {did_you_mean(name, known)}")
-    return Arguments(tuple(overrides), frozenset(flags_set), tuple(folders), **chosen)
+    return Arguments(tuple(overrides), frozenset(flags_set), tuple(trees), **chosen)
 
 
-def read_folder(
-    words: Sequence[str], command: str, options: Mapping[str, tuple[str, str]]
-) -> tuple[Path, dict[str, re.Match[str]]]:
-    """Parses one folder and its options; see ``read_folders``."""
-    (folder,), values = read_folders(words, command, options)
-    return folder, values
+def read_values(
+    words: Sequence[str], schema: Callable[..., _T], wanted: str, most: float = 1, least: int = 1
+) -> tuple[list[str], _T]:
+    """Separates names, such as folders, from ``key=value``.
 
+    Args:
+        schema: class or function whose annotated arguments are the keys. A list may be written
+            without brackets.
+        wanted: what the names are, for the error if there are not ``least`` to ``most`` of them.
 
-def read_folders(
-    words: Sequence[str], command: str, options: Mapping[str, tuple[str, str]], *, most: int = 1
-) -> tuple[list[Path], dict[str, re.Match[str]]]:
-    """Parses 1 to ``most`` folders and options of the form key=value.
-
-    ``options`` maps a key to the regular expression of its value and to advice for values that do
-    not match. Returns the folders, and for each given key the match of its value.
+    Returns:
+        The names, and what ``schema`` makes of the values.
     """
-    folders, values = [], {}
-    for word in read_arguments(words, flags=()).overrides:
-        key, equals, value = word.partition("=")
-        if not equals or key not in options:
-            folders.append(word)
-            continue
-        pattern, remedy = options[key]
-        match = re.fullmatch(pattern, value)
-        if match is None:
-            raise UserError(f"{word} cannot be read: {remedy}")
-        values[key] = match
-    if not 1 <= len(folders) <= most:
-        wanted = "one folder" if most == 1 else f"one folder, or up to {most}"
-        raise UserError(
-            f"specdec {command} takes {wanted}, not {len(folders)}: `specdec {command} --help`"
-        )
-    return [Path(folder).expanduser() for folder in folders], values
+    from specdec.config.hydra import parse  # `specdec list` does without Hydra
 
-
-def read_keys(
-    words: Sequence[str], defaults: Mapping[str, str]
-) -> tuple[list[str], dict[str, str]]:
-    """Returns the words without "=", and ``defaults`` updated by the words ``key=value``."""
-    values, others = dict(defaults), []
+    known, names, values = signature_of(schema).plain, [], {}
     for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            others.append(word)
-        elif key in defaults and value:
-            values[key] = value
+        key, equals, text = word.partition("=")
+        if key not in known and (not equals or "/" in key or Path(word).expanduser().exists()):
+            names.append(word)
+        elif key not in known:
+            raise UserError(f"{word} is not an option: {did_you_mean(key, known)}")
         else:
-            raise UserError(f"{word}: unknown key; use one of {', '.join(defaults)}")
-    return others, values
+            (override,) = parse([word])
+            if override.is_choice_sweep():
+                (override,) = parse([f"{key}=[{text}]"])
+            value = override.value()
+            wrong = errors_of(schema, {key: value})
+            if wrong and not errors_of(schema, {key: text}):  # a name such as 7
+                value = text
+            elif wrong and wrong[0].endswith("should be a list"):
+                value = [value]
+            values[key] = value
+    for error in errors_of(schema, values):
+        raise UserError(error)
+    if not least <= len(names) <= most:
+        raise UserError(f"give {wanted}, not {len(names)}: see --help")
+    return names, schema(**values)
 
 
-def _tree(name: str) -> Path:
-    """Checks a configuration tree; puts its parent on ``sys.path``, for classes in ``_target_``."""
-    folder = Path(name).expanduser()
-    if not name or not folder.is_dir():
-        raise UserError(
-            f"--config-dir {name or 'without a name'} is not a folder: name a configuration tree"
-        )
-    beside = str(folder.resolve().parent)
-    if beside not in sys.path:
-        sys.path.append(beside)
-    return folder
-
-
-def names_to_install(
-    words: Sequence[str], command: str, kind: str, known: Collection[str]
-) -> list[str]:
-    """Reads ``[install NAME...]`` of ``specdec COMMAND``; returns no names without arguments.
+def names_to_install(words: Sequence[str], kind: str, known: Collection[str]) -> list[str]:
+    """Reads ``[install NAME...]``; returns no names without words.
 
     A name that is not ``known`` is a ``UserError``, which calls it no ``kind``, such as "model".
     """
-    given = read_arguments(words, flags=()).overrides
-    if not given:
-        return []
-    action, *names = given
-    if action != "install" or not names:
-        raise UserError(
-            f"specdec {command} {' '.join(given)}: use `specdec {command} install NAME`"
-        )
-    for name in names:
+    if words and (words[0] != "install" or len(words) == 1):
+        raise UserError(f"{' '.join(words)}: write `install NAME`")
+    for name in words[1:]:
         if name not in known:
             raise UserError(f"{name} is no {kind}: {did_you_mean(name, known)}")
-    return names
+    return list(words[1:])

@@ -8,14 +8,17 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from specdec.cli.execute import print_notices, run_in
-from specdec.cli.folders import as_yaml, claim, output_folder
-from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison
+from specdec.config.folders import as_yaml, claim, output_folder
 from specdec.config.hydra import compose_config, parse
-from specdec.config.job import Job, run_job_of
+from specdec.config.job import COMPARISON_FILE, Comparison, Job, compose_comparison, run_job_of
 from specdec.config.options import COMPARE, PARTS
+from specdec.errors import UserError
+from specdec.parts.fields import Count, errors_of
 
 TABLE = "comparison.md"
 _RECORDER = ("strategy=speculative", "record=true", "executor=local", "clock=measured")
@@ -35,7 +38,7 @@ class Curves:
         record: the run that is recorded and then replayed by every row; None if rows load models.
     """
 
-    sizes: tuple[int, ...]
+    sizes: Annotated[tuple[Count, ...], Field(min_length=1)]
     comparison: Comparison
     cross: Job | None
     record: Job | None
@@ -62,7 +65,9 @@ def curves(
     print_notices(composed.comparison.notices)
     if only_show:
         print(as_yaml(composed.config), end="")
-    elif run_in(folder, composed.config, RESULT_FILE, partial(_run, composed, folder), table=TABLE):
+    elif run_in(
+        folder, composed.config, COMPARISON_FILE, partial(_run, composed, folder), table=TABLE
+    ):
         print((folder / TABLE).read_text(encoding="utf-8"))
         print(f"results in {folder}")
     return 0
@@ -72,6 +77,8 @@ def compose_curves(
     sizes: Sequence[int], overrides: Sequence[str], folder: Path, extra: Sequence[Path] = ()
 ) -> Curves:
     """Composes and checks every row; on a simulated clock adds the recording and the cross row."""
+    for error in errors_of(Curves, {"sizes": sizes}):
+        raise UserError(error.replace("sizes", "batch_size", 1))
     keys = {str(o.key_or_group): o.value() for o in parse(overrides)}
     own = ("curve_profile", "cross_profile", "curve_replay", "clock", "model")
     words = [w for w in overrides if w.partition("=")[0] in own]
@@ -94,7 +101,7 @@ def compose_curves(
     if simulated and with_ar and profile == base["curve_profile"] and base["cross_profile"]:
         cross = _cross(rest, str(base["cross_profile"]), extra)
     comparison = replace(comparison, notices=(*notices, *comparison.notices))
-    return Curves(tuple(sorted(sizes)), comparison, cross, record)
+    return Curves(tuple(sorted(set(sizes))), comparison, cross, record)
 
 
 def _without(words: Sequence[str], groups: Collection[str]) -> list[str]:

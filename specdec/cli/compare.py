@@ -1,18 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
-
-from specdec.cli.arguments import read_arguments
-from specdec.cli.execute import print_notices, run_in
-from specdec.cli.folders import output_folder
-from specdec.cli.loggers import check_logger, log_results
-from specdec.cli.show import show_config
-from specdec.config.comparison import RESULT_FILE, Comparison, compose_comparison, text_of
+from specdec.cli.arguments import Arguments
+from specdec.cli.execute import execute, print_notices, show_config
+from specdec.config.folders import output_folder
 from specdec.config.hydra import parse
-from specdec.errors import UserError
-from specdec.files import parse_json
+from specdec.config.job import compose_comparison, text_of
 
 HELP = """\
 specdec compare [--cfg] [--config-dir DIR] ['strategies=[NAME,...]'] [group=option] [key=value] ...
@@ -39,13 +31,18 @@ Examples
 """
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = read_arguments(words, flags=("--cfg",))
-    sizes, rest = batch_sizes(arguments.overrides)
-    if sizes is not None:
+FLAGS = ("--cfg",)
+
+
+def main(arguments: Arguments) -> int:
+    keys = {text_of(o): (o.key_or_group, o.value()) for o in parse(arguments.overrides)}
+    sizes = {w: v for w, (key, v) in keys.items() if key == "batch_size" and isinstance(v, list)}
+    if sizes:
         from specdec.cli.batch_sizes import curves
 
-        return curves(sizes, rest, arguments.config_dirs, only_show=bool(arguments.cfg))
+        rest = [word for word in keys if word not in sizes]
+        last = [*sizes.values()][-1]
+        return curves(last, rest, arguments.config_dirs, only_show=bool(arguments.cfg))
     if arguments.cfg:
         return show_config(
             arguments, lambda *words: compose_comparison(*words).config, name="compare"
@@ -54,39 +51,3 @@ def main(words: Sequence[str]) -> int:
     print_notices(comparison.notices)
     execute(comparison, output_folder(comparison.output_dir, "compare"))
     return 0
-
-
-def batch_sizes(overrides: Sequence[str]) -> tuple[list[int] | None, list[str]]:
-    """Splits off a list of batch sizes: (sizes, other overrides); sizes are None without a list."""
-    sizes, rest = None, []
-    for override in parse(overrides):
-        value = override.value()
-        if override.key_or_group == "batch_size" and isinstance(value, list):
-            sizes = value
-        else:
-            rest.append(text_of(override))
-    if sizes is not None and (
-        not sizes
-        or len(set(sizes)) < len(sizes)
-        or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes)
-    ):
-        raise UserError(
-            f"batch_size={sizes} must be different whole numbers of at least 1, as in"
-            " 'batch_size=[1,4,16]'"
-        )
-    return sizes, rest
-
-
-def execute(comparison: Comparison, folder: Path) -> None:
-    """Runs a comparison in its folder; if it is complete already, only prints its table."""
-    from specdec.runs.jobs import compare_jobs  # torch takes seconds to import
-
-    configs = [job.config for job in comparison.jobs]
-    work = partial(compare_jobs, configs, folder, comparison.repeats)
-    check_logger(configs[0], folder)
-    results = run_in(folder, comparison.config, RESULT_FILE, work, table="comparison.md")
-    stored = results or parse_json((folder / RESULT_FILE).read_bytes())
-    if "rows" in stored:
-        log_results(configs, stored["rows"], folder)
-    if results is not None:
-        print(f"results in {folder}")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.cli.arguments import read_arguments
-from specdec.config.hydra import parse
+from specdec.cli.arguments import Arguments, read_values
 from specdec.errors import UserError
-from specdec.parts.fields import Count, Index, Text, did_you_mean, errors_of
+from specdec.parts.fields import Count, Index, Text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,9 +50,8 @@ _CLOSE = 0.02  # share of the best reading's accepted tokens within which the fo
 _LEAST = 0.05  # tokens accepted per draft; a head that is trained for the target has more than one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    head: Text = "bundled:eagle3"
+@dataclass(frozen=True, kw_only=True)
+class Keys:
     target: Text = "bundled:target"
     data: Text = "stdlib"
     dtype: Text = "float32"
@@ -65,25 +63,9 @@ class _Options:
     json: Text | None = None
 
 
-def _read(words: Sequence[str]) -> _Options:
-    given: dict[str, Any] = {}
-    known = {field.name for field in fields(_Options)}
-    for word in read_arguments(words, flags=()).overrides:
-        key, equals, _ = word.partition("=")
-        if not equals and "head" in given:
-            raise UserError(f"specdec doctor takes one head: leave {word} out")
-        if equals and key not in known:
-            raise UserError(
-                f"{word}: {key} is no key of `specdec doctor`: {did_you_mean(key, known)}"
-            )
-        given[key if equals else "head"] = parse([word])[0].value() if equals else word
-    for error in errors_of(_Options, given):
-        raise UserError(error)
-    return _Options(**given)
-
-
-def main(words: Sequence[str]) -> int:
-    options = _read(words)
+def main(arguments: Arguments) -> int:
+    names, options = read_values(arguments.overrides, Keys, "one folder of a head", least=0)
+    (name,) = names or ["bundled:eagle3"]
     # Imported here: torch and transformers take seconds to import.
     from specdec.files import plain, write_json
     from specdec.metrics.loops import loop_share
@@ -93,7 +75,7 @@ def main(words: Sequence[str]) -> int:
     from specdec.models.frozen import FrozenModel
     from specdec.models.loading import load_model
 
-    files, target = HeadFiles(family_path(options.head)), family_path(options.target)
+    files, target = HeadFiles(family_path(name)), family_path(options.target)
     frozen = FrozenModel(load_model(target, dtype=options.dtype, device=options.device))
     known, texts = readings(files, frozen), _texts(frozen, target, options)
     counts = [
@@ -109,7 +91,7 @@ def main(words: Sequence[str]) -> int:
         key: value for key, value in asdict(options).items() if key not in ("json", "device")
     }
     report = {
-        **{**settings, "sampling": "0.6/0.9/80", "drafts": sum(map(len, counts[0]))},
+        **{"head": name, **settings, "sampling": "0.6/0.9/80", "drafts": sum(map(len, counts[0]))},
         "loop_share": loop_share([text[prompt:].tolist() for text, prompt in texts]),
         **_compared(known, counts, options.tokens),
     }
@@ -122,7 +104,7 @@ def main(words: Sequence[str]) -> int:
     return 0 if report["is_right"] else 1
 
 
-def _texts(frozen: FrozenModel, target: str, options: _Options) -> list[tuple[Tensor, int]]:
+def _texts(frozen: FrozenModel, target: str, options: Keys) -> list[tuple[Tensor, int]]:
     """Samples continuations of the target: (tokens int64[T + L], prompt length T) per prompt."""
     import torch
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from glob import glob
+from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specdec.cli.arguments import read_arguments
-from specdec.errors import UserError
+from specdec.cli.arguments import Arguments, read_values
 from specdec.files import write_text
 from specdec.fitting.fit import fit_logs
 from specdec.fitting.logs import FORMATS, Lengths, ReadOptions, read_log
-from specdec.parts.fields import Count, Text, did_you_mean, validated
+from specdec.parts.fields import Count, Text
 
 HELP = f"""\
 specdec fit FILE... [key=value] ...
@@ -51,31 +51,29 @@ Examples
 Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 
 
-@validated
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitOptions:
-    """The keys of the command, as its help describes them."""
-
+@dataclass(frozen=True, kw_only=True)
+class Keys:
     name: Name = "law"
     output_dir: Text | None = None
     method: Text | None = None
     draft_tokens: Count | None = None
     lengths: Lengths = "auto"
     passes: Literal["chain", "tree"] = "chain"
-    predict: tuple[Count, ...] = tuple(range(1, 21))
-    check: tuple[Text, ...] = ()
+    predict: Sequence[Count] = tuple(range(1, 21))
+    check: Sequence[Text] = ()
     holdout: Annotated[int, Field(ge=2, le=99)] = 3
     draft: Name | None = None
     source: Text = "acceptance logs"
     license: str = ""
 
 
-def main(words: Sequence[str]) -> int:
-    files, options = _arguments(words)
+def main(arguments: Arguments) -> int:
+    words = arguments.overrides
+    files, options = read_values(words, Keys, "acceptance logs", most=inf)
     others = ReadOptions(method=options.method, lengths=options.lengths)
     how = replace(others, draft_tokens=options.draft_tokens)
     fitted = fit_logs(
-        [read_log(path, how) for path in files],
+        [read_log(path, how) for path in _matching(files)],
         covers_tree=options.passes == "tree",
         holdout=options.holdout,
         checks=[read_log(path, others) for path in _matching(options.check)],
@@ -89,33 +87,6 @@ def main(words: Sequence[str]) -> int:
         print(f"model: {write_text(path, text)}")
         print(f"use it with --config-dir {options.output_dir} model={options.name}")
     return 0
-
-
-def _arguments(words: Sequence[str]) -> tuple[list[str], FitOptions]:
-    """Returns the log files and the options; of ``[a,b]`` and of whole numbers the values."""
-    known = [field.name for field in fields(FitOptions)]
-    files: list[str] = []
-    values: dict[str, Any] = {}
-    for word in read_arguments(words, flags=()).overrides:
-        key, equals, value = word.partition("=")
-        if not equals or (key not in known and Path(word).expanduser().exists()):
-            files.append(word)
-        elif key not in known:
-            raise UserError(f"{word} is not an option: {did_you_mean(key, known)}")
-        elif key in ("predict", "check"):
-            values[key] = [_number(part) for part in value.strip("[]").split(",")]
-        else:
-            values[key] = _number(value) if key in ("draft_tokens", "holdout") else value
-    if not files:
-        raise UserError("specdec fit needs at least one acceptance log: see `specdec fit --help`")
-    try:
-        return _matching(files), FitOptions(**values)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
 
 
 def _matching(names: Sequence[str]) -> list[str]:

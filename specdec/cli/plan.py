@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from specdec.cli.arguments import read_arguments
-from specdec.cli.execute import run_in
-from specdec.cli.folders import output_folder
-from specdec.cli.progress import reporting
+from specdec.cli.arguments import Arguments
+from specdec.cli.execute import reporting, run_in
+from specdec.config.folders import output_folder
 from specdec.files import write_json
 
 HELP = """\
@@ -40,11 +38,10 @@ Examples
 """
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Arguments) -> int:
     from specdec.planning.job import SEARCH_FILE, check_job, plan_job, plan_request
     from specdec.planning.report import PRESET, TABLE_FILE
 
-    arguments = read_arguments(words, flags=())
     request = plan_request(arguments.overrides, arguments.config_dirs)
     folder = output_folder(request.output_dir, "plan")
 

@@ -5,13 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.arguments import read_arguments
-from specdec.cli.execute import run_in
-from specdec.cli.folders import output_folder
-from specdec.cli.show import show_config
-from specdec.config.checks import check_section
+from specdec.cli.arguments import Arguments
+from specdec.cli.execute import run_in, show_config
+from specdec.config.folders import output_folder
 from specdec.config.hydra import compose_config
-from specdec.config.job import checked_job
+from specdec.config.job import check_section, checked_job
 from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 
@@ -50,8 +48,10 @@ Examples
 """
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = read_arguments(words, flags=("--cfg",))
+FLAGS = ("--cfg",)
+
+
+def main(arguments: Arguments) -> int:
     if arguments.cfg:
         return show_config(arguments, lambda *words: profile_config(*words)[0], name="profiling")
     config, output_dir = profile_config(arguments.overrides, arguments.config_dirs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.cli.arguments import read_arguments, read_keys
+from specdec.cli.arguments import Arguments, read_values
 from specdec.errors import UserError
+from specdec.parts.fields import Text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,25 +43,20 @@ Example
       clock=simulated
 """
 
-_DEFAULTS = {
-    "draft": "bundled:draft",
-    "sampling": "greedy",
-    "target": "",
-    "dtype": "float32",
-    "device": "cpu",
-    "output_dir": "outputs/record",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    draft: Text = "bundled:draft"
+    sampling: Text = "greedy"
+    target: Text = "not named"
+    dtype: Text = "float32"
+    device: Text = "cpu"
+    output_dir: Text = "outputs/record"
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = read_arguments(words, flags=("--help",))
-    if "--help" in arguments.flags:
-        print(HELP, end="")
-        return 0
-    files, values = read_keys(arguments.overrides, _DEFAULTS)
-    if len(files) != 1:
-        raise UserError("name one file of texts: specdec record TEXTS, see `specdec record --help`")
-    path = Path(files[0]).expanduser()
+def main(arguments: Arguments) -> int:
+    (name,), keys = read_values(arguments.overrides, _Keys, "one file of texts")
+    path = Path(name).expanduser()
     # Imported here: torch and transformers take seconds to import.
     from specdec.clocks.meter import Meter
     from specdec.config.job import run_job_of
@@ -71,11 +68,11 @@ def main(words: Sequence[str]) -> int:
     from specdec.report.provenance import provenance
     from specdec.runs.runners import sampling_params
 
-    config = run_job_of(["strategy=ar", "model=random", f"sampling={values['sampling']}"]).config
+    config = run_job_of(["strategy=ar", "model=random", f"sampling={keys.sampling}"]).config
     sampling = sampling_params(config["sampling"])
-    folder = family_path(values["draft"])
+    folder = family_path(keys.draft)
     texts = _texts(path, folder)
-    model = load_model(folder, dtype=values["dtype"], device=values["device"])
+    model = load_model(folder, dtype=keys.dtype, device=keys.device)
     runner = ModelRunner(model=model, name="draft", meter=Meter())
     _check_tokens(texts, runner.vocab_size, path)
     requests = [
@@ -84,21 +81,21 @@ def main(words: Sequence[str]) -> int:
     ]
     about = {
         "strategy": "given texts",
-        "model": {"target": values["target"] or "not named", "draft": values["draft"]},
+        "model": {"target": keys.target, "draft": keys.draft},
         "data": path.name,
-        "sampling": values["sampling"],
+        "sampling": keys.sampling,
         "sampling_params": dict(config["sampling"]),
-        "dtype": values["dtype"],
+        "dtype": keys.dtype,
         "loop_share": loop_share([output.tolist() for _, _, output in texts]),
-        "provenance": provenance(command=sys.argv, config=values),
+        "provenance": provenance(command=sys.argv, config=asdict(keys)),
     }
     record = Record(
         requests=tuple(requests),
         vocab_size=runner.vocab_size,
-        weight_bytes=(0, weight_bytes(folder, values["dtype"])),
+        weight_bytes=(0, weight_bytes(folder, keys.dtype)),
         about=about,
     )
-    file = Path(values["output_dir"]).expanduser() / "record.npz"
+    file = Path(keys.output_dir).expanduser() / "record.npz"
     write_record(file, record)
     tokens = sum(request.num_output for request in requests)
     shares = ", ".join(f"top-{k} {record.top_share(k):.3f}" for k in (1, 8, 32))

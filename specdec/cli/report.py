@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from specdec.cli.arguments import read_folder
+from specdec.cli.arguments import Arguments, read_values
+from specdec.parts.fields import Index
 
 HELP = """\
 specdec report FOLDER [texts=N] [text=ID]
@@ -25,29 +27,32 @@ Examples
   specdec report outputs/c text=0
 """
 
-_NUMBER = (r"\d+", "texts=N is a number, text=ID a prompt's id")
+
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    texts: Index = 4
+    text: Index | None = None
 
 
-def main(words: Sequence[str]) -> int:
-    folder, options = read_folder(words, "report", {"texts": _NUMBER, "text": _NUMBER})
+def main(arguments: Arguments) -> int:
+    (folder,), keys = read_values(arguments.overrides, _Keys, "one folder")
     # Imported here: matplotlib takes a second to import.
     from specdec.report.page import load_report, text_of, write_page
 
-    report = load_report(folder)
-    if "text" in options:
+    report = load_report(Path(folder).expanduser())
+    if keys.text is not None:
         from rich.console import Console
 
         from specdec.report.origins import origin_names, terminal_style, terminal_text
 
         console = Console(highlight=False, soft_wrap=True)
-        for result, output, ends in text_of(report, int(options["text"][0])):
+        for result, output, ends in text_of(report, keys.text):
             console.print(f"{result.name}, prompt {output.id}: ", end="", style="bold")
             for origin, name in origin_names(result.config).items():
                 console.print(f" {name} ", style=terminal_style(origin), end=" ")
             console.print()
             console.print(terminal_text(output, ends))
             console.print()
-    num_texts = int(options["texts"][0]) if "texts" in options else 4
-    for path in write_page(report, num_texts=num_texts):
+    for path in write_page(report, num_texts=keys.texts):
         print(path)
     return 0

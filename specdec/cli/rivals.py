@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from specdec.cli.arguments import names_to_install
+from specdec.cli.arguments import Arguments, names_to_install
 from specdec.rivals.runtimes import RUNTIMES, install, is_installed, rivals_dir
 
 HELP = """\
@@ -16,8 +14,8 @@ made once from the package registry. Without arguments: what is installed.
 """
 
 
-def main(words: Sequence[str]) -> int:
-    names = names_to_install(words, "rivals", "runtime", RUNTIMES)
+def main(arguments: Arguments) -> int:
+    names = names_to_install(arguments.overrides, "runtime", RUNTIMES)
     for name in names:
         install(name, print)
     if not names:

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from specdec.cli.arguments import read_arguments
-from specdec.cli.execute import execute, print_notices
-from specdec.cli.folders import output_folder
-from specdec.cli.show import show_config, show_info
-from specdec.cli.sweep import experiment_sweeps, sweep, with_params
+from specdec.cli.arguments import Arguments
+from specdec.cli.execute import execute, print_notices, show_config
+from specdec.cli.sweep import experiment_sweeps, show_info, sweep, with_params
+from specdec.config.folders import output_folder
 from specdec.config.hydra import combinations
 from specdec.config.job import run_job_of
 
@@ -39,8 +36,10 @@ A complete run folder is not run again; an interrupted run is resumed.
 """
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = read_arguments(words, flags=("--multirun", "--cfg", "--info"))
+FLAGS = ("--multirun", "--cfg", "--info")
+
+
+def main(arguments: Arguments) -> int:
     overrides, extra = arguments.overrides, arguments.config_dirs
     if arguments.info:
         return show_info(arguments)

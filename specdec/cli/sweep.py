@@ -11,15 +11,14 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from traceback import format_exc, print_exc
 from typing import Any
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
@@ -28,20 +27,24 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from specdec.cli.arguments import Arguments
 from specdec.cli.execute import RESULT_FILE, execute, print_notices
-from specdec.cli.folders import alone_in, make_folder, output_folder, safe_name
-from specdec.cli.progress import duration
-from specdec.cli.show import command_line, run_hydra, without_hydra
-from specdec.config.hydra import combinations, compose_raw, parse, plain
+from specdec.config.folders import alone_in, make_folder, output_folder, safe_name
+from specdec.config.hydra import (
+    combinations,
+    compose_raw,
+    parse,
+    plain,
+    search_path,
+    without_hydra,
+)
 from specdec.config.job import Job, checked_job, run_job_of
+from specdec.config.options import config_dir
 from specdec.errors import UserError
-from specdec.files import is_full, write_text
+from specdec.files import is_full, parse_json, write_text
 from specdec.parts.build import locate
 
 _MAX_CHECKED = 64
-_LAUNCHERS = {"joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit"}
-"""Launcher -> the optional dependency of this package that installs its plugin."""
-
 _SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers whose jobs share this machine
 SWEEP_FILE = "sweep.json"
 _NOTES = ".jobs-"
@@ -93,7 +96,7 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
             shutil.rmtree(old, ignore_errors=True)
         with TemporaryDirectory(prefix=_NOTES, dir=folder, ignore_cleanup_errors=True) as name:
             notes, unrecorded = Path(name).resolve(), _LOST
-            run = _Sweep(folder.resolve(), notes, tuple(varying), len(jobs), time.time())
+            run = _Sweep(folder.resolve(), notes, tuple(varying), len(jobs), tuple(extra))
             try:
                 _launch(overrides, extra, run)
             except KeyboardInterrupt:
@@ -144,18 +147,6 @@ def _check_hydra(parsed: Sequence[Override]) -> None:
                 f"{override.input_line} does not apply here: output_dir=DIR names the folder of a"
                 " sweep, and its jobs are named by the values that vary"
             )
-        extra = _LAUNCHERS.get(str(override.value())) if key == "hydra/launcher" else None
-        if extra and not _has_plugin(f"hydra_{extra}_launcher"):
-            raise UserError(
-                f"{override.input_line} needs the package hydra-{extra}-launcher, which is not"
-                f" installed: run pip install 'specdec-lab[{extra}]', or leave it out to run the"
-                " jobs one after the other"
-            )
-
-
-def _has_plugin(name: str) -> bool:
-    # find_spec raises for a submodule if hydra_plugins itself is missing.
-    return bool(find_spec("hydra_plugins") and find_spec(f"hydra_plugins.{name}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +157,35 @@ class _Sweep:
     notes: Path  # folder of the jobs' records
     varying: tuple[str, ...]  # keys that name a job's folder
     total: int  # number of jobs
-    began_s: float  # seconds since 1970
+    trees: tuple[Path, ...]  # further configuration trees
 
 
 def _launch(overrides: Sequence[str], extra: Sequence[Path], sweep: _Sweep) -> None:
     where = f"hydra.sweep.dir={json.dumps(sweep.folder.as_posix(), ensure_ascii=False)}"
-    with command_line("specdec run", "--multirun", *overrides, where):
-        try:
-            run_hydra(lambda config: run_one(config, sweep), extra)
-        except Exception as error:  # a launcher's: a worker was killed, a queue refused
-            print_exc()
-            text = f"the launcher failed: {type(error).__name__}: {error}"
-            print(f"specdec: {text}; start the same command again to continue", file=sys.stderr)
+    try:
+        _run_hydra(lambda config: run_one(config, sweep), ["--multirun", *overrides, where], extra)
+    except Exception as error:  # a launcher's: a worker was killed, a queue refused
+        print_exc()
+        text = f"the launcher failed: {type(error).__name__}: {error}"
+        print(f"specdec: {text}; start the same command again to continue", file=sys.stderr)
+
+
+def show_info(arguments: Arguments) -> int:
+    """Prints what ``--info`` asks Hydra for: defaults list, plugins, search path or all."""
+    words = ["--info", arguments.info, *arguments.overrides]
+    _run_hydra(lambda _: None, words, arguments.config_dirs)
+    return 0
+
+
+def _run_hydra(
+    task: Callable[[DictConfig], None], words: Sequence[str], extra: Sequence[Path]
+) -> None:
+    """Runs ``hydra.main``, which reads ``sys.argv``, with further trees to search."""
+    before, sys.argv = sys.argv, ["specdec run", *words, *search_path(extra)]
+    try:
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
+    finally:
+        sys.argv = before
 
 
 def run_one(config: DictConfig, sweep: _Sweep) -> None:
@@ -190,7 +198,7 @@ def run_one(config: DictConfig, sweep: _Sweep) -> None:
     record: Record = {"job": name, "status": "ok", "error": ""}
     start = time.monotonic()
     try:
-        done = execute(checked_job(plain(merged)), sweep.folder / name)
+        done = execute(checked_job(plain(merged, sweep.trees)), sweep.folder / name)
         record["status"] = "skipped" if done is None else "ok"
     except UserError as error:
         record.update(status="refused", error=str(error))
@@ -204,33 +212,13 @@ def run_one(config: DictConfig, sweep: _Sweep) -> None:
     except OSError as error:
         if not is_full(error):  # sweep.json, written at the end, would report a full disk
             raise
-    remaining = _time_left(sweep)
-    if remaining:
-        print(f"[{remaining}] {name}: {record['status']}", file=sys.stderr, flush=True)
-
-
-def _time_left(sweep: _Sweep) -> str:
-    """Says how many jobs have ended and how long the others may take at the rate so far."""
-    records = _notes(sweep.notes)
-    num_run = sum(record["status"] != "skipped" for record in records)
-    if not num_run or len(records) >= sweep.total:
-        return ""
-    seconds = (time.time() - sweep.began_s) / num_run * (sweep.total - len(records))
-    return f"{len(records)} of {sweep.total} jobs over, about {duration(seconds)} left"
-
-
-def _notes(folder: Path) -> list[Record]:
-    records = []
-    for path in sorted(folder.glob("*.json"), key=lambda p: int(p.stem)):
-        with suppress(OSError, ValueError):  # another process is just renaming it
-            records.append(json.loads(path.read_text(encoding="utf-8")))
-    return records
 
 
 def _collect(notes: Path, expected: Sequence[str], unrecorded: Record) -> list[Record]:
     """Returns the outcome of every job; jobs without a record get ``unrecorded``."""
-    records = {record["job"]: record for record in _notes(notes)}
-    names = [*expected, *(name for name in records if name not in expected)]
+    read = [parse_json(path.read_bytes()) for path in notes.glob("*.json")]
+    records = {record["job"]: record for record in read}
+    names = dict.fromkeys([*expected, *records])
     return [records.get(n, {"job": n, **unrecorded, "seconds": 0}) for n in names]
 
 

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Annotated, Any
 
-from specdec.cli.arguments import read_folders
-from specdec.cli.folders import CONFIG_FILE
+from pydantic import Field
+
+from specdec.cli.arguments import Arguments, read_values
+from specdec.config.folders import CONFIG_FILE
 from specdec.config.options import read_yaml
 from specdec.errors import UserError
 from specdec.files import parse_json
+from specdec.parts.fields import expects
 
 HELP = """\
 specdec trace RUN [steps=FROM-TO]
@@ -36,14 +39,19 @@ Examples
   specdec trace outputs/two/strategy=speculative outputs/two/strategy=best_first
 """
 
-_STEPS = (r"(\d+)-(\d+)", "write steps=FROM-TO, as in steps=40-70")
+
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    steps: Annotated[str, Field(pattern=r"^\d+-\d+$"), expects("write FROM-TO, as in 40-70")] = ""
 
 
-def main(words: Sequence[str]) -> int:
-    folders, options = read_folders(words, "trace", {"steps": _STEPS}, most=2)
-    steps = options.get("steps")
-    if steps and int(steps[1]) > int(steps[2]):
-        raise UserError(f"steps={steps[0]} cannot be read: {_STEPS[1]}")
+def main(arguments: Arguments) -> int:
+    names, keys = read_values(arguments.overrides, _Keys, "one folder, or two", most=2)
+    folders = [Path(name).expanduser() for name in names]
+    first, _, last = keys.steps.partition("-")
+    steps = (int(first), int(last)) if last else None
+    if steps and steps[0] > steps[1]:
+        raise UserError(f"steps={keys.steps} cannot be used: write FROM-TO, as in 40-70")
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
@@ -52,7 +60,7 @@ def main(words: Sequence[str]) -> int:
             raise UserError("steps= is for the timeline of one run: leave it out with two runs")
         print(draw_beside(*folders))
         return 0
-    for path in draw(folders[0], (int(steps[1]), int(steps[2])) if steps else None):
+    for path in draw(folders[0], steps):
         print(path)
     return 0
 

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.arguments import read_arguments
-from specdec.cli.show import show_config
-from specdec.config.checks import check_section
+from specdec.cli.arguments import Arguments
+from specdec.cli.execute import show_config
 from specdec.config.hydra import compose_config
+from specdec.config.job import check_section
 from specdec.config.options import first_comment, options
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean
@@ -42,8 +42,10 @@ Examples
 """
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = read_arguments(words, flags=("--cfg",))
+FLAGS = ("--cfg",)
+
+
+def main(arguments: Arguments) -> int:
     known = options("train", arguments.config_dirs)
     if "--help" in arguments.flags or not arguments.overrides:
         kinds = "\n".join(f"  {name:<8} {first_comment(path)}" for name, path in known.items())

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.cli.arguments import read_arguments
-from specdec.cli.execute import run_in
-from specdec.cli.folders import output_folder
-from specdec.cli.show import show_config
+from specdec.cli.arguments import Arguments
+from specdec.cli.execute import run_in, show_config
+from specdec.config.folders import output_folder
 from specdec.config.job import check_stages, run_job_of
 from specdec.errors import UserError
 
@@ -46,22 +44,19 @@ Examples
 """
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = read_arguments(words, flags=("--cfg", "--fail-fast"))
-    depth, overrides = _depth(arguments.overrides)
-    arguments = replace(arguments, overrides=overrides)
+FLAGS = ("--cfg", "--fail-fast")
+
+
+def main(arguments: Arguments) -> int:
+    depths = [word for word in arguments.overrides if word.startswith("depth=")]
+    depth = depths[-1].removeprefix("depth=") if depths else "standard"
+    others = tuple(word for word in arguments.overrides if word not in depths)
+    arguments = replace(arguments, overrides=others)
     if arguments.cfg:
         return show_config(arguments, lambda *words: run_job_of(*words).config, name="config")
     job = run_job_of(arguments.overrides, arguments.config_dirs)
     # Imported here: torch and transformers take seconds to import.
-    from specdec.certify import (
-        CHECKS,
-        DEPTHS,
-        Report,
-        print_report,
-        refuse,
-        write_report,
-    )
+    from specdec.certify import CHECKS, DEPTHS, Report, print_report, refuse, write_report
     from specdec.certify.certify import certify
 
     if depth not in DEPTHS:
@@ -88,11 +83,3 @@ def main(words: Sequence[str]) -> int:
     print_report(report, job.config["choices"])
     print(f"results in {folder}")
     return 0 if report.lossless else 1
-
-
-def _depth(overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Splits off ``depth=``: its value, and the other overrides."""
-    words = [word.partition("=") for word in overrides]
-    depths = [value for key, _, value in words if key == "depth"]
-    others = (word for word in overrides if word.partition("=")[0] != "depth")
-    return ["standard", *depths][-1], tuple(others)

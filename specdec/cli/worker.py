@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from specdec.cli.arguments import Arguments
 from specdec.cli.execute import execute
 from specdec.config.job import Job
 from specdec.config.options import BASES, read_yaml
@@ -27,10 +27,11 @@ docs/distributed.md shows several machines and Slurm.
 """
 
 
-def main(words: Sequence[str]) -> int:
-    if len(words) != 2:
+def main(arguments: Arguments) -> int:
+    if len(arguments.overrides) != 2:
         raise UserError("specdec worker takes two arguments, CONFIG and OUTPUT_DIR: see --help")
-    config, folder = _read(Path(words[0])), Path(words[1])
+    file, folder = map(Path, arguments.overrides)
+    config = _read(file)
     job = Job(str(config["strategy"]["name"]), config, str(folder))
     # Imported here: torch and transformers take seconds to import.
     from specdec.distributed.torchrun import run_under_launcher

@@ -9,19 +9,26 @@
 
 An executor is planned before models are loaded or processes started, and built afterwards. A rule
 that concerns only one policy or executor is in that class (``check``, ``check_clock``, ...).
+
+In a configuration a part is a node ``{"_target_": "package.Class", key: value, ...}``. Keys are
+constructor arguments; an argument that no configuration can state is passed by its name, if it is a
+key of ``RUNTIME``. So a part from outside this repository is one file and one YAML.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec.clocks import Clock, MeasuredClock
+from specdec.clocks import Clock, ClockKind, MeasuredClock, Timeline, WallClock
+from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors import FirstStage, LocalExecutor, PipelineExecutor
@@ -30,9 +37,10 @@ from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models.runner import ModelRunner
 from specdec.pairs import ModelPair
-from specdec.parts.build import check_class
+from specdec.parts.build import build_part, check_class, locate
+from specdec.parts.fields import did_you_mean
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.serving.rules import MakeScheduler, ServingRules
+from specdec.serving.rules import MakeScheduler, ServingRules, outside_scheduler
 from specdec.serving.scheduler import FifoScheduler
 from specdec.sources.combined import joined_needs
 from specdec.state import DecodeState, RequestState
@@ -49,18 +57,15 @@ class Planned:
 
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
         """Builds the executor; ``runtime`` has a factory for each object that it may request."""
-        requested = [
-            parameter
-            for parameter in inspect.signature(self.cls.build).parameters.values()
-            if parameter.kind is parameter.KEYWORD_ONLY
-        ]
-        objects = {p.name: runtime[p.name]() for p in requested if p.name in runtime}
-        for parameter in requested:
-            if parameter.name not in objects and parameter.default is parameter.empty:
+        parameters = inspect.signature(self.cls.build).parameters.values()
+        requested = {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+        for name, required in requested.items():
+            if required and name not in runtime:
                 raise UserError(
-                    f"{self.cls.__name__}.build requests {parameter.name!r}, which no run has:"
-                    f" request some of {', '.join(runtime)}, or give it a default"
+                    f"{self.cls.__name__}.build requests {name!r}, which no run has: request some"
+                    f" of {', '.join(runtime)}, or give it a default"
                 )
+        objects = {name: runtime[name]() for name in requested if name in runtime}
         return self.cls.build(self.plan, needs, **objects)
 
 
@@ -328,7 +333,7 @@ class Workbench:
             source=source,
             policy=policy,
             verifier=verifier,
-            executor=executor.build(_needs(source, verifier), self._runtime(serving)),
+            executor=executor.build(_needs(source, verifier), self.runtime(serving)),
             clock=self.clock,
             meter=self.meter,
             draws=self.draws,
@@ -341,7 +346,8 @@ class Workbench:
             raise
         return parts
 
-    def _runtime(self, serving: ServingRules) -> dict[str, Callable[[], Any]]:
+    def runtime(self, serving: ServingRules) -> dict[str, Callable[[], Any]]:
+        """Returns factories of the objects that executors and sources may request by name."""
         blocks = serving.num_blocks, serving.block_tokens
         ranks, seed = self.ranks, self.draws.seed
         return {
@@ -365,3 +371,188 @@ def _needs(source: TokenSource, verifier: Verifier) -> Needs:
     needs = joined_needs((verifier.needs, source.needs))
     follows = verifier.lossless is Lossless.TOKEN
     return needs if follows else replace(needs, all_answers=True)
+
+
+RUNTIME = {
+    "latency": "policy: steps from submission to answer; None where answers come when they come",
+    "in_flight": "policy: number of batches that the target works on at the same time",
+    "profile": "policy: ``LatencyProfile`` of the clock; None for the wall clock",
+    "pair": "source, executor: target and draft, a ``specdec.pairs.ModelPair``",
+    "runner": "source: name of a model (draft, middle) -> its ``ModelRunner``",
+    "clock": "source, executor: ``Clock`` that work is charged to",
+    "meter": "source, executor: ``Meter`` that counts model passes",
+    "draws": "source, executor: ``KeyedDraws`` of the run's seed",
+    "vocab_size": "source: size of the target's vocabulary",
+    "sample": "source: whether candidates are sampled, for verifiers that need their distribution",
+    "make_first_stage": "source: builds the target's first layers with exit heads (``FirstStage``),"
+    " given the number of layers before each exit; None where the executor returns exits",
+    "first_stage": "executor: the ``FirstStage`` that the source has built; None without one",
+    "blocks": "executor: number of blocks of each stage's paged cache (None: not paged), and tokens"
+    " per block",
+    "over_ranks": "executor: runs the stages of a pipeline on processes"
+    " (``specdec.executors.models.OverRanks``); None where everything runs in this process",
+    "free_rank": "source: a clock rank that no device of the executor has; another one each time",
+}
+"""The kinds of part that may request an object by its name, and what the object is.
+
+Constructors of policies and sources request them as arguments, executors as arguments of ``build``.
+The parts are made in this order: plan of the executor, policy, verifier, source, executor.
+"""
+
+
+def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
+    """Builds and checks the parts of a resolved plain configuration (``conf/config.yaml``).
+
+    Raises:
+        UserError: an unknown key, a bad value, or parts that do not fit together.
+    """
+    meter = Meter()
+    timeline = Timeline() if cfg.get("trace") else None
+    clock = build_clock(cfg["clock"], meter, timeline=timeline)
+    ranks = _ranks(cfg, pair, clock)
+    bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter, ranks=ranks)
+    return build_parts(cfg, bench)
+
+
+def build_parts(
+    cfg: Mapping[str, Any], bench: Workbench, *, verifier: Verifier | None = None
+) -> Parts:
+    """Builds the parts of a configuration on a workbench.
+
+    Clock and seed are those of the workbench, not of ``cfg``. A given ``verifier`` replaces the
+    configuration's.
+    """
+    pair, executor = bench.pair, plan_executor(cfg["executor"], bench.pair)
+    plan = executor.plan
+    serving = ServingRules.of(**cfg["serving"]) if "serving" in cfg else ServingRules()
+    free_ranks = count(plan.num_ranks + 1)
+    judge: Verifier = verifier or build_part(cfg["verifier"], {}, "verifier", Verifier)
+    runtime: dict[str, Callable[[], Any]] = {
+        **bench.runtime(serving),
+        "latency": lambda: plan.latency,
+        "in_flight": lambda: plan.in_flight,
+        "profile": lambda: bench.clock.profile,
+        "pair": bench.source_pair,
+        "runner": lambda: partial(bench.runner, plan=plan),
+        "vocab_size": lambda: pair.vocab_size,
+        "sample": lambda: judge.needs.draft_probs,
+        "make_first_stage": lambda: (
+            partial(bench.make_first_stage, plan) if isinstance(plan, EarlyExitPlan) else None
+        ),
+        "free_rank": lambda: next(free_ranks),
+    }
+
+    def objects(kind: str) -> dict[str, Callable[[], Any]]:
+        takers = {name: about.partition(":")[0] for name, about in RUNTIME.items()}
+        return {name: make for name, make in runtime.items() if kind in takers[name]}
+
+    policy = build_part(cfg["policy"], objects("policy"), "policy", TreePolicy)
+    check_choice(policy, judge, bench.clock)  # before a source loads the draft
+    source = pair.fitted_source(cfg["source"], cfg["policy"])
+    try:
+        parts = bench.parts(
+            source=build_part(source, objects("source"), "source", TokenSource),
+            policy=policy,
+            verifier=judge,
+            executor=executor,
+            serving=serving,
+        )
+        return replace(parts, scheduler=outside_scheduler(cfg.get("serving", {})) or FifoScheduler)
+    finally:
+        bench.release()
+
+
+def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
+    cls = locate(node["_target_"], "executor", Executor)
+    keys = {key: value for key, value in node.items() if key != "_target_"}
+    return planned(cls, pair, **keys)
+
+
+def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | None:
+    """Returns the processes of a distributed executor, or None if everything runs in this process.
+
+    A simulated clock runs all ranks in this process: it computes their times instead of measuring.
+    """
+    node = cfg["executor"]
+    if node.get("transport") != "distributed" or clock.kind is ClockKind.SIMULATED:
+        return None
+    if not isinstance(clock, WallClock):
+        raise UserError(
+            f"clock._target_={cfg['clock']['_target_']} has no method report, which ranks that are"
+            " processes need: add it (specdec.clocks.WallClock)"
+        )
+    from specdec.distributed.ranks import Ranks  # imported late: few runs need processes
+
+    model = dict(cfg["model"])
+    if "dtype" in model:  # this process resolves auto once for all ranks
+        model["dtype"] = pair.dtype or model["dtype"]
+    return Ranks(
+        model=model,
+        clock=cfg["clock"],
+        timeout_s=float(node["timeout_s"]),
+        threads=cfg.get("threads"),
+        trace=bool(cfg.get("trace")),
+    )
+
+
+_SECTIONS = ("source", "policy", "verifier", "executor", "serving")
+
+
+def build(
+    preset: str, bench: Workbench | None = None, *, verifier: Verifier | None = None, **keys: Any
+) -> Parts:
+    """Builds the strategy that ``strategy=NAME`` runs on the command line.
+
+        parts = specdec.build("specpipe", width=4, stages=4)
+        parts = specdec.build("speculative", Workbench(pair), verifier=RejectionVerifier())
+
+    Args:
+        preset: its name (``specdec list strategies``).
+        bench: models, clock and seed. Default: those of the configuration, which are the bundled
+            pair and the wall clock.
+        verifier: replaces the preset's.
+        keys: values of the preset's keys, named shortly (``width`` for ``policy.width``) or in full
+            (``**{"policy.width": 4}``). The name of a group chooses one of its options
+            (``executor="pipeline"``). None leaves the preset's value. ``stages`` moves a preset of
+            one device to a pipeline.
+
+    Raises:
+        UserError: an unknown preset, key or option, a bad value, or parts that do not fit together.
+    """
+    # Imported here: Hydra is not needed to put parts together.
+    from specdec.config.hydra import compose_config
+    from specdec.config.job import check_config
+    from specdec.pairs.options import build_pair
+
+    words = [f"strategy={preset}"]
+    config = compose_config(words).values
+    changed = {key: value for key, value in keys.items() if value is not None}
+    if "stages" in changed and "stages" not in config["executor"]:
+        changed = {"executor": "pipeline", **changed, "executor.stages": changed["stages"]}
+        del changed["stages"]
+    words += [f"{_whole_name(key, config)}={_text(value)}" for key, value in changed.items()]
+    composed = compose_config(words)
+    config = composed.values
+    check_config(config, composed.choices)
+    if bench is None:
+        bench = Workbench(build_pair(config["model"]), seed=int(config["seed"]))
+    return build_parts(config, bench, verifier=verifier)
+
+
+def _whole_name(key: str, config: Mapping[str, Any]) -> str:
+    """Completes the name of a key by its section: ``width`` -> ``policy.width``."""
+    if "." in key or key in _SECTIONS:
+        return key
+    sections = {name: config.get(name) or {} for name in _SECTIONS}
+    found = [name for name, section in sections.items() if key in section]
+    if len(found) == 1:
+        return f"{found[0]}.{key}"
+    if found:
+        names = " or ".join(f"{section}.{key}" for section in found)
+        raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
+    known = {name for section in sections.values() for name in section if name != "_target_"}
+    raise UserError(f"the preset's parts have no key {key!r}: {did_you_mean(key, known)}")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from specdec.config.options import (
     GROUPS,
     YAML_ERRORS,
-    check_values_can_be_written,
     config_dir,
+    config_tree,
     flatten,
     has_key,
     options,
@@ -28,7 +27,6 @@ from specdec.config.options import (
     read_yaml,
 )
 from specdec.errors import UserError
-from specdec.files import check_aliases, why_unreadable
 from specdec.parts.fields import did_you_mean
 
 _HYDRAS = (HydraException, OmegaConfBaseException)
@@ -36,7 +34,12 @@ _FAULTS = (*_HYDRAS, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two for a group set to null or numbers."""
 
 _MAX_SHOWN = 200  # characters of an argument in a message
-_MAX_DEPTH = 100  # of brackets in an argument
+_ADDED = {
+    "experiment": "write experiment/NAME.yaml in a tree of your own, named by --config-dir DIR",
+    "hydra/launcher": "pip install 'specdec-lab[joblib,submitit]' adds launchers",
+    "hydra/sweeper": "leave it out",
+}
+"""Groups whose options are not the library's -> where they come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +58,17 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     parsed: list[Override] = []
     parser = OverridesParser.create()
     for text in overrides:
-        if _depth(text) > _MAX_DEPTH:  # Hydra's parser would take minutes
-            raise UserError(
-                f"cannot read the argument {_shown(text)!r}: it is nested too deeply; give a"
-                " shorter value"
-            )
         try:
             if text.startswith("="):  # Hydra would accept a group without a name
                 raise OverrideParseException(text, "no key")
             parsed += parser.parse_overrides([text])
-        except (OverrideParseException, HydraException) as error:
+        except (HydraException, ValueError, RecursionError) as error:
             raise UserError(
-                f"cannot read the argument {_shown(text)!r}: write key=value without spaces around"
-                " the equals sign, and put values with special characters in quotes inside quotes,"
-                " as in 'data.path=\"my file.txt\"'"
-            ) from error
-        except (ValueError, RecursionError) as error:  # a huge number, or deep brackets
-            raise UserError(
-                f"cannot read the argument {_shown(text)!r}: {why_unreadable(error)}; give a"
-                " shorter value"
+                f"cannot read the argument {text[:_MAX_SHOWN]!r}: write key=value without spaces"
+                " around the equals sign, and put values with special characters in quotes inside"
+                " quotes, as in 'data.path=\"my file.txt\"'"
             ) from error
     return parsed
-
-
-def _depth(text: str) -> int:
-    """Returns the largest number of brackets that are open at a time."""
-    depth = deepest = 0
-    for letter in text:
-        if letter in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif letter in ")]}":
-            depth -= 1
-    return deepest
 
 
 def compose_config(
@@ -97,7 +78,7 @@ def compose_config(
 
     ``extra`` are further trees to search.
     """
-    return replace(plain(compose_raw(overrides, name=name, extra=extra)), trees=tuple(extra))
+    return plain(compose_raw(overrides, name=name, extra=extra), extra)
 
 
 def compose_raw(
@@ -110,24 +91,15 @@ def compose_raw(
                 f"{override.input_line} has several values: add -m to `specdec run` to sweep over"
                 " them, or write a list in brackets, as in 'strategies=[ar,speculative]'"
             )
-        if override.key_or_group == "experiment":
-            _check_experiment(override, extra)
-    _refuse_repeated_aliases(extra)
     try:
-        raw = _hydra_compose(overrides, name, extra)
+        return _hydra_compose(overrides, name, extra)
     except (*_FAULTS, *YAML_ERRORS) as error:
-        _refuse_unreadable(overrides, extra, all_files=not isinstance(error, _HYDRAS))
+        for tree in extra:  # a file that cannot be read explains any error
+            for path in sorted(Path(tree).rglob("*.yaml")):
+                read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
         if not isinstance(error, _FAULTS):
             raise
         raise _explain(error, overrides, name, extra) from error
-    for group, choice in raw.hydra.runtime.choices.items():
-        path = PurePosixPath(str(choice))
-        if path.is_absolute() or ".." in path.parts:
-            raise UserError(
-                f"{group}={choice} leaves the configuration tree: name an option of the group, and"
-                " add a tree of your own by --config-dir DIR"
-            )
-    return raw
 
 
 def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> list[list[str]]:
@@ -149,7 +121,7 @@ def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> l
     return [list(job) for job in product(*values.values())]
 
 
-def plain(raw: DictConfig) -> Composed:
+def plain(raw: DictConfig, trees: Sequence[Path] = ()) -> Composed:
     """Resolves a composed configuration, which includes the node ``hydra``."""
     chosen = OmegaConf.to_container(raw.hydra.runtime.choices)
     assert isinstance(chosen, dict)
@@ -166,13 +138,24 @@ def plain(raw: DictConfig) -> Composed:
     except OmegaConfBaseException as error:
         raise UserError(f"the configuration cannot be resolved: {_first_line(error)}") from error
     assert isinstance(values, dict)
-    check_values_can_be_written(values, "the configuration cannot be used", "give another value")
-    return Composed({str(k): v for k, v in values.items()}, choices)
+    for key, value in flatten(values).items():
+        bits = 64 if key.endswith("seed") else 63
+        if isinstance(value, int) and value >= 1 << bits:
+            raise UserError(
+                f"the configuration cannot be used ({key} is a whole number of more than {bits}"
+                " bits): give another value"
+            )
+    return Composed({str(k): v for k, v in values.items()}, choices, tuple(trees))
+
+
+def without_hydra(overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides of the job itself, without those of Hydra's own node."""
+    return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
 def search_path(extra: Sequence[Path]) -> list[str]:
     """Returns the override that makes Hydra search further trees; empty if there are none."""
-    trees = ",".join(f"file://{Path(p).resolve().as_posix()}" for p in extra)
+    trees = ",".join(f"file://{config_tree(tree).resolve().as_posix()}" for tree in extra)
     return [f"hydra.searchpath=[{trees}]"] if trees else []
 
 
@@ -180,47 +163,6 @@ def _hydra_compose(overrides: Sequence[str], name: str, extra: Sequence[Path]) -
     words = [*search_path(extra), *overrides]
     with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
         return compose(config_name=name, overrides=words, return_hydra_config=True)
-
-
-def _check_experiment(override: Override, extra: Sequence[Path]) -> None:
-    known, chosen = options("experiment", extra), override.value()
-    for name in chosen if isinstance(chosen, list) else [chosen]:
-        if str(name) not in known:
-            raise UserError(
-                f"{override.input_line}: there is no experiment/{name}.yaml"
-                f" ({did_you_mean(str(name), known) or 'nor any other'}): write one in a tree of"
-                " your own, and name the tree by --config-dir DIR"
-            )
-    if not override.is_add():
-        raise UserError(f"{override.input_line} adds a group: write +{override.input_line}")
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def _refuse_unreadable(overrides: Sequence[str], extra: Sequence[Path], *, all_files: bool) -> None:
-    """Raises ``UserError`` for a YAML of the trees that cannot be read, chosen options first."""
-    chosen = {text.lstrip("+~") for text in overrides}
-    files = [path for tree in extra for path in sorted(Path(tree).rglob("*.yaml"))]
-    named = [path for path in files if f"{path.parent.name}={path.stem}" in chosen]
-    for path in [*named, *(files if all_files else ())]:
-        read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
-
-
-def _refuse_repeated_aliases(extra: Sequence[Path]) -> None:
-    """Refuses YAML files whose repeated aliases would fill the memory when Hydra loads them."""
-    for tree in extra:
-        for path in sorted(Path(tree).rglob("*.yaml")):
-            try:
-                check_aliases(path.read_text(encoding="utf-8"))
-            except (yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError):
-                continue  # read_yaml reports it if it is chosen
-            except ValueError as error:
-                raise UserError(
-                    f"{path} cannot be read ({why_unreadable(error)}): correct it, or remove it"
-                    " from the tree"
-                ) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -231,11 +173,11 @@ def _explain(
     error: Exception, overrides: Sequence[str], name: str, extra: Sequence[Path]
 ) -> UserError:
     """Finds the override that Hydra refused, and words the error for it."""
-    missing = str(getattr(error, "missing_cfg_file", None) or "")
-    if missing.startswith("hydra/"):  # such as hydra/launcher, whose options plugins add
-        group, _, value = missing.rpartition("/")
-        there = getattr(error, "options", None) or ()
-        return UserError(f"{group}={value} is unknown: {did_you_mean(value, there)}")
+    if isinstance(error, MissingConfigException):
+        group, _, value = str(error.missing_cfg_file).rpartition("/")
+        if group in _ADDED:
+            hint = did_you_mean(value, error.options or ()) or _ADDED[group]
+            return UserError(f"{group}={value} is unknown: {hint}")
     parsed = [o for o in parse(overrides) if not str(o.key_or_group).startswith("hydra")]
     for override in parsed:
         group = override.key_or_group
@@ -250,6 +192,8 @@ def _explain(
         return UserError(f"the configuration cannot be composed: {_first_line(error)}")
     for override in parsed:
         key = override.key_or_group
+        if key == "experiment" and not override.is_add():
+            return UserError(f"{override.input_line} adds a group: write +{override.input_line}")
         if not (key in GROUPS or override.is_add() or has_key(base.values, key)):
             return UserError(_unknown_key(key, base, extra))
     return UserError(f"the configuration cannot be composed: {_first_line(error)}")

@@ -2,22 +2,136 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Annotated, Any, Literal
+
+from hydra.core.override_parser.types import Override
+from pydantic import Field
 
 from specdec.clocks.build import clock_kind
-from specdec.config.checks import check_config
 from specdec.config.hydra import Composed, compose_config, parse
-from specdec.config.options import COMPARE, PARTS
+from specdec.config.options import BASES, COMPARE, GROUPS, PARTS, flatten, has_key, options
 from specdec.config.profiles import fit, load_profile, with_caveat
-from specdec.data import Request, check_data, fit_prompt, load_prompts
-from specdec.data.files import read_json
+from specdec.data import Request, check_data
 from specdec.errors import UserError
-from specdec.files import why_unreadable
+from specdec.parts.build import build_part, check_values, locate
+from specdec.parts.fields import (
+    Count,
+    Index,
+    Positive,
+    Text,
+    Threads,
+    did_you_mean,
+    errors_of,
+    signature_of,
+)
+
+_RUN: dict[str, Any] = {
+    "max_new_tokens": Count,
+    "stop_strings": list[Annotated[str, Field(min_length=1, max_length=200)]],
+    "ignore_eos": bool,
+    "seed": Index,
+    "batch_size": Count,
+    "prefill_chunk": Count,
+    "trace": bool,
+    "threads": Threads | None,
+    "record": bool,
+    "output_dir": Text | None,
+}
+
+
+def _keys(**hints: Any) -> type:
+    return make_dataclass("Keys", hints.items())
+
+
+_KEYS, _COMPARE = _keys(**_RUN), _keys(**_RUN, **COMPARE)
+_PRESET = {"name": Text, "title": Text, "baseline": bool}
+_HF = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
+_ORT = Literal["ort_generate", "ort_draft", "ort_lookup"]
+_LLAMA = Literal["llamacpp_generate", "llamacpp_draft", "llamacpp_ngram"]
+_RIVAL = _ORT | _LLAMA | Literal["openvino_generate", "openvino_draft", "openvino_lookup"]
+_PROFILED = _keys(profile=Text, scale=Positive)
+
+_TAKERS: dict[str, str | type] = {
+    "strategy=parts": _keys(**_PRESET),
+    "strategy=hf": _keys(**_PRESET, method=_HF, options=dict[str, Any]),
+    "strategy=rival": _keys(**_PRESET, method=_RIVAL, options=dict[str, Any]),
+    "strategy=endpoint": _keys(**_PRESET, options=dict[str, Any]),
+    "options of hf": "specdec.runs.hf_generate.HFOptions",
+    "options of rival": "specdec.runs.rival.RivalOptions",
+    "options of endpoint": "specdec.rivals.endpoint.EndpointOptions",
+    "sampling": "specdec.sampling.transform.SamplingParams",
+    "serving": "specdec.serving.rules.ServingRules.of",
+    "data": "specdec.data.request.DataOptions",
+    "clock=measured": _keys(),
+    "clock=simulated": _PROFILED,
+    "clock=paced": _PROFILED,
+    "logger=none": _keys(),
+    "logger=wandb": "specdec.cli.loggers.WandbLogger",
+    "model=pretrained": "specdec.pairs.pretrained.build_pretrained",
+    "model=random": "specdec.pairs.random.build_random",
+    "model=synthetic": "specdec.pairs.recorded.build_synthetic",
+    "model=replay": "specdec.pairs.recorded.build_replay",
+    "profiling": "specdec.profiling.trees.ProfilingOptions",
+}
+"""Section (with ``kind`` or ``_target_`` if it has several) -> class or function for its keys."""
+
+_UNSTATED = {"logit_scale", "logit_step"}  # of RandomPair: only certification passes them
+
+
+def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """Raises ``UserError`` for the first key that is unknown or has a bad type or value."""
+    top = {key: value for key, value in config.items() if key not in GROUPS}
+    check_values(_COMPARE if "strategies" in top else _KEYS, top, also=GROUPS)
+    strategy: Any = config.get("strategy")
+    has_parts = isinstance(strategy, dict) and strategy.get("kind") == "parts"
+    for section in GROUPS:
+        if has_parts or section not in PARTS:
+            check_section(section, config.get(section), choices)
+    if not has_parts:
+        taker = _TAKERS[f"options of {strategy['kind']}"]
+        check_values(_resolved(taker), strategy["options"], "strategy.options")
+    else:
+        cls: Any = locate(config["executor"]["_target_"], "executor")
+        keys = {key: value for key, value in config["executor"].items() if key != "_target_"}
+        cls.check(keys, clock_kind(config["clock"]), tracing=config["trace"])
+
+
+def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
+    """Checks the keys of a section, and that its ``_target_`` is a class of the right kind."""
+    label = f"{section}={choices[section]}" if section in choices else section
+    if not isinstance(node, dict):
+        raise UserError(f"{label} is not a section: give it an option's keys, or drop ~{section}")
+    values = {key: value for key, value in node.items() if key not in ("kind", "_target_")}
+    common, base = _resolved(_TAKERS.get(section)), _resolved(BASES.get(section))
+    kind = node.get("_target_", node.get("kind"))
+    taker = _resolved(_TAKERS.get(f"{section}={kind}"))
+    if "_target_" not in node:
+        taker = taker or common
+    elif section == "executor":  # whose keys are arguments of the first phase
+        cls: Any = locate(kind, section, base)
+        taker = cls.options or cls.plan
+    if taker is not None:
+        also = ("path",) if kind == "pretrained" else ()  # only model=gguf has it
+        complete = section != "executor"
+        check_values(taker, values, section, label, given=_UNSTATED, also=also, complete=complete)
+    elif base and ("_target_" in node or section in PARTS):
+        keys = signature_of(common).plain if common else ()
+        build_part(node, None, section, base, label=label, known=keys)
+        for error in errors_of(common, node, f"{section}.") if common else ():
+            raise UserError(error)
+    else:
+        known = ", ".join(k.partition("=")[2] for k in _TAKERS if k.startswith(f"{section}="))
+        raise UserError(f"{label} has kind {str(kind)!r}, which is unknown: use one of {known}")
+
+
+def _resolved(path: str | type | None) -> Any:
+    return resolve_name(path) if isinstance(path, str) else path
+
 
 _COPYING = (".PromptLookupSource", ".SuffixSource", ".NGramSource")
 """Ends of the class paths of sources that copy from earlier text."""
@@ -54,11 +168,6 @@ def checked_job(composed: Composed) -> Job:
     """Checks a composed configuration, adds its latency profile, and makes it a job."""
     values, choices = composed.values, dict(composed.choices)
     check_config(values, choices)
-    if values["logger"].get("kind") == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError(  # now rather than at the end of a long run, when results are logged
-            "logger=wandb needs the package wandb, which is not installed: run"
-            " pip install 'specdec-lab[wandb]', or leave logger=wandb out"
-        )
     config = {key: value for key, value in values.items() if key not in _NOT_FOR_ENGINE}
     name = str(config["strategy"]["name"])
     for section, kind in (("clock", clock_kind), ("model", itemgetter("_target_"))):
@@ -158,7 +267,6 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
             f" {target.max_positions} positions of model.target={model['target']}: lower it"
         )
-    longest = check_prompts(config, target.path, target.max_positions)
     if not needed:
         return target.num_layers, ()
     draft = infos.get("draft")
@@ -168,8 +276,7 @@ def _check_models(name: str, config: Mapping[str, Any]) -> tuple[int, tuple[str,
             f"{why}, but model.draft is not set: add"
             " model.draft=PATH_OR_ID, or choose a source without one (source=prompt_lookup)"
         )
-    reach = config["max_new_tokens"] + (target.max_positions if longest is None else longest)
-    if not 0 < draft.max_positions < min(reach, target.max_positions):
+    if not 0 < draft.max_positions < target.max_positions:
         return target.num_layers, ()
     return target.num_layers, (
         f"model.draft={model['draft']} has {draft.max_positions} positions, the target"
@@ -214,53 +321,122 @@ def _targets(node: object) -> Iterator[str]:
         yield from _targets(item)
 
 
-_KNOWN_TO_FIT = (
-    "stdlib",
-)  # data sets with prompts of bounded length, not read here to save a second
+COMPARISON_FILE = "comparison.json"
+"""If this file exists in a folder, the comparison is complete."""
 
 
-def check_prompts(config: Mapping[str, Any], model_folder: Path, max_positions: int) -> int | None:
-    """Checks the prompts' lengths in tokens, so that errors come before models are loaded.
+_YARDSTICK_PARTS = ("source", "policy", "verifier")
 
-    Checks nothing for a model without ``tokenizer.json``, with a chat template that is used
-    (applying it needs transformers), or for prompts from the hub: the run checks all lengths again.
-    Returns the tokens of the longest prompt, or None if nothing was checked.
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The checked jobs of ``specdec compare``, one per row.
+
+    Attributes:
+        repeats: number of interleaved measurements of every prompt.
+        output_dir: None for the default folder.
+        notices: overrides that do not apply to every row, and the jobs' notices.
     """
-    data, file = config["data"], model_folder / "tokenizer.json"
-    if data["name"] in _KNOWN_TO_FIT or data["origin"] == "hub" or not file.is_file():
-        return None
-    if data["chat"] == "always" or (data["chat"] == "auto" and _has_chat_template(model_folder)):
-        return None
-    from tokenizers import Tokenizer
 
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no other class
+    jobs: tuple[Job, ...]
+    repeats: int
+    output_dir: str | None
+    notices: tuple[str, ...]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        rows = {job.name: job.config for job in self.jobs}
+        return {"command": "compare", "repeats": self.repeats, "strategies": rows}
+
+
+def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Comparison:
+    """Composes and checks every row; an override that applies to no row is a ``UserError``."""
+    parsed = parse(overrides)
+    if any(o.key_or_group == "strategy" for o in parsed):
         raise UserError(
-            f"{file} is not a tokenizer ({why_unreadable(error)}); copy the file again"
-        ) from error
-    room = max_positions - int(config["max_new_tokens"])
-    bound = data["max_prompt_tokens"]
-    longest = 0
-    for prompt in load_prompts(Request.of(**data)):
-        tokens = tokenizer.encode(prompt.text).ids
-        if not tokens:
-            raise UserError(
-                f"prompt {prompt.id} of data={data['name']} is empty: remove it, or give it text"
-            )
-        fitted, _ = fit_prompt(
-            tokens,
-            max_len=room if bound is None else min(room, bound),
-            truncation=data["truncation"],
-            label=f"prompt {prompt.id} of data={data['name']}",
+            "compare takes several presets: write 'strategies=[ar,NAME]', not strategy="
         )
-        longest = max(longest, len(fitted))
-    return longest
+    # Only overrides of parts depend on the row.
+    of_parts = {text_of(o): o for o in parsed if _part_of(o)}
+    common = [text_of(o) for o in parsed if not _part_of(o)]
+    base = compose_config(common, name="compare", extra=extra)
+    names = _row_names(base.values["strategies"], extra)
+    rows = [_compose_row([f"strategy={name}", *common], of_parts, extra) for name in names]
+    check_config(base.values, base.choices)
+    if base.values["trace"]:
+        raise UserError("trace=true is for one strategy at a time: use it with `specdec run`")
+    jobs = [checked_job(row) for row, _ in rows]
+    notices, unused = list[str](), list(of_parts)
+    for name, (_, left_out) in zip(names, rows, strict=True):
+        notices += [f"{text} does not apply to {name}" for text in left_out]
+        unused = [text for text in unused if text in left_out]
+    if unused:
+        raise UserError(_no_row(of_parts[unused[0]], jobs))
+    notices += [text for job in jobs for text in job.notices]
+    return Comparison(
+        tuple(jobs),
+        base.values["repeats"],
+        base.values["output_dir"],
+        tuple(dict.fromkeys(notices)),
+    )
 
 
-def _has_chat_template(model_folder: Path) -> bool:
-    file = model_folder / "tokenizer_config.json"
-    config = read_json(file) if file.is_file() else {}
-    if not isinstance(config, dict):
-        raise UserError(f"{file} is not a JSON object; copy the file again")
-    return (model_folder / "chat_template.jinja").is_file() or bool(config.get("chat_template"))
+def _compose_row(
+    common: Sequence[str], of_parts: Mapping[str, Override], extra: Sequence[Path]
+) -> tuple[Composed, list[str]]:
+    """Composes one row with the overrides that apply to it; also returns those that do not."""
+    row = compose_config(common, name="compare", extra=extra)
+    fixed = _YARDSTICK_PARTS if row.values["strategy"].get("baseline") else ()
+    rest = {text: str(o.key_or_group) for text, o in of_parts.items() if _part_of(o) not in fixed}
+    chosen = [text for text, key in rest.items() if key in PARTS]
+    has_stages = "executor" in rest.values() or "stages" in row.values["executor"]
+    if "executor.stages" in rest.values() and not has_stages:
+        chosen.append("executor=pipeline")
+    if chosen:
+        row = compose_config([*common, *chosen], name="compare", extra=extra)
+    values = [
+        text
+        for text, key in rest.items()
+        if key not in PARTS and (of_parts[text].is_add() or has_key(row.values, key))
+    ]
+    if values:
+        row = compose_config([*common, *chosen, *values], name="compare", extra=extra)
+    return row, [text for text in of_parts if text not in {*chosen, *values}]
+
+
+def _row_names(strategies: object, extra: Sequence[Path]) -> list[str]:
+    known = options("strategy", extra)
+    if not isinstance(strategies, list) or not strategies:
+        raise UserError(
+            f"strategies={strategies} must be a list of presets, as in 'strategies=[ar,staged]'"
+        )
+    names = [str(name) for name in strategies]
+    for name in names:
+        if name not in known:
+            raise UserError(f"strategies: {name} is unknown: {did_you_mean(name, known)}")
+        if names.count(name) > 1:
+            raise UserError(f"strategies={names} names {name} twice: name each row once")
+    return names
+
+
+def _part_of(override: Override) -> str | None:
+    """Returns the part whose key an override sets, if any; "strategy" for options of a baseline."""
+    key = str(override.key_or_group)
+    if key.startswith("strategy.options."):
+        return "strategy"
+    part = key.split(".")[0]
+    return part if part in PARTS else None
+
+
+def text_of(override: Override) -> str:
+    """Returns the word of the command line that an override was parsed from."""
+    assert override.input_line is not None, "every override was parsed from a word"
+    return override.input_line
+
+
+def _no_row(override: Override, jobs: Sequence[Job]) -> str:
+    part = str(_part_of(override))
+    known = {k for job in jobs for k in flatten({part: job.config.get(part, {})})}
+    known = {k for k in known if not k.endswith("_target_")}
+    hint = did_you_mean(str(override.key_or_group), known)
+    return f"{text_of(override)} applies to none of the rows: " + (hint or f"no {part} has keys")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec.errors import UserError
-from specdec.files import UNREADABLE, check_aliases, why_unreadable
+from specdec.files import UNREADABLE, why_unreadable
 from specdec.parts.fields import Count, Text
 
 PARTS = ("source", "policy", "verifier", "executor")
@@ -54,6 +55,23 @@ def config_dir() -> Path:
     return (Path(__file__).parent.parent / "conf").resolve()
 
 
+def config_tree(name: str | Path) -> Path:
+    """Returns the folder of a further configuration tree (``--config-dir``, ``config_dirs=``).
+
+    A tree is code: the folder around it is put on ``sys.path``, because the tree's files may name
+    classes there.
+    """
+    folder = Path(name).expanduser()
+    if not str(name) or not folder.is_dir():
+        raise UserError(
+            f"--config-dir {name or 'without a name'} is not a folder: name a configuration tree"
+        )
+    beside = str(folder.resolve().parent)
+    if beside not in sys.path:
+        sys.path.append(beside)
+    return folder
+
+
 def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
     """Returns a group's options: name -> YAML file, sorted by name.
 
@@ -70,33 +88,9 @@ def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
 def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = False) -> Any:
     """Loads a YAML file; raises a ``UserError`` that says ``refusal (reason): remedy``."""
     try:
-        check_aliases(Path(path).read_text(encoding="utf-8"))
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
     except YAML_ERRORS as error:
         raise UserError(f"{refusal} ({why_unreadable(error)}){remedy and f': {remedy}'}") from error
-    check_values_can_be_written(content, refusal, remedy)
-    return content
-
-
-def check_values_can_be_written(content: object, refusal: str, remedy: str = "") -> None:
-    """Refuses integers beyond 64 bits and lone surrogates, which no result file can hold."""
-    for key, value in flatten(content).items():
-        bits = 64 if key.endswith("seed") else 63
-        reason = _unwritable(key, bits) or _unwritable(value, bits)
-        if reason:
-            at = key.encode("ascii", "backslashreplace").decode()
-            raise UserError(f"{refusal} ({at} {reason}){remedy and f': {remedy}'}")
-
-
-def _unwritable(value: object, bits: int) -> str:
-    if isinstance(value, dict | list):
-        children = [*value, *value.values()] if isinstance(value, dict) else value
-        return next(filter(None, (_unwritable(child, bits) for child in children)), "")
-    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-        return "has half of a surrogate pair, which is no character"
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << bits:
-        return f"is a whole number of more than {bits} bits"
-    return ""
 
 
 def first_comment(path: Path) -> str:

@@ -7,16 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from specdec.clocks.profile import CostCurve, curve_at
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from specdec.clocks.profile import CostCurve, Work, curve_at
 from specdec.config.options import options, read_yaml
 from specdec.errors import UserError
-from specdec.parts.fields import did_you_mean
+from specdec.parts.fields import Count, did_you_mean
 
-_KINDS = ("stage", "draft", "middle", "head", "prune", "transfer", "exit")
-_ORIGINS = ("stated", "measured", "assumed")
-_CURVE = {"tokens", "ms", "block_tokens", "block_ms"}
+
+def _kind(name: str) -> str:
+    if name not in list(Work):
+        raise ValueError(f"this kind is unknown: {did_you_mean(name, Work)}")
+    return name
+
+
+def _curve(curve: Any) -> Any:
+    try:
+        CostCurve.of(curve)
+    except (TypeError, AttributeError) as error:
+        form = "lists `tokens` and `ms`, and may have block_tokens, block_ms"
+        raise ValueError(f"it needs {form}") from error
+    return curve
+
+
+_Curve = Annotated[Any, AfterValidator(_curve)]
+_Degrees = Annotated[dict[int, _Curve], Field(min_length=1)]
+_Origin = Annotated[str, Field(pattern="^(stated|measured|assumed)")]
+
+
+class _Profile(TypedDict, total=False):
+    """The keys of a profile; ``origins`` says of each figure where it is from."""
+
+    note: str
+    costs: dict[Annotated[str, AfterValidator(_kind)], _Curve]
+    degrees: dict[Annotated[str, Field(pattern="^(stage|draft)$")], _Degrees]
+    stages: Count
+    draft_name: str
+    drafts: Annotated[dict[str, _Curve], Field(min_length=1)]
+    origins: dict[str, _Origin]
 
 
 def load_profile(
@@ -36,75 +67,30 @@ def load_profile(
             f"{key}={name} is neither a profile nor a YAML file: {did_you_mean(name, known)}"
         )
     loaded = read_yaml(path, f"{key}={name} is not readable YAML", resolve=True)
-    values: dict[Any, Any] = loaded if isinstance(loaded, dict) else {}
-    costs = values.get("costs")
+    costs = loaded.get("costs") if isinstance(loaded, dict) else None
     if not isinstance(costs, dict) or not costs:
         raise UserError(f"{key}={name} needs a mapping `costs` of kind to cost curve")
-    for kind, curve in costs.items():
-        if kind not in _KINDS:
-            raise UserError(
-                f"{key}={name} prices {kind!r}, which is unknown: {did_you_mean(str(kind), _KINDS)}"
-            )
-        _check_curve(curve, f"{key}={name}: costs.{kind}")
-    profile: dict[str, Any] = {"note": str(values.get("note", "")), "costs": costs}
-    if "degrees" in values:
-        _check_degrees(values["degrees"], f"{key}={name}: degrees")
-        profile["degrees"] = values["degrees"]
-    if "draft_name" in values:
-        profile["draft_name"] = str(values["draft_name"])
-    if "drafts" in values:
-        _check_drafts(values["drafts"], f"{key}={name}: drafts")
-        profile["drafts"] = values["drafts"]
-    if "origins" in values:
-        _check_origins(values["origins"], costs, f"{key}={name}: origins")
-        origins = "; ".join(f"{kind} {origin}" for kind, origin in values["origins"].items())
-        profile["note"] = f"{profile['note']} Figures: {origins}.".strip()
-    if "stages" in values:
-        if type(values["stages"]) is not int or values["stages"] < 1:
-            raise UserError(
-                f"{key}={name}: stages={values['stages']!r} must be a whole number of at least 1"
-            )
-        profile["stages"] = values["stages"]
-    return profile
-
-
-def _check_drafts(drafts: object, where: str) -> None:
-    if not isinstance(drafts, dict) or not drafts:
-        raise UserError(f"{where} needs a mapping of names of drafts to cost curves")
-    for draft, curve in drafts.items():
-        _check_curve(curve, f"{where}.{draft}")
-
-
-def _check_origins(origins: object, costs: dict[str, Any], where: str) -> None:
-    """Checks that every figure is labelled as stated, measured or assumed, with its source."""
-    if not isinstance(origins, dict) or set(origins) != set(costs):
-        raise UserError(f"{where} needs one text for each of {', '.join(costs)}")
-    for kind, text in origins.items():
-        if not str(text).startswith(_ORIGINS):
-            raise UserError(f"{where}.{kind} must begin with one of {', '.join(_ORIGINS)}")
-
-
-def _check_degrees(degrees: object, where: str) -> None:
-    if not isinstance(degrees, dict) or not degrees.keys() <= {"stage", "draft"}:
-        raise UserError(f"{where} needs a mapping of stage and draft to curves by devices")
-    for kind, curves in degrees.items():
-        if not (isinstance(curves, dict) and curves and all(isinstance(d, int) for d in curves)):
-            raise UserError(f"{where}.{kind} needs a mapping of numbers of devices to curves")
-        for degree, curve in curves.items():
-            _check_curve(curve, f"{where}.{kind}.{degree}")
-        if len({tuple(curve["tokens"]) for curve in curves.values()}) > 1:
-            raise UserError(f"{where}.{kind}: all curves need the same `tokens`")
-
-
-def _check_curve(curve: object, where: str) -> None:
-    if not isinstance(curve, dict) or not {"tokens", "ms"} <= curve.keys() <= _CURVE:
-        raise UserError(
-            f"{where} needs lists `tokens` and `ms`, and may have block_tokens, block_ms"
-        )
     try:
-        CostCurve.of(curve)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
+        profile: dict[str, Any] = {
+            "note": "",
+            **TypeAdapter(_Profile).validate_python(loaded, strict=True),
+        }
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        text = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"{key}={name}: {where}: {text}") from error
+    for kind, curves in profile.get("degrees", {}).items():
+        if len({tuple(curve["tokens"]) for curve in curves.values()}) > 1:
+            raise UserError(f"{key}={name}: degrees.{kind}: all curves need the same `tokens`")
+    if "origins" in profile:
+        origins = profile.pop("origins")
+        if set(origins) != set(profile["costs"]):
+            texts = ", ".join(profile["costs"])
+            raise UserError(f"{key}={name}: origins needs one text for each of {texts}")
+        figures = "; ".join(f"{kind} {origin}" for kind, origin in origins.items())
+        profile["note"] = f"{profile['note']} Figures: {figures}.".strip()
+    return profile
 
 
 _RATIOS = ("ratio", "ratio_plus_one")  # values of policy.d

@@ -102,14 +102,15 @@ def build_part(
     names = (*plain, *objects)
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     nested = [key for key in names if _has_part(arguments.get(key))]
-    check_values(
-        cls,
-        {key: value for key, value in arguments.items() if key not in nested},
-        where,
-        f"{label} (class {node['_target_']})",
-        given=FILLED.get(where.partition(".")[0], set()) if runtime is None else set(),
-        also={*nested, *known, *(plain.keys() & (runtime or {}).keys())},
-    )
+    if runtime is None:  # values are checked once: a configuration that is built was checked
+        check_values(
+            cls,
+            {key: value for key, value in arguments.items() if key not in nested},
+            where,
+            f"{label} (class {node['_target_']})",
+            given=FILLED.get(where.partition(".")[0], set()),
+            also={*nested, *known},
+        )
     for key in nested:
         hint, at = objects.get(key), f"{where}.{key}"  # its class, or that of its items
         inside = next((c for c in (hint, *get_args(hint)) if isinstance(c, type)), base)

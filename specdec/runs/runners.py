@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.clocks import Clock, ClockKind, ClockReport, WallClock
-from specdec.compose.build import compose
-from specdec.compose.workbench import Parts
+from specdec.compose.workbench import Parts, compose
 from specdec.data import Prompt
 from specdec.errors import UserError
 from specdec.interfaces import Executor

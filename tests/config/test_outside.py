@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.main import main
-from specdec.config.comparison import compose_comparison
-from specdec.config.job import run_job_of
+from specdec.config.job import compose_comparison, run_job_of
 from specdec.errors import UserError
 from specdec.testing import assert_lossless, certify_overrides
 from tests.config.outside import OUTSIDE, Outside, make_folder

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from flat import flat_text
 
-from specdec.config.comparison import compose_comparison
 from specdec.config.hydra import compose_config
-from specdec.config.job import Job, run_job_of
+from specdec.config.job import Job, compose_comparison, run_job_of
 from specdec.config.options import PARTS, flatten, options, own_values
 
 PRESETS = sorted(options("strategy"))

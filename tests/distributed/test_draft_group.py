@@ -10,8 +10,7 @@ import pytest
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Timeline
 from specdec.clocks.wall import MeasuredClock
-from specdec.compose.presets import build
-from specdec.compose.workbench import Workbench
+from specdec.compose.workbench import Workbench, build
 from specdec.distributed.executor import DistributedExecutor
 from specdec.distributed.ranks import Ranks
 from tests import toys

@@ -10,9 +10,9 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments.reproduce.command import KEYS
+from experiments.reproduce.command import Keys
 from experiments.reproduce.items import all_items, choose
-from specdec.cli.arguments import Arguments, read_arguments, read_folders, read_keys
+from specdec.cli.arguments import Arguments, read_arguments, read_values
 from specdec.cli.main import _COMMANDS
 from specdec.planning.job import plan_request
 from tests.docs.blocks import ROOT, STANDS_FOR
@@ -63,20 +63,21 @@ def _check_plan(words: list[str]) -> None:
 
 
 def _check_trace(words: list[str]) -> None:
-    folders, options_of = read_folders(words, "trace", {"steps": (r"\d+-\d+", "")}, most=2)
-    assert len(folders) == 1 or not options_of, words
+    folders = [word for word in words if not re.fullmatch(r"steps=\d+-\d+", word)]
+    assert len(folders) == len(words) == 2 or len(folders) == 1, words
     jobs = re.compile(r"[^=]+|[^=]+/strategy=\w+")  # of a sweep over strategies
     assert all(jobs.fullmatch(str(folder)) for folder in folders), folders
 
 
 def _check_doctor(words: list[str]) -> None:
-    from specdec.cli.doctor import _read
+    from specdec.cli.doctor import Keys
 
-    _read(words)
+    read_values(words, Keys, "a head")
 
 
 def _check_reproduce(words: list[str]) -> None:
-    items, _ = read_keys([word for word in words if not word.startswith("-")], KEYS)
+    names = [word for word in words if not word.startswith("-")]
+    items, _ = read_values(names, Keys, "tables", most=99, least=0)
     choose(items, all_items())
 
 

@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.compose.build import compose
-from specdec.compose.workbench import Parts
+from specdec.compose.workbench import Parts, compose
 from specdec.config.job import run_job_of
 from specdec.config.options import options, own_values
 from specdec.pairs import RandomPair, build_pair

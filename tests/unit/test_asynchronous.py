@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.open.time_laws import amusd_time, pearl_time, ssd_hit_rate, ssd_time
-from specdec.compose.presets import build
-from specdec.compose.workbench import Parts, Workbench
+from specdec.compose.workbench import Parts, Workbench, build
 from specdec.pairs import build_pair
 from specdec.state import RequestState
 from specdec.types import Batch, Output

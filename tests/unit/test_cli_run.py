@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import pytest
 
-from specdec.cli.folders import alone_in, safe_name
 from specdec.cli.main import main
+from specdec.config.folders import alone_in, safe_name
 
 RANDOM = "model=random"
 ROOT = Path(__file__).resolve().parents[2]

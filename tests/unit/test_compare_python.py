@@ -47,8 +47,15 @@ def test_files_are_kept_where_a_folder_is_named(tmp_path: Path, capsys: object) 
     assert [r.result.output for r in result.records] == [
         r.result.output for r in found.results[0].records
     ]
-    with pytest.raises(specdec.UserError, match="not an empty folder"):
-        specdec.compare(["ar"], WORDS, pair=PAIR, output_dir=folder)
+    again = specdec.compare(["ar"], WORDS, pair=PAIR, output_dir=folder)
+    assert (again.rows, str(again)) == (found.rows, (folder / "comparison.md").read_text())
+    (folder / "comparison.json").unlink()
+    written = (folder / "requests.jsonl").read_text()
+    part = specdec.compare(["ar"], WORDS, pair=PAIR, output_dir=folder)
+    assert part.rows[0]["strategy"] == "ar"
+    assert (folder / "requests.jsonl").read_text() == written, "nothing is decoded twice"
+    with pytest.raises(specdec.UserError, match="another configuration"):
+        specdec.compare(["ar"], [*WORDS, "seed=1"], pair=PAIR, output_dir=folder)
     with pytest.raises(specdec.UserError, match="are lists"):
         specdec.compare("ar")
 

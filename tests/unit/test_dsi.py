@@ -12,9 +12,7 @@ from experiments.open.time_laws import dsi_time
 from specdec.certify.certify import certify
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Clock, MeasuredClock, SimulatedClock, Timeline
-from specdec.compose.build import compose
-from specdec.compose.presets import build
-from specdec.compose.workbench import Workbench
+from specdec.compose.workbench import Workbench, build, compose
 from specdec.config.hydra import compose_config
 from specdec.config.job import run_job_of
 from specdec.errors import UserError

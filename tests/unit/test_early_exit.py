@@ -16,8 +16,7 @@ import torch
 
 from experiments.ppsd import laws
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
-from specdec.compose.presets import build
-from specdec.compose.workbench import Parts, Workbench
+from specdec.compose.workbench import Parts, Workbench, build
 from specdec.errors import UserError
 from specdec.executors.layout import EarlyExitPlan
 from specdec.metrics.speedup import expected_accepted

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
+from specdec import Decoder, UserError
+from specdec.cli.arguments import read_values
 from specdec.cli.main import main
+from specdec.parts.fields import Count, Text
 
 RANDOM = "model=random"
 EXPERIMENT = """# @package _global_
@@ -42,20 +48,6 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict]:
 
 
 class TestCfg:
-    @pytest.mark.parametrize("flag", [["--cfg"], ["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
-    def test_job(self, flag: list[str], capsys) -> None:
-        (config,) = printed(capsys, *flag, "strategy=specpipe")
-        assert config["policy"]["width"] == 64
-        assert "choices" in config
-        assert "hydra" not in config
-
-    @pytest.mark.parametrize("command", ["run", "verify", "profile", "compare"])
-    def test_invalid_values_are_shown_with_the_reason(self, command: str, capsys) -> None:
-        assert main([command, "--cfg", RANDOM, "sampling.top_p=7"]) == 0
-        out, err = capsys.readouterr()
-        assert yaml.safe_load(out)["sampling"]["top_p"] == 7
-        assert err.startswith("note: this configuration cannot be run: sampling.top_p=7")
-
     def test_a_sweep_shows_every_job_and_runs_none(self, capsys) -> None:
         jobs = printed(capsys, "-m", "--cfg", "job", "policy.gamma=2,4", "seed=range(2)")
         assert [(j["policy"]["gamma"], j["seed"]) for j in jobs] == [(2, 0), (2, 1), (4, 0), (4, 1)]
@@ -77,6 +69,62 @@ class TestExperiment:
         assert main(["run", RANDOM, *words]) == 0
         assert [name for _, name in seen] == ["max_new_tokens=3", "max_new_tokens=4"]
         assert all(config["seed"] == 7 for config, _ in seen)
+
+
+def test_jobs_of_a_sweep_find_the_profiles_of_a_tree(engine, elsewhere: Path) -> None:
+    """The jobs looked for them in the library's tree only."""
+    (elsewhere / "tree" / "profile").mkdir()
+    profile = "costs: {stage: {tokens: [1], ms: [2.0]}}"
+    (elsewhere / "tree" / "profile" / "mine.yaml").write_text(profile, encoding="utf-8")
+    words = ["-cd", "tree", "clock=simulated", "clock.profile=mine", "seed=1,2", "output_dir=out"]
+    assert main(["run", "-m", RANDOM, *words]) == 0
+    assert [config["clock"]["costs"]["stage"]["ms"] for config, _ in engine.runs] == [[2.0]] * 2
+
+
+def test_config_dirs_of_python_find_classes_beside_the_folder(elsewhere: Path) -> None:
+    """As ``--config-dir`` does: a tree is code."""
+    (elsewhere / "beside_the_tree.py").write_text("from specdec.policies import Chain as Mine\n")
+    (elsewhere / "tree" / "policy").mkdir()
+    text = "_target_: beside_the_tree.Mine\ngamma: 2\n"
+    (elsewhere / "tree" / "policy" / "mine.yaml").write_text(text, encoding="utf-8")
+    with Decoder([RANDOM, "policy=mine", "max_new_tokens=4"], config_dirs=["tree"]) as decoder:
+        assert len(decoder.generate([1, 2, 3]).tokens) == 4
+    with pytest.raises(UserError, match="nowhere is not a folder"):
+        Decoder([RANDOM], config_dirs=["nowhere"])
+
+
+@dataclass(frozen=True)
+class Keys:
+    counts: Sequence[Count] = (1,)
+    name: Text = "law"
+
+
+@pytest.mark.parametrize(
+    ("words", "counts", "name"),
+    [
+        ([], (1,), "law"),
+        (["counts=[1,3]", "name=7"], [1, 3], "7"),
+        (["counts=1,3", "name=a b"], [1, 3], "a b"),
+        (["counts=4", 'name="a, (b)"'], [4], "a, (b)"),
+    ],
+)
+def test_every_command_reads_keys_in_the_grammar_of_hydra(words, counts, name) -> None:
+    folders, keys = read_values(["runs/seed=1", *words], Keys, "one folder")
+    assert (folders, keys) == (["runs/seed=1"], Keys(counts, name))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["a", "counts=0"], "counts[0]=0 cannot be used: it must be a whole number of at least 1"),
+        (["a", "nmae=b"], "did you mean name"),
+        (["a", "name=("], "put values with special characters in quotes"),
+        (["a", "b"], "give one folder, not 2"),
+    ],
+)
+def test_every_command_names_the_word_that_it_refuses(words, named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(named)):
+        read_values(words, Keys, "one folder")
 
 
 class TestTargets:

@@ -29,8 +29,7 @@ from specdec.certify.laws import (
 )
 from specdec.clocks import CONTROLLER, Work
 from specdec.clocks.meter import Meter
-from specdec.compose.presets import build
-from specdec.compose.workbench import Parts, Workbench
+from specdec.compose.workbench import Parts, Workbench, build
 from specdec.errors import UserError
 from specdec.interfaces import TreePolicy
 from specdec.models.frozen import FrozenModel

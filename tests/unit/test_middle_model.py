@@ -8,8 +8,7 @@ from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, parity_cases
 from specdec.certify.certify import certify
 from specdec.certify.subject import decode_cases
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
-from specdec.compose.build import plan_executor
-from specdec.compose.workbench import Parts, Workbench
+from specdec.compose.workbench import Parts, Workbench, plan_executor
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
 from specdec.pairs.random import build_random

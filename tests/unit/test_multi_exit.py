@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from experiments.ppsd.laws import eq4_speedup, eq6_speedup
-from specdec.compose.presets import build
-from specdec.compose.workbench import Workbench
+from specdec.compose.workbench import Workbench, build
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.serving.rules import ServingRules

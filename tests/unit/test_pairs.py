@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.compose.presets import build
-from specdec.compose.workbench import Workbench
+from specdec.compose.workbench import Workbench, build
 from specdec.config.hydra import compose_config
 from specdec.errors import UserError
 from specdec.pairs import PretrainedPair, build_pair

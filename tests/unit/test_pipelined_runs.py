@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.open.time_laws import flowspec_time, pipeinfer_time
-from specdec.compose.presets import build
-from specdec.compose.workbench import Parts
+from specdec.compose.workbench import Parts, build
 from tests.laws import one_class, one_class_bench, submitted_nodes
 from tests.states import new_request
 

@@ -9,8 +9,7 @@ import pytest
 from experiments.open.time_laws import pipespec_time
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Clock, CostCurve, LatencyProfile, SimulatedClock, Timeline
-from specdec.compose.presets import build
-from specdec.compose.workbench import Parts, Workbench
+from specdec.compose.workbench import Parts, Workbench, build
 from specdec.pairs import RandomPair, build_pair
 from specdec.sources import Background, DraftModelSource, ModelChain
 from specdec.state import RequestState

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdec.config.comparison import compose_comparison
-from specdec.config.job import run_job_of
+from specdec.config.job import compose_comparison, run_job_of
 from specdec.pairs.record import read_record
 from specdec.report import read_requests
 from specdec.runs.jobs import compare_jobs, run_job

@@ -1,18 +1,18 @@
-"""Run folders: their names, their stored configurations, locks and completeness."""
+"""Folders of results: their names, stored configurations, locks and completeness."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
 from traceback import format_exception
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from omegaconf import OmegaConf
@@ -25,6 +25,8 @@ try:
     import fcntl
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
+
+_T = TypeVar("_T")
 
 CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"
@@ -47,6 +49,43 @@ def safe_name(text: str) -> str:
     if name == text and len(name) <= _LONGEST_NAME:
         return name
     return f"{name[:_LONGEST_NAME]}-{sha256(text.encode()).hexdigest()[:8]}"
+
+
+def run_in(
+    folder: Path, config: Mapping[str, Any], result: str, work: Callable[[], _T]
+) -> _T | None:
+    """Does the work of a configuration in its folder; returns None if it was complete already.
+
+    Of work that is refused before its first result nothing is left, so that the corrected command
+    can use the same folder. Any other end is written to ``status.json``.
+
+    Args:
+        result: file that the work writes last; "" for work that is always repeated.
+
+    Raises:
+        UserError: the folder belongs to another configuration, or another process uses it.
+    """
+    existed, claimed = folder.is_dir(), (folder / CONFIG_FILE).exists()
+    try:
+        if claim(folder, config, result):
+            return None
+        with alone_in(folder):
+            try:
+                done = work()
+            except BaseException as error:
+                with suppress(OSError):  # the failure may be a full disk
+                    write_text(folder / STATUS_FILE, json.dumps(_failure(error), indent=1))
+                raise
+            write_text(folder / STATUS_FILE, json.dumps({"status": "ok", "error": ""}, indent=1))
+            return done
+    except UserError:
+        own = {CONFIG_FILE, STATUS_FILE}
+        if not claimed and folder.is_dir() and {p.name for p in folder.iterdir()} <= own:
+            for name in own:
+                (folder / name).unlink(missing_ok=True)
+            if not existed:
+                folder.rmdir()
+        raise
 
 
 def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
@@ -97,25 +136,6 @@ def _computed(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def leaving_nothing_if_refused(folder: Path) -> Iterator[None]:
-    """Removes what ``claim`` has put into a folder if the work is refused before its first result.
-
-    So the corrected command can use the same folder.
-    """
-    existed, claimed = folder.is_dir(), (folder / CONFIG_FILE).exists()
-    try:
-        yield
-    except UserError:
-        own = {CONFIG_FILE, STATUS_FILE}
-        if not claimed and folder.is_dir() and {p.name for p in folder.iterdir()} <= own:
-            for name in own:
-                (folder / name).unlink(missing_ok=True)
-            if not existed:
-                folder.rmdir()
-        raise
-
-
 def _is_complete(result: Path) -> bool:
     if not result.is_file():
         return False
@@ -147,19 +167,6 @@ def make_folder(folder: Path) -> None:
 
 def as_yaml(config: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
-
-
-@contextmanager
-def working_in(folder: Path) -> Iterator[None]:
-    """Locks the folder; at the end writes ok, interrupted or failed to its ``status.json``."""
-    with alone_in(folder):
-        try:
-            yield
-        except BaseException as error:
-            with suppress(OSError):  # the failure may be a full disk
-                write_text(folder / STATUS_FILE, json.dumps(_failure(error), indent=1))
-            raise
-        write_text(folder / STATUS_FILE, json.dumps({"status": "ok", "error": ""}, indent=1))
 
 
 @contextmanager
