@@ -123,7 +123,7 @@ class Endpoint:
         If the server does not count draft tokens, every chunk counts as a pass.
         """
         text = self._text_of(prompt) if self._options.prompt == "text" else None
-        body = {"model": self._model, "prompt": list(prompt) if text is None else text}
+        body: dict[str, Any] = {"model": self._model, "prompt": text or list(prompt)}
         body |= {"max_tokens": max_new_tokens, "stream": True}
         if text is None:
             body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}

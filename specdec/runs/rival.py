@@ -146,7 +146,7 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
     )
     if not runtime.dtypes:
         caveat += f". Another function than ar's: compare with {name}_generate"
-    about = {"runtime": f"{runtime.title} {opened['version']}", "caveat": caveat}
+    about: dict[str, Any] = {"runtime": f"{runtime.title} {opened['version']}", "caveat": caveat}
     about |= {"weight_bytes": weight_bytes, "lossy": not runtime.dtypes}
     return RivalBaseline.of(cfg, pair, stop, server=server, **about)
 
