@@ -102,7 +102,9 @@ def _requests(text: str, options: ReadOptions) -> Iterator[RequestLog]:
     note = "with the target's own token, since none is 0" if own else "without it, since one is 0"
     notes = (f"lengths of lists taken {note}",) if options.lengths == "auto" else ()
     for part in filter(None, lists):
-        yield replace(of_passes(_whole(part, own) - own, options.draft_tokens), notes=notes)
+        yield replace(
+            of_passes(_whole(part, "the list", own) - own, options.draft_tokens), notes=notes
+        )
 
 
 def _json(text: str) -> Any:
@@ -177,7 +179,7 @@ def _line(line: str) -> Node | None:
 def _vllm(node: Node, options: ReadOptions) -> RequestLog:
     longest = node.get("num_spec_tokens") or options.draft_tokens
     if node.get("per_step_accepted"):
-        return of_passes(_whole(node["per_step_accepted"]), longest)
+        return of_passes(_whole(node["per_step_accepted"], "per_step_accepted"), longest)
     return of_histogram(node["acceptance_histogram"], longest)
 
 
@@ -196,9 +198,9 @@ def _sglang(node: Node, options: ReadOptions) -> RequestLog:
 
 def _sglang_lengths(node: Node, _: ReadOptions) -> RequestLog:
     """Reads lists that count draft tokens if one of them is 0, and emitted tokens otherwise."""
-    accepted = _whole(node["accept_lengths"])
+    accepted = _whole(node["accept_lengths"], "accept_lengths")
     own = int(accepted.min() > 0)
-    return of_passes(accepted - own, _whole(node["verify_lengths"]) - own)
+    return of_passes(accepted - own, _whole(node["verify_lengths"], "verify_lengths") - own)
 
 
 def _llama_cpp(node: Node, options: ReadOptions) -> RequestLog:
@@ -217,7 +219,7 @@ def _lengths(key: str, node: Node, options: ReadOptions) -> RequestLog | None:
     if key == "pre_num":  # its first entry is the token from the prefill
         values, turns = values[1:], ()
     own = _own_token(values, options)
-    return of_passes(_whole(values, own) - own, options.draft_tokens, turns)
+    return of_passes(_whole(values, key, own) - own, options.draft_tokens, turns)
 
 
 def _trace(node: Node, options: ReadOptions) -> RequestLog:
@@ -225,7 +227,7 @@ def _trace(node: Node, options: ReadOptions) -> RequestLog:
 
     With ``draft_tokens``, passes are cut to chains of that length.
     """
-    emitted = _whole(node["acc_len"], 1)
+    emitted = _whole(node["acc_len"], "acc_len", 1)
     longest = options.draft_tokens or max(int(emitted.max()) - 1, 1)
     accepted, at = [], 0
     while at < len(emitted):
@@ -262,13 +264,16 @@ _READERS: dict[str, Callable[[Node, ReadOptions], RequestLog | None]] = {
 def _own_token(lengths: list[int], options: ReadOptions) -> int:
     """Returns 1 if the lengths count the target's own token, otherwise 0."""
     if options.lengths == "emitted" and 0 in lengths:
-        raise UserError("no length can be 0 with lengths=emitted; use lengths=accepted")
+        raise UserError(
+            "lengths=emitted counts the target's own token, so no length can be 0; use"
+            " lengths=accepted"
+        )
     return int(options.lengths != "accepted" and 0 not in lengths)
 
 
-def _whole(values: Any, least: int = 0) -> IntArray:
+def _whole(values: Any, key: str, least: int = 0) -> IntArray:
     if not values or not all(type(v) is int and least <= v <= _MOST for v in values):
-        raise UserError(f"accepted lengths must be whole numbers from {least} to {_MOST}")
+        raise UserError(f"{key} must be a list of whole numbers from {least} to {_MOST}")
     return np.array(values)
 
 

@@ -77,7 +77,7 @@ def of_rates(passes: float, rates: Sequence[float]) -> RequestLog:
     """Returns a request in which ``rates[i]`` of the passes accepted the draft token at depth i."""
     falls = -np.diff([1.0, *rates, 0.0])
     if not (falls >= -0.02).all() or not min(rates) >= 0:
-        raise UserError(f"acceptance by position must fall from at most 1 to at least 0: {rates}")
+        raise UserError(f"acceptance by position {rates} must fall from at most 1 to at least 0")
     return of_histogram(passes * np.maximum(falls, 0.0), len(rates))
 
 

@@ -58,8 +58,7 @@ def rank_vector(name: str, shares: Sequence[float] | FloatArray, miss: float) ->
     total = float(array.sum()) + miss
     if not 0.97 <= total <= 1.03 or (array < 0).any() or len(array) < 2:
         raise UserError(
-            f"{len(array)} shares of ranks, which must be at least 0, sum to {total:.3f} with the"
-            " miss share, not 1: correct the file"
+            f"shares of ranks must be at least 0 and sum to 1 with the miss share, not {total:.3f}"
         )
     return RankVector(name=name, shares=array / total, miss=miss / total)
 

@@ -123,8 +123,8 @@ class Endpoint:
         If the server does not count draft tokens, every chunk counts as a pass.
         """
         text = self._text_of(prompt) if self._options.prompt == "text" else None
-        body: dict[str, Any] = {"model": self._model, "prompt": text or list(prompt)}
-        body |= {"max_tokens": max_new_tokens, "stream": True}
+        body: dict[str, Any] = {"model": self._model, "max_tokens": max_new_tokens, "stream": True}
+        body["prompt"] = list(prompt) if text is None else text
         if text is None:
             body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
         body["temperature"] = sampling["temperature"]
