@@ -81,6 +81,12 @@ class ModelOptions:
         special = self.special()
         special += [("backend", "onnx", "eager")] if self.backend == "onnx" else []
         for name, value, plain in special if self.exact else ():
+            if name == "quantization" and self.backend == "onnx":
+                raise UserError(
+                    f"model.quantization={value} gives a row other bits in passes of other numbers"
+                    " of rows (docs/backends.md), which model.exact=true forbids: use"
+                    " model.quantization=none with model.backend=eager, or model.exact=false"
+                )
             raise UserError(
                 f"model.{name}={value} is not proved to give a row the same bits in every pass,"
                 f" which model.exact=true needs: use model.{name}={plain}, or model.exact=false"
