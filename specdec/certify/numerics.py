@@ -1,17 +1,21 @@
 """Checks the configured models in the configured precision, with a tolerance for ties.
 
 Batched and single-token passes round differently, so outputs may differ where two tokens are
-equally good up to rounding. At the first difference of each prompt, the distance by which plain
-decoding missed the other token is compared with the measured effect of batching on the logits: up
-to it the difference is a *tie*, beyond it a fault.
+equally good up to rounding. Each token is compared with that of plain decoding after the same
+tokens. Where it differs, the distance by which plain decoding missed it is compared with the
+measured effect of batching on the logits: up to it the difference is a *tie*, beyond it a fault.
+
+Plain decoding is that of the torch model. A quantised target in ONNX Runtime rounds activations
+too, which no torch model does: its reference is its own session with one row per pass, and the
+effect of batching is measured at the position of the difference.
 
 Shape letters: V vocabulary, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,9 +23,17 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.certify.cases import GREEDY, Case
-from specdec.certify.oracle import plain_decode, processed, reference_probs, target_draw
+from specdec.certify.oracle import (
+    plain_decode,
+    processed,
+    reference_probs,
+    reference_reason,
+    reference_token,
+    target_draw,
+)
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Decoded, Subject, decode_cases
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.metrics.compare import first_difference
 from specdec.models.slicing import cache_argument
@@ -32,6 +44,7 @@ from specdec.state import StopRules
 from specdec.types import BoolArray, FloatArray, Lossless
 
 NUM_PROMPTS = 3
+ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
 MAX_NEW_TOKENS = 24
 _MAX_PROMPT_TOKENS = 64
 
@@ -189,6 +202,7 @@ def numerics(subject: Subject) -> Check:
     except UserError as refusal:
         raise CannotCompose(str(refusal)) from refusal
     assert isinstance(pair, HuggingFacePair)
+    bits = pair.options.bits_of("target")
     params = subject.sampling if subject.claims is Lossless.TOKEN else GREEDY
     stop = stop_rules(cfg, pair)
     cases = [
@@ -204,31 +218,97 @@ def numerics(subject: Subject) -> Check:
         )
     finally:
         parts.executor.shutdown()
-    comparisons = [_compare(subject, pair.target, case, outputs[case.id]) for case in cases]
+    measure = _torch_passes(pair) if bits is None else _session_passes(pair)
+    comparisons = [_compare(subject, measure, case, outputs[case.id]) for case in cases]
     if subject.claims is Lossless.LOSSY:
-        texts = [c.text for c in comparisons if c.text]
+        texts = [c.texts[0] for c in comparisons if c.texts]
         if not texts:
             detail = f"{len(comparisons)} prompts happen to equal plain decoding"
             return Check("numerics", None, detail)
         number = f"{len(texts)} of {len(comparisons)} prompts differ"
         return Check("numerics", False, f"lossy: {number}; {joined_details(texts)}")
-    error = max(c.error for c in comparisons)
-    ties = [c.text for c in comparisons if c.text and c.tied]
-    faults = [c.text for c in comparisons if c.text and not c.tied]
-    measured = f"batched and single-token logits differ by up to {error:.1e}"
-    label = f"{pair.dtype}, {len(cases)} prompts"
+    measured = _measured(bits, [c.passes for c in comparisons])
+    label = f"{pair.dtype if bits is None else f'int{bits}'}, {len(cases)} prompts"
+    faults = [c.texts[-1] for c in comparisons if c.faulty]
     if faults:
         return Check("numerics", False, f"{label}: {joined_details(faults)}; {measured}")
-    equal = f"{len(cases) - len(ties)} equal plain decoding"
-    rest = f"{len(ties)} ties: {joined_details(ties)}" if ties else "no ties"
+    ties = [text for c in comparisons for text in c.texts]
+    equal = f"{sum(not c.texts for c in comparisons)} equal plain decoding"
+    rest = "no ties"
+    if ties:
+        tokens = sum(len(outputs[case.id].output) for case in cases)
+        rate = f"{len(ties)} ties in {tokens} tokens ({1000 * len(ties) / tokens:.1f} per 1,000)"
+        rest = f"{rate}: {joined_details(ties)}"
     return Check("numerics", True, f"{label}: {equal}, {rest}; {measured}")
 
 
 @dataclass(frozen=True, slots=True)
+class Passes:
+    """Logits of one sequence by passes of one row, and what passes of more rows change.
+
+    Attributes:
+        rows: float64[T, V], the logits after each token.
+        errors: float64[T], the largest change of a logit by passes of more rows.
+        changed: number of rows in a pass -> float64[T], largest change of a logit; 0: equal bits.
+    """
+
+    rows: FloatArray
+    errors: FloatArray
+    changed: Mapping[int, FloatArray] = field(default_factory=dict)
+
+
+def _torch_passes(pair: HuggingFacePair) -> Callable[[tuple[int, ...]], Passes]:
+    def passes(tokens: tuple[int, ...]) -> Passes:
+        single = SingleToken(pair.target)
+        single(tokens)
+        error = batching_error(pair.target, tokens, single.rows)
+        return Passes(np.stack(single.rows), np.full(len(tokens), error))
+
+    return passes
+
+
+def _session_passes(pair: HuggingFacePair) -> Callable[[tuple[int, ...]], Passes]:
+    """The session itself is the reference: no torch model rounds activations as it does."""
+    runner = pair.runner("target", Meter())
+
+    def logits(tokens: tuple[int, ...], size: int) -> FloatArray:
+        cache, found = runner.new_cache(len(tokens)), []
+        for start in range(0, len(tokens), size):
+            part = np.array(tokens[start : start + size])
+            output = runner.forward([cache.rows(prefix_tokens=part)])
+            assert output.logits is not None
+            found.append(output.logits.to(torch.float64).numpy())
+        return np.concatenate(found)
+
+    def passes(tokens: tuple[int, ...]) -> Passes:
+        rows = logits(tokens, 1)
+        sizes = (*ROW_COUNTS, len(tokens))
+        changed = {size: np.abs(logits(tokens, size) - rows).max(1) for size in sizes}
+        return Passes(rows, np.max([*changed.values()], 0), changed)
+
+    return passes
+
+
+def _measured(bits: int | None, passes: Sequence[Passes]) -> str:
+    if bits is None:
+        error = max(p.errors.max() for p in passes)
+        return f"batched and single-token logits differ by up to {error:.1e}"
+    parts = []
+    for size in ROW_COUNTS:
+        changed = np.concatenate([p.changed[size] for p in passes])
+        parts.append(f"{size} rows: {np.mean(changed > 0.0):.0%}, by up to {changed.max():.1e}")
+    largest = max(np.abs(p.rows).max() for p in passes)
+    return (
+        f"logits that differ in bits from a pass of one row, in passes of {'; '.join(parts)}"
+        f" (largest logit {largest:.3g})"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class _OutputComparison:
-    text: str  # describes the first difference; empty if the outputs are equal
-    tied: bool  # whether that difference is a tie
-    error: float  # largest change of a logit by batching
+    texts: Sequence[str]  # the differences, up to the first that is no tie
+    faulty: bool  # whether the last one is no tie
+    passes: Passes
 
 
 def plain_output(subject: Subject, single: SingleToken, case: Case) -> Decoded:
@@ -243,35 +323,38 @@ def plain_output(subject: Subject, single: SingleToken, case: Case) -> Decoded:
 
 
 def _compare(
-    subject: Subject, model: PreTrainedModel, case: Case, decoded: Decoded
+    subject: Subject, measure: Callable[[tuple[int, ...]], Passes], case: Case, decoded: Decoded
 ) -> _OutputComparison:
-    single = SingleToken(model)
-    expected = plain_output(subject, single, case)
-    sequence = (*case.prompt, *expected.output[:-1])
-    error = batching_error(model, sequence, single.rows)
-    at = first_difference(decoded.output, expected.output)
-    if at is None:
-        return _OutputComparison("", True, error)
-    text = _difference(case, decoded, expected, at)
-    if at >= len(decoded.output) or at >= len(expected.output):
-        return _OutputComparison(text, False, error)
-    prefix = (*case.prompt, *expected.output[:at])
-    logits = processed(single.rows[len(prefix) - 1], case.sampling, prefix)
-    draw = target_draw(subject.seed, case.id, len(prefix))
-    nearest = distance(logits, case.sampling, draw, decoded.output[at], error)
-    how = "a tie" if nearest.is_tie else "beyond"
-    text += f", {nearest.kind} {nearest.value:.1e} ({how} {nearest.allowance:.1e})"
-    return _OutputComparison(text, nearest.is_tie, error)
+    """Compares each token with the one of plain decoding after the same tokens."""
+    output, texts = decoded.output, list[str]()
+    passes = measure((*case.prompt, *output[:-1]))
+    for at, token in enumerate(output):
+        prefix = (*case.prompt, *output[:at])
+        last = len(prefix) - 1
+        logits = processed(passes.rows[last], case.sampling, prefix)
+        draw = target_draw(subject.seed, case.id, len(prefix))
+        expected = reference_token(logits, case.sampling, draw)
+        if token != expected:
+            nearest = distance(logits, case.sampling, draw, token, float(passes.errors[last]))
+            how = "a tie" if nearest.is_tie else "beyond"
+            texts.append(
+                f"{_difference(case, decoded, (*output[:at], expected), at)}, {nearest.kind}"
+                f" {nearest.value:.1e} ({how} {nearest.allowance:.1e})"
+            )
+            if not nearest.is_tie:
+                return _OutputComparison(texts, True, passes)
+        ends = reference_reason(output[: at + 1], case.stop) is not None
+        if ends != (at == len(output) - 1):
+            texts.append(f"{case.label}, token {at + 1}: one output ends")
+            return _OutputComparison(texts, True, passes)
+    return _OutputComparison(texts, not output, passes)
 
 
-def _difference(case: Case, decoded: Decoded, expected: Decoded, at: int) -> str:
+def _difference(case: Case, decoded: Decoded, expected: Sequence[int], at: int) -> str:
     where = f"{case.label}, token {at}"
-    if at >= min(len(decoded.output), len(expected.output)):
+    if at >= min(len(decoded.output), len(expected)):
         return f"{where}: one output ends"
-    return (
-        f"{where}: {decoded.output[at]} from {decoded.proposer(at)} instead of"
-        f" {expected.output[at]}"
-    )
+    return f"{where}: {decoded.output[at]} from {decoded.proposer(at)} instead of {expected[at]}"
 
 
 def _limited(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,7 +403,7 @@ def exact_dtype(subject: Subject) -> Check:
         outputs = decode_cases(parts, cases, batch_size=subject.batch_size, prefill_chunk=chunk)
     compared = [(case, outputs[case.id], expected[case.id]) for case in cases]
     problems = [
-        _difference(case, decoded, other, at)
+        _difference(case, decoded, other.output, at)
         for case, decoded, other in compared
         if (at := first_difference(decoded.output, other.output)) is not None
     ]

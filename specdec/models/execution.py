@@ -14,6 +14,7 @@ class Execution:
         kernels: "torch"; "triton" for a fused SwiGLU; "packed" for weights in oneDNN's layout, on a
             CPU.
         backend: "eager" for PyTorch, "onnx" for ONNX Runtime.
+        bits: of the weights of quantised matrices in ONNX Runtime; None: float32.
         exact: whether a row's bits must not depend on the other rows.
     """
 
@@ -21,6 +22,7 @@ class Execution:
     kernels: str = "torch"
     compile: bool = False
     backend: str = "eager"
+    bits: int | None = None
     exact: bool = False
 
 

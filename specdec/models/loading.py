@@ -30,6 +30,7 @@ from transformers.utils import logging
 from specdec.errors import UserError
 from specdec.models.config_values import config_value
 from specdec.models.inspection import ModelInfo, inspect_model
+from specdec.models.packing import packed_bytes
 from specdec.models.quantize import Quantization, WeightFormat, quantize, share_of, share_plan
 from specdec.models.slicing import layers_name
 
@@ -129,10 +130,15 @@ def _whole(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTraine
     return model
 
 
-def weight_bytes(model: ModelInfo | str | Path, dtype: str) -> int:
-    """Returns the bytes of a model's weights in memory (tied ones once), without loading them."""
+def weight_bytes(model: ModelInfo | str | Path, dtype: str, bits: int | None = None) -> int:
+    """Returns the bytes of a model's weights in memory (tied ones once), without loading them.
+
+    ``bits`` of a weight in sessions of ONNX Runtime; None: they have the ``dtype``.
+    """
     info = inspect_model(model)
     shape = _empty(info, _config(info), torch_dtype(dtype))
+    if bits:
+        return packed_bytes(shape, bits)
     return sum(p.numel() * p.element_size() for p in shape.parameters())
 
 

@@ -304,7 +304,8 @@ def make_backend(layers: ModelSlice, attention: str, execution: Execution) -> Ba
     eager = Eager(layers, attention, _forward(layers, execution))
     captures = _captures(execution.graphs, layers.spec.device)
     if execution.backend == "onnx":
-        backend: Backend = backend_module("specdec.models.onnx.passes").Onnx(eager)
+        onnx = backend_module("specdec.models.onnx.passes")
+        backend: Backend = onnx.Onnx(eager, execution.bits)
     elif execution.exact:
         backend = backend_module("specdec.models.backends.exact").Exact(eager)
     elif captures is not None:

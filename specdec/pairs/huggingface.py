@@ -29,7 +29,8 @@ from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
 from specdec.models.loading import DTYPES
 from specdec.models.onnx.support import problem as onnx_problem
-from specdec.models.quantize import num_bytes, sharded
+from specdec.models.packing import packed_bytes, round_weights
+from specdec.models.quantize import num_bytes, quantize, sharded
 from specdec.models.runner import ModelRunner, check_family
 from specdec.models.slicing import final_norm
 from specdec.models.vocabulary import Vocabulary
@@ -102,6 +103,13 @@ class HuggingFacePair(ModelPair):
         model: PreTrainedModel = getattr(self, name)
         return model
 
+    def quantised(self, model: PreTrainedModel, name: str) -> PreTrainedModel:
+        """Quantises the weights of the model ``name`` in place, for the backend that runs it."""
+        if self.options.backend != "onnx":
+            return quantize(model, self.options.format_of(name))
+        bits = self.options.bits_of(name)
+        return round_weights(model, bits) if bits else model
+
     def plain_model(self, name: str) -> PreTrainedModel:
         """Returns the model before quantisation; pairs that quantise create it again."""
         return self.model(name)
@@ -151,7 +159,11 @@ class HuggingFacePair(ModelPair):
 
     @cached_property
     def weight_bytes(self) -> Mapping[str, int]:
-        return {name: num_bytes(self.model(name)) for name in self.names}
+        return {name: self._stored_bytes(name) for name in self.names}
+
+    def _stored_bytes(self, name: str) -> int:
+        bits = self.options.bits_of(name)
+        return packed_bytes(self.model(name), bits) if bits else num_bytes(self.model(name))
 
     @cached_property
     def head_cost(self) -> float:
@@ -171,7 +183,7 @@ class HuggingFacePair(ModelPair):
         return self.model_share("target", group)
 
     def model_share(self, name: str, group: Collective) -> PreTrainedModel:
-        return sharded(self.plain_model(name), group, self.options.quantization)
+        return sharded(self.plain_model(name), group, self.options.format_of(name))
 
     def stage(
         self,
@@ -222,6 +234,7 @@ class HuggingFacePair(ModelPair):
                 kernels=options.kernels,
                 compile=options.compile,
                 backend=self.backend,
+                bits=options.bits_of(name),
                 exact=exact,
             )
         elif options.backend == "onnx":

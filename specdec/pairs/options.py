@@ -30,6 +30,8 @@ _PLAIN = {
 }
 """Option -> values with which a pass is PyTorch's own, with dense attention."""
 
+_BITS = {"none": None, "int8": 8, "int4": 4}
+
 _BUILDERS = {
     "pretrained": "specdec.pairs.pretrained.build_pretrained",
     "random": "specdec.pairs.random.build_random",
@@ -51,7 +53,8 @@ class ModelOptions:
         attention: a value of ``specdec.attention.backends.Attention``, or auto (``triton``
             on a CUDA device with Triton, else ``dense``).
         graphs, kernels, compile: see ``specdec.models.execution.Execution``.
-        quantization: a value of ``specdec.models.quantize.Quantization``.
+        quantization: a value of ``specdec.models.quantize.Quantization``, for all models; with
+            ``draft_`` before it for all but the target.
         backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can run
             each of them with the other options.
         exit_layer: number of layers before the early exit; None for no exit.
@@ -68,7 +71,7 @@ class ModelOptions:
     graphs: Literal["off", "auto", "cuda", "replay"] = "off"
     kernels: Literal["torch", "triton", "packed"] = "torch"
     compile: bool = False
-    quantization: Literal["none", "int8", "int4"] = "none"
+    quantization: Literal["none", "int8", "int4", "draft_int8", "draft_int4"] = "none"
     backend: Literal["eager", "onnx", "auto"] = "eager"
     exit_layer: Count | None = None
     exit_head: Literal["norm", "transformer"] = "transformer"
@@ -78,6 +81,12 @@ class ModelOptions:
         special = self.special()
         special += [("backend", "onnx", "eager")] if self.backend == "onnx" else []
         for name, value, plain in special if self.exact else ():
+            if name == "quantization" and self.backend == "onnx":
+                raise UserError(
+                    f"model.quantization={value} gives a row other bits in passes of other numbers"
+                    " of rows (docs/backends.md), which model.exact=true forbids: use"
+                    " model.quantization=none with model.backend=eager, or model.exact=false"
+                )
             raise UserError(
                 f"model.{name}={value} is not proved to give a row the same bits in every pass,"
                 f" which model.exact=true needs: use model.{name}={plain}, or model.exact=false"
@@ -91,12 +100,26 @@ class ModelOptions:
             if (value := getattr(self, name)) not in plain
         ]
 
+    def format_of(self, name: str) -> str:
+        """Returns the value of ``Quantization`` of a model ("target", "draft", ...)."""
+        only, _, kind = self.quantization.rpartition("_")
+        return "none" if only and name == "target" else kind
+
+    def bits_of(self, name: str) -> int | None:
+        """Returns the bits of a model's weights in ONNX Runtime; None: not quantised there."""
+        # Heads of exits have weights of their own, which are not rounded.
+        kind = "none" if self.backend != "onnx" or name == "exit" else self.format_of(name)
+        return _BITS[kind]
+
     def onnx_or_eager(self, reasons: Sequence[str | None]) -> str:
         """Chooses what runs the passes: "onnx" or "eager".
 
         ``reasons`` state why ONNX Runtime cannot run a model; None stands for one that it can run.
         """
-        options = [f"{name}={value}" for name, value, _ in self.special()]
+        # "auto" does not choose onnx for quantised models: a tensor-parallel group would run the
+        # same models with torchao's weights, which are others.
+        has = ("quantization",) if self.backend == "onnx" else ()
+        options = [f"{name}={value}" for name, value, _ in self.special() if name not in has]
         options += ["exact=true"] if self.exact else []
         problems = [*reasons, *(f"it has no model.{option}" for option in options)]
         reason = next(filter(None, problems), None)

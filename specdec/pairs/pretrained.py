@@ -117,7 +117,7 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def target(self) -> PreTrainedModel:
-        return self._load(self.info)
+        return self._load("target")
 
     @cached_property
     def draft(self) -> PreTrainedModel:
@@ -126,33 +126,35 @@ class PretrainedPair(HuggingFacePair):
                 "this strategy needs a draft model; give model.draft=PATH (same tokenizer as the"
                 " target) or a source without one, e.g. source=prompt_lookup"
             )
-        return self._load(self._infos["draft"])
+        return self._load("draft")
 
     @cached_property
     def middle(self) -> PreTrainedModel:
-        info = self._infos.get("middle")
-        return super().middle if info is None else self._load(info)
+        return self._load("middle") if "middle" in self._infos else super().middle
 
     @cached_property
     def translated(self) -> PreTrainedModel:
-        return self._load(self._translated_info())
+        self._translated_info()  # refuses
+        return self._load(TRANSLATED)
 
     def _load(
         self,
-        info: ModelInfo,
+        name: str,
         layers: tuple[int, int] | None = None,
         group: Collective | None = None,
     ) -> PreTrainedModel:
         """Loads a whole model, only some of its layers, or only this rank's shares of them."""
-        return load_model(
-            info,
+        bits = self.options.bits_of(name)
+        loaded = load_model(
+            self._infos[name],
             dtype=self.dtype,
             device=self.device,
             layers=layers,
             group=group,
-            quantization=self.options.quantization,
+            quantization=Quantization.NONE if bits else self.options.format_of(name),
             loaded_before=self._weights,
         )
+        return self.quantised(loaded, name) if bits else loaded
 
     def _translated_info(self) -> ModelInfo:
         if TRANSLATED not in self._infos:
@@ -181,16 +183,16 @@ class PretrainedPair(HuggingFacePair):
     def part(self, first: int, last: int) -> PreTrainedModel:
         if self._runs_target or last - first == self.num_layers:
             return self.target
-        return self._load(self.info, (first, last))
+        return self._load("target", (first, last))
 
     def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
-        return self._load(self.info, (first, last), group)
+        return self._load("target", (first, last), group)
 
     def model_share(self, name: str, group: Collective) -> PreTrainedModel:
         info = self._infos.get(name)
         if info is None:
             return super().model_share(name, group)  # raises: there is no such model
-        return self._load(info, (0, info.num_layers), group)
+        return self._load(name, (0, info.num_layers), group)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -206,22 +208,23 @@ class PretrainedPair(HuggingFacePair):
 
         Quantised layers are taken to shrink as much as the layer in the middle does.
         """
-        sizes = {name: self._bytes(info) for name, info in self._infos.items()}
+        sizes = {name: self._bytes(name, info) for name, info in self._infos.items()}
         if self._eagle is not None and (head := self.eagle_files) is not None:
             num = head.num_weights + head.num_shared(self.info.vocab_size)
             sizes["eagle"] = num * torch_dtype(self.dtype).itemsize
         return sizes
 
-    def _bytes(self, info: ModelInfo) -> int:
-        plain = weight_bytes(info, self.dtype)
-        if self.options.quantization == Quantization.NONE:
+    def _bytes(self, name: str, info: ModelInfo) -> int:
+        bits, kind = self.options.bits_of(name), self.options.format_of(name)
+        plain = weight_bytes(info, self.dtype, bits)
+        if bits or kind == Quantization.NONE:
             return plain
         number = info.num_layers // 2
         one = (number, number + 1)
         part = load_model(info, dtype=self.dtype, device=self.device, layers=one)
         layers = part.get_submodule(layers_name(part))
         in_layers, in_one = num_bytes(layers), num_bytes(layers.get_submodule(str(number)))
-        quantize(part, self.options.quantization)
+        quantize(part, kind)
         share = num_bytes(layers.get_submodule(str(number))) / in_one
         return plain - in_layers + round(in_layers * share)
 

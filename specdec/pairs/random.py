@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from specdec.errors import UserError
 from specdec.models.eagle import EagleHead
 from specdec.models.eagle_loading import fit_head
-from specdec.models.quantize import Quantization, quantize
+from specdec.models.quantize import Quantization
 from specdec.models.random import random_model, window_options
 from specdec.models.vocabulary import (
     TRANSLATED,
@@ -99,23 +99,24 @@ class RandomPair(HuggingFacePair):
 
     @cached_property
     def target(self) -> PreTrainedModel:
-        return quantize(self._new_model("target"), self.options.quantization)
+        return self.quantised(self._new_model("target"), "target")
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         """The target's first layers, so that proposals are often right and often wrong."""
-        return quantize(self._new_model("draft"), self.options.quantization)
+        return self.quantised(self._new_model("draft"), "draft")
 
     @cached_property
     def middle(self) -> PreTrainedModel:
         if "middle" not in self.names:
             return super().middle
-        return quantize(self._new_model("middle"), self.options.quantization)
+        return self.quantised(self._new_model("middle"), "middle")
 
     @cached_property
     def translated(self) -> PreTrainedModel:
         """The draft with another tokenizer: renumbered, without some tokens, with some new ones."""
-        return with_vocabulary(self.draft, self._other[1])
+        renumbered = with_vocabulary(self._new_model("draft"), self._other[1])
+        return self.quantised(renumbered, TRANSLATED)
 
     def vocabulary(self, name: str) -> Vocabulary:
         described, size = simple_tokenizer(self.vocab_size), self.vocab_size

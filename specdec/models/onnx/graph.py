@@ -12,7 +12,7 @@ computed, E hidden size, H query heads, G key/value heads, D head size, V vocabu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.models.exits import ReducedOutput
 from specdec.models.onnx.support import head_size
+from specdec.models.packing import BLOCK, packed
 from specdec.models.runner import ModelSlice
 from specdec.models.slicing import final_norm, layers_name
 from specdec.types import HiddenName
@@ -30,6 +31,7 @@ from specdec.types import HiddenName
 _OPSET, _IR_VERSION = 18, 10
 _MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
 _FLOAT, _INT64, _INT32 = 1, 7, 6  # of onnx.TensorProto
+QUANTISED = "MatMulNBits"
 
 
 def mask_name(window: int | None) -> str:
@@ -43,7 +45,7 @@ class Graph:
 
     Attributes:
         model: serialised ``onnx.ModelProto``; its initializers are external data.
-        weights: name -> float32 array of every large initializer.
+        weights: name -> array of every large initializer, float32 or packed codes.
         hidden_names: outputs that are hidden states [R, E]: the slice's output, then captured ones.
     """
 
@@ -52,16 +54,31 @@ class Graph:
     hidden_names: tuple[str, ...]
 
 
+def with_exact_products(graph: Graph) -> Graph:
+    """Returns the graph with float32 activations in quantised products (slow; for comparisons)."""
+    from onnx import ModelProto
+
+    model = ModelProto.FromString(graph.model)
+    for node in model.graph.node:
+        for attribute in node.attribute if node.op_type == QUANTISED else ():
+            if attribute.name == "accuracy_level":
+                attribute.i = 0
+    return replace(graph, model=model.SerializeToString())
+
+
 def epsilon(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
-def build_graph(layers: ModelSlice) -> Graph:
-    """Writes the pass of a slice as a graph; its family must be in ``FAMILIES``."""
+def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
+    """Writes the pass of a slice as a graph; its family must be in ``FAMILIES``.
+
+    ``bits`` of a weight in linear layers and the output head; None: float32.
+    """
     model, num_layers = layers.model, len(layers.options)
     config, rotary = model.config.get_text_config(), model.base_model.rotary_emb
     states = list(dict.fromkeys([layers.output, *layers.capture]))
-    writer = GraphWriter(config, rotary, layers.options)  # type: ignore[arg-type]
+    writer = GraphWriter(config, rotary, layers.options, bits)  # type: ignore[arg-type]
     if layers.is_first:
         table = writer.weight("embeddings", model.get_input_embeddings().weight)
         stream = writer.op("Gather", table, writer.declare_indices("tokens", [1, "R"]))
@@ -100,6 +117,7 @@ class GraphWriter:
     Attributes:
         rotary: the module of the rotary embeddings; None in a graph without attention.
         options: layer of the graph -> scaling and window of its attention. Default: none.
+        bits: of a weight in matrices of ``linear``; None: they are float32.
         norms: id of a norm's module -> name of its weight.
         hidden_names: outputs that are hidden states, in order.
     """
@@ -107,6 +125,7 @@ class GraphWriter:
     config: PreTrainedConfig
     rotary: Callable[..., Any] | None = None
     options: Mapping[int, ScoreOptions] = field(default_factory=dict)
+    bits: int | None = None
     weights: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     nodes: list[Any] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
@@ -165,13 +184,31 @@ class GraphWriter:
 
     def linear(self, name: str, parts: Sequence[nn.Linear], value: str) -> str:
         """Multiplies by the concatenated weights of several layers that read the same value."""
-        if f"{name}.weight" not in self.weights:
-            self.weight(f"{name}.weight", torch.cat([part.weight for part in parts]).T)
-        product = self.op("MatMul", value, f"{name}.weight")
+        product = self.product(f"{name}.weight", parts, value)
         if parts[0].bias is None:
             return product
         bias = torch.cat([part.bias for part in parts])
         return self.op("Add", product, self.weight(f"{name}.bias", bias))
+
+    def product(self, name: str, parts: Sequence[nn.Linear], value: str) -> str:
+        known = name in self.weights
+        weight = Tensor() if known else torch.cat([part.weight for part in parts])
+        if self.bits is None:
+            return self.op("MatMul", value, name if known else self.weight(name, weight.T))
+        if not known:
+            self.weights[name], self.weights[f"{name}.scales"] = packed(weight, self.bits)
+        return self.op(
+            QUANTISED,
+            value,
+            name,
+            f"{name}.scales",
+            domain=_MICROSOFT,
+            K=parts[0].in_features,
+            N=sum(part.out_features for part in parts),
+            bits=self.bits,
+            block_size=BLOCK,
+            accuracy_level=4,  # activations are rounded to 8 bits: the fast kernels
+        )
 
     def spread(self, logits: str, places: list[int]) -> str:
         """Maps logits of a draft vocabulary to those of all tokens (``exits.spread``)."""
@@ -277,7 +314,8 @@ class GraphWriter:
 
         external = []
         for name, array in self.weights.items():
-            entry = TensorProto(name=name, data_type=_FLOAT, dims=array.shape)
+            kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+            entry = TensorProto(name=name, data_type=kind, dims=array.shape)
             entry.data_location = TensorProto.EXTERNAL
             entry.external_data.add(key="location", value="memory")
             external.append(entry)

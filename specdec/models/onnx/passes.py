@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.attention.tree_attention import Rows, TreeCache
 from specdec.errors import UserError
-from specdec.models.onnx.graph import build_graph
+from specdec.models.onnx.graph import build_graph, with_exact_products
 from specdec.models.onnx.session import Array, CacheSession
 from specdec.models.onnx.support import problem
 from specdec.models.runner import (
@@ -35,22 +35,28 @@ _ONE_ROW: IntArray = np.zeros(1, np.int64)
 class Onnx(Backend):
     """Runs every pass in one ONNX Runtime session, one request after another."""
 
-    def __init__(self, eager: Eager) -> None:
-        """Builds the session and compares a few tokens with eager passes."""
+    def __init__(self, eager: Eager, bits: int | None = None) -> None:
+        """Builds the session and compares a few tokens with eager passes.
+
+        With ``bits`` the eager model has rounded weights (``specdec.models.packing``), and the
+        compared session is one that does not round activations as well.
+        """
         self.layers = layers = eager.layers
         config = layers.model.config.get_text_config()
         reason = problem(config, layers.spec.dtype, layers.spec.device)
         if reason:
             raise UserError(f"model.backend=onnx cannot be used: {reason}; use model.backend=eager")
-        graph = build_graph(layers)
+        graph = build_graph(layers, bits)
         states = list(dict.fromkeys([layers.output, *layers.capture]))
         self._captured = [(name, states.index(name)) for name in layers.capture]
         self._outputs = graph.hidden_names
         self._hidden_size, self._vocab_size = layers.hidden_size, layers.vocab_size
         windows = {option.window for option in layers.options.values()}
-        self._session = CacheSession(graph, windows)
+        self._session = CacheSession(with_exact_products(graph) if bits else graph, windows)
         with torch.inference_mode():
             refuse_wrong(self._sample(self), self._sample(eager), "model")
+        if bits:
+            self._session = CacheSession(graph, windows)
 
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None

@@ -1,0 +1,74 @@
+"""Quantised weights of ONNX Runtime's MatMulNBits: blocks of 32 inputs with one scale each.
+
+A weight is scale * code, with codes from -2^(bits - 1) to 2^(bits - 1) - 1. The value of largest
+magnitude in a block has the lowest code, so that rounding a rounded matrix changes nothing.
+
+Shape letters: N outputs, K inputs, B = ceil(K / 32) blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+BLOCK = 32
+_ROWS = 8192  # of a matrix that are quantised at once, which bounds the memory of large ones
+
+
+def packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Returns MatMulNBits' codes uint8[N, B, 32 bits / 8] and scales float32[N, B] of [N, K].
+
+    Stored codes are 2^(bits - 1) higher; of two codes in a byte the first has the low bits.
+    """
+    parts = [_blocks(rows, bits) for rows in weight.split(_ROWS)]
+    codes = torch.cat([(codes + 2 ** (bits - 1)).to(torch.uint8) for codes, _ in parts])
+    if bits == 4:
+        codes = codes[..., ::2] | codes[..., 1::2] << 4
+    return codes.contiguous().numpy(), torch.cat([scales[..., 0] for _, scales in parts]).numpy()
+
+
+def rounded(weight: Tensor, bits: int) -> Tensor:
+    """Returns the values of the quantised matrix, [N, K]."""
+    parts = [codes * scales for codes, scales in (_blocks(r, bits) for r in weight.split(_ROWS))]
+    return torch.cat(parts).flatten(1)[:, : weight.shape[1]].to(weight.dtype)
+
+
+def _blocks(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Returns codes [N, B, 32] around 0 and scales [N, B, 1], both as floats."""
+    values = pad(weight.detach().float(), (0, -weight.shape[1] % BLOCK))
+    blocks, half = values.reshape(len(values), -1, BLOCK), 2 ** (bits - 1)
+    scales = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -half
+    codes = (blocks / scales).nan_to_num(0.0).round()  # 0 / 0 in a block of zeros
+    return codes.clamp(-half, half - 1), scales
+
+
+def round_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    """Rounds the weights of all linear layers in place, except those on the meta device.
+
+    Sessions pack these values without a further error, and PyTorch's passes have the same weights.
+    An output head that shares the embedding's matrix gets one of its own; embeddings stay as they
+    are.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not module.weight.is_meta:
+            module.weight = nn.Parameter(rounded(module.weight, bits), requires_grad=False)
+    return model
+
+
+def packed_bytes(model: nn.Module, bits: int) -> int:
+    """Returns the bytes of a model's weights in a session, shared ones once; meta tensors count."""
+    total, seen = 0, set[int]()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, nn.Linear) and name == "weight":
+                blocks = len(parameter) * -(-parameter.shape[1] // BLOCK)
+                total += blocks * (BLOCK * bits // 8 + 4)
+            elif id(parameter) not in seen:
+                seen.add(id(parameter))
+                total += parameter.numel() * parameter.element_size()
+    return total
