@@ -60,7 +60,7 @@ _NUM_TOKENS_SHAPES = 3
 _MIN_EXPECTED = 5.0
 _WIDE_VOCAB = 8168  # not a multiple of the block size in which a row is summed
 _FULL_VOCAB = 40_040  # with depth=full
-_WIDE_REQUESTS = 480
+_WIDE_REQUESTS = 600
 _WIDE_BATCH = 60
 _WIDE_TOKENS = 4
 _NUM_WIDE_TESTS = 2 * 7 * 4  # transforms, rows and all together, partitions; per vocabulary
