@@ -12,7 +12,7 @@ from tests.planted.mutants import ROOT, Run, as_expected, read_mutants, report
 
 FILE = Path(__file__).with_name("mutants.yaml")
 RESULTS = FILE.with_suffix(".json")
-MIN_RESULTS = 78  # all of the file
+MIN_RESULTS = 79  # all of the file
 SAMPLE = "residual_not_normalised"
 
 
