@@ -214,6 +214,12 @@ class PretrainedPair(HuggingFacePair):
             sizes["eagle"] = num * torch_dtype(self.dtype).itemsize
         return sizes
 
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of all weights while the models run; PyTorch's stay beside a session's codes."""
+        packed = [info for name, info in self._infos.items() if self.options.bits_of(name)]
+        return sum(self.weight_bytes.values()) + sum(weight_bytes(i, self.dtype) for i in packed)
+
     def _bytes(self, name: str, info: ModelInfo) -> int:
         bits, kind = self.options.bits_of(name), self.options.format_of(name)
         plain = weight_bytes(info, self.dtype, bits)

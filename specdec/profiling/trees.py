@@ -71,8 +71,7 @@ def load(cfg: Mapping[str, Any], progress: Progress) -> tuple[ModelPair, list[To
     """Sets the number of threads, and loads models and prompts."""
     if cfg.get("threads"):
         torch.set_num_threads(int(cfg["threads"]))
-    progress.phase("loading models", None)
-    pair, prompts, _ = prepare(cfg)
+    pair, prompts, _ = prepare(cfg, progress=progress)
     return pair, prompts
 
 

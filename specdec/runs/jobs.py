@@ -25,7 +25,7 @@ from specdec.distributed.rank_groups import rank_logs_in
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
-from specdec.pairs import ModelPair, build_pair
+from specdec.pairs import ModelPair, PretrainedPair, build_pair
 from specdec.pairs.record import check_recordable, record_run, write_record
 from specdec.report.origins import write_token_ends
 from specdec.report.plots import comparison_png, run_png
@@ -145,8 +145,7 @@ class _Decoding:
         self._base = cfgs[0]
         if self._base.get("threads"):
             torch.set_num_threads(int(self._base["threads"]))
-        progress.phase("loading models", None)
-        self.pair, self._prompts, self._cut = prepare(self._base, pair)
+        self.pair, self._prompts, self._cut = prepare(self._base, pair, progress)
         self.runners: list[Runner] = []
         self.records: dict[tuple[str, int, int], RequestRecord] = {}
         self.runs: dict[str, list[Run]] = {}
@@ -332,14 +331,19 @@ def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Ru
 
 
 def prepare(
-    cfg: Mapping[str, Any], pair: ModelPair | None = None
+    cfg: Mapping[str, Any], pair: ModelPair | None = None, progress: Progress | None = None
 ) -> tuple[ModelPair, list[TokenPrompt], int]:
-    """Loads a pair, unless one is given, and its prompts.
+    """Builds a pair, unless one is given, says how large its weights are, and loads its prompts.
 
     Returns the pair, tokenised prompts that fit its positions (random ones for pairs without a
     tokenizer), and how many of them were shortened.
     """
     pair = pair or build_pair(cfg["model"])
+    if progress is not None:
+        label = "loading models"
+        if isinstance(pair, PretrainedPair):
+            label += f", {pair.needed_bytes / 1e9:.2g} GB of weights"
+        progress.phase(label, None)
     data = cfg["data"]
     recorded = pair.prompts()
     if recorded is not None:
