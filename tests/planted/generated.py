@@ -34,16 +34,7 @@ from typing import Any
 
 import pytest
 
-CORE = ("tree*", "sampling*", "verifiers*", "executors*", "state*")
-CORE += ("attention/kv_*", "attention/tree_*")
-    "tree*",
-    "sampling*",
-    "verifiers*",
-    "attention/kv_*",
-    "attention/tree_*",
-    "executors*",
-    "state*",
-)
+CORE = ("tree*", "sampling*", "verifiers*", "executors*", "state*", "attention/[kt]*")
 # Tests with other subjects, and those that start processes.
 IGNORED = ["config", "distributed", "docs", "parity", "planted"]
 IGNORED += ["unit/test_" + name for name in ("cli*", "data*", "doctor*", "endpoint*", "fit*")]
