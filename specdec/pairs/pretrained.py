@@ -216,9 +216,11 @@ class PretrainedPair(HuggingFacePair):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of all weights while the models run; PyTorch's stay beside a session's codes."""
-        packed = [info for name, info in self._infos.items() if self.options.bits_of(name)]
-        return sum(self.weight_bytes.values()) + sum(weight_bytes(i, self.dtype) for i in packed)
+        """Bytes of all weights while models run; copies in sessions stay beside PyTorch's."""
+        needed = sum(self.weight_bytes.values())
+        if self.backend == "onnx":
+            needed += sum(weight_bytes(info, self.dtype) for info in self._infos.values())
+        return needed
 
     def _bytes(self, name: str, info: ModelInfo) -> int:
         bits, kind = self.options.bits_of(name), self.options.format_of(name)

@@ -44,6 +44,17 @@ def test_a_run_on_a_gpu_by_default(folder, monkeypatch):
     assert pair.weight_bytes["target"] == 2 * size
 
 
+@pytest.mark.parametrize(("backend", "copies"), [("eager", 1), ("onnx", 2)])
+def test_the_bytes_are_known_before_loading(tmp_path, backend, copies):
+    """Sessions of ONNX Runtime have copies of the weights; no weight has been read."""
+    model = random_model("llama", hidden_size=64)
+    model.save_pretrained(tmp_path)
+    pair = build_pretrained(target=str(tmp_path), device="cpu", dtype="float32", backend=backend)
+    size = sum(p.numel() for p in model.parameters())
+    assert pair.needed_bytes == copies * 4 * size
+    assert "target" not in vars(pair)
+
+
 def test_a_type_that_cannot_run_is_named(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     name = "dtype" if "dtype" in config else "torch_dtype"
