@@ -157,16 +157,18 @@ def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[Acceptan
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the arrays are small: waiting threads cost more than they save
-    found = minimize(
-        cost,
-        np.concatenate([start for start, _ in parts]),
-        jac=True,
-        method="SLSQP",
-        bounds=[(-limit, limit) for start, limit in parts for _ in start],
-        constraints={"type": "eq", "fun": lambda x: predicted(model(x), requests) / mean - 1.0},
-        options={"ftol": 1e-9, "maxiter": 300},
-    )
-    torch.set_num_threads(threads)
+    try:
+        found = minimize(
+            cost,
+            np.concatenate([start for start, _ in parts]),
+            jac=True,
+            method="SLSQP",
+            bounds=[(-limit, limit) for start, limit in parts for _ in start],
+            constraints={"type": "eq", "fun": lambda x: predicted(model(x), requests) / mean - 1.0},
+            options={"ftol": 1e-9, "maxiter": 300},
+        )
+    finally:
+        torch.set_num_threads(threads)
     return model(found.x), 2.0 * (len(found.x) + found.fun * known)
 
 
