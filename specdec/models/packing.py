@@ -51,8 +51,7 @@ def round_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """Rounds the weights of all linear layers in place, except those on the meta device.
 
     Sessions pack these values without a further error, and PyTorch's passes have the same weights.
-    An output head that shares the embedding's matrix gets one of its own; embeddings stay as they
-    are.
+    A tied output head is untied first: its copy of the matrix is rounded, the embedding's is not.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and not module.weight.is_meta:

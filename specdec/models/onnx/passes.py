@@ -38,8 +38,8 @@ class Onnx(Backend):
     def __init__(self, eager: Eager, bits: int | None = None) -> None:
         """Builds the session and compares a few tokens with eager passes.
 
-        With ``bits`` the eager model has rounded weights (``specdec.models.packing``), and the
-        compared session is one that does not round activations as well.
+        With ``bits`` the eager model has rounded weights (``specdec.models.packing``). PyTorch does
+        not round activations, so a second session that does not either is compared with it.
         """
         self.layers = layers = eager.layers
         config = layers.model.config.get_text_config()
