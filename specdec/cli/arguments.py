@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from specdec.config.options import config_tree
 from specdec.errors import UserError
-from specdec.parts.fields import did_you_mean, errors_of, signature_of
+from specdec.parts.fields import did_you_mean, signature_of
 
 _T = TypeVar("_T")
 
@@ -78,38 +78,22 @@ def read_arguments(words: Sequence[str], flags: Collection[str] = ()) -> Argumen
 def read_values(
     words: Sequence[str], schema: Callable[..., _T], wanted: str, most: float = 1, least: int = 1
 ) -> tuple[list[str], _T]:
-    """Separates names, such as folders, from ``key=value``.
+    """Separates names, such as folders, from the keys of a command.
 
     Args:
-        schema: class or function whose annotated arguments are the keys. A list may be written
-            without brackets.
+        schema: class or function whose annotated arguments are the keys.
         wanted: what the names are, for the error if there are not ``least`` to ``most`` of them.
 
     Returns:
         The names, and what ``schema`` makes of the values.
     """
-    from specdec.config.hydra import parse  # `specdec list` does without Hydra
+    from specdec.config.hydra import read_keys  # `specdec list` does without Hydra
 
-    known, names, values = signature_of(schema).plain, [], {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if key not in known and (not equals or "/" in key or Path(word).expanduser().exists()):
-            names.append(word)
-        elif key not in known:
-            raise UserError(f"{word} is not an option: {did_you_mean(key, known)}")
-        else:
-            (override,) = parse([word])
-            if override.is_choice_sweep():
-                (override,) = parse([f"{key}=[{text}]"])
-            value = override.value()
-            wrong = errors_of(schema, {key: value})
-            if wrong and not errors_of(schema, {key: text}):  # a name such as 7
-                value = text
-            elif wrong and wrong[0].endswith("should be a list"):
-                value = [value]
-            values[key] = value
-    for error in errors_of(schema, values):
-        raise UserError(error)
+    names, values = read_keys(words, schema)
+    for word in names:
+        key, equals, _ = word.partition("=")
+        if equals and "/" not in key and not Path(word).expanduser().exists():
+            raise UserError(f"{word} is not an option: {did_you_mean(key, signature_of(schema).plain)}")
     if not least <= len(names) <= most:
         raise UserError(f"give {wanted}, not {len(names)}: see --help")
     return names, schema(**values)

@@ -29,8 +29,6 @@ Examples
   specdec compare 'strategies=[ar,speculative,best_first,hf_assisted]' data=stdlib data.limit=8
   specdec compare 'strategies=[ar,specpipe]' executor.stages=8 clock=simulated
 """
-
-
 FLAGS = ("--cfg",)
 
 

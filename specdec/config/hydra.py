@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -27,7 +28,7 @@ from specdec.config.options import (
     read_yaml,
 )
 from specdec.errors import UserError
-from specdec.parts.fields import did_you_mean
+from specdec.parts.fields import did_you_mean, errors_of, signature_of
 
 _FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two for a group set to null or numbers."""
@@ -70,6 +71,29 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 def key_of(override: Override) -> str:
     return str(override.key_or_group)
+
+
+def read_keys(
+    words: Sequence[str], schema: Callable[..., Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Splits words into those that set no key of a schema, and the values of its keys.
+
+    The schema says what a value means: a text is taken literally, and a list needs no brackets.
+    """
+    keys, others, values = signature_of(schema).plain, list[str](), dict[str, Any]()
+    for word in words:
+        key, _, text = word.partition("=")
+        if key not in keys:
+            others.append(word)
+            continue
+        types = json.dumps(keys[key].json_schema())
+        (override,) = parse([f"{key}=[{text.strip('[]')}]" if '"array"' in types else word])
+        value = override.value()
+        is_text = '"string"' in types and not isinstance(value, str | list | None)
+        values[key] = text if is_text else value
+    for error in errors_of(schema, values):
+        raise UserError(error)
+    return others, values
 
 
 def compose_config(

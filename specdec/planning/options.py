@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specdec.config.hydra import parse
+from specdec.config.hydra import read_keys
 from specdec.errors import UserError
 from specdec.parts.fields import (
     Count,
@@ -17,14 +17,13 @@ from specdec.parts.fields import (
     did_you_mean,
     errors_of,
     expects,
+    signature_of,
     validated,
 )
 
 MEASURED = "measured"
 """The value of ``profile`` that measures the models of this run on this machine."""
 
-_LISTS = ("batch", "context", "strategies")
-_TEXTS = ("profile", "acceptance", "method", "check", "objective", "drafter")
 _Counts = Annotated[
     tuple[Count, ...],
     Field(min_length=1),
@@ -56,25 +55,19 @@ class PlanOptions:
 
 def split_words(words: Iterable[str], keys: Mapping[str, Any]) -> tuple[PlanOptions, list[str]]:
     """Returns the options of the plan, and the words that are left for the configuration."""
-    known = {field.name for field in fields(PlanOptions)}
-    own: dict[str, Any] = {}
-    rest: list[str] = []
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or key not in known:
-            rest.append(word)
-        elif key in _TEXTS:
-            own[key] = text
-        elif key in _LISTS:
-            text = re.sub(r"\b(\d+)k\b", lambda kilo: str(1024 * int(kilo[1])), text)
-            items: Any = parse([f"{key}=[{text.strip('[]')}]"])[0].value()
-            own[key] = tuple(items)
-        else:
-            own[key] = parse([word])[0].value()
+    known = signature_of(PlanOptions).plain
+    kilo = re.compile(r"^(batch|context)=.*")
+    words = [re.sub(r"\b(\d+)k\b", _thousands, w) if kilo.match(w) else w for w in words]
+    rest, own = read_keys(words, PlanOptions)
     for key, value in keys.items():
         if key not in known:
             raise UserError(f"{key} is no key of a plan: {did_you_mean(key, known)}")
-        own[key] = tuple(value) if isinstance(value, list) else value
+        own[key] = value
     for error in errors_of(PlanOptions, own):
         raise UserError(error)
+    own = {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
     return PlanOptions(**own), rest
+
+
+def _thousands(number: re.Match[str]) -> str:
+    return str(1024 * int(number[1]))
