@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from specdec.config.options import config_tree
 from specdec.errors import UserError
-from specdec.parts.fields import did_you_mean, signature_of
+from specdec.parts.fields import Text, did_you_mean, signature_of
 
 _T = TypeVar("_T")
 
@@ -23,6 +23,14 @@ class Arguments:
     config_dirs: tuple[Path, ...] = ()
     cfg: str = ""
     info: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneModel:
+    """Keys of commands that load a model by its folder."""
+
+    dtype: Text = "float32"
+    device: Text = "cpu"
 
 
 _SHORT = {

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.cli.arguments import Arguments, read_values
+from specdec.cli.arguments import Arguments, OneModel, read_values
 from specdec.errors import UserError
 from specdec.parts.fields import Text
 
@@ -45,12 +45,10 @@ Example
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Keys:
+class _Keys(OneModel):
     draft: Text = "bundled:draft"
     sampling: Text = "greedy"
     target: Text = "not named"
-    dtype: Text = "float32"
-    device: Text = "cpu"
     output_dir: Text = "outputs/record"
 
 

@@ -214,6 +214,11 @@ def checked_job(composed: Composed) -> Job:
         clock = clock | load_profile(clock["profile"], composed.trees)
     if "_target_" in model:
         model = {"kind": str(model["_target_"]), **model}
+    executor = config["executor"]
+    degrees = [executor.get(key) or 1 for key in ("target_degree", "draft_degree")]
+    if model.get("backend") == "auto" and executor.get("transport") == "distributed":
+        # Devices that share layers run them eagerly; results name what ran.
+        model = {**model, "backend": "eager" if max(degrees) > 1 else "auto"}
     config = fit({**config, "clock": clock, "model": model})
     name, model = str(config["strategy"]["name"]), config["model"]
     if config["strategy"]["kind"] != "parts":
