@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from textwrap import fill
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from specdec.config.options import config_tree
 from specdec.errors import UserError
@@ -29,8 +30,8 @@ class Arguments:
 class OneModel:
     """Keys of commands that load a model by its folder."""
 
-    dtype: Text = "float32"
-    device: Text = "cpu"
+    dtype: Annotated[Text, "of the weights"] = "float32"
+    device: Annotated[Text, "that computes"] = "cpu"
 
 
 _SHORT = {
@@ -105,6 +106,17 @@ def read_values(
     if not least <= len(names) <= most:
         raise UserError(f"give {wanted}, not {len(names)}: see --help")
     return names, schema(**values)
+
+
+def help_of(schema: type[Any]) -> str:
+    """Describes the keys of a dataclass by the texts in their annotations, with the defaults."""
+    lines = []
+    for name, hint in get_type_hints(schema, include_extras=True).items():
+        default = getattr(schema, name)
+        shown = f"{name}={default if isinstance(default, str | int | float) else ''}"
+        text = "; ".join(part for part in get_args(hint) if isinstance(part, str))
+        lines.append(fill(text, 100, initial_indent=f"  {shown:<22} ", subsequent_indent=" " * 25))
+    return "\n".join(lines)
 
 
 def names_to_install(words: Sequence[str], kind: str, known: Collection[str]) -> list[str]:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specdec.cli.arguments import Arguments, OneModel, read_values
+from specdec.cli.arguments import Arguments, OneModel, help_of, read_values
 from specdec.errors import UserError
 from specdec.parts.fields import Count, Index, Text
 
@@ -18,24 +18,34 @@ if TYPE_CHECKING:
     from specdec.models.eagle_readings import Reading
     from specdec.models.frozen import FrozenModel
 
-HELP = """\
+@dataclass(frozen=True, kw_only=True)
+class Keys(OneModel):
+    target: Annotated[Text, "folder of the target"] = "bundled:target"
+    data: Annotated[Text, "data set of the prompts"] = "stdlib"
+    seed: Annotated[Index, "of the sampled continuations"] = 0
+    prompts: Annotated[Count, "of the data set"] = 8
+    new_tokens: Annotated[Count, "continuing each prompt"] = 96
+    tokens: Annotated[Count, "K"] = 4
+    json: Annotated[
+        Text | None, 'file for the figures, "-" for the screen in place of the table'
+    ] = None
+
+
+HELP = f"""\
 specdec doctor [HEAD] [target=DIR] [key=value] ...
 
 Loads an EAGLE head (a folder with config.json and safetensors; default: the bundled one) under
 every reading that loaders disagree on: the numbers of the target's layers, the residual before or
 after its norm, the output fed back before or after the norm, norms and biases left out, rotary
-frequencies of the head or of the target. The target (default: the bundled one) continues some
-prompts, sampled at temperature 0.6; at every new token outside loops each reading drafts K
-likeliest tokens. A head that is read wrongly decodes the same text, only more slowly.
+frequencies of the head or of the target. The target continues some prompts, sampled at temperature
+0.6; at every new token outside loops each reading drafts K likeliest tokens. A head that is read
+wrongly decodes the same text, only more slowly.
 
   accepted   mean number of a draft's tokens that the text has, of K; a pass gives one token more
   by place   share of right tokens at each place of a draft, where those before it were right
   loss       accepted tokens lost against the best reading
 
-  target=DIR data=stdlib dtype=float32 device=cpu seed=0
-  prompts=8 new_tokens=96   prompts of the data set, and new tokens of each
-  tokens=4                  K
-  json=FILE                 file for the figures, "-" for the screen in place of the table
+{help_of(Keys)}
 
 Exit status: 1 another reading than the folder's is better, by more than 2 % and by a standard
 error over the texts, or none has accepted tokens; else 0.
@@ -47,17 +57,6 @@ Examples
 
 _CLOSE = 0.02  # share of the best reading's accepted tokens within which the folder's own is right
 _LEAST = 0.05  # tokens accepted per draft; a head that is trained for the target has more than one
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keys(OneModel):
-    target: Text = "bundled:target"
-    data: Text = "stdlib"
-    seed: Index = 0
-    prompts: Count = 8
-    new_tokens: Count = 96
-    tokens: Count = 4
-    json: Text | None = None
 
 
 def main(arguments: Arguments) -> int:

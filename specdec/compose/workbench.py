@@ -406,8 +406,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     Raises:
         UserError: an unknown key, a bad value, or parts that do not fit together.
     """
-    meter = Meter()
-    timeline = Timeline() if cfg.get("trace") else None
+    meter, timeline = Meter(), Timeline() if cfg.get("trace") else None
     clock = build_clock(cfg["clock"], meter, timeline=timeline)
     ranks = _ranks(cfg, pair, clock)
     bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter, ranks=ranks)
@@ -463,9 +462,8 @@ def build_parts(
 
 
 def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
-    cls = locate(node["_target_"], "executor", Executor)
     keys = {key: value for key, value in node.items() if key != "_target_"}
-    return planned(cls, pair, **keys)
+    return planned(locate(node["_target_"], "executor", Executor), pair, **keys)
 
 
 def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | None:
@@ -483,11 +481,10 @@ def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | Non
         )
     from specdec.distributed.ranks import Ranks  # imported late: few runs need processes
 
-    model = dict(cfg["model"])
-    if "dtype" in model:  # this process resolves auto once for all ranks
-        model["dtype"] = pair.dtype or model["dtype"]
+    # This process resolves auto once for all ranks.
+    own = {"dtype": pair.dtype} if pair.dtype and "dtype" in cfg["model"] else {}
     return Ranks(
-        model=model,
+        model={**cfg["model"], **own},
         clock=cfg["clock"],
         timeout_s=float(node["timeout_s"]),
         threads=cfg.get("threads"),
@@ -526,33 +523,24 @@ def build(
 
     words = [f"strategy={preset}"]
     config = compose_config(words).values
-    changed = {key: value for key, value in keys.items() if value is not None}
-    if "stages" in changed and "stages" not in config["executor"]:
-        changed = {"executor": "pipeline", **changed, "executor.stages": changed["stages"]}
-        del changed["stages"]
-    words += [f"{_whole_name(key, config)}={_text(value)}" for key, value in changed.items()]
-    composed = compose_config(words)
-    config = composed.values
-    check_config(config, composed.choices)
-    if bench is None:
-        bench = Workbench(build_pair(config["model"]), seed=int(config["seed"]))
-    return build_parts(config, bench, verifier=verifier)
-
-
-def _whole_name(key: str, config: Mapping[str, Any]) -> str:
-    """Completes the name of a key by its section: ``width`` -> ``policy.width``."""
-    if "." in key or key in _SECTIONS:
-        return key
+    if keys.get("stages") is not None and "stages" not in config["executor"]:
+        words.append(f"executor={keys.pop('executor', None) or 'pipeline'}")
+        keys = {**keys, "executor.stages": keys.pop("stages")}
     sections = {name: config.get(name) or {} for name in _SECTIONS}
-    found = [name for name, section in sections.items() if key in section]
-    if len(found) == 1:
-        return f"{found[0]}.{key}"
-    if found:
-        names = " or ".join(f"{section}.{key}" for section in found)
-        raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
-    known = {name for section in sections.values() for name in section if name != "_target_"}
-    raise UserError(f"the preset's parts have no key {key!r}: {did_you_mean(key, known)}")
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    for key, value in keys.items():
+        homes = [name for name, section in sections.items() if key in section]
+        if "." not in key and key not in sections and len(homes) != 1:
+            if homes:
+                names = " or ".join(f"{section}.{key}" for section in homes)
+                raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
+            known = {name for section in sections.values() for name in section} - {"_target_"}
+            raise UserError(f"the preset's parts have no key {key!r}: {did_you_mean(key, known)}")
+        if value is not None:
+            name = key if "." in key or key in sections else f"{homes[0]}.{key}"
+            words.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+    composed = compose_config(words)
+    check_config(composed.values, composed.choices)
+    if bench is None:
+        pair, seed = build_pair(composed.values["model"]), int(composed.values["seed"])
+        bench = Workbench(pair, seed=seed)
+    return build_parts(composed.values, bench, verifier=verifier)
