@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def help_of(schema: type[Any]) -> str:
     """Describes the keys of a dataclass by the texts in their annotations, with the defaults."""
     lines = []
     for name, hint in get_type_hints(schema, include_extras=True).items():
-        default = getattr(schema, name)
+        default = inspect.signature(schema).parameters[name].default  # slots hide it
         shown = f"{name}={default if isinstance(default, str | int | float) else ''}"
         text = "; ".join(part for part in get_args(hint) if isinstance(part, str))
         lines.append(fill(text, 100, initial_indent=f"  {shown:<22} ", subsequent_indent=" " * 25))

@@ -57,13 +57,11 @@ def _served(folder: Path) -> list[Any]:
 
 def _logger(node: Mapping[str, Any], served: Sequence[Any]) -> Logger | None:
     """Builds the logger of a node; None if there is none, or it is one of those ``served``."""
-    if node in served:
+    if node in served or node.get("kind") == "none":
         return None
     if "_target_" in node:
-        logger: Logger = build_part(node, {}, "logger", Logger)
-        return logger
-    keys = {key: value for key, value in node.items() if key != "kind"}
-    return WandbLogger(**keys) if node["kind"] == "wandb" else None
+        return build_part(node, {}, "logger", Logger)  # type: ignore[no-any-return]
+    return WandbLogger(project=node["project"], mode=node["mode"])
 
 
 class WandbLogger(Logger):

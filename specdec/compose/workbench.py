@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -194,14 +195,11 @@ class Parts:
 
 
 def _in_inference_mode(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
-    mode = torch.inference_mode()
     while True:
         # Entering and leaving takes up to 30 us in every step, so runs enter it once for all.
-        if torch.is_inference_mode_enabled():
+        entered = torch.is_inference_mode_enabled()
+        with nullcontext() if entered else torch.inference_mode():
             commits = next(steps, None)
-        else:
-            with mode:
-                commits = next(steps, None)
         if commits is None:
             return
         yield commits
@@ -221,12 +219,8 @@ class Workbench:
     ) -> None:
         """Stores the shared objects; models are loaded on first use.
 
-        Args:
-            seed: seed of all draws.
-            clock: default: the wall clock.
-            meter: counts model passes and the clock's waits; default: a new one.
-            ranks: starts the processes of distributed executors; None: everything runs in this
-                process.
+        The default clock is the wall clock. ``ranks`` starts the processes of distributed
+        executors; without it everything runs in this process.
         """
         self.pair = pair
         self.meter = Meter() if meter is None else meter
@@ -303,7 +297,6 @@ class Workbench:
         """Checks the parts of a strategy and builds its executor.
 
         Args:
-            source, policy, verifier: the strategy.
             executor: see ``planned``; default: the local executor.
             stages: in place of ``executor``: number of stages of a pipeline with one device each.
                 With ``ranks`` every device is a process.
@@ -320,7 +313,7 @@ class Workbench:
                 if stages is None
                 else planned(PipelineExecutor, self.pair, stages=stages, transport=transport)
             )
-        plan, serving = executor.plan, ServingRules() if serving is None else serving
+        plan, serving = executor.plan, serving or ServingRules()
         # Check before the target is loaded and ranks start.
         for part, base in (source, TokenSource), (policy, TreePolicy), (verifier, Verifier):
             check_class(type(part), base, type(part).__name__)
@@ -329,11 +322,14 @@ class Workbench:
         check_source(source, policy, verifier, self.pair.vocab_size)
         if not isinstance(plan, EarlyExitPlan):  # its executor says itself what it lacks
             check_executor(source, policy, plan)
+        needs = joined_needs((verifier.needs, source.needs))
+        if verifier.lossless is not Lossless.TOKEN:
+            needs = replace(needs, all_answers=True)
         parts = Parts(
             source=source,
             policy=policy,
             verifier=verifier,
-            executor=executor.build(_needs(source, verifier), self.runtime(serving)),
+            executor=executor.build(needs, self.runtime(serving)),
             clock=self.clock,
             meter=self.meter,
             draws=self.draws,
@@ -365,12 +361,6 @@ class Workbench:
                 )
             ),
         }
-
-
-def _needs(source: TokenSource, verifier: Verifier) -> Needs:
-    needs = joined_needs((verifier.needs, source.needs))
-    follows = verifier.lossless is Lossless.TOKEN
-    return needs if follows else replace(needs, all_answers=True)
 
 
 RUNTIME = {
@@ -523,9 +513,10 @@ def build(
 
     words = [f"strategy={preset}"]
     config = compose_config(words).values
-    if keys.get("stages") is not None and "stages" not in config["executor"]:
-        words.append(f"executor={keys.pop('executor', None) or 'pipeline'}")
-        keys = {**keys, "executor.stages": keys.pop("stages")}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    if "stages" in keys and "stages" not in config["executor"]:
+        words.append(f"executor={keys.pop('executor', 'pipeline')}")
+        keys["executor.stages"] = keys.pop("stages")
     sections = {name: config.get(name) or {} for name in _SECTIONS}
     for key, value in keys.items():
         homes = [name for name, section in sections.items() if key in section]
@@ -535,9 +526,8 @@ def build(
                 raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
             known = {name for section in sections.values() for name in section} - {"_target_"}
             raise UserError(f"the preset's parts have no key {key!r}: {did_you_mean(key, known)}")
-        if value is not None:
-            name = key if "." in key or key in sections else f"{homes[0]}.{key}"
-            words.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+        name = key if "." in key or key in sections else f"{homes[0]}.{key}"
+        words.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
     composed = compose_config(words)
     check_config(composed.values, composed.choices)
     if bench is None:
