@@ -78,7 +78,9 @@ def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
 def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = False) -> Any:
     """Loads a YAML file; raises a ``UserError`` that says ``refusal (reason): remedy``."""
     try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
+        str(loaded)  # Python does not print hexadecimal numbers of too many digits
+        return loaded
     except YAML_ERRORS as error:
         raise UserError(f"{refusal} ({why_unreadable(error)}){remedy and f': {remedy}'}") from error
 
