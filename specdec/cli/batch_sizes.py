@@ -15,7 +15,14 @@ from pydantic import Field
 from specdec.cli.execute import print_notices, run_in
 from specdec.config.folders import as_yaml, claim, output_folder
 from specdec.config.hydra import compose_config, parse
-from specdec.config.job import COMPARE, COMPARISON_FILE, Comparison, Job, compose_comparison, run_job_of
+from specdec.config.job import (
+    COMPARE,
+    COMPARISON_FILE,
+    Comparison,
+    Job,
+    compose_comparison,
+    run_job_of,
+)
 from specdec.config.options import PARTS
 from specdec.errors import UserError
 from specdec.parts.fields import Count, errors_of

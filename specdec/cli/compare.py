@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import execute, print_notices, show_config
 from specdec.config.folders import output_folder
@@ -34,11 +36,14 @@ FLAGS = ("--cfg",)
 
 def main(arguments: Arguments) -> int:
     words = {str(o.input_line): o for o in parse(arguments.overrides)}
-    sizes = [w for w, o in words.items() if key_of(o) == "batch_size" and isinstance(o.value(), list)]
+    sizes = [
+        w for w, o in words.items() if key_of(o) == "batch_size" and isinstance(o.value(), list)
+    ]
     if sizes:
         from specdec.cli.batch_sizes import curves
 
-        rest, last = [word for word in words if word not in sizes], words[sizes[-1]].value()
+        rest = [word for word in words if word not in sizes]
+        last: Any = words[sizes[-1]].value()
         return curves(last, rest, arguments.config_dirs, only_show=bool(arguments.cfg))
     if arguments.cfg:
         return show_config(

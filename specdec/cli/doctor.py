@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specdec.models.eagle_readings import Reading
     from specdec.models.frozen import FrozenModel
 
+
 @dataclass(frozen=True, kw_only=True)
 class Keys(OneModel):
     target: Annotated[Text, "folder of the target"] = "bundled:target"
@@ -135,8 +136,8 @@ def _compared(
         runs = np.concatenate([runs.numpy() for runs in by_text])
         reached = (runs[:, None] >= np.arange(num_tokens + 1)).sum(0)
         places = (reached[1:] / np.maximum(1, reached[:-1])).tolist()
-        row = {"reading": reading.name, "read_by": reading.read_by, "remedy": reading.remedy}
-        rows.append({**row, "accepted": float(runs.mean()), "by_place": places})
+        about = {"reading": reading.name, "read_by": reading.read_by, "remedy": reading.remedy}
+        rows.append({**about, "accepted": float(runs.mean()), "by_place": places})
     top = max(row["accepted"] for row in rows)
     for row in rows:
         row["loss"] = 1.0 - row["accepted"] / top if top else 0.0

@@ -16,8 +16,8 @@ a draft and the times of a machine. Prints a ranking with 95 % intervals, what d
 draft tokens pay at which batch and context, and what would change the choice. Writes plan.json, a
 preset and its profile. An interrupted plan continues with the same command and output_dir.
 
-  model=law_NAME         a fitted law (specdec list models, specdec fit); model=replay
-                         model.record=F plays a record; model=hf model.target=T model.draft=D decodes
+  model=law_NAME         a fitted law (specdec list models, specdec fit); model=replay with
+                         model.record=F plays a record; model=hf decodes a few prompts
   output_dir=DIR         of the plan
 {help_of(PlanOptions)}
 

@@ -75,7 +75,7 @@ def _keys(**hints: Any) -> type:
 _PRESET = {"name": Text, "title": Text, "baseline": bool}
 _OTHER = {**_PRESET, "options": dict[str, Any]}
 _HF = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
-_RIVAL = Literal[
+_RIVAL: Any = Literal[
     *(f"ort_{way}" for way in ("generate", "draft", "lookup")),
     *(f"llamacpp_{way}" for way in ("generate", "draft", "ngram")),
     *(f"openvino_{way}" for way in ("generate", "draft", "lookup")),
@@ -136,7 +136,8 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
     if not isinstance(node, dict):
         raise UserError(f"{label} is not a section: give it an option's keys, or drop ~{section}")
     values = {key: value for key, value in node.items() if key not in ("kind", "_target_")}
-    base = BASES.get(section) and resolve_name(BASES[section])
+    path = BASES.get(section)
+    base: Any = resolve_name(path) if path else None
     outside, kind = "_target_" in node, node.get("_target_", node.get("kind"))
     common, schema = _schema(section), _schema(f"{section}={kind}")
     if not outside:
@@ -397,7 +398,7 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
         raise UserError("trace=true is for one strategy at a time: use it with `specdec run`")
     jobs = [checked_job(row) for row in rows]
     for override in unused:
-        part = _part_of(override)
+        part = str(_part_of(override))
         known = {k for job in jobs for k in flatten({part: job.config.get(part, {})})}
         known = {k for k in known if not k.endswith("_target_")}
         hint = did_you_mean(key_of(override), known) or f"no {part} has keys"

@@ -38,7 +38,7 @@ class PlanOptions:
 
     profile: Annotated[
         Text | None,
-        "a latency profile, the file of one or of a described machine (docs/plan.md); measured: here",
+        "name or file of a latency profile, a described machine (docs/plan.md), or measured: here",
     ] = None
     devices: Annotated[Count | None, "in total; by default those of the profile"] = None
     link_ms: Annotated[NotNegative | None, "of a transfer, in place of the profile's"] = None
