@@ -66,10 +66,11 @@ with `verifier=rejection` too, whose sampled tokens are equal in distribution); 
 verifiers are labelled lossy.
 
 This page is written by `make support`, which composes every source x policy x verifier x executor x
-sampling of `conf/` ({len(outcomes):,} cells, {refused:,} refused). Each of the others decodes {len(PROMPTS)} prompts
-({lengths} tokens) in one batch for {MAX_NEW_TOKENS} tokens with tiny random models in float64 and is compared
-with plain decoding; under `rejection` with the other executors, and `specdec verify` tests the
-distribution. Part of the cells also runs on executors of several processes.
+sampling of `conf/` ({len(outcomes):,} cells, {refused:,} refused). Each of the others decodes
+{len(PROMPTS)} prompts ({lengths} tokens) in one batch for {MAX_NEW_TOKENS} tokens with tiny random
+models in float64 and is compared with plain decoding; under `rejection` with the other executors,
+and `specdec verify` tests the distribution. Part of the cells also runs on executors of several
+processes.
 
 ## Refused
 
