@@ -185,7 +185,8 @@ class TokenTree:
         if (extra := num - self._candidates.shape[1]) > 0:
             columns = np.tile(_NO_CANDIDATE, (len(self._nodes), extra, 1))
             self._candidates = np.concatenate([self._candidates, columns], axis=1)
-        new = np.tile(_NO_CANDIDATE, (len(slots), self._candidates.shape[1], 1))
+        new = np.empty((len(slots), *self._candidates.shape[1:]), np.int64)
+        new[:] = _NO_CANDIDATE
         new[:, :num, _TOKEN] = tokens
         is_valid = np.arange(num) < counts[:, None]
         logprobs = np.where(is_valid, candidates.logprobs[rows], -np.inf)
