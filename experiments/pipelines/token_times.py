@@ -38,7 +38,8 @@ def tbt(item: Item, lab: Lab) -> Findings:
     """TBT of the config's ``rows`` for each of its ``drafts``, and the stated ratios.
 
     Keys: ``common`` (overrides of all rows), ``rows`` (name -> overrides, the first is plain
-    decoding), ``ratios`` (claim -> [slow, fast]), ``values`` (claim -> row), ``chains`` (row ->
+    decoding), ``ratios`` (claim -> [slow, fast]), ``also`` (claim -> pairs over other forms of the
+    baseline than the one fixed, which never count), ``values`` (claim -> row), ``chains`` (row ->
     drafts and overrides: methods with hits from an acceptance trace, on other prompts),
     ``chain_ratios`` (claim -> [slow, fast], the slow one a chain; on the drafts of
     ``chain_against``), ``heads`` (row -> ``drafts``, ``words``, rows ``beside`` it and ``ratios``:
@@ -54,7 +55,8 @@ def tbt(item: Item, lab: Lab) -> Findings:
         table += [
             row_of(draft, name, run, plain=next(iter(runs.values()))) for name, run in runs.items()
         ]
-        _add_ratios(findings, config, draft, runs)
+        add_ratios(findings, config, draft, runs)
+        _add_values(findings, config, draft, runs)
         _add_chain_ratios(findings, config, draft, runs, chains)
     _add_heads(item, lab, findings, table)
     findings.table("Simulated time between tokens", COLUMNS, table)
@@ -85,17 +87,28 @@ def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[An
 
 
 def add_ratio(
-    findings: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome
+    findings: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome, over: str = ""
 ) -> None:
-    value, low, high = speed_ratio(fast, slow)
-    draft.add(findings, claim, value, run=fast, interval=(low, high))
+    """Adds a ratio; one that names its baseline in ``over`` is a what-if."""
+    value, *ends = speed_ratio(fast, slow)
+    text, kind = (f"over {over}", "what-if") if over else ("", "calibrated")
+    draft.add(findings, claim, value, text, run=fast, interval=(ends[0], ends[1]), kind=kind)
 
 
-def _add_ratios(
+def add_ratios(
     findings: Findings, config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]
 ) -> None:
+    """The config's ``ratios`` and ``also``."""
     for claim, (slow, fast) in config.get("ratios", {}).items():
         add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast])
+    for claim, pairs in config.get("also", {}).items():
+        for slow, fast in pairs:
+            add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast], over=slow)
+
+
+def _add_values(
+    findings: Findings, config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]
+) -> None:
     if draft.name in config.get("values_of", [draft.name]):
         for claim, name in config.get("values", {}).items():
             run = runs[name]
