@@ -30,8 +30,8 @@ def calibrated(item: Item, lab: Lab) -> Findings:
     """(hit rate, tokens per tree, step time) that the stated ratios need, and those of real pairs.
 
     Keys: ``drafts``, ``common``, ``profiles`` (name -> profile), ``rows`` (plain, dynamic, and
-    SpecInfer by rule, hidden, serial: overrides), ``nodes`` of a step and of SpecInfer's tree, ``stated`` (name -> ms of PP, SpecInfer
-    and SpecPipe), claims ``over_specinfer`` and ``over_pp``.
+    SpecInfer by rule, hidden, serial: overrides), ``nodes`` of a step and of SpecInfer's tree,
+    ``stated`` (name -> ms of PP, SpecInfer and SpecPipe), claims ``over_specinfer`` and ``over_pp``.
     """
     findings, config = Findings(), item.config
     table, needed = [], []

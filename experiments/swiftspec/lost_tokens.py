@@ -22,13 +22,14 @@ def lost(item: Item, lab: Lab) -> Findings:
 
     Keys: ``drafts``, ``common``, ``serial`` and ``parallel`` (overrides), ``depths``,
     ``children`` (per expanded leaf), ``bs``; claims ``loss`` (accepted guesses per pass lost,
-    as Table 6 counts) and ``speedup``, as means over the drafts, and ``levels`` (with at least
-    ``bs`` children, at most d tokens per pass beside the target and d + 1 in turns),
-    ``computed``.
+    as Table 6 counts) and ``speedup``, as means over the drafts, ``levels`` (with at least ``bs``
+    children, a mean of at most d tokens per pass beside the target and d + 1 in turns),
+    ``per_pass`` (the most tokens of a single pass), ``computed``.
     """
     findings, config = Findings(), item.config
     fig, axes = figure(11.0, 4.2, len(config["depths"]))
     rows, bounded = [], True
+    longest: dict[tuple[int, str], int] = {}
     sums: dict[tuple[int, int], list[tuple[float, float]]] = {}
     series: dict[int, dict[str, tuple[list[float], list[float]]]] = {}
     for draft in drafts(config["drafts"], item, lab, findings):
@@ -49,6 +50,9 @@ def lost(item: Item, lab: Lab) -> Findings:
                 sums.setdefault((d, children), []).append((guesses, ratio))
                 if children >= config["bs"]:
                     bounded = bounded and lengths[1] <= d and lengths[0] <= d + 1
+                    for form, run in (("in turns", base), ("beside the target", ours)):
+                        most = max(max(r.counters.path_lengths) for r in run.results)
+                        longest[d, form] = max(longest.get((d, form), 0), most)
                 line[0].append(float(children))
                 line[1].append(guesses)
     for (d, children), values in sums.items():
@@ -59,6 +63,8 @@ def lost(item: Item, lab: Lab) -> Findings:
     findings.add(
         config["levels"], bounded, "simulated", f"all drafts, {config['bs']} children per leaf"
     )
+    for (d, form), most in longest.items():
+        findings.add(config["per_pass"], float(most), "simulated", f"d = {d}, {form}, all drafts")
     findings.measures += computed(config)
     findings.table("Equal d, bs, w and children (simulated)", _COLUMNS, rows)
     stated = item.stated.claims[config["loss"]]
