@@ -31,7 +31,7 @@ def calibrated(item: Item, lab: Lab) -> Findings:
 
     Keys: ``drafts``, ``common``, ``profiles`` (name -> profile), ``rows`` (plain, dynamic, and
     SpecInfer by rule, hidden, serial: overrides), ``nodes`` of a step and of SpecInfer's tree,
-    ``stated`` (name -> ms of PP, SpecInfer and SpecPipe), claims ``over_specinfer`` and ``over_pp``.
+    ``stated`` (name -> ms of PP, SpecInfer and SpecPipe), claims ``over_specinfer``, ``over_pp``.
     """
     findings, config = Findings(), item.config
     table, needed = [], []
