@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from experiments.pipelines.theory import decode_counts
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import Draft, drafts, short_title
@@ -20,13 +22,14 @@ from experiments.reproduce.drawing import (
     line_chart,
     tidy,
 )
-from experiments.reproduce.findings import Findings, surely, weaker
-from experiments.reproduce.intervals import Interval, interval, times_of
+from experiments.reproduce.findings import Findings, below, surely, weaker
+from experiments.reproduce.intervals import Interval, beside, hits_of, interval, times_of
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.pacing import add_paced
 from specdec.clocks.build import build_profile
 from specdec.profiling.trees import StepTimes, eq1_tbt, eq2_tbt
+from specdec.types import FloatArray
 
 COLUMNS = (
     *("draft", "row", "TBT ms", "of PP", "steps/token", "hit rate", "accept length"),
@@ -190,8 +193,8 @@ def tbt_picture(item: Item, findings: Findings) -> Any:
 def levels(item: Item, lab: Lab) -> Findings:
     """Several tree levels per step (SpecPipe 3.4): same rows per step, and the same width.
 
-    Keys: ``common``, ``drafts``, ``rows``; ``worse`` (claim: every later row is slower than the
-    first).
+    Keys: ``common``, ``drafts``, ``rows``; claims ``worse`` (every later row is slower than the
+    first) and ``hits`` (has a lower hit rate).
     """
     findings, config = Findings(), item.config
     table, shown = [], {}
@@ -205,11 +208,21 @@ def levels(item: Item, lab: Lab) -> Findings:
         times = ", ".join(f"{run.tbt_ms / one.tbt_ms:.2f}" for run in more)
         worse = False if False in slower else None if None in slower else True
         draft.add(findings, config["worse"], worse, f"{times} of one level's time", run=one)
+        ratios = [interval(beside(r.results, one.results, hits_of), _hits_over) for r in more]
+        fewer = [below(ends, 1.0) for ends in ratios]
+        lower = False if False in fewer else None if None in fewer else True
+        rates = ", ".join(f"{run.summary['hit_rate']:.3f}" for run in runs.values())
+        draft.add(findings, config["hits"], lower, f"hit rates {rates}", run=one)
     columns = tuple("of one level" if c == "of PP" else c for c in COLUMNS)
     findings.table("Levels per step", columns, table)
     y = "time between tokens (ms, simulated)"
     findings.figure = bar_chart(shown, x="draft", y=y, title=item.stated.title, size=(8.0, 4.0))
     return findings
+
+
+def _hits_over(sums: FloatArray) -> FloatArray:
+    """The hit rate of one run over another's, from their summed hits and answers."""
+    return np.asarray(sums[0] / sums[1] / (sums[2] / sums[3]))
 
 
 def equations(item: Item, lab: Lab) -> Findings:
