@@ -41,8 +41,9 @@ def tbt(item: Item, lab: Lab) -> Findings:
     """TBT of the config's ``rows`` for each of its ``drafts``, and the stated ratios.
 
     Keys: ``common`` (overrides of all rows), ``rows`` (name -> overrides, the first is plain
-    decoding), ``ratios`` (claim -> [slow, fast]), ``also`` (claim -> pairs over other forms of the
-    baseline than the one fixed, which never count), ``values`` (claim -> row), ``chains`` (row ->
+    decoding), ``ratios`` (claim -> [slow, fast]), ``long`` (the same for long texts, which
+    counts too), ``also`` (claim -> pairs over other forms of the baseline than the one fixed, which
+    never count), ``values`` (claim -> row), ``chains`` (row ->
     drafts and overrides: methods with hits from an acceptance trace, on other prompts),
     ``chain_ratios`` (claim -> [slow, fast], the slow one a chain; on the drafts of
     ``chain_against``), ``heads`` (row -> ``drafts``, ``words``, rows ``beside`` it and ``ratios``:
@@ -90,11 +91,18 @@ def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[An
 
 
 def add_ratio(
-    findings: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome, over: str = ""
+    findings: Findings,
+    claim: str,
+    draft: Draft,
+    *,
+    slow: Outcome,
+    fast: Outcome,
+    over: str = "",
+    text: str = "",
 ) -> None:
     """Adds a ratio; one that names its baseline in ``over`` is a what-if."""
     value, *ends = speed_ratio(fast, slow)
-    text, kind = (f"over {over}", "what-if") if over else ("", "calibrated")
+    kind, text = ("what-if", f"over {over}") if over else ("calibrated", text)
     draft.add(findings, claim, value, text, run=fast, interval=(ends[0], ends[1]), kind=kind)
 
 
@@ -104,6 +112,8 @@ def add_ratios(
     """The config's ``ratios`` and ``also``."""
     for claim, (slow, fast) in config.get("ratios", {}).items():
         add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast])
+    for claim, (slow, fast) in config.get("long", {}).items():
+        add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast], text="long texts")
     for claim, pairs in config.get("also", {}).items():
         for slow, fast in pairs:
             add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast], over=slow)
