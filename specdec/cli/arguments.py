@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from textwrap import fill
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from specdec.config.options import config_tree
 from specdec.errors import UserError
-from specdec.parts.fields import did_you_mean, errors_of, signature_of
+from specdec.parts.fields import Text, did_you_mean, signature_of
 
 _T = TypeVar("_T")
 
@@ -23,6 +25,14 @@ class Arguments:
     config_dirs: tuple[Path, ...] = ()
     cfg: str = ""
     info: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneModel:
+    """Keys of commands that load a model by its folder."""
+
+    dtype: Annotated[Text, "of the weights"] = "float32"
+    device: Annotated[Text, "that computes"] = "cpu"
 
 
 _SHORT = {
@@ -78,41 +88,36 @@ def read_arguments(words: Sequence[str], flags: Collection[str] = ()) -> Argumen
 def read_values(
     words: Sequence[str], schema: Callable[..., _T], wanted: str, most: float = 1, least: int = 1
 ) -> tuple[list[str], _T]:
-    """Separates names, such as folders, from ``key=value``.
+    """Separates names, such as folders, from the keys of a command.
 
     Args:
-        schema: class or function whose annotated arguments are the keys. A list may be written
-            without brackets.
+        schema: class or function whose annotated arguments are the keys.
         wanted: what the names are, for the error if there are not ``least`` to ``most`` of them.
 
     Returns:
         The names, and what ``schema`` makes of the values.
     """
-    from specdec.config.hydra import parse  # `specdec list` does without Hydra
+    from specdec.config.hydra import read_keys  # `specdec list` does without Hydra
 
-    known, names, values = signature_of(schema).plain, [], {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if key not in known and (not equals or "/" in key or Path(word).expanduser().exists()):
-            names.append(word)
-        elif key not in known:
-            raise UserError(f"{word} is not an option: {did_you_mean(key, known)}")
-        else:
-            (override,) = parse([word])
-            if override.is_choice_sweep():
-                (override,) = parse([f"{key}=[{text}]"])
-            value = override.value()
-            wrong = errors_of(schema, {key: value})
-            if wrong and not errors_of(schema, {key: text}):  # a name such as 7
-                value = text
-            elif wrong and wrong[0].endswith("should be a list"):
-                value = [value]
-            values[key] = value
-    for error in errors_of(schema, values):
-        raise UserError(error)
+    names, values = read_keys(words, schema)
+    for word in names:
+        key, equals, _ = word.partition("=")
+        if equals and "/" not in key and not Path(word).expanduser().exists():
+            raise UserError(f"{word} is not an option: {did_you_mean(key, signature_of(schema).plain)}")
     if not least <= len(names) <= most:
         raise UserError(f"give {wanted}, not {len(names)}: see --help")
     return names, schema(**values)
+
+
+def help_of(schema: type[Any]) -> str:
+    """Describes the keys of a dataclass by the texts in their annotations, with the defaults."""
+    lines = []
+    for name, hint in get_type_hints(schema, include_extras=True).items():
+        default = inspect.signature(schema).parameters[name].default  # slots hide it
+        shown = f"{name}={default if isinstance(default, str | int | float) else ''}"
+        text = "; ".join(part for part in get_args(hint) if isinstance(part, str))
+        lines.append(fill(text, 100, initial_indent=f"  {shown:<22} ", subsequent_indent=" " * 25))
+    return "\n".join(lines)
 
 
 def names_to_install(words: Sequence[str], kind: str, known: Collection[str]) -> list[str]:

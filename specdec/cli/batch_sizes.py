@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Collection, Sequence
+import importlib.util
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +15,8 @@ from pydantic import Field
 from specdec.cli.execute import print_notices, run_in
 from specdec.config.folders import as_yaml, claim, output_folder
 from specdec.config.hydra import compose_config, parse
-from specdec.config.job import COMPARISON_FILE, Comparison, Job, compose_comparison, run_job_of
-from specdec.config.options import COMPARE, PARTS
+from specdec.config.job import COMPARE, COMPARISON_FILE, Comparison, Job, compose_comparison, run_job_of
+from specdec.config.options import PARTS
 from specdec.errors import UserError
 from specdec.parts.fields import Count, errors_of
 
@@ -63,11 +63,10 @@ def curves(
     folder = output_folder(named[-1] if named else None, "compare")
     composed = compose_curves(sizes, overrides, folder, extra)
     print_notices(composed.comparison.notices)
+    work = partial(_run, composed, folder)
     if only_show:
         print(as_yaml(composed.config), end="")
-    elif run_in(
-        folder, composed.config, COMPARISON_FILE, partial(_run, composed, folder), table=TABLE
-    ):
+    elif run_in(folder, composed.config, COMPARISON_FILE, work, table=TABLE):
         print((folder / TABLE).read_text(encoding="utf-8"))
         print(f"results in {folder}")
     return 0
@@ -79,42 +78,36 @@ def compose_curves(
     """Composes and checks every row; on a simulated clock adds the recording and the cross row."""
     for error in errors_of(Curves, {"sizes": sizes}):
         raise UserError(error.replace("sizes", "batch_size", 1))
-    keys = {str(o.key_or_group): o.value() for o in parse(overrides)}
     own = ("curve_profile", "cross_profile", "curve_replay", "clock", "model")
     words = [w for w in overrides if w.partition("=")[0] in own]
     base = compose_config(words, name="compare", extra=extra).values
     simulated = base["clock"]["kind"] == "simulated"
-    rest, notices = [*overrides, f"batch_size={max(sizes)}"], []
-    profile = keys.get("clock.profile", base["curve_profile"])
-    if simulated and "clock.profile" not in keys:
+    rest, notices, record, cross = [*overrides, f"batch_size={max(sizes)}"], list[str](), None, None
+    profiles = [o.value() for o in parse(overrides) if o.key_or_group == "clock.profile"]
+    profile = profiles[-1] if profiles else base["curve_profile"]
+    if simulated and not profiles:
         rest.append(f"clock.profile={profile}")
         notices.append(f"curves over batch sizes are on clock.profile={profile} (curve_profile)")
-    record = None
     if simulated and base["curve_replay"] and base["model"]["kind"] in ("pretrained", "random"):
         record = run_job_of([*_RECORDER, *_without(overrides, _NOT_RECORDED)], extra)
         rest = _without(rest, ("model",))
         rest += ["model=replay", f"model.record={folder / 'record' / 'record.npz'}"]
         notices.append("prompts are recorded once (folder record) and replayed by every row")
     comparison = compose_comparison(rest, extra)
-    cross = None
-    with_ar = any(job.name == "ar" for job in comparison.jobs)
-    if simulated and with_ar and profile == base["curve_profile"] and base["cross_profile"]:
-        cross = _cross(rest, str(base["cross_profile"]), extra)
+    with_ar = simulated and any(job.name == "ar" for job in comparison.jobs)
+    if with_ar and profile == base["curve_profile"] and base["cross_profile"]:
+        # Plain decoding on another profile, a row that is not the baseline of speed-ups.
+        words = _without(rest, (*PARTS[:3], "strategies"))
+        words += ["strategies=[ar]", f"clock.profile={base['cross_profile']}"]
+        config = deepcopy(compose_comparison(words, extra).jobs[0].config)
+        config["strategy"]["name"] = f"ar on {base['cross_profile']}"
+        cross = Job(config["strategy"]["name"], config, None)
     comparison = replace(comparison, notices=(*notices, *comparison.notices))
     return Curves(tuple(sorted(set(sizes))), comparison, cross, record)
 
 
 def _without(words: Sequence[str], groups: Collection[str]) -> list[str]:
     return [w for w in words if w.partition("=")[0].partition(".")[0] not in groups]
-
-
-def _cross(overrides: Sequence[str], profile: str, extra: Sequence[Path]) -> Job:
-    """Composes plain decoding on another profile, a row that is not the baseline of speed-ups."""
-    words = [*_without(overrides, (*PARTS[:3], "strategies")), f"clock.profile={profile}"]
-    job = compose_comparison(["strategies=[ar]", *words], extra).jobs[0]
-    config = deepcopy(job.config)
-    config["strategy"]["name"] = f"ar on {profile}"
-    return Job(config["strategy"]["name"], config, None)
 
 
 def _run(composed: Curves, folder: Path, progress: Any) -> bool:
@@ -126,17 +119,10 @@ def _run(composed: Curves, folder: Path, progress: Any) -> bool:
         record_folder = folder / "record"
         if not claim(record_folder, composed.record.config, "summary.json"):
             run_job(composed.record.config, record_folder, progress)
+    remarks = None  # on the paper's own ratios
+    if importlib.util.find_spec("experiments") is not None:
+        remarks = importlib.import_module("experiments.pipelines.batch_ratios").remarks
     rows = {size: composed.rows(size) for size in composed.sizes}
     cross = None if composed.cross is None else composed.cross.name
-    repeats, remarks = composed.comparison.repeats, _paper_remarks()
-    curve_jobs(rows, folder, repeats, progress, cross=cross, remarks=remarks)
+    curve_jobs(rows, folder, composed.comparison.repeats, progress, cross=cross, remarks=remarks)
     return True
-
-
-def _paper_remarks() -> Callable[..., list[str]] | None:
-    """Imports remarks on the paper's own ratios; None without the package ``experiments``."""
-    try:
-        remarks = importlib.import_module("experiments.pipelines.batch_ratios").remarks
-    except ModuleNotFoundError:
-        return None
-    return remarks  # type: ignore[no-any-return]

@@ -3,8 +3,8 @@ from __future__ import annotations
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import execute, print_notices, show_config
 from specdec.config.folders import output_folder
-from specdec.config.hydra import parse
-from specdec.config.job import compose_comparison, text_of
+from specdec.config.hydra import key_of, parse
+from specdec.config.job import compose_comparison
 
 HELP = """\
 specdec compare [--cfg] [--config-dir DIR] ['strategies=[NAME,...]'] [group=option] [key=value] ...
@@ -29,19 +29,16 @@ Examples
   specdec compare 'strategies=[ar,speculative,best_first,hf_assisted]' data=stdlib data.limit=8
   specdec compare 'strategies=[ar,specpipe]' executor.stages=8 clock=simulated
 """
-
-
 FLAGS = ("--cfg",)
 
 
 def main(arguments: Arguments) -> int:
-    keys = {text_of(o): (o.key_or_group, o.value()) for o in parse(arguments.overrides)}
-    sizes = {w: v for w, (key, v) in keys.items() if key == "batch_size" and isinstance(v, list)}
+    words = {str(o.input_line): o for o in parse(arguments.overrides)}
+    sizes = [w for w, o in words.items() if key_of(o) == "batch_size" and isinstance(o.value(), list)]
     if sizes:
         from specdec.cli.batch_sizes import curves
 
-        rest = [word for word in keys if word not in sizes]
-        last = [*sizes.values()][-1]
+        rest, last = [word for word in words if word not in sizes], words[sizes[-1]].value()
         return curves(last, rest, arguments.config_dirs, only_show=bool(arguments.cfg))
     if arguments.cfg:
         return show_config(

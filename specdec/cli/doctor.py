@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specdec.cli.arguments import Arguments, read_values
+from specdec.cli.arguments import Arguments, OneModel, help_of, read_values
 from specdec.errors import UserError
 from specdec.parts.fields import Count, Index, Text
 
@@ -19,24 +18,34 @@ if TYPE_CHECKING:
     from specdec.models.eagle_readings import Reading
     from specdec.models.frozen import FrozenModel
 
-HELP = """\
+@dataclass(frozen=True, kw_only=True)
+class Keys(OneModel):
+    target: Annotated[Text, "folder of the target"] = "bundled:target"
+    data: Annotated[Text, "data set of the prompts"] = "stdlib"
+    seed: Annotated[Index, "of the sampled continuations"] = 0
+    prompts: Annotated[Count, "of the data set"] = 8
+    new_tokens: Annotated[Count, "continuing each prompt"] = 96
+    tokens: Annotated[Count, "K"] = 4
+    json: Annotated[
+        Text | None, 'file for the figures, "-" for the screen in place of the table'
+    ] = None
+
+
+HELP = f"""\
 specdec doctor [HEAD] [target=DIR] [key=value] ...
 
 Loads an EAGLE head (a folder with config.json and safetensors; default: the bundled one) under
 every reading that loaders disagree on: the numbers of the target's layers, the residual before or
 after its norm, the output fed back before or after the norm, norms and biases left out, rotary
-frequencies of the head or of the target. The target (default: the bundled one) continues some
-prompts, sampled at temperature 0.6; at every new token outside loops each reading drafts K
-likeliest tokens. A head that is read wrongly decodes the same text, only more slowly.
+frequencies of the head or of the target. The target continues some prompts, sampled at temperature
+0.6; at every new token outside loops each reading drafts K likeliest tokens. A head that is read
+wrongly decodes the same text, only more slowly.
 
   accepted   mean number of a draft's tokens that the text has, of K; a pass gives one token more
   by place   share of right tokens at each place of a draft, where those before it were right
   loss       accepted tokens lost against the best reading
 
-  target=DIR data=stdlib dtype=float32 device=cpu seed=0
-  prompts=8 new_tokens=96   prompts of the data set, and new tokens of each
-  tokens=4                  K
-  json=FILE                 file for the figures, "-" for the screen in place of the table
+{help_of(Keys)}
 
 Exit status: 1 another reading than the folder's is better, by more than 2 % and by a standard
 error over the texts, or none has accepted tokens; else 0.
@@ -48,19 +57,6 @@ Examples
 
 _CLOSE = 0.02  # share of the best reading's accepted tokens within which the folder's own is right
 _LEAST = 0.05  # tokens accepted per draft; a head that is trained for the target has more than one
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keys:
-    target: Text = "bundled:target"
-    data: Text = "stdlib"
-    dtype: Text = "float32"
-    device: Text = "cpu"
-    seed: Index = 0
-    prompts: Count = 8
-    new_tokens: Count = 96
-    tokens: Count = 4
-    json: Text | None = None
 
 
 def main(arguments: Arguments) -> int:
@@ -82,25 +78,23 @@ def main(arguments: Arguments) -> int:
         accepted(frozen, load_reading(files, one, frozen), texts, options.tokens, normed=one.normed)
         for one in known
     ]
-    if not sum(map(len, counts[0])):
+    if not (drafts := sum(map(len, counts[0]))):
         raise UserError(
             f"the target's texts have no place for a draft of {options.tokens} tokens outside"
             " loops: give more prompts= or new_tokens="
         )
-    settings = {
-        key: value for key, value in asdict(options).items() if key not in ("json", "device")
-    }
     report = {
-        **{"head": name, **settings, "sampling": "0.6/0.9/80", "drafts": sum(map(len, counts[0]))},
+        **{"head": name, **asdict(options), "sampling": "0.6/0.9/80", "drafts": drafts},
         "loop_share": loop_share([text[prompt:].tolist() for text, prompt in texts]),
         **_compared(known, counts, options.tokens),
     }
+    del report["json"], report["device"]
+    if options.json not in (None, "-"):
+        write_json(Path(str(options.json)), report)
     if options.json == "-":
         print(json.dumps(plain(report), indent=1))
-        return 0 if report["is_right"] else 1
-    if options.json:
-        write_json(Path(options.json), report)
-    _show(report)
+    else:
+        _show(report)
     return 0 if report["is_right"] else 1
 
 
@@ -133,20 +127,22 @@ def _compared(
     known: Sequence[Reading], counts: Sequence[Sequence[Tensor]], num_tokens: int
 ) -> dict[str, Any]:
     """Compares the readings by accepted tokens per draft; the first one is the folder's own."""
-    import torch
+    import numpy as np
 
     rows: list[dict[str, Any]] = []
+    sums = np.array([[int(runs.sum()) for runs in by_text] for by_text in counts])
     for reading, by_text in zip(known, counts, strict=True):
-        runs = torch.cat([*by_text])
-        reached = [int((runs >= place).sum()) for place in range(num_tokens + 1)]
-        places = [right / max(1, before) for before, right in pairwise(reached)]
+        runs = np.concatenate([runs.numpy() for runs in by_text])
+        reached = (runs[:, None] >= np.arange(num_tokens + 1)).sum(0)
+        places = (reached[1:] / np.maximum(1, reached[:-1])).tolist()
         row = {"reading": reading.name, "read_by": reading.read_by, "remedy": reading.remedy}
-        rows.append({**row, "accepted": float(runs.double().mean()), "by_place": places})
+        rows.append({**row, "accepted": float(runs.mean()), "by_place": places})
     top = max(row["accepted"] for row in rows)
-    rows = [{**row, "loss": 1.0 - row["accepted"] / top if top else 0.0} for row in rows]
+    for row in rows:
+        row["loss"] = 1.0 - row["accepted"] / top if top else 0.0
     best = min(range(len(rows)), key=lambda i: rows[i]["loss"])
-    gains = [int(b.sum() - a.sum()) for a, b in zip(counts[0], counts[best], strict=True)]
-    by_chance = sum(gains) <= sum(gain * gain for gain in gains) ** 0.5  # one standard error
+    gains = sums[best] - sums[0]
+    by_chance = bool(gains.sum() <= np.linalg.norm(gains))  # one standard error
     right, fits = rows[0]["loss"] <= _CLOSE or by_chance, top >= _LEAST
     name = known[0 if right else best].name
     return {"readings": rows, "best": name, "fits": fits, "is_right": right and fits}
@@ -155,14 +151,14 @@ def _compared(
 def _show(report: dict[str, Any]) -> None:
     import pandas as pd
 
-    table = pd.DataFrame(report["readings"]).drop(columns="remedy")
-    table["by_place"] = [" ".join(f"{share:.2f}" for share in of) for of in table["by_place"]]
+    table = pd.DataFrame(report["readings"])
+    table["by place"] = [" ".join(f"{share:.2f}" for share in of) for of in table["by_place"]]
     table["loss"] = [f"{100 * loss:.1f} %" for loss in table["loss"]]
-    heads = {"reading": "reading", "accepted": "accepted", "by_place": "by place"}
-    heads |= {"loss": "loss", "read_by": "read so by"}
+    table = table.rename(columns={"read_by": "read so by"})
     text = "{head} for {target}: {drafts} drafts of {tokens} tokens, data={data}, loop_share"
     print(f"{text} {{loop_share:.2f}} (left out)".format(**report))
-    print(table[[*heads]].rename(columns=heads).to_string(index=False, float_format="%.3f"))
+    shown = table[["reading", "accepted", "by place", "loss", "read so by"]]
+    print(shown.to_string(index=False, float_format="%.3f"))
     own, *others = report["readings"]
     if not report["fits"]:
         print(

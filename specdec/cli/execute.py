@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.loggers import check_logger, log_results
@@ -85,9 +85,6 @@ def print_notices(notices: Iterable[str]) -> None:
         print(f"note: {notice}", file=sys.stderr)
 
 
-_LINE_EVERY_S = 10.0
-
-
 def show_config(
     arguments: Arguments,
     make: Callable[[Sequence[str], Sequence[Path]], Mapping[str, Any]],
@@ -123,73 +120,52 @@ def show_config(
     return 0
 
 
-class _Bars:
+class _Reports:
+    """Shows bars on a terminal; elsewhere a line per phase, at its end and every ten seconds."""
+
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._task: TaskID | None = None
+        self._last_line = 0.0
 
     def phase(self, label: str, total: int | None = None) -> None:
-        if self._task is not None:
-            self._progress.stop_task(self._task)
-        self._task = self._progress.add_task(label, total=total, detail="")
+        for task in self._progress.task_ids:
+            self._progress.stop_task(task)
+        self._progress.add_task(label, total=total, detail="")
+        self._write_line()
 
     def advance(self, count: int = 1, detail: str = "") -> None:
-        if self._task is not None:
-            self._progress.update(self._task, advance=count, detail=detail)
+        if not self._progress.task_ids:
+            return
+        self._progress.update(self._progress.task_ids[-1], advance=count, detail=detail)
+        if self._progress.tasks[-1].finished or monotonic() - self._last_line >= 10.0:
+            self._write_line()
 
     def note(self, text: str) -> None:
-        self._progress.stop()  # the bars are on standard error, the text goes to standard output
+        if not self._progress.disable:  # the bars are on standard error, the text is not
+            self._progress.stop()
         print(text, flush=True)
         self._progress.start()
 
-
-class _Lines:
-    """Writes a line per phase, and one every ``_LINE_EVERY_S`` seconds."""
-
-    def __init__(self) -> None:
-        self._label = ""
-        self._total: int | None = None
-        self._done = 0
-        self._began = self._last = 0.0
-
-    def phase(self, label: str, total: int | None = None) -> None:
-        self._label, self._total, self._done = label, total, 0
-        self._began = self._last = monotonic()
-        self._write("")
-
-    def advance(self, count: int = 1, detail: str = "") -> None:
-        self._done += count
-        if self._done == self._total or monotonic() - self._last >= _LINE_EVERY_S:
-            self._last = monotonic()
-            self._write(detail)
-
-    def note(self, text: str) -> None:
-        print(text, flush=True)
-
-    def _write(self, detail: str) -> None:
-        of = "" if self._total is None else f" {self._done}/{self._total}"
-        left = ""
-        if self._total and 0 < self._done < self._total:
-            seconds = (monotonic() - self._began) / self._done * (self._total - self._done)
-            left = f", about {_duration(seconds)} left"
-        print(f"{self._label}{of} {detail}".rstrip() + left, file=sys.stderr, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    """Formats a duration, as 40 s, 12 min or 3 h 20 min."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+    def _write_line(self) -> None:
+        if not self._progress.disable:
+            return
+        self._last_line, task = monotonic(), self._progress.tasks[-1]
+        of = "" if task.total is None else f" {task.completed:.0f}/{task.total:.0f}"
+        left = f", about {task.time_remaining:.0f} s left" if task.time_remaining else ""
+        line = f"{task.description}{of} {task.fields['detail']}".rstrip()
+        print(f"{line}{left}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def reporting() -> Iterator[jobs.Progress]:
     """Shows progress on standard error; notes go to standard output."""
-    if not sys.stderr.isatty():
-        yield _Lines()
-        return
     counts = MofNCompleteColumn(), TextColumn("{task.fields[detail]}")
     columns = (*Progress.get_default_columns(), *counts)  # text, bar, share, time left
-    with Progress(*columns, console=Console(stderr=True), redirect_stdout=False) as progress:
-        yield _Bars(progress)
+    console, plain = Console(stderr=True), not sys.stderr.isatty()
+    progress = Progress(*columns, console=console, redirect_stdout=False, disable=plain)
+    progress.start()
+    try:
+        yield _Reports(progress)
+    finally:
+        if not plain:  # rich would write an empty line
+            progress.stop()

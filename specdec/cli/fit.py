@@ -12,11 +12,39 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specdec.cli.arguments import Arguments, read_values
+from specdec.cli.arguments import Arguments, help_of, read_values
 from specdec.files import write_text
 from specdec.fitting.fit import fit_logs
 from specdec.fitting.logs import FORMATS, Lengths, ReadOptions, read_log
 from specdec.parts.fields import Count, Text
+
+Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    name: Annotated[Name, "of the option"] = "law"
+    output_dir: Annotated[Text | None, "writes DIR/model/NAME.yaml: --config-dir DIR model=NAME"] = None
+    method: Annotated[Text | None, "which of several pairs, methods or models in a file"] = None
+    draft_tokens: Annotated[Count | None, "verified per pass, where the log does not say"] = None
+    lengths: Annotated[
+        Lengths, "emitted | accepted: whether lists count the target's own token"
+    ] = "auto"
+    passes: Annotated[
+        Literal["chain", "tree"],
+        "tree: the passes verified trees; a hit is then any right node of a tree",
+    ] = "chain"
+    predict: Annotated[Sequence[Count], "chain lengths to print; 1 to 20 by default"] = range(1, 21)
+    check: Annotated[
+        Sequence[Text], "a log of the same pair at another chain length; [FILE,FILE] or a pattern"
+    ] = ()
+    holdout: Annotated[
+        int, Field(ge=2, le=99), "every third request, or other number, is held out for the check"
+    ] = 3
+    draft: Annotated[Name | None, "name of the draft; profiles then need its time"] = None
+    source: Annotated[Text, "origin of the logs, for the option's provenance"] = "acceptance logs"
+    license: Annotated[str, "of the logs"] = ""
+
 
 HELP = f"""\
 specdec fit FILE... [key=value] ...
@@ -25,20 +53,9 @@ Fits a model of which draft tokens are accepted to measured acceptance, prints h
 two thirds of the requests describes the others, and the tokens per pass that it predicts for chains
 of other lengths. It writes a model option for every command, on any clock, tree and executor.
 
-  FILE                 acceptance logs of one pair (or a pattern in quotes), JSON, JSON lines, text
-                       or CSV, plain or gzip; more than one are pooled
-  name=NAME            of the option (law)
-  output_dir=DIR       writes DIR/model/NAME.yaml: --config-dir DIR model=NAME
-  method=NAME          which of several pairs, methods or models in a file
-  draft_tokens=K       verified draft tokens per pass, where the log does not say
-  lengths=auto         emitted | accepted: whether lists count the target's own token
-  passes=chain         tree: the passes verified trees; a hit is then any right node of a tree
-  predict=[1,3,7]      chain lengths (draft tokens) to print; 1 to 20 by default
-  check=FILE           a log of the same pair at another chain length; [FILE,FILE] or a pattern
-  holdout=3            every third request is held out for the check
-  draft=NAME           of the draft; profiles then need its time
-  source=TEXT license=TEXT
-                       origin of the logs, for the option's provenance
+  FILE                   acceptance logs of one pair (or a pattern in quotes), JSON, JSON lines,
+                         text or CSV, plain or gzip; more than one are pooled
+{help_of(Keys)}
 
 Formats: {FORMATS}.
 
@@ -48,28 +65,9 @@ Examples
   specdec compare 'strategies=[ar,speculative]' --config-dir outputs/law model=mine clock=simulated
 """
 
-Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keys:
-    name: Name = "law"
-    output_dir: Text | None = None
-    method: Text | None = None
-    draft_tokens: Count | None = None
-    lengths: Lengths = "auto"
-    passes: Literal["chain", "tree"] = "chain"
-    predict: Sequence[Count] = tuple(range(1, 21))
-    check: Sequence[Text] = ()
-    holdout: Annotated[int, Field(ge=2, le=99)] = 3
-    draft: Name | None = None
-    source: Text = "acceptance logs"
-    license: str = ""
-
 
 def main(arguments: Arguments) -> int:
-    words = arguments.overrides
-    files, options = read_values(words, Keys, "acceptance logs", most=inf)
+    files, options = read_values(arguments.overrides, Keys, "acceptance logs", most=inf)
     others = ReadOptions(method=options.method, lengths=options.lengths)
     how = replace(others, draft_tokens=options.draft_tokens)
     fitted = fit_logs(
@@ -80,7 +78,7 @@ def main(arguments: Arguments) -> int:
     )
     print(fitted.report(options.predict))
     if options.output_dir:
-        stated = [word for word in words if not word.startswith("output_dir=")]
+        stated = [word for word in arguments.overrides if not word.startswith("output_dir=")]
         command = shlex.join(["specdec", "fit", *stated])
         text = fitted.option_text(command, options.draft, options.source, options.license)
         path = Path(options.output_dir).expanduser() / "model" / f"{options.name}.yaml"

@@ -26,11 +26,9 @@ policies, verifiers, executors, models, datasets, samplings, servings, clocks, p
 Without WHAT all. The name of a group, as in policy=NAME, does too.
 """
 
-_PLURALS = {"strategy": "strategies", "policy": "policies", "data": "datasets"}
-SECTIONS = {
-    _PLURALS.get(group, f"{group}s"): group for group in (*GROUPS[:-1], "profile", GROUPS[-1])
-}
-"""Section of the listing -> folder of its options in a configuration tree."""
+_TITLES = {group: f"{group}s" for group in (*GROUPS[:-1], "profile", GROUPS[-1])}
+_TITLES |= {"strategy": "strategies", "policy": "policies", "data": "datasets"}
+"""Folder of options in a configuration tree -> section of the listing."""
 
 _USES = {
     "strategy": "strategy=NAME, or 'strategies=[NAME,...]' with compare",
@@ -39,45 +37,38 @@ _USES = {
 
 
 def main(arguments: Arguments) -> int:
-    titles = {group: title for title, group in SECTIONS.items()}  # so `specdec list policy` too
-    chosen = [titles.get(word, word) for word in arguments.overrides]
-    for word in chosen:
-        if word not in SECTIONS:
-            raise UserError(f"specdec list {word}: {did_you_mean(word, SECTIONS)}")
-    for title in chosen or SECTIONS:
-        group = SECTIONS[title]
-        print(f"{title}  ({_USES.get(group, f'{group}=NAME')})")
+    groups = {title: group for group, title in _TITLES.items()}
+    for word in arguments.overrides:
+        if word not in (*groups, *_TITLES):
+            raise UserError(f"specdec list {word}: {did_you_mean(word, groups)}")
+    for group in [groups.get(word, word) for word in arguments.overrides] or _TITLES:
+        print(f"{_TITLES[group]}  ({_USES.get(group, f'{group}=NAME')})")
         paths = options(group, arguments.config_dirs)
         width = max(map(len, paths), default=0)
         for name, path in paths.items():
-            about = _about(group, path)
-            if group == "strategy":
-                about += _needs_and_costs(path, arguments.config_dirs)
-            print(f"  {name:<{width}}  {about}".rstrip())
+            print(f"  {name:<{width}}  {_about(group, path, arguments.config_dirs)}".rstrip())
         print()
     return 0
 
 
-def _about(group: str, path: Path) -> str:
-    """Describes an option by its title or first comment; parts also by their keys and defaults."""
+def _about(group: str, path: Path, trees: Sequence[Path]) -> str:
+    """Describes an option by its title or first comment.
+
+    Parts have their keys and defaults, too; presets the comments "# Needs:" and "# Costs:" of their
+    own and of the parts that they choose.
+    """
     values = own_values(path)
-    if group == "strategy":
-        return str(values.get("strategy", {}).get("title", ""))
-    keys = [
-        f"{key}={json.dumps(value) if value is None or value in (True, False) else value}"
-        for key, value in flatten(values).items()
-        if group in PARTS and "_target_" not in key and key != "sources"
-    ]
-    return first_comment(path) + (f" [{' '.join(keys)}]" if keys else "")
-
-
-def _needs_and_costs(path: Path, trees: Sequence[Path]) -> str:
-    """Joins the comments "# Needs:" and "# Costs:" of a preset and of the parts that it chooses."""
-    needs, costs = [stated(path, "Needs")], [stated(path, "Costs")]
-    for group, option in chosen_parts(path).items():
-        part = options(group, trees).get(option) if group in PARTS else None
-        if part is not None:
-            needs.append(stated(part, "Needs"))
-            costs.append(stated(part, "Costs"))
-    facts = {"needs": ", ".join(filter(None, needs)), "costs": ", ".join(filter(None, costs))}
-    return "".join(f"; {word} {text}" for word, text in facts.items() if text)
+    if group != "strategy":
+        keys = [
+            f"{key}={json.dumps(value) if value is None or value in (True, False) else value}"
+            for key, value in flatten(values).items()
+            if group in PARTS and "_target_" not in key and key != "sources"
+        ]
+        return first_comment(path) + (f" [{' '.join(keys)}]" if keys else "")
+    chosen = {g: option for g, option in chosen_parts(path).items() if g in PARTS}
+    files = [path, *(options(g, trees).get(option) for g, option in chosen.items())]
+    about = str(values.get("strategy", {}).get("title", ""))
+    for word in ("Needs", "Costs"):
+        texts = ", ".join(filter(None, (stated(file, word) for file in files if file)))
+        about += f"; {word.lower()} {texts}" if texts else ""
+    return about

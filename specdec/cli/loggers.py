@@ -17,7 +17,6 @@ from specdec.parts.fields import Text, validated
 if TYPE_CHECKING:
     from specdec.report.results import RequestRecord
 
-_PICTURES = ("run.png", "comparison.png")
 _HISTOGRAMS = {
     "acceptance_by_depth": "depth",
     "drafted_share_by_context": "context",
@@ -58,13 +57,10 @@ def _served(folder: Path) -> list[Any]:
 
 def _logger(node: Mapping[str, Any], served: Sequence[Any]) -> Logger | None:
     """Builds the logger of a node; None if there is none, or it is one of those ``served``."""
-    if node in served:
+    if node in served or node.get("kind") == "none":
         return None
     if "_target_" in node:
-        logger: Logger = build_part(node, {}, "logger", Logger)
-        return logger
-    if node["kind"] == "none":
-        return None
+        return build_part(node, {}, "logger", Logger)  # type: ignore[no-any-return]
     return WandbLogger(project=node["project"], mode=node["mode"])
 
 
@@ -104,9 +100,15 @@ class WandbLogger(Logger):
 
     def log(self, config: Mapping[str, Any], row: Mapping[str, Any], folder: Path) -> None:
         """Logs one strategy; offline logs are kept in ``folder``."""
+        from specdec.report.results import drafted_tokens, read_object, read_requests
+        from specdec.report.traces import rejection_metrics
+
         wandb = importlib.import_module("wandb")
         in_sweep = any(folder.parent.glob(".jobs-*"))
         strategy = str(config["strategy"]["name"])
+        records = [
+            r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy
+        ]
         run = wandb.init(
             project=self._project,
             mode=self._mode,
@@ -122,10 +124,16 @@ class WandbLogger(Logger):
         run.define_metric("prompt/*", step_metric="prompts_done")
         for name, axis in _HISTOGRAMS.items():
             run.define_metric(f"curve/{name}", step_metric=axis)
-        for point in _curves(row, folder, strategy):
+        for point in _curves(row, records):
             run.log(point)
-        run.summary.update(_domains(folder, strategy) | _rejections(folder))
-        for name in _PICTURES:
+        table = drafted_tokens(records)
+        sums = table[table["domain"] != ""].groupby("domain").sum()
+        for domain, share in (sums["drafted"] / sums["tokens"]).items():
+            run.summary.update({f"domain/{domain}/drafted_share": float(share)})
+        if (trees := read_object(folder / "trees.json")) is not None:
+            metrics = rejection_metrics(trees)
+            run.summary.update({f"rejections/{name}": value for name, value in metrics.items()})
+        for name in ("run.png", "comparison.png"):
             if (folder / name).is_file():
                 run.log({name.removesuffix(".png"): wandb.Image(str(folder / name))})
         run.summary.update(_numbers(row))
@@ -136,38 +144,12 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {k: v for k, v in row.items() if isinstance(v, int | float)}
 
 
-def _records(folder: Path, strategy: str) -> list[RequestRecord]:
-    from specdec.report.results import read_requests
-
-    return [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
-
-
-def _domains(folder: Path, strategy: str) -> dict[str, float]:
-    """Returns the share of drafted tokens by domain, as ``domain/<name>/drafted_share``."""
-    from specdec.report.results import drafted_tokens
-
-    table = drafted_tokens(_records(folder, strategy))
-    sums = table[table["domain"] != ""].groupby("domain").sum()
-    shares = sums["drafted"] / sums["tokens"]
-    return {f"domain/{name}/drafted_share": float(share) for name, share in shares.items()}
-
-
-def _rejections(folder: Path) -> dict[str, float]:
-    """Counts why draft tokens were rejected, as ``rejections/...``; empty without a trace."""
-    from specdec.report.results import read_object
-    from specdec.report.traces import rejection_metrics
-    from specdec.trace.files import TREES_FILE
-
-    trees = read_object(folder / TREES_FILE)
-    metrics = {} if trees is None else rejection_metrics(trees)
-    return {f"rejections/{name}": value for name, value in metrics.items()}
-
-
-def _curves(row: Mapping[str, Any], folder: Path, strategy: str) -> Iterator[dict[str, Any]]:
+def _curves(
+    row: Mapping[str, Any], records: Sequence[RequestRecord]
+) -> Iterator[dict[str, Any]]:
     """Yields the points to log, in order: prompt by prompt, then the histograms."""
     from specdec.report.results import drafted_tokens, prompt_metrics
 
-    records = _records(folder, strategy)
     sums = drafted_tokens(records)[["drafted", "tokens"]].cumsum()
     so_far = (sums["drafted"] / sums["tokens"]).tolist()
     for done, record in enumerate(records, start=1):

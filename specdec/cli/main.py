@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -17,8 +17,7 @@ from specdec.errors import RankFailure, UserError
 from specdec.files import is_full
 from specdec.parts.fields import did_you_mean
 
-BAD_INPUT = 2
-_FAILED = 1
+_FAILED, BAD_INPUT, _RANK_FAILED, _INTERRUPTED, _TERMINATED = 1, 2, 3, 130, 143
 _MAX_SHOWN = 200  # characters of a path or of another library's reason in a message
 _LONGEST = 1000  # characters of a message
 # Commands that start their ranks themselves.
@@ -32,15 +31,10 @@ _LAUNCHERS = {
 _TORCH_FULL = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
 """Texts of torch's out-of-memory errors, which are plain ``RuntimeError`` on a CPU."""
 
-_NO_SUCH_PLACE = (
-    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
-    *(errno.EACCES, errno.EPERM, errno.EROFS),
-)
+_NO_SUCH_PLACE = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES}
+_NO_SUCH_PLACE |= {errno.EPERM, errno.EROFS}
 """Errors for which the path is to blame, so that they count as bad input."""
 
-_INTERRUPTED = 130
-_TERMINATED = 143
-_RANK_FAILED = 3
 _COMMANDS = {
     "run": "one strategy on one workload; -m sweeps",
     "compare": "several strategies on the same prompts: table and plot",
@@ -119,12 +113,11 @@ def _terminating_like_ctrl_c() -> Iterator[None]:
 def _explain(error: Exception) -> tuple[str, int]:
     """Returns the message and exit status of an error; the message of a defect is ""."""
     text = " ".join(str(error).split())
-    if isinstance(error, UserError):
-        return text, BAD_INPUT
-    if isinstance(error, RankFailure):
-        return text, _RANK_FAILED
-    out_of_memory = isinstance(error, RuntimeError) and any(full in text for full in _TORCH_FULL)
-    if isinstance(error, MemoryError) or out_of_memory:
+    if isinstance(error, UserError | RankFailure):
+        return text, BAD_INPUT if isinstance(error, UserError) else _RANK_FAILED
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(full in text for full in _TORCH_FULL)
+    ):
         return (
             f"memory is used up ({text[:_MAX_SHOWN]}): choose smaller trees (keys of policy), a"
             " smaller batch_size, shorter prompts or a smaller model"
@@ -135,10 +128,8 @@ def _explain(error: Exception) -> tuple[str, int]:
             " the prompts that are on disk"
         ), _FAILED
     if isinstance(error, OSError) and error.filename and error.errno in _NO_SUCH_PLACE:
-        return (
-            f"{str(error.filename)[:_MAX_SHOWN]!r} cannot be used ({error.strerror}): give another"
-            " path"
-        ), BAD_INPUT
+        path = str(error.filename)[:_MAX_SHOWN]
+        return f"{path!r} cannot be used ({error.strerror}): give another path", BAD_INPUT
     return "", _FAILED
 
 
@@ -185,15 +176,12 @@ def _module(command: str) -> ModuleType:
     """Imports a command's module: ``HELP``, ``FLAGS`` besides those of all, and ``main``."""
     if command != "reproduce":
         return importlib.import_module(f"specdec.cli.{command}")
-    try:
-        return importlib.import_module("experiments.reproduce.command")
-    except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] != "experiments":
-            raise
+    if importlib.util.find_spec("experiments") is None:
         raise UserError(
             "the papers' tables are in the package experiments, which is not installed: install"
             " specdec again from its repository"
-        ) from error
+        )
+    return importlib.import_module("experiments.reproduce.command")
 
 
 def _usage() -> str:

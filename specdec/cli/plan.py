@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from specdec.cli.arguments import Arguments
+from specdec.cli.arguments import Arguments, help_of
 from specdec.cli.execute import reporting, run_in
 from specdec.config.folders import output_folder
 from specdec.files import write_json
+from specdec.planning.options import PlanOptions
 
-HELP = """\
+HELP = f"""\
 specdec plan [--config-dir DIR] [key=value] ...
 
 Simulates the presets that fit the devices, over their layouts and sizes, with the measured hits of
@@ -15,21 +16,10 @@ a draft and the times of a machine. Prints a ranking with 95 % intervals, what d
 draft tokens pay at which batch and context, and what would change the choice. Writes plan.json, a
 preset and its profile. An interrupted plan continues with the same command and output_dir.
 
-  model=law_NAME      a fitted law (specdec list models, specdec fit); model=replay model.record=F
-                      plays a record; model=hf model.target=T model.draft=D decodes a few prompts
-  acceptance=FILE     the log of an engine, in place of a law; method= draft_tokens= as for fit
-  drafter=eagle3      what the law or log is of, for the flags of engines (eagle, ngram)
-  profile=NAME|FILE   a latency profile; a described machine (docs/plan.md); or measured: here
-  devices=8           in total, the draft's own included; by default those of the profile
-  link_ms= link_gb_s= of a transfer, in place of the profile's
-  batch=1,4,16        requests at a time; the first is ranked, all are in the tables
-  context=512,8k      tokens before the output
-  objective=latency   time per token of a request; throughput: tokens per second; per_device
-  strategies=[A,B]    presets to try
-  prompts=24          of the last round
-  budget_s=60         seconds for simulations; runs with the models have twice as many in addition
-  check=DIR           compares a run of the planned preset with the plan; check=true runs it
-  output_dir=DIR      of the plan
+  model=law_NAME         a fitted law (specdec list models, specdec fit); model=replay
+                         model.record=F plays a record; model=hf model.target=T model.draft=D decodes
+  output_dir=DIR         of the plan
+{help_of(PlanOptions)}
 
 Examples
   specdec plan model=law_pipespec_1b_70b profile=specpipe_8x3090 devices=9

@@ -46,8 +46,6 @@ Examples
   specdec profile profiling.use=pipedec_14 executor.stages=14 model=synthetic data.limit=8
   specdec profile profiling.use=swiftspec_table1 profiling.devices=8
 """
-
-
 FLAGS = ("--cfg",)
 
 

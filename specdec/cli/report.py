@@ -2,11 +2,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from specdec.cli.arguments import Arguments, read_values
+from specdec.cli.arguments import Arguments, help_of, read_values
 from specdec.parts.fields import Index
 
-HELP = """\
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    texts: Annotated[Index, "prompts per strategy whose text is on the page"] = 4
+    text: Annotated[Index | None, "prints that prompt's outputs here, in colours, too"] = None
+
+
+HELP = f"""\
 specdec report FOLDER [texts=N] [text=ID]
 
 Reads the folder of a run, a comparison or a sweep and writes into it
@@ -19,19 +26,12 @@ Reads the folder of a run, a comparison or a sweep and writes into it
 Rows of a sweep are compared with the job with strategy=ar of the same data, models, devices, clock
 and seed, if it exists. Interrupted runs are named and left out of the table.
 
-  texts=N         prompts per strategy whose text is on the page (4)
-  text=ID         prints that prompt's outputs here, in colours, too
+{help_of(_Keys)}
 
 Examples
   specdec compare 'strategies=[ar,mixture]' data.limit=4 output_dir=outputs/c
   specdec report outputs/c text=0
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Keys:
-    texts: Index = 4
-    text: Index | None = None
 
 
 def main(arguments: Arguments) -> int:

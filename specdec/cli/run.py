@@ -34,8 +34,6 @@ Examples
 
 A complete run folder is not run again; an interrupted run is resumed.
 """
-
-
 FLAGS = ("--multirun", "--cfg", "--info")
 
 

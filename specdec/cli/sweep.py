@@ -33,19 +33,19 @@ from specdec.config.folders import alone_in, make_folder, output_folder, safe_na
 from specdec.config.hydra import (
     combinations,
     compose_raw,
+    key_of,
     parse,
     plain,
     search_path,
     without_hydra,
 )
-from specdec.config.job import Job, checked_job, run_job_of
+from specdec.config.job import checked_job, run_job_of
 from specdec.config.options import config_dir
 from specdec.errors import UserError
 from specdec.files import is_full, parse_json, write_text
 from specdec.parts.build import locate
 
 _MAX_CHECKED = 64
-_SIDE_BY_SIDE = ("joblib", "submitit_local")  # launchers whose jobs share this machine
 SWEEP_FILE = "sweep.json"
 _NOTES = ".jobs-"
 
@@ -79,8 +79,8 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     overrides = [str(o.input_line) for o in parsed if o.key_or_group != "output_dir"]
     axes = with_params(overrides, extra)
     jobs = combinations(axes, extra)
-    varying = [str(o.key_or_group) for o in axes if o.is_sweep_override()]
-    if not varying and not any(str(o.key_or_group).startswith("hydra") for o in parsed):
+    varying = [key_of(o) for o in axes if o.is_sweep_override()]
+    if not varying and not any(key_of(o).startswith("hydra") for o in parsed):
         raise UserError(
             "-m needs something to vary: give a key several values, as in policy.gamma=2,4,8, or"
             " leave -m out"
@@ -88,7 +88,15 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     # All combinations are checked before the first one runs, which may take hours.
     checked = [run_job_of(without_hydra(job), extra) for job in jobs[:_MAX_CHECKED]]
     print_notices(text for job in checked for text in job.notices)
-    _warn_of_shared_cores(parsed, checked)
+    launcher = [str(o.value()) for o in parsed if o.key_or_group == "hydra/launcher"][-1:]
+    wall = any(job.config["clock"].get("kind") != "simulated" for job in checked)
+    if wall and launcher and launcher[0] in ("joblib", "submitit_local"):
+        text = (
+            f"hydra/launcher={launcher[0]} runs jobs side by side on this machine, which slows"
+            " them: measured and paced times of this sweep do not count (tokens and simulated"
+            " times do)"
+        )
+        print_notices([text])
     expected = [_job_name(job, varying) for job in jobs]
     make_folder(folder)
     with alone_in(folder):
@@ -96,16 +104,29 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
             shutil.rmtree(old, ignore_errors=True)
         with TemporaryDirectory(prefix=_NOTES, dir=folder, ignore_cleanup_errors=True) as name:
             notes, unrecorded = Path(name).resolve(), _LOST
-            run = _Sweep(folder.resolve(), notes, tuple(varying), len(jobs), tuple(extra))
+            settings = _Sweep(folder.resolve(), notes, tuple(varying), len(jobs), tuple(extra))
             try:
-                _launch(overrides, extra, run)
+                _launch(overrides, extra, settings)
             except KeyboardInterrupt:
                 unrecorded = _INTERRUPTED
                 raise
             finally:
-                records = _collect(notes, expected, unrecorded)
+                read = [parse_json(path.read_bytes()) for path in notes.glob("*.json")]
+                written = {record["job"]: record for record in read}
+                records = [
+                    written.get(name, {"job": name, **unrecorded, "seconds": 0})
+                    for name in dict.fromkeys([*expected, *written])
+                ]
                 write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
-    return _report(folder, records)
+    bad = [r for r in records if r["status"] not in ("ok", "skipped")]
+    run, skipped = (sum(r["status"] == status for r in records) for status in ("ok", "skipped"))
+    print(
+        f"sweep: {run} run, {skipped} complete before, {len(bad)} failed;"
+        f" results in {folder}/*/{RESULT_FILE}"
+    )
+    for record in bad:
+        print(f"  {record['job']}: {record['error'].splitlines()[0]}", file=sys.stderr)
+    return 0 if not bad else 2 if all(r["status"] == "refused" for r in bad) else 1
 
 
 def with_params(overrides: Sequence[str], extra: Sequence[Path] = ()) -> list[Override]:
@@ -136,7 +157,7 @@ def _first_job(overrides: Sequence[str], extra: Sequence[Path]) -> DictConfig:
 
 def _check_hydra(parsed: Sequence[Override]) -> None:
     for override in parsed:
-        key = str(override.key_or_group)
+        key = key_of(override)
         if key == "hydra/sweeper" and override.value() != "basic":
             raise UserError(
                 f"{override.input_line} does not apply here: a job returns no number that a sweeper"
@@ -214,44 +235,6 @@ def run_one(config: DictConfig, sweep: _Sweep) -> None:
             raise
 
 
-def _collect(notes: Path, expected: Sequence[str], unrecorded: Record) -> list[Record]:
-    """Returns the outcome of every job; jobs without a record get ``unrecorded``."""
-    read = [parse_json(path.read_bytes()) for path in notes.glob("*.json")]
-    records = {record["job"]: record for record in read}
-    names = dict.fromkeys([*expected, *records])
-    return [records.get(n, {"job": n, **unrecorded, "seconds": 0}) for n in names]
-
-
-def _warn_of_shared_cores(parsed: Sequence[Override], jobs: Sequence[Job]) -> None:
-    """Warns if jobs share this machine's cores, since this spoils wall-clock times."""
-    launcher = [str(o.value()) for o in parsed if o.key_or_group == "hydra/launcher"][-1:]
-    wall = any(job.config["clock"].get("kind") != "simulated" for job in jobs)
-    if wall and set(launcher) & set(_SIDE_BY_SIDE):
-        print_notices(
-            [
-                f"hydra/launcher={launcher[0]} runs jobs side by side on this machine, which slows"
-                " them: measured and paced times of this sweep do not count (tokens and simulated"
-                " times do)"
-            ]
-        )
-
-
 def _job_name(task: Sequence[str], varying: Sequence[str]) -> str:
-    named = [t for t in task if _key(t) in varying]
+    named = [t for t in task if t.lstrip("+~").partition("=")[0] in varying]
     return safe_name(",".join(named or without_hydra(task)))
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
-
-
-def _report(folder: Path, records: Sequence[Record]) -> int:
-    bad = [r for r in records if r["status"] not in ("ok", "skipped")]
-    run, skipped = (sum(r["status"] == status for r in records) for status in ("ok", "skipped"))
-    print(
-        f"sweep: {run} run, {skipped} complete before, {len(bad)} failed;"
-        f" results in {folder}/*/{RESULT_FILE}"
-    )
-    for record in bad:
-        print(f"  {record['job']}: {record['error'].splitlines()[0]}", file=sys.stderr)
-    return 0 if not bad else 2 if all(r["status"] == "refused" for r in bad) else 1

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -74,22 +76,14 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
     title = _title(folder)
     wrapped = fill(title, 150)
-    try:
+    with _drawing(str(folder)):
         picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=wrapped)
         page = tree_page(trees, title=title)
         rejected = rejections_png(trees, title=wrapped)
-    except ValueError as error:
-        raise UserError(f"{folder}: {error}") from error
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _of_another_version(folder, error) from error
-    paths = [
-        write_bytes(folder / "timeline.png", picture),
-        write_text(folder / "tree.html", page),
-        folder / TIMELINE_FILE,
-    ]
+    paths = [write_bytes(folder / "timeline.png", picture), write_text(folder / "tree.html", page)]
     if rejected is not None:
-        paths.insert(2, write_bytes(folder / "rejections.png", rejected))
-    return paths
+        paths.append(write_bytes(folder / "rejections.png", rejected))
+    return [*paths, folder / TIMELINE_FILE]
 
 
 def draw_beside(folder: Path, other: Path) -> Path:
@@ -103,20 +97,23 @@ def draw_beside(folder: Path, other: Path) -> Path:
         raise UserError(f"{folder} is named twice: name two runs")
     styles = row_styles({str(run): _strategy(run) for run in runs})
     tracks = [Track(title, trees, styles[str(run)].color) for run, (title, trees) in runs.items()]
-    try:
+    with _drawing(f"{folder} and {other}"):
         page = tracks_page(tracks, title=" beside ".join(_strategy(run) for run in runs))
-    except ValueError as error:
-        raise UserError(f"{folder} and {other}: {error}") from error
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _of_another_version(f"{folder} or {other}", error) from error
     return write_text(folder / "beside.html", page)
 
 
-def _of_another_version(folder: Path | str, error: Exception) -> UserError:
-    return UserError(
-        f"{folder} has a trace of another version ({type(error).__name__}: {error}): run it again"
-        " with trace=true"
-    )
+@contextmanager
+def _drawing(traces: str) -> Iterator[None]:
+    """Makes errors of drawing ``UserError``: the files may be damaged or of another version."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{traces}: {error}") from error
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{traces} has a trace of another version ({type(error).__name__}: {error}): run it"
+            " again with trace=true"
+        ) from error
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -167,13 +164,10 @@ def _strategy(folder: Path) -> str:
 
 
 def _title(folder: Path) -> str:
-    config = _config(folder)
-    if not config:
-        return folder.name
     from specdec.report.results import SUMMARY_FILE, read_object
     from specdec.report.tables import title_of
 
-    stages = (config.get("executor") or {}).get("stages")
+    stages = (_config(folder).get("executor") or {}).get("stages")
     name = _strategy(folder) + (f", {stages} stages" if stages else "")
     conditions = (read_object(folder / SUMMARY_FILE) or {}).get("conditions")
     return f"{name}: {title_of(conditions)}" if conditions else name

@@ -40,8 +40,6 @@ Examples
       output.vocabulary=8192 output_dir=heads/eagle3
   specdec run strategy=eagle3 model=hf model.target=PATH model.eagle_head=heads/eagle3
 """
-
-
 FLAGS = ("--cfg",)
 
 

@@ -42,8 +42,6 @@ Examples
   specdec verify strategy=speculative verifier=rejection sampling=t08
   specdec verify strategy=specpipe model.dtype=bfloat16 output_dir=outputs/certificate
 """
-
-
 FLAGS = ("--cfg", "--fail-fast")
 
 

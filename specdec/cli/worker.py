@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import execute
@@ -30,28 +29,23 @@ docs/distributed.md shows several machines and Slurm.
 def main(arguments: Arguments) -> int:
     if len(arguments.overrides) != 2:
         raise UserError("specdec worker takes two arguments, CONFIG and OUTPUT_DIR: see --help")
-    file, folder = map(Path, arguments.overrides)
-    config = _read(file)
+    path, folder = map(Path, arguments.overrides)
+    remedy = "give what `specdec run --cfg` prints, or the config.yaml of a run folder"
+    config = read_yaml(path, f"{path} cannot be read", remedy)
+    if not isinstance(config, dict) or not {"strategy", "choices"} <= config.keys():
+        raise UserError(f"{path} is not a resolved configuration: {remedy}")
+    for section, base in BASES.items():  # a class of another kind must not be called
+        node = config.get(section)
+        if base and isinstance(node, dict) and "_target_" in node:
+            locate(node["_target_"], section, resolve_name(base))
+    transport = config.get("executor", {}).get("transport")
+    if transport != "distributed":
+        raise UserError(
+            f"{path} has executor.transport={transport}: ranks are for"
+            " executor.transport=distributed"
+        )
     job = Job(str(config["strategy"]["name"]), config, str(folder))
     # Imported here: torch and transformers take seconds to import.
     from specdec.distributed.torchrun import run_under_launcher
 
     return run_under_launcher(lambda: execute(job, folder), threads=config.get("threads"))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    remedy = "give what `specdec run --cfg` prints, or the config.yaml of a run folder"
-    loaded = read_yaml(path, f"{path} cannot be read", remedy)
-    if not isinstance(loaded, dict) or not {"strategy", "choices"} <= loaded.keys():
-        raise UserError(f"{path} is not a resolved configuration: {remedy}")
-    config = {str(key): value for key, value in loaded.items()}
-    for section, node in config.items():  # a class of another kind must not be called
-        if isinstance(node, dict) and "_target_" in node and (path_of := BASES.get(section)):
-            locate(node["_target_"], section, resolve_name(path_of))
-    executor = config.get("executor", {})
-    if executor.get("transport") != "distributed":
-        raise UserError(
-            f"{path} has executor.transport={executor.get('transport')}: ranks are for"
-            " executor.transport=distributed"
-        )
-    return config

@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -195,14 +196,11 @@ class Parts:
 
 
 def _in_inference_mode(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
-    mode = torch.inference_mode()
     while True:
         # Entering and leaving takes up to 30 us in every step, so runs enter it once for all.
-        if torch.is_inference_mode_enabled():
+        entered = torch.is_inference_mode_enabled()
+        with nullcontext() if entered else torch.inference_mode():
             commits = next(steps, None)
-        else:
-            with mode:
-                commits = next(steps, None)
         if commits is None:
             return
         yield commits
@@ -222,12 +220,8 @@ class Workbench:
     ) -> None:
         """Stores the shared objects; models are loaded on first use.
 
-        Args:
-            seed: seed of all draws.
-            clock: default: the wall clock.
-            meter: counts model passes and the clock's waits; default: a new one.
-            ranks: starts the processes of distributed executors; None: everything runs in this
-                process.
+        The default clock is the wall clock. ``ranks`` starts the processes of distributed
+        executors; without it everything runs in this process.
         """
         self.pair = pair
         self.meter = Meter() if meter is None else meter
@@ -304,7 +298,6 @@ class Workbench:
         """Checks the parts of a strategy and builds its executor.
 
         Args:
-            source, policy, verifier: the strategy.
             executor: see ``planned``; default: the local executor.
             stages: in place of ``executor``: number of stages of a pipeline with one device each.
                 With ``ranks`` every device is a process.
@@ -321,7 +314,7 @@ class Workbench:
                 if stages is None
                 else planned(PipelineExecutor, self.pair, stages=stages, transport=transport)
             )
-        plan, serving = executor.plan, ServingRules() if serving is None else serving
+        plan, serving = executor.plan, serving or ServingRules()
         # Check before the target is loaded and ranks start.
         for part, base in (source, TokenSource), (policy, TreePolicy), (verifier, Verifier):
             check_class(type(part), base, type(part).__name__)
@@ -330,11 +323,14 @@ class Workbench:
         check_source(source, policy, verifier, self.pair.vocab_size)
         if not isinstance(plan, EarlyExitPlan):  # its executor says itself what it lacks
             check_executor(source, policy, plan)
+        needs = joined_needs((verifier.needs, source.needs))
+        if verifier.lossless is not Lossless.TOKEN:
+            needs = replace(needs, all_answers=True)
         parts = Parts(
             source=source,
             policy=policy,
             verifier=verifier,
-            executor=executor.build(_needs(source, verifier), self.runtime(serving)),
+            executor=executor.build(needs, self.runtime(serving)),
             clock=self.clock,
             meter=self.meter,
             draws=self.draws,
@@ -366,12 +362,6 @@ class Workbench:
                 )
             ),
         }
-
-
-def _needs(source: TokenSource, verifier: Verifier) -> Needs:
-    needs = joined_needs((verifier.needs, source.needs))
-    follows = verifier.lossless is Lossless.TOKEN
-    return needs if follows else replace(needs, all_answers=True)
 
 
 RUNTIME = {
@@ -407,8 +397,7 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
     Raises:
         UserError: an unknown key, a bad value, or parts that do not fit together.
     """
-    meter = Meter()
-    timeline = Timeline() if cfg.get("trace") else None
+    meter, timeline = Meter(), Timeline() if cfg.get("trace") else None
     clock = build_clock(cfg["clock"], meter, timeline=timeline)
     ranks = _ranks(cfg, pair, clock)
     bench = Workbench(pair, seed=int(cfg["seed"]), clock=clock, meter=meter, ranks=ranks)
@@ -464,9 +453,8 @@ def build_parts(
 
 
 def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
-    cls = locate(node["_target_"], "executor", Executor)
     keys = {key: value for key, value in node.items() if key != "_target_"}
-    return planned(cls, pair, **keys)
+    return planned(locate(node["_target_"], "executor", Executor), pair, **keys)
 
 
 def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | None:
@@ -484,11 +472,10 @@ def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | Non
         )
     from specdec.distributed.ranks import Ranks  # imported late: few runs need processes
 
-    model = dict(cfg["model"])
-    if "dtype" in model:  # this process resolves auto once for all ranks
-        model["dtype"] = pair.dtype or model["dtype"]
+    # This process resolves auto once for all ranks.
+    own = {"dtype": pair.dtype} if pair.dtype and "dtype" in cfg["model"] else {}
     return Ranks(
-        model=model,
+        model={**cfg["model"], **own},
         clock=cfg["clock"],
         timeout_s=float(node["timeout_s"]),
         threads=cfg.get("threads"),
@@ -527,33 +514,24 @@ def build(
 
     words = [f"strategy={preset}"]
     config = compose_config(words).values
-    changed = {key: value for key, value in keys.items() if value is not None}
-    if "stages" in changed and "stages" not in config["executor"]:
-        changed = {"executor": "pipeline", **changed, "executor.stages": changed["stages"]}
-        del changed["stages"]
-    words += [f"{_whole_name(key, config)}={_text(value)}" for key, value in changed.items()]
-    composed = compose_config(words)
-    config = composed.values
-    check_config(config, composed.choices)
-    if bench is None:
-        bench = Workbench(build_pair(config["model"]), seed=int(config["seed"]))
-    return build_parts(config, bench, verifier=verifier)
-
-
-def _whole_name(key: str, config: Mapping[str, Any]) -> str:
-    """Completes the name of a key by its section: ``width`` -> ``policy.width``."""
-    if "." in key or key in _SECTIONS:
-        return key
+    keys = {key: value for key, value in keys.items() if value is not None}
+    if "stages" in keys and "stages" not in config["executor"]:
+        words.append(f"executor={keys.pop('executor', 'pipeline')}")
+        keys["executor.stages"] = keys.pop("stages")
     sections = {name: config.get(name) or {} for name in _SECTIONS}
-    found = [name for name, section in sections.items() if key in section]
-    if len(found) == 1:
-        return f"{found[0]}.{key}"
-    if found:
-        names = " or ".join(f"{section}.{key}" for section in found)
-        raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
-    known = {name for section in sections.values() for name in section if name != "_target_"}
-    raise UserError(f"the preset's parts have no key {key!r}: {did_you_mean(key, known)}")
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    for key, value in keys.items():
+        homes = [name for name, section in sections.items() if key in section]
+        if "." not in key and key not in sections and len(homes) != 1:
+            if homes:
+                names = " or ".join(f"{section}.{key}" for section in homes)
+                raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
+            known = {name for section in sections.values() for name in section} - {"_target_"}
+            raise UserError(f"the preset's parts have no key {key!r}: {did_you_mean(key, known)}")
+        name = key if "." in key or key in sections else f"{homes[0]}.{key}"
+        words.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+    composed = compose_config(words)
+    check_config(composed.values, composed.choices)
+    if bench is None:
+        pair, seed = build_pair(composed.values["model"]), int(composed.values["seed"])
+        bench = Workbench(pair, seed=seed)
+    return build_parts(composed.values, bench, verifier=verifier)

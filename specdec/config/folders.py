@@ -31,7 +31,6 @@ _T = TypeVar("_T")
 CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"
 _LONGEST_NAME = 120
-_MAX_SHOWN = 3
 
 
 def output_folder(chosen: str | None, command: str, name: str = "") -> Path:
@@ -74,7 +73,12 @@ def run_in(
                 done = work()
             except BaseException as error:
                 with suppress(OSError):  # the failure may be a full disk
-                    write_text(folder / STATUS_FILE, json.dumps(_failure(error), indent=1))
+                    failure = {"status": "interrupted", "error": ""}
+                    if not isinstance(error, KeyboardInterrupt):
+                        text = f"{type(error).__name__}: {error}"
+                        trace = "".join(format_exception(error))
+                        failure = {"status": "failed", "error": text, "traceback": trace}
+                    write_text(folder / STATUS_FILE, json.dumps(failure, indent=1))
                 raise
             write_text(folder / STATUS_FILE, json.dumps({"status": "ok", "error": ""}, indent=1))
             return done
@@ -113,7 +117,17 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
                 f" ({_difference(_computed(previous), _computed(config))}): name another folder or"
                 " delete that one"
             )
-        return bool(result) and _is_complete(folder / result)
+        if not result or not (folder / result).is_file():
+            return False
+        try:
+            if not isinstance(parse_json((folder / result).read_bytes()), dict):
+                raise ValueError("it is no JSON object")
+        except ValueError as error:
+            raise UserError(
+                f"{folder / result} is damaged ({error}): delete it, and start the same command"
+                " again"
+            ) from error
+        return True
     if folder.is_dir() and any(p.name != STATUS_FILE for p in folder.iterdir()):
         raise UserError(
             f"output_dir={folder} is not empty and not a run folder (it has no {CONFIG_FILE}):"
@@ -134,21 +148,6 @@ def _computed(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key != "logger"
     }
-
-
-def _is_complete(result: Path) -> bool:
-    if not result.is_file():
-        return False
-    try:
-        loaded = parse_json(result.read_bytes())
-        reason = "" if isinstance(loaded, dict) else "it is no JSON object"
-    except ValueError as error:
-        reason = str(error)
-    if reason:
-        raise UserError(
-            f"{result} is damaged ({reason}): delete it, and start the same command again"
-        )
-    return True
 
 
 def make_folder(folder: Path) -> None:
@@ -194,19 +193,10 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _failure(error: BaseException) -> dict[str, str]:
-    if isinstance(error, KeyboardInterrupt):
-        return {"status": "interrupted", "error": ""}
-    text = f"{type(error).__name__}: {error}"
-    return {"status": "failed", "error": text, "traceback": "".join(format_exception(error))}
-
-
 def _difference(there: object, here: dict[str, Any]) -> str:
     left, right = flatten(there), flatten(here)
     keys = [k for k in {**left, **right} if left.get(k, "absent") != right.get(k, "absent")]
     shown = [
-        f"{k} is {left.get(k, 'absent')} there and {right.get(k, 'absent')} here"
-        for k in keys[:_MAX_SHOWN]
+        f"{k} is {left.get(k, 'absent')} there and {right.get(k, 'absent')} here" for k in keys[:3]
     ]
-    more = len(keys) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more keys" if more > 0 else "")
+    return "; ".join([*shown, *([f"and {len(keys) - 3} more keys"] if len(keys) > 3 else [])])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from specdec.config.options import (
     GROUPS,
@@ -27,13 +28,11 @@ from specdec.config.options import (
     read_yaml,
 )
 from specdec.errors import UserError
-from specdec.parts.fields import did_you_mean
+from specdec.parts.fields import did_you_mean, errors_of, signature_of
 
-_HYDRAS = (HydraException, OmegaConfBaseException)
-_FAULTS = (*_HYDRAS, TypeError, ValueError)
+_FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two for a group set to null or numbers."""
 
-_MAX_SHOWN = 200  # characters of an argument in a message
 _ADDED = {
     "experiment": "write experiment/NAME.yaml in a tree of your own, named by --config-dir DIR",
     "hydra/launcher": "pip install 'specdec-lab[joblib,submitit]' adds launchers",
@@ -56,19 +55,45 @@ class Composed:
 
 def parse(overrides: Sequence[str]) -> list[Override]:
     parsed: list[Override] = []
-    parser = OverridesParser.create()
     for text in overrides:
         try:
             if text.startswith("="):  # Hydra would accept a group without a name
-                raise OverrideParseException(text, "no key")
-            parsed += parser.parse_overrides([text])
+                raise ValueError("no key")
+            parsed += OverridesParser.create().parse_overrides([text])
         except (HydraException, ValueError, RecursionError) as error:
             raise UserError(
-                f"cannot read the argument {text[:_MAX_SHOWN]!r}: write key=value without spaces"
+                f"cannot read the argument {text[:200]!r}: write key=value without spaces"
                 " around the equals sign, and put values with special characters in quotes inside"
                 " quotes, as in 'data.path=\"my file.txt\"'"
             ) from error
     return parsed
+
+
+def key_of(override: Override) -> str:
+    return str(override.key_or_group)
+
+
+def read_keys(
+    words: Sequence[str], schema: Callable[..., Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Splits words into those that set no key of a schema, and the values of its keys.
+
+    The schema says what a value means: a text is taken literally, and a list needs no brackets.
+    """
+    keys, others, values = signature_of(schema).plain, list[str](), dict[str, Any]()
+    for word in words:
+        key, _, text = word.partition("=")
+        if key not in keys:
+            others.append(word)
+            continue
+        types = json.dumps(keys[key].json_schema())
+        (override,) = parse([f"{key}=[{text.strip('[]')}]" if '"array"' in types else word])
+        value = override.value()
+        is_text = '"string"' in types and not isinstance(value, str | list | None)
+        values[key] = text if is_text else value
+    for error in errors_of(schema, values):
+        raise UserError(error)
+    return others, values
 
 
 def compose_config(
@@ -99,7 +124,19 @@ def compose_raw(
                 read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
         if not isinstance(error, _FAULTS):
             raise
-        raise _explain(error, overrides, name, extra) from error
+        raise UserError(_explain(error, overrides, name, extra)) from error
+
+
+def set_values(raw: DictConfig, overrides: Sequence[Override]) -> None:
+    """Applies overrides of values, not of groups, to a composed configuration."""
+    for override in overrides:
+        section, _, key = key_of(override).rpartition(".")
+        if override.is_delete():
+            with open_dict(raw):
+                OmegaConf.select(raw, section).pop(key)
+        else:
+            added = override.is_add()
+            OmegaConf.update(raw, key_of(override), override.value(), force_add=added)
 
 
 def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> list[list[str]]:
@@ -108,7 +145,7 @@ def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> l
     for override in overrides:
         key, value = override.get_key_element(), override.value()
         if isinstance(value, Glob):
-            names = value.filter(list(options(str(override.key_or_group), extra)))
+            names = value.filter(list(options(key_of(override), extra)))
             values[key] = [f"{key}={name}" for name in names]
         elif override.is_discrete_sweep():
             values[key] = [f"{key}={text}" for text in override.sweep_string_iterator()]
@@ -123,21 +160,20 @@ def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> l
 
 def plain(raw: DictConfig, trees: Sequence[Path] = ()) -> Composed:
     """Resolves a composed configuration, which includes the node ``hydra``."""
-    chosen = OmegaConf.to_container(raw.hydra.runtime.choices)
-    assert isinstance(chosen, dict)
+    chosen: Any = OmegaConf.to_container(raw.hydra.runtime.choices)
     choices = {group: str(chosen[group]) for group in GROUPS if group in chosen}
     config = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
-    try:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        key = error.full_key or "a key"
+    for key, value in flatten(OmegaConf.to_container(config)).items():
         group = key.split(".")[0]
-        raise UserError(
-            f"{key} has no value and {group}={choices.get(group, '...')} needs one: add {key}=VALUE"
-        ) from error
+        if value == "???":
+            raise UserError(
+                f"{key} has no value and {group}={choices.get(group, '...')} needs one: add"
+                f" {key}=VALUE"
+            )
+    try:
+        values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise UserError(f"the configuration cannot be resolved: {_first_line(error)}") from error
-    assert isinstance(values, dict)
     for key, value in flatten(values).items():
         bits = 64 if key.endswith("seed") else 63
         if isinstance(value, int) and value >= 1 << bits:
@@ -169,48 +205,42 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
 
 
-def _explain(
-    error: Exception, overrides: Sequence[str], name: str, extra: Sequence[Path]
-) -> UserError:
+def _explain(error: Exception, overrides: Sequence[str], name: str, extra: Sequence[Path]) -> str:
     """Finds the override that Hydra refused, and words the error for it."""
     if isinstance(error, MissingConfigException):
         group, _, value = str(error.missing_cfg_file).rpartition("/")
         if group in _ADDED:
             hint = did_you_mean(value, error.options or ()) or _ADDED[group]
-            return UserError(f"{group}={value} is unknown: {hint}")
-    parsed = [o for o in parse(overrides) if not str(o.key_or_group).startswith("hydra")]
-    for override in parsed:
-        group = override.key_or_group
-        if group in GROUPS and not isinstance(override.value(), dict | list):
-            value, known = str(override.value()), options(group, extra)
-            if value not in known:
-                return UserError(f"{group}={value} is unknown: {did_you_mean(value, known)}")
-    groups = [o.input_line or "" for o in parsed if o.key_or_group in GROUPS]
+            return f"{group}={value} is unknown: {hint}"
+    parsed = [o for o in parse(overrides) if not key_of(o).startswith("hydra")]
+    groups = [o for o in parsed if o.key_or_group in GROUPS]
+    for override in groups:
+        group, value = key_of(override), str(override.value())
+        known = options(group, extra)
+        if not isinstance(override.value(), dict | list) and value not in known:
+            return f"{group}={value} is unknown: {did_you_mean(value, known)}"
+    unknown = f"the configuration cannot be composed: {_first_line(error)}"
     try:
-        base = plain(_hydra_compose(groups, name, extra))
+        base = plain(_hydra_compose([str(o.input_line) for o in groups], name, extra))
     except _FAULTS:
-        return UserError(f"the configuration cannot be composed: {_first_line(error)}")
+        return unknown
     for override in parsed:
-        key = override.key_or_group
+        key = key_of(override)
         if key == "experiment" and not override.is_add():
-            return UserError(f"{override.input_line} adds a group: write +{override.input_line}")
+            return f"{override.input_line} adds a group: write +{override.input_line}"
         if not (key in GROUPS or override.is_add() or has_key(base.values, key)):
-            return UserError(_unknown_key(key, base, extra))
-    return UserError(f"the configuration cannot be composed: {_first_line(error)}")
+            return _unknown_key(key, base, extra)
+    return unknown
 
 
 def _unknown_key(key: str, base: Composed, extra: Sequence[Path]) -> str:
     group, _, rest = key.partition(".")
-    if rest and group in GROUPS and group in base.choices:
-        own = [k for k in flatten(base.values.get(group, {})) if not k.endswith("_target_")]
-        message = f"{group}={base.choices[group]} has no key {rest!r}: "
-        others = [
-            f"{group}={option}"
-            for option, path in options(group, extra).items()
-            if rest in own_values(path)
-        ]
-        if others:
-            return f"{message}it is a key of {', '.join(others)}"
-        return message + (did_you_mean(rest, own) or "it has none, so leave it out")
-    known = [*flatten(base.values), *GROUPS]
-    return f"{key} is not a key of the configuration: {did_you_mean(key, known)}".rstrip(": ")
+    if not (rest and group in base.choices):
+        known = [*flatten(base.values), *GROUPS]
+        return f"{key} is not a key of the configuration: {did_you_mean(key, known)}".rstrip(": ")
+    message = f"{group}={base.choices[group]} has no key {rest!r}: "
+    own = [k for k in flatten(base.values.get(group, {})) if not k.endswith("_target_")]
+    paths = options(group, extra).items()
+    if others := [f"{group}={option}" for option, path in paths if rest in own_values(path)]:
+        return f"{message}it is a key of {', '.join(others)}"
+    return message + (did_you_mean(rest, own) or "it has none, so leave it out")

@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specdec.errors import UserError
 from specdec.files import UNREADABLE, why_unreadable
-from specdec.parts.fields import Count, Text
 
 PARTS = ("source", "policy", "verifier", "executor")
 """Groups that make up a strategy."""
@@ -35,15 +34,6 @@ BASES = {
 
 GROUPS = tuple(BASES)
 """Groups whose options can be chosen on the command line; the tree has other folders, too."""
-
-COMPARE: dict[str, Any] = {
-    "strategies": list[str],
-    "repeats": Count,
-    "curve_profile": Text,
-    "cross_profile": Text | None,
-    "curve_replay": bool,
-}
-"""Top-level keys that only ``specdec compare`` has, with their types."""
 
 YAML_ERRORS = (*UNREADABLE, OmegaConfBaseException, OSError, AttributeError)
 """Errors of reading a YAML; PyYAML raises ``AttributeError`` for a malformed date."""
@@ -88,7 +78,9 @@ def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
 def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = False) -> Any:
     """Loads a YAML file; raises a ``UserError`` that says ``refusal (reason): remedy``."""
     try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
+        str(loaded)  # Python does not print hexadecimal numbers of too many digits
+        return loaded
     except YAML_ERRORS as error:
         raise UserError(f"{refusal} ({why_unreadable(error)}){remedy and f': {remedy}'}") from error
 
@@ -129,18 +121,21 @@ def chosen_parts(path: Path) -> dict[str, str]:
     return {key.removeprefix("override ").lstrip("/"): value for key, value in named.items()}
 
 
-def _defaults(path: Path) -> list[Any]:
+def _mapping(path: Path) -> dict[str, Any]:
     loaded = read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
-    defaults = loaded.get("defaults") if isinstance(loaded, dict) else None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} holds no mapping of keys to values: correct it, or remove it")
+    return {str(key): value for key, value in loaded.items()}
+
+
+def _defaults(path: Path) -> list[Any]:
+    defaults = _mapping(path).get("defaults")
     return defaults if isinstance(defaults, list) else []
 
 
 def own_values(path: Path) -> dict[str, Any]:
     """Returns the unresolved values of a YAML of the tree, without its defaults list."""
-    loaded = read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path} holds no mapping of keys to values: correct it, or remove it")
-    return {str(key): value for key, value in loaded.items() if key != "defaults"}
+    return {key: value for key, value in _mapping(path).items() if key != "defaults"}
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

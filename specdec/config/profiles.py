@@ -18,12 +18,6 @@ from specdec.errors import UserError
 from specdec.parts.fields import Count, did_you_mean
 
 
-def _kind(name: str) -> str:
-    if name not in list(Work):
-        raise ValueError(f"this kind is unknown: {did_you_mean(name, Work)}")
-    return name
-
-
 def _curve(curve: Any) -> Any:
     try:
         CostCurve.of(curve)
@@ -31,6 +25,12 @@ def _curve(curve: Any) -> Any:
         form = "lists `tokens` and `ms`, and may have block_tokens, block_ms"
         raise ValueError(f"it needs {form}") from error
     return curve
+
+
+def _kind(name: str) -> str:
+    if name not in list(Work):
+        raise ValueError(f"this kind is unknown: {did_you_mean(name, Work)}")
+    return name
 
 
 _Curve = Annotated[Any, AfterValidator(_curve)]
@@ -60,34 +60,28 @@ def load_profile(
         "degrees": {kind: {number of devices that share a layer: curve}}, "stages": the testbed's
         number of stages, "draft_name": the draft timed in "costs", and "drafts": {name: curve}.
     """
-    known = options("profile", extra)
+    at, known = f"{key}={name}", options("profile", extra)
     path = known.get(name) or Path(name).expanduser()
     if not path.is_file():
-        raise UserError(
-            f"{key}={name} is neither a profile nor a YAML file: {did_you_mean(name, known)}"
-        )
-    loaded = read_yaml(path, f"{key}={name} is not readable YAML", resolve=True)
+        raise UserError(f"{at} is neither a profile nor a YAML file: {did_you_mean(name, known)}")
+    loaded = read_yaml(path, f"{at} is not readable YAML", resolve=True)
     costs = loaded.get("costs") if isinstance(loaded, dict) else None
     if not isinstance(costs, dict) or not costs:
-        raise UserError(f"{key}={name} needs a mapping `costs` of kind to cost curve")
+        raise UserError(f"{at} needs a mapping `costs` of kind to cost curve")
     try:
-        profile: dict[str, Any] = {
-            "note": "",
-            **TypeAdapter(_Profile).validate_python(loaded, strict=True),
-        }
+        checked = TypeAdapter(_Profile).validate_python(loaded, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "[key]")
         text = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"{key}={name}: {where}: {text}") from error
+        raise UserError(f"{at}: {where}: {text}") from error
+    profile: dict[str, Any] = {"note": "", **checked}
     for kind, curves in profile.get("degrees", {}).items():
         if len({tuple(curve["tokens"]) for curve in curves.values()}) > 1:
-            raise UserError(f"{key}={name}: degrees.{kind}: all curves need the same `tokens`")
-    if "origins" in profile:
-        origins = profile.pop("origins")
-        if set(origins) != set(profile["costs"]):
-            texts = ", ".join(profile["costs"])
-            raise UserError(f"{key}={name}: origins needs one text for each of {texts}")
+            raise UserError(f"{at}: degrees.{kind}: all curves need the same `tokens`")
+    if origins := profile.pop("origins", None):
+        if set(origins) != set(costs):
+            raise UserError(f"{at}: origins needs one text for each of {', '.join(costs)}")
         figures = "; ".join(f"{kind} {origin}" for kind, origin in origins.items())
         profile["note"] = f"{profile['note']} Figures: {figures}.".strip()
     return profile
@@ -121,7 +115,9 @@ def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     process run one after the other.
     """
     clock, executor = dict(config["clock"]), config.get("executor", {})
-    if clock.get("kind") == "measured" and _take_turns(executor):
+    several = (executor.get(key) or 1 for key in ("stages", *_DEGREES.values()))
+    in_turns = executor.get("transport") == "in_process" and max(several) > 1
+    if clock.get("kind") == "measured" and in_turns:
         clock["caveat"] = (
             "the devices of its pipeline take turns in one process, so its measured time is not a"
             " pipeline's; use executor.transport=distributed or clock=simulated"
@@ -157,12 +153,6 @@ def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
         )
     note = f"{clock.get('note', '')} Here: draft times of {name}.".strip()
     return {**clock, "costs": {**clock["costs"], "draft": others[name]}, "note": note}
-
-
-def _take_turns(executor: Mapping[str, Any]) -> bool:
-    """Whether several devices of a pipeline share one process."""
-    several = (executor.get(key) or 1 for key in ("stages", "target_degree", "draft_degree"))
-    return executor.get("transport") == "in_process" and max(several) > 1
 
 
 def _with_degrees(

@@ -15,6 +15,8 @@ from inspect import isabstract
 from pkgutil import resolve_name
 from typing import Any, get_args
 
+from hydra.utils import instantiate
+
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean, errors_of, signature_of
 
@@ -99,28 +101,25 @@ def build_part(
         raise UserError(f"{where}={node!r} is not a part: it needs _target_, the path of a class")
     cls = locate(node["_target_"], where, base)
     plain, _, objects = signature_of(cls)
-    names = (*plain, *objects)
-    arguments = {key: value for key, value in node.items() if key != "_target_"}
-    nested = [key for key in names if _has_part(arguments.get(key))]
+    nested = {key: node[key] for key in (*plain, *objects) if _has_part(node.get(key))}
+    values = {key: value for key, value in node.items() if key not in ("_target_", *nested)}
     if runtime is None:  # values are checked once: a configuration that is built was checked
+        given, also = FILLED.get(where.partition(".")[0], set()), {*nested, *known}
         check_values(
-            cls,
-            {key: value for key, value in arguments.items() if key not in nested},
-            where,
-            f"{label} (class {node['_target_']})",
-            given=FILLED.get(where.partition(".")[0], set()),
-            also={*nested, *known},
+            cls, values, where, f"{label} (class {node['_target_']})", given=given, also=also
         )
-    for key in nested:
+    for key, part in nested.items():
         hint, at = objects.get(key), f"{where}.{key}"  # its class, or that of its items
         inside = next((c for c in (hint, *get_args(hint)) if isinstance(c, type)), base)
-        arguments[key] = build_part(arguments[key], runtime, at, inside, label=f"{label} at {at}")
+        nested[key] = build_part(part, runtime, at, inside, label=f"{label} at {at}")
     if runtime is None:
         return None
-    missing = (name for name in names if name in runtime and name not in arguments)
-    arguments.update({name: runtime[name]() for name in missing})
+    for name in (*plain, *objects):
+        if name in runtime and name not in node:
+            nested[name] = runtime[name]()
     try:
-        return cls(**arguments)
+        # Partial, because OmegaConf would copy those objects that are dataclasses.
+        return instantiate({**values, "_target_": cls, "_partial_": True}, _convert_="all")(**nested)
     except UserError:
         raise
     except (TypeError, ValueError) as error:

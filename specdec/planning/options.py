@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specdec.config.hydra import parse
+from specdec.config.hydra import read_keys
 from specdec.errors import UserError
 from specdec.parts.fields import (
     Count,
@@ -17,14 +17,13 @@ from specdec.parts.fields import (
     did_you_mean,
     errors_of,
     expects,
+    signature_of,
     validated,
 )
 
 MEASURED = "measured"
 """The value of ``profile`` that measures the models of this run on this machine."""
 
-_LISTS = ("batch", "context", "strategies")
-_TEXTS = ("profile", "acceptance", "method", "check", "objective", "drafter")
 _Counts = Annotated[
     tuple[Count, ...],
     Field(min_length=1),
@@ -35,46 +34,55 @@ _Counts = Annotated[
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of ``specdec plan``, which its help describes."""
+    """The options of ``specdec plan``, whose help shows the texts."""
 
-    profile: Text | None = None
-    devices: Count | None = None
-    link_ms: NotNegative | None = None
-    link_gb_s: Positive | None = None
-    batch: _Counts = (1,)
-    context: _Counts = (512,)
-    objective: Literal["latency", "throughput", "per_device"] = "latency"
-    acceptance: Text | None = None
-    method: Text | None = None
-    draft_tokens: Count | None = None
-    drafter: Literal["draft_model", "eagle", "eagle3", "ngram"] = "draft_model"
-    strategies: tuple[Text, ...] = ()
-    prompts: Annotated[int, Field(ge=4, le=1000)] = 24
-    budget_s: Positive = 60.0
-    check: str = ""
+    profile: Annotated[
+        Text | None,
+        "a latency profile, the file of one or of a described machine (docs/plan.md); measured: here",
+    ] = None
+    devices: Annotated[Count | None, "in total; by default those of the profile"] = None
+    link_ms: Annotated[NotNegative | None, "of a transfer, in place of the profile's"] = None
+    link_gb_s: Annotated[Positive | None, "likewise, of a described machine"] = None
+    batch: Annotated[
+        _Counts, "1,4,16: requests at a time; the first is ranked, all are in the tables"
+    ] = (1,)
+    context: Annotated[_Counts, "512,8k: tokens before the output"] = (512,)
+    objective: Annotated[
+        Literal["latency", "throughput", "per_device"],
+        "time per token of a request; throughput: tokens per second; per_device",
+    ] = "latency"
+    acceptance: Annotated[Text | None, "the log of an engine, in place of a law"] = None
+    method: Annotated[Text | None, "of the log, as for fit"] = None
+    draft_tokens: Annotated[Count | None, "likewise"] = None
+    drafter: Annotated[
+        Literal["draft_model", "eagle", "eagle3", "ngram"],
+        "what the law or log is of, for the flags of engines (eagle, eagle3, ngram)",
+    ] = "draft_model"
+    strategies: Annotated[tuple[Text, ...], "[A,B]: presets to try"] = ()
+    prompts: Annotated[int, Field(ge=4, le=1000), "of the last round"] = 24
+    budget_s: Annotated[
+        Positive, "seconds for simulations; runs with the models have twice as many in addition"
+    ] = 60.0
+    check: Annotated[
+        str, "DIR: compares a run of the planned preset with the plan; true: runs it"
+    ] = ""
 
 
 def split_words(words: Iterable[str], keys: Mapping[str, Any]) -> tuple[PlanOptions, list[str]]:
     """Returns the options of the plan, and the words that are left for the configuration."""
-    known = {field.name for field in fields(PlanOptions)}
-    own: dict[str, Any] = {}
-    rest: list[str] = []
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or key not in known:
-            rest.append(word)
-        elif key in _TEXTS:
-            own[key] = text
-        elif key in _LISTS:
-            text = re.sub(r"\b(\d+)k\b", lambda kilo: str(1024 * int(kilo[1])), text)
-            items: Any = parse([f"{key}=[{text.strip('[]')}]"])[0].value()
-            own[key] = tuple(items)
-        else:
-            own[key] = parse([word])[0].value()
+    known = signature_of(PlanOptions).plain
+    words = [
+        re.sub(r"\b(\d+)k\b", lambda kilo: str(1024 * int(kilo[1])), word)
+        if word.startswith(("batch=", "context="))
+        else word
+        for word in words
+    ]
+    rest, own = read_keys(words, PlanOptions)
     for key, value in keys.items():
         if key not in known:
             raise UserError(f"{key} is no key of a plan: {did_you_mean(key, known)}")
-        own[key] = tuple(value) if isinstance(value, list) else value
+        own[key] = value
     for error in errors_of(PlanOptions, own):
         raise UserError(error)
+    own = {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
     return PlanOptions(**own), rest
