@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,7 +119,6 @@ def _cross(overrides: Sequence[str], profile: str, extra: Sequence[Path]) -> Job
 
 def _run(composed: Curves, folder: Path, progress: Any) -> bool:
     # Imported here: torch and transformers take seconds to import.
-    from specdec.runs.batch_sizes import curve_jobs
     from specdec.runs.jobs import run_job
 
     if composed.record is not None:
@@ -128,15 +127,6 @@ def _run(composed: Curves, folder: Path, progress: Any) -> bool:
             run_job(composed.record.config, record_folder, progress)
     rows = {size: composed.rows(size) for size in composed.sizes}
     cross = None if composed.cross is None else composed.cross.name
-    repeats, remarks = composed.comparison.repeats, _paper_remarks()
-    curve_jobs(rows, folder, repeats, progress, cross=cross, remarks=remarks)
+    curves = importlib.import_module("experiments.pipelines.batch_curves")  # a layer above this one
+    curves.curve_jobs(rows, folder, composed.comparison.repeats, progress, cross=cross)
     return True
-
-
-def _paper_remarks() -> Callable[..., list[str]] | None:
-    """Imports remarks on the paper's own ratios; None without the package ``experiments``."""
-    try:
-        remarks = importlib.import_module("experiments.pipelines.batch_ratios").remarks
-    except ModuleNotFoundError:
-        return None
-    return remarks  # type: ignore[no-any-return]
