@@ -34,7 +34,9 @@ FLAGS = ("--cfg",)
 
 def main(arguments: Arguments) -> int:
     words = {str(o.input_line): o for o in parse(arguments.overrides)}
-    sizes = [w for w, o in words.items() if key_of(o) == "batch_size" and isinstance(o.value(), list)]
+    sizes = [
+        w for w, o in words.items() if key_of(o) == "batch_size" and isinstance(o.value(), list)
+    ]
     if sizes:
         from specdec.cli.batch_sizes import curves
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from specdec.models.eagle_readings import Reading
     from specdec.models.frozen import FrozenModel
 
+
 @dataclass(frozen=True, kw_only=True)
 class Keys(OneModel):
     target: Annotated[Text, "folder of the target"] = "bundled:target"

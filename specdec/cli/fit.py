@@ -24,7 +24,9 @@ Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 @dataclass(frozen=True, kw_only=True)
 class Keys:
     name: Annotated[Name, "of the option"] = "law"
-    output_dir: Annotated[Text | None, "writes DIR/model/NAME.yaml: --config-dir DIR model=NAME"] = None
+    output_dir: Annotated[
+        Text | None, "writes DIR/model/NAME.yaml: --config-dir DIR model=NAME"
+    ] = None
     method: Annotated[Text | None, "which of several pairs, methods or models in a file"] = None
     draft_tokens: Annotated[Count | None, "verified per pass, where the log does not say"] = None
     lengths: Annotated[

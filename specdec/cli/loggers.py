@@ -106,9 +106,7 @@ class WandbLogger(Logger):
         wandb = importlib.import_module("wandb")
         in_sweep = any(folder.parent.glob(".jobs-*"))
         strategy = str(config["strategy"]["name"])
-        records = [
-            r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy
-        ]
+        records = [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
         run = wandb.init(
             project=self._project,
             mode=self._mode,
@@ -144,9 +142,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {k: v for k, v in row.items() if isinstance(v, int | float)}
 
 
-def _curves(
-    row: Mapping[str, Any], records: Sequence[RequestRecord]
-) -> Iterator[dict[str, Any]]:
+def _curves(row: Mapping[str, Any], records: Sequence[RequestRecord]) -> Iterator[dict[str, Any]]:
     """Yields the points to log, in order: prompt by prompt, then the histograms."""
     from specdec.report.results import drafted_tokens, prompt_metrics
 

@@ -15,6 +15,7 @@ from specdec.parts.fields import Text
 if TYPE_CHECKING:
     import numpy as np
 
+
 @dataclass(frozen=True, kw_only=True)
 class _Keys(OneModel):
     draft: Annotated[Text, "folder of the draft, or bundled:NAME"] = "bundled:draft"

@@ -7,6 +7,7 @@ from typing import Annotated
 from specdec.cli.arguments import Arguments, help_of, read_values
 from specdec.parts.fields import Index
 
+
 @dataclass(frozen=True, kw_only=True)
 class _Keys:
     texts: Annotated[Index, "prompts per strategy whose text is on the page"] = 4

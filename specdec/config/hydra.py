@@ -73,9 +73,7 @@ def key_of(override: Override) -> str:
     return str(override.key_or_group)
 
 
-def read_keys(
-    words: Sequence[str], schema: Callable[..., Any]
-) -> tuple[list[str], dict[str, Any]]:
+def read_keys(words: Sequence[str], schema: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
     """Splits words into those that set no key of a schema, and the values of its keys.
 
     The schema says what a value means: a text is taken literally, and a list needs no brackets.

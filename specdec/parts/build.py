@@ -119,7 +119,9 @@ def build_part(
             nested[name] = runtime[name]()
     try:
         # Partial, because OmegaConf would copy those objects that are dataclasses.
-        return instantiate({**values, "_target_": cls, "_partial_": True}, _convert_="all")(**nested)
+        return instantiate({**values, "_target_": cls, "_partial_": True}, _convert_="all")(
+            **nested
+        )
     except UserError:
         raise
     except (TypeError, ValueError) as error:
