@@ -106,6 +106,11 @@ class PretrainedPair(HuggingFacePair):
     def model_name(self, name: str) -> str:
         return str(self._names[name])
 
+    def folder(self, name: str) -> Path:
+        if name not in self._infos:
+            raise UserError(f"this strategy needs model.{name}=PATH")
+        return self._infos[name].path
+
     @cached_property
     def configs(self) -> Sequence[PreTrainedConfig]:
         """Configurations of all models; weights are not loaded for them."""
