@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.certify.invariants import cache_invariant, draft_rows, tree_invariant
 from specdec.certify.laws import distribution
-from specdec.certify.numerics import CannotCompose, exact_dtype, numerics
+from specdec.certify.numerics import CannotCompose, configured_law, exact_dtype, numerics
 from specdec.certify.parity import (
     batch_independence,
     greedy_parity,
@@ -38,6 +38,7 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
     "batch_independence": batch_independence,
     "sampler": sampler,
     "numerics": numerics,
+    "configured_law": configured_law,
     "exact_dtype": exact_dtype,
 }
 """Check functions by name, in the order in which they run (docs/verify.md describes them)."""
