@@ -37,7 +37,7 @@ from specdec.certify.oracle import (
     target_draw,
 )
 from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import Decoded, Subject, decode_cases
+from specdec.certify.subject import Decoded, Subject, decode_cases, num_ranks
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
 from specdec.device import on_host
@@ -55,7 +55,10 @@ _NUM_PROMPTS = 3
 ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
 _MAX_NEW_TOKENS = 24
 _MAX_PROMPT_TOKENS = 64
-_LAW_REQUESTS, _LAW_TOKENS = 36, 10  # of each sampling; a quarter of them for large models
+_LAW_REQUESTS, _LAW_TOKENS = (
+    36,
+    10,
+)  # of each sampling; half of them for large models, or over processes
 _SMALL_BYTES = 1 << 27  # of weights
 _LONG_PROMPT = 330
 _LAW_BATCH = 6
@@ -367,8 +370,8 @@ def _law_cases(subject: Subject, given: _Configured) -> list[Case]:
     }
     if not subject.sampling.greedy:
         samplings["as configured"] = subject.sampling
-    is_small = given.pair.weight_bytes["target"] < _SMALL_BYTES
-    number = subject.times * (_LAW_REQUESTS if is_small else _LAW_REQUESTS // 4)
+    is_small = given.pair.weight_bytes["target"] < _SMALL_BYTES and not num_ranks(subject.cfg)
+    number = subject.times * (_LAW_REQUESTS if is_small else _LAW_REQUESTS // 2)
     room = (given.pair.max_positions or _LONG_PROMPT + _LAW_TOKENS + 1) - _LAW_TOKENS - 1
     room = min(room, given.cfg.get("serving", {}).get("kv_tokens") or room)
     lengths = [max(1, min(length, room)) for length in (4, 40, 9, 70, 23, _LONG_PROMPT)]
@@ -407,10 +410,11 @@ def configured_law(subject: Subject) -> Check:
             outputs |= decode_cases(parts, part, batch_size=size, prefill_chunk=chunk)
     measured = given.passes(cases[2].prompt)
     error, rounding = 2.0 * float(measured.errors.max()), float((measured.errors**2).mean())
-    found = Evidence(num_tests=NUM_PLACE_TESTS * len({case.sampling for case in cases}))
-    faults, num_tokens = list[str](), 0
+    samplings = dict.fromkeys(case.sampling for case in cases)
+    found = Evidence(num_tests=NUM_PLACE_TESTS * (1 + len(samplings)))
+    faults, together, slack = list[str](), list[FloatArray](), 0.0
     rng = np.random.default_rng(subject.seed)
-    for params in dict.fromkeys(case.sampling for case in cases):
+    for params in samplings:
         series = []
         for case in (case for case in cases if case.sampling == params):
             decoded = outputs[case.id]
@@ -421,14 +425,14 @@ def configured_law(subject: Subject) -> Check:
             )
             faults += texts[-1:] if faulty else []
             series.append(_places(case, decoded.output, rows, drafts, rng))
-        count = sum(map(len, series))
-        num_tokens += count
         # Logits that differ by e from the reference's have a divergence of at most e ** 2 / 2 per
         # token from its law, and the logarithm of an e-value grows by no more in mean.
-        slack = count * rounding / params.temperature**2
+        own = sum(map(len, series)) * rounding / params.temperature**2
         name = next(case.label for case in cases if case.sampling == params).split(", prompt")[0]
-        found.logs += [(f"{name}, {t}", value - slack) for t, value in place_evidence(series)]
-    label = f"{given.label}, {len(cases)} requests, {num_tokens} tokens"
+        found.logs += [(f"{name}, {test}", value - own) for test, value in place_evidence(series)]
+        together, slack = together + series, slack + own
+    found.logs += [(f"all, {test}", value - slack) for test, value in place_evidence(together)]
+    label = f"{given.label}, {len(cases)} requests, {sum(map(len, together))} tokens"
     if faults := faults + found.biased():
         return Check("configured_law", False, f"{label}: {joined_details(faults)}")
     equal = ", equal to plain decoding" if subject.claims is Lossless.TOKEN else ""

@@ -37,6 +37,8 @@ _LOGIT_STEP = 1.0
 _MIXED_SCALE, _PERFECT_SCALE = 4.0, 8.0  # logits with standard deviations of 3 and 6
 _NO_FLOAT64 = ("triton", "flash")  # attention backends that only ``numerics`` can check
 _EXITS = (".EarlyExitSource", ".MultiExitSource")
+# Ranks that hang are named soon; a cache of suffixes is built again after a few requests.
+_AT_MOST = {"timeout_s": 30.0, "max_tokens": 90}
 _MIN_STEPS = 64  # part of the limit on steps that does not depend on the number of tokens
 
 
@@ -276,6 +278,10 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     small["trace"] = False
     if small["clock"]["kind"] == "paced":  # makes the same decisions, but does not sleep
         small["clock"] = {"kind": "measured"}
+    for section in _sections([small["executor"], small.get("source")]):
+        for key, most in _AT_MOST.items():
+            if isinstance(section, dict) and section.get(key) is not None:
+                section[key] = min(section[key], most)
     model = cfg["model"]
     exits: dict[str, Any] = {}
     if _has_exit(small.get("source")):
