@@ -37,7 +37,7 @@ from specdec.certify.oracle import (
     target_draw,
 )
 from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import Decoded, Subject, decode_cases, num_ranks
+from specdec.certify.subject import Decoded, Subject, decode_cases, rank_groups
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
 from specdec.device import on_host
@@ -370,7 +370,7 @@ def _law_cases(subject: Subject, given: _Configured) -> list[Case]:
     }
     if not subject.sampling.greedy:
         samplings["as configured"] = subject.sampling
-    is_small = given.pair.weight_bytes["target"] < _SMALL_BYTES and not num_ranks(subject.cfg)
+    is_small = given.pair.weight_bytes["target"] < _SMALL_BYTES and not rank_groups(subject.cfg)
     number = subject.times * (_LAW_REQUESTS if is_small else _LAW_REQUESTS // 2)
     room = (given.pair.max_positions or _LONG_PROMPT + _LAW_TOKENS + 1) - _LAW_TOKENS - 1
     room = min(room, given.cfg.get("serving", {}).get("kv_tokens") or room)

@@ -229,10 +229,14 @@ def decode_steps(
         yield commits
 
 
-def num_ranks(cfg: Mapping[str, Any]) -> int:
-    """Returns how many processes beside rank 0 the checks need; 0 if one process suffices."""
-    uses_ranks = _on_ranks(cfg["executor"]) and cfg["clock"]["kind"] != "simulated"
-    return _shrink(_small(cfg)["executor"]) if uses_ranks else 0
+def rank_groups(cfg: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Returns (ranks beside rank 0, number) of each group of processes that the checks need."""
+    executor = _small(cfg)["executor"]
+    if not _on_ranks(executor) or cfg["clock"]["kind"] == "simulated":
+        return []
+    if "replicas" in executor:
+        return [(1, number) for number in range(1, executor["replicas"] + 1)]
+    return [(ranks, 0)] if (ranks := _shrink(executor)) else []
 
 
 def _family(model: Mapping[str, Any]) -> str:
