@@ -374,16 +374,16 @@ def _law_cases(subject: Subject, given: _Configured) -> list[Case]:
     number = subject.times * (_LAW_REQUESTS if is_small else _LAW_REQUESTS // 2)
     room = (given.pair.max_positions or _LONG_PROMPT + _LAW_TOKENS + 1) - _LAW_TOKENS - 1
     room = min(room, given.cfg.get("serving", {}).get("kv_tokens") or room)
-    usual = [4, 40, 9, 70, 23]
-    lengths = [*usual, _LONG_PROMPT, _LONG_PROMPT, *5 * usual]  # the long ones share a batch
     text = np.concatenate([prompt.tokens for prompt in given.prompts])
     text = np.tile(text, 1 + (_LONG_PROMPT + 97) // len(text))
     cases = []
     for name, params in samplings.items():
         eos = frozenset(last[-1:]) if params.processors else given.stop.eos_ids
         stop = StopRules(max_new_tokens=_LAW_TOKENS, eos_ids=eos)
+        # Several at once fill whole passes of prompt tokens, beside nodes of trees.
+        lengths = [_LONG_PROMPT] * (1 if cases else 4) + 20 * [4, 40, 9, 70, 23]
         for i in range(number):
-            length = max(1, min(lengths[i // 2 % len(lengths)], room))
+            length = max(1, min(lengths[i // 2], room))
             start = 7 * (i // 2) % 97
             prompt = tuple(text[start : start + length].tolist())
             label = f"{name}, prompt of {length} tokens"
