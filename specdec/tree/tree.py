@@ -301,9 +301,14 @@ class TokenTree:
 
         Row 0 has the nodes themselves. Paths that are shorter than the longest end with
         ``NO_NODE``.
+
+        Raises:
+            RuntimeError: the slots of some parents form a cycle.
         """
         above, paths = self.parents[slots], [self.ids[slots]]
         while (inside := above >= 0).any():
+            if len(paths) > self._size:
+                raise RuntimeError("the parents of a tree's nodes form a cycle")
             paths.append(np.where(inside, self.ids[above], NO_NODE))
             above = np.where(inside, self.parents[above], NO_NODE)
         return np.array(paths)
