@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ NAV: dict[str, list[str]] = {
 
 CONFIGURATION = "configuration.md"
 ROOTS = ("config", "compare", "profiling")
+_OUTSIDE = re.compile(r"\[([^]]+)\]\(\.\./([^)#]+)\)")  # links to files of the repository
 _TITLED = re.compile(r'^```\w+ title="([^"]+)"$', re.MULTILINE)
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w.]+): *(?P<value>[^#]*?)(?: +# (?P<about>.*))?$")
 
@@ -75,6 +76,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the page of configuration keys, generated from the YAML files' comments."""
     files.append(File.generated(config, CONFIGURATION, content=configuration_page()))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to files beside docs/, which work in the repository, name the file in the site."""
+
+    def named(link: re.Match[str]) -> str:
+        text, path = link[1], link[2]
+        if path == "conf/":
+            return f"[{text}]({CONFIGURATION})"
+        return text if path in text else f"{text} (`{path}`)"
+
+    return _OUTSIDE.sub(named, markdown)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
@@ -119,7 +132,7 @@ def configuration_page() -> str:
 
 def _section(title: str, about: str, path: Path, *, level: int) -> list[str]:
     rows = _rows(path.read_text(encoding="utf-8"))
-    lines = [f"{'#' * level} {title}", "", about, ""]
+    lines = [f"{'#' * level} {title}", "", escape(about, quote=False), ""]
     if rows:
         lines += ["| key | default | |", "| --- | --- | --- |"]
         lines += [f"| `{key}` | {_code(value)} | {about} |" for key, value, about in rows]
@@ -145,7 +158,7 @@ def _rows(text: str) -> list[tuple[str, str, str]]:
         if not match["value"].strip():
             above.append((indent, match["key"]))
             continue
-        rows.append((key, match["value"].strip(), match["about"] or ""))
+        rows.append((key, match["value"].strip(), escape(match["about"] or "", quote=False)))
     return [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]  # type: ignore[misc]
 
 

@@ -23,7 +23,7 @@ from specdec.pairs import ModelPair, build_pair
 from specdec.report import results
 from specdec.report.results import Result
 from specdec.runs.jobs import compare_jobs, stop_rules, with_pair
-from specdec.runs.runners import PartsRunner, TokenPrompt
+from specdec.runs.runners import PartsRunner, TokenPrompt, text_of
 from specdec.state import DecodeState, RequestState
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class _Progress:
         first, self._num_tokens = self._num_tokens, len(request.output)
         if first == self._num_tokens:
             return None
-        text = "" if self._tokenizer is None else str(self._tokenizer.decode(request.output))
+        text = text_of(request.output, self._tokenizer)
         new = text[len(self._text) :]
         if request.finish_reason is None and text.endswith(_INCOMPLETE):
             new = ""
@@ -482,7 +482,9 @@ def compare(
             folder,
             plain(comparison.config),
             COMPARISON_FILE,
-            lambda: compare_jobs(configs, folder, comparison.repeats, notes, pair),
+            lambda: compare_jobs(
+                configs, folder, comparison.repeats, notes, pair, stays=output_dir is not None
+            ),
         )
         table = printed.getvalue() or (folder / "comparison.md").read_text(encoding="utf-8")
         if compared is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from uuid import uuid4
 
 import numpy as np
 import yaml
+
+from specdec.errors import UserError
 
 
 def cache_dir() -> Path:
@@ -134,3 +138,43 @@ def why_unreadable(error: BaseException) -> str:
 def is_full(error: BaseException) -> bool:
     """Returns whether the disk, or the user's quota on it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveFormat:
+    """An archive of arrays (``.npz`` without pickled objects) whose ``head`` is a JSON object.
+
+    ``missing``, ``other`` and ``again`` are remedies: for a file that does not exist, for one that
+    is not ``what``, and for one of another version or with damage.
+    """
+
+    name: str
+    version: int
+    arrays: tuple[str, ...]
+    what: str
+    missing: str
+    other: str
+    again: str
+
+    def write(self, path: str | Path, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Path:
+        head = {"format": self.name, "version": self.version, **head}
+        stream = io.BytesIO()
+        np.savez_compressed(stream, head=np.array(json.dumps(plain(head))), **arrays)
+        return write_bytes(path, stream.getvalue())
+
+    def read(self, path: str | Path, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns head and arrays; raises ``UserError`` with ``where``, the key and its value."""
+        try:
+            with np.load(Path(path).expanduser(), allow_pickle=False) as file:
+                head = parse_json(str(file["head"]))
+                arrays = {key: file[key] for key in self.arrays}
+        except FileNotFoundError as error:
+            raise UserError(f"{where}: no such file; {self.missing}") from error
+        except NOT_ARRAYS as error:
+            raise UserError(
+                f"{where} is not {self.what} ({type(error).__name__}: {error}); {self.other}"
+            ) from error
+        own = isinstance(head, dict) and (head.get("format"), head.get("version"))
+        if own != (self.name, self.version):
+            raise UserError(f"{where} is not a {self.name} of version {self.version}; {self.again}")
+        return head, arrays

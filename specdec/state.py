@@ -204,9 +204,14 @@ class DecodeState:
 
     Attributes:
         turn: ids of the requests that may be fed in this step; None: all. Set by the scheduler.
+        first_alone: drop the tree that grew behind the last prompt token with a request's first
+            answer, which then passes through the stages alone.
     """
 
-    def __init__(self, *, draws: KeyedDraws, clock: Clock, meter: Meter) -> None:
+    def __init__(
+        self, *, draws: KeyedDraws, clock: Clock, meter: Meter, first_alone: bool = False
+    ) -> None:
+        self.first_alone = first_alone
         self.requests: dict[int, RequestState] = {}
         self.turn: frozenset[int] | None = None
         self.load = Load()
@@ -311,7 +316,7 @@ class DecodeState:
             else:
                 request.emit(token, origin, now)
 
-        if child != NO_NODE:
+        if child != NO_NODE and not (self.first_alone and request.last_kind is None):
             kind = CommitKind.HIT
             tree.reroot(child)
         else:

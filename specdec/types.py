@@ -283,7 +283,7 @@ class TreeRows:
     @property
     def depths(self) -> IntArray:
         """int64[W], distance from the root at submission."""
-        return np.count_nonzero(self.paths != NO_NODE, axis=0) - 1
+        return (self.paths != NO_NODE).sum(axis=0) - 1
 
     @property
     def positions(self) -> IntArray:

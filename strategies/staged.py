@@ -29,7 +29,7 @@ from specdec.parts.fields import Count, expects, validated
 from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
 from specdec.sampling.transform import top_stable
 from specdec.sources.candidate_cache import CandidateCache
-from specdec.sources.combined import CombinedSource
+from specdec.sources.combined import CombinedSource, WrappedSource
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Nodes, Output
 
@@ -116,11 +116,11 @@ class StagedSource(CombinedSource):
             self._k = k
             for scratch in self._requests.values():
                 scratch.tree.expanded[:] = False
-        selected = self._located(nodes)
+        selected = self.located(nodes)
         missing = [(r, slots[~r.tree.expanded[slots]]) for r, slots in selected]
         missing = [(r, slots) for r, slots in missing if len(slots)]
         if missing:
-            scratch_state = self._scratch_state(state)
+            scratch_state = self.scratch_state(state)
             self._run_draft(scratch_state, self._with_guesses(scratch_state, missing))
         return self._stored(selected, k)
 
@@ -141,17 +141,13 @@ class StagedSource(CombinedSource):
         super().close(request_id)
         self._requests.pop(request_id, None)
 
-    def expand_cheap(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        scratch = _scratch_nodes(self._located(nodes))
-        return self._cheap.expand(self._scratch_state(state), scratch, k)
-
     # Scratch trees.
 
-    def _located(self, nodes: Nodes) -> _Selection:
+    def located(self, nodes: Nodes) -> _Selection:
         requests = [(self._requests[request_id], ids) for request_id, ids in nodes.items]
         return [(scratch, scratch.slots(ids)) for scratch, ids in requests]
 
-    def _scratch_state(self, state: DecodeState) -> DecodeState:
+    def scratch_state(self, state: DecodeState) -> DecodeState:
         if self._state is None or self._state.draws is not state.draws:
             self._state = type(state)(draws=state.draws, clock=state.clock, meter=state.meter)
             self._state.requests = cast("dict[int, RequestState]", self._requests)
@@ -166,20 +162,15 @@ class StagedSource(CombinedSource):
                 break
             nodes = Nodes(tuple((g.request.id, g.request.tree.ids[g.frontier]) for g in growing))
             candidates = self._cheap.expand(state, nodes, self._width)
-            start = 0
-            for guess in growing:
-                stop = start + len(guess.frontier)
-                guess.grow(candidates, start)
-                start = stop
+            for guess, (_, _, rows) in zip(growing, nodes.packed(), strict=True):
+                guess.grow(candidates, rows.start)
         return [(g.request, g.selected()) for g in guesses]
 
     def _run_draft(self, state: DecodeState, selected: _Selection) -> None:
-        candidates = self._draft.expand(state, _scratch_nodes(selected), self._k)
-        start = 0
-        for request, slots in selected:
-            stop = start + len(slots)
-            request.tree.set_candidates(slots, candidates, slice(start, stop))
-            start = stop
+        nodes = _scratch_nodes(selected)
+        candidates = self._draft.expand(state, nodes, self._k)
+        for (request, slots), (_, _, rows) in zip(selected, nodes.packed(), strict=True):
+            request.tree.set_candidates(slots, candidates, rows)
 
     def _stored(self, selected: _Selection, k: int) -> Candidates:
         tokens, logprobs, probs = [], [], []
@@ -254,18 +245,16 @@ def _by_score(entry: tuple[float, ...]) -> float:
     return entry[0]
 
 
-class _CheapView(TokenSource):
+class _CheapView(WrappedSource):
     """The cheaper source for outside callers: takes real ids and works in the scratch trees."""
 
     def __init__(self, owner: StagedSource, cheap: TokenSource) -> None:
-        self.needs = cheap.needs
-        self.vocab_size = cheap.vocab_size
-        self.counters = cheap.counters
-        self.gives_probs = cheap.gives_probs
+        super().__init__(cheap)
         self._owner = owner
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        return self._owner.expand_cheap(state, nodes, k)
+        scratch = _scratch_nodes(self._owner.located(nodes))
+        return self._source.expand(self._owner.scratch_state(state), scratch, k)
 
 
 class ScratchRequest:
@@ -365,7 +354,7 @@ class ScratchRequest:
         return known
 
 
-class CachedSource(TokenSource):
+class CachedSource(WrappedSource):
     """Wraps a source so that a live node is expanded only once, however often it is requested.
 
     A staged source requests the same guesses whenever they are close to the nodes that its draft
@@ -373,17 +362,13 @@ class CachedSource(TokenSource):
     """
 
     def __init__(self, *, source: TokenSource) -> None:
-        self.needs = source.needs
-        self.vocab_size = source.vocab_size
-        self.counters = source.counters
-        self.gives_probs = source.gives_probs
-        self._source = source
+        super().__init__(source)
         self._cache = CandidateCache()
         self._k = 1
 
     def open(self, request: RequestState) -> None:
         self._cache.open(request.id)
-        self._source.open(request)
+        super().open(request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         if k > self._k:
@@ -400,11 +385,11 @@ class CachedSource(TokenSource):
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         self._cache.commit(commits)
-        self._source.commit(commits, output)
+        super().commit(commits, output)
 
     def close(self, request_id: int) -> None:
         self._cache.close(request_id)
-        self._source.close(request_id)
+        super().close(request_id)
 
 
 class StagedTree(TreePolicy):
@@ -520,14 +505,13 @@ def _extend(
     The guesses bypass ``TokenTree.set_candidates``: their parents stay unexpanded, since the main
     source has not proposed candidates for them.
     """
+    nodes = as_nodes(tails)
     with state.drafting():
-        candidates = cheap.expand(state, as_nodes(tails), 1)
-    longer, start = [], 0
-    for request, slots in tails:
-        rows = slice(start, start + len(slots))
-        start = rows.stop
-        longer.append((request, _append_guesses(request.tree, slots, candidates, rows)))
-    return longer
+        candidates = cheap.expand(state, nodes, 1)
+    return [
+        (request, _append_guesses(request.tree, slots, candidates, rows))
+        for (request, slots), (_, _, rows) in zip(tails, nodes.packed(), strict=True)
+    ]
 
 
 def _append_guesses(

@@ -80,10 +80,9 @@ class Pair(RandomPair):
         super().__init__(**toys.MODEL)
         self.head = head
 
-    @property
-    def target(self) -> PreTrainedModel:  # type: ignore[override]
+    def new_model(self, name: str) -> PreTrainedModel:
         """The toy target itself, which is made once."""
-        return toys.pair().target
+        return toys.pair().target if name == "target" else super().new_model(name)
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
         return self.head

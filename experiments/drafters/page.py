@@ -1,9 +1,8 @@
-"""Writes the tables and figures of the drafters' pages from the stored results.
+"""Writes the tables and figures about drafters from the stored results.
 
     python -m experiments.drafters.page
 
-Replaces what is between ``<!-- NAME -->`` and ``<!-- end -->`` in ``PAGES``; a test compares the
-pages with the results.
+Replaces what is between ``<!-- NAME -->`` and ``<!-- end -->`` in ``PAGES``.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from experiments.reproduce.rendering import grid
 from specdec.files import write_text
 from specdec.report.styles import row_styles
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("eagle.md", "medusa.md", "suffix.md", "translated.md")
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("docs/medusa.md", "docs/suffix.md", "experiments/log/2026-11-27-drafters.md")
 _SETS = {"humaneval": "HumanEval", "gsm8k": "GSM8K"}
 _BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Rows = Sequence[dict[str, Any]]
@@ -34,11 +33,11 @@ Rows = Sequence[dict[str, Any]]
 
 def main() -> int:
     for name in PAGES:
-        path = DOCS / name
+        path = ROOT / name
         write_text(path, rendered(path.read_text(encoding="utf-8")))
         print(path)
-    draw_lateness(read("lateness"), DOCS / "images" / "eagle_lateness.png")
-    draw_tokenizers(read("other_tokenizer"), DOCS / "images" / "translated.png")
+    draw_lateness(read("lateness"), ROOT / "docs" / "images" / "eagle_lateness.png")
+    draw_tokenizers(read("other_tokenizer"), ROOT / "docs" / "images" / "translated.png")
     return 0
 
 

@@ -24,7 +24,7 @@ def batches(item: Item, lab: Lab) -> Findings:
     Keys: ``common``, ``drafts``, ``rows`` (name -> overrides), ``batch_sizes``, ``ratios``
     (claim -> [metric, row, other row]: a figure for every batch size from ``from_batch`` on),
     ``below`` (claim -> [metric, row, other]: at every batch size), ``overtakes`` (claim ->
-    [metric, rows above at the largest size, row]), ``batching`` (see ``_batching``).
+    [metric, rows above at the largest size, row]).
     """
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
@@ -46,24 +46,24 @@ def batches(item: Item, lab: Lab) -> Findings:
         *("p99 of requests' means, ms", "loop_share"),
     )
     findings.table("Simulated, all requests present at the start", columns, table)
-    if "batching" in config:
-        _batching(config["batching"], lab, findings)
     if curves:
         findings.figure = _batch_figure(item, next(iter(curves.items())))
     return findings
 
 
-def _batching(config: Mapping[str, Any], lab: Lab, findings: Findings) -> None:
+def batching(item: Item, lab: Lab) -> Findings:
     """Time outside model calls over time inside them, with real models in one batch.
 
     Keys: ``claim``, ``words``.
     """
-    run = lab.run(config["words"])
+    findings, run = Findings(), lab.run(item.config["words"])
     totals = run.totals
     outside = totals.wall_s - totals.total_model_s - totals.wait_s
     text = f"bundled pair, this CPU, batch of {run.config['batch_size']}, all but model calls"
     loops = run.summary["loop_share"]
-    findings.add(config["claim"], outside / totals.total_model_s, "measured", text, loops=loops)
+    share = outside / totals.total_model_s
+    findings.add(item.config["claim"], share, "measured", text, loops=loops)
+    return findings
 
 
 def _add_batch_measures(

@@ -16,8 +16,9 @@ from specdec.clocks.build import build_profile
 from specdec.clocks.interface import Work
 
 _HAD = (
-    *("draft", "profile", "hit rate", "tokens per tree", "SpecPipe ms", "SpecInfer ms, hidden"),
-    *("over SpecInfer", "low", "high", "SpecInfer ms, serial", "over serial", "over PP"),
+    *("draft", "profile", "hit rate", "tokens per tree", "SpecPipe ms", "SpecInfer ms, by rule"),
+    *("over SpecInfer", "low", "high", "ms, hidden", "over hidden", "ms, serial", "over serial"),
+    "over PP",
 )
 _NEEDED = (
     *("stated", "profile", "step ms", "SpecPipe ms", "SpecInfer ms"),
@@ -28,9 +29,9 @@ _NEEDED = (
 def calibrated(item: Item, lab: Lab) -> Findings:
     """(hit rate, tokens per tree, step time) that the stated ratios need, and those of real pairs.
 
-    Keys: ``drafts``, ``common``, ``profiles`` (name -> profile), ``rows`` (dynamic, hidden, serial:
-    overrides), ``nodes`` of a step and of SpecInfer's tree, ``stated`` (name -> ms of PP, SpecInfer
-    and SpecPipe), claims ``over_specinfer`` and ``over_pp``.
+    Keys: ``drafts``, ``common``, ``profiles`` (name -> profile), ``rows`` (plain, dynamic, and
+    SpecInfer by rule, hidden, serial: overrides), ``nodes`` of a step and of SpecInfer's tree,
+    ``stated`` (name -> ms of PP, SpecInfer and SpecPipe), claims ``over_specinfer``, ``over_pp``.
     """
     findings, config = Findings(), item.config
     table, needed = [], []
@@ -44,10 +45,12 @@ def calibrated(item: Item, lab: Lab) -> Findings:
             row, ratio = _had(draft, name, runs)
             table.append(row)
             points.setdefault(draft.short, []).append((row[2], ratio))
-            for claim, slow in (("over_specinfer", "hidden"), ("over_pp", "plain")):
+            for slow in list(runs)[2:] + ["plain"]:
                 value, *ends = speed_ratio(runs["dynamic"], runs[slow])
-                text = f"stages {name}"
-                draft.add(findings, claim, value, text, interval=(ends[0], ends[1]))
+                claim = "over_pp" if slow == "plain" else "over_specinfer"
+                kind = "what-if" if slow in ("hidden", "serial") else "calibrated"
+                text = f"stages {name}, over {slow}"
+                draft.add(findings, claim, value, text, interval=(ends[0], ends[1]), kind=kind)
     for name, (_, static_ms, dynamic_ms) in config["stated"].items():
         for kind, profile in profiles.items():
             kinds = (Work.STAGE, Work.TRANSFER, Work.PRUNE)  # a step of a full pipeline
@@ -64,14 +67,14 @@ def calibrated(item: Item, lab: Lab) -> Findings:
 
 
 def _had(draft: Draft, profile: str, runs: Mapping[str, Outcome]) -> tuple[tuple[Any, ...], float]:
-    """The line of a draft on a profile, and its ratio over SpecInfer with hidden drafting."""
-    dynamic, hidden, serial = runs["dynamic"], runs["hidden"], runs["serial"]
-    ratio, low, high = speed_ratio(dynamic, hidden)
-    over_serial, over_plain = serial.tbt_ms / dynamic.tbt_ms, runs["plain"].tbt_ms / dynamic.tbt_ms
-    hit, length = dynamic.summary["hit_rate"], hidden.summary["acceptance_length"]
+    """The line of a draft on a profile, and its ratio over SpecInfer that drafts by rule."""
+    plain, dynamic, rule, hidden, serial = runs.values()
+    ratio, low, high = speed_ratio(dynamic, rule)
+    ms = dynamic.tbt_ms
     return (
-        *(draft.title, profile, hit, length, dynamic.tbt_ms, hidden.tbt_ms, ratio, low, high),
-        *(serial.tbt_ms, over_serial, over_plain),
+        *(draft.title, profile, dynamic.summary["hit_rate"], rule.summary["acceptance_length"], ms),
+        *(rule.tbt_ms, ratio, low, high, hidden.tbt_ms, hidden.tbt_ms / ms),
+        *(serial.tbt_ms, serial.tbt_ms / ms, plain.tbt_ms / ms),
     ), ratio
 
 
@@ -81,7 +84,7 @@ def _picture(item: Item, points: Mapping[str, list[tuple[float, float]]]) -> Any
     ax.axhspan(low, high, alpha=0.2, label="stated")
     for name, pairs in points.items():
         ax.plot(*zip(*pairs, strict=True), marker="o", label=name)
-    y = "SpecPipe over SpecInfer, drafting hidden"
+    y = "SpecPipe over SpecInfer, drafting by rule"
     tidy(ax, x="hit rate of SpecPipe", y=y, title=item.stated.title)
     legend(ax)
     return fig

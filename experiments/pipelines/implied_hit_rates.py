@@ -24,7 +24,7 @@ _NEEDED = (
 )
 _HAD = (
     *("draft", "hit rate", "acceptance length", "SpecPipe TBT ms"),
-    *("SpecInfer TBT ms (drafting hidden)", "ratio", "loop_share"),
+    *("SpecInfer TBT ms", "ratio", "loop_share"),
 )
 
 

@@ -7,7 +7,7 @@ from math import sqrt
 from statistics import fmean
 from typing import Any
 
-from experiments.pipelines.token_times import COLUMNS, add_ratio, row_of, run_rows
+from experiments.pipelines.token_times import COLUMNS, add_ratios, row_of, run_rows
 from experiments.reproduce.drafts import Draft, drafts
 from experiments.reproduce.drawing import bar_chart
 from experiments.reproduce.findings import Findings
@@ -21,7 +21,7 @@ def by_set(item: Item, lab: Lab) -> Findings:
     """Rows on every set.
 
     Keys: ``common``, ``rows`` (name -> overrides, the first is plain decoding), ``drafts`` (one
-    per set), ``ratios`` (claim -> [slow, fast], a figure per set), ``mean_ratios`` (claim ->
+    per set), ``ratios`` and ``also`` (as in ``tbt``, a figure per set), ``mean_ratios`` (claim ->
     [slow, fast], the mean over sets), ``highest`` (claim -> [slow, fast, draft whose ratio should
     be the highest]).
     """
@@ -31,8 +31,7 @@ def by_set(item: Item, lab: Lab) -> Findings:
         for draft in drafts(config["drafts"], item, lab, findings)
     }
     for draft, rows in runs.items():
-        for claim, (slow, fast) in config.get("ratios", {}).items():
-            add_ratio(findings, claim, draft, slow=rows[slow], fast=rows[fast])
+        add_ratios(findings, config, draft, rows)
     if runs:
         for claim, (slow, fast) in config.get("mean_ratios", {}).items():
             _add_mean(findings, claim, runs, slow, fast)

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from experiments.pipelines.strategy_speeds import PIPELINE
 from specdec.config.job import run_job_of
 from specdec.files import write_json
 from specdec.metrics import RequestResult, summarise
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
+PIPELINE = ("executor=pipeline", "executor.stages=8", "clock.profile=specpipe_8x3090")
 TABLE6 = ("clock.profile=swiftspec_table6",)
 SWIFTSPEC = ("strategy=swiftspec", "policy.d=ratio")
 GROUPS = {

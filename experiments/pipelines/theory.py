@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from specdec.clocks import LatencyProfile, Work
 from specdec.metrics import RequestResult, RunTotals
@@ -89,14 +88,3 @@ def needed_acceptance_length(tbt_ms: float, rows: float, stages: int, p: Latency
     """
     step = p.ms(Work.STAGE, rows) + p.ms(Work.TRANSFER, rows)  # type: ignore[arg-type]
     return (stages * step + p.ms(Work.PRUNE, 1)) / tbt_ms
-
-
-def crossing(xs: Sequence[float], differences: Sequence[float]) -> float | None:
-    """The x at which sampled differences change sign, by linear interpolation; None if nowhere."""
-    points = list(zip(xs, differences, strict=True))
-    for (x0, d0), (x1, d1) in pairwise(points):
-        if d0 == 0.0:
-            return x0
-        if d0 * d1 < 0.0:
-            return x0 + (x1 - x0) * d0 / (d0 - d1)
-    return None

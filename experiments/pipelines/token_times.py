@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from experiments.pipelines.theory import decode_counts
 from experiments.reproduce.arithmetic import computed
 from experiments.reproduce.drafts import Draft, drafts, short_title
@@ -20,13 +22,14 @@ from experiments.reproduce.drawing import (
     line_chart,
     tidy,
 )
-from experiments.reproduce.findings import Findings, surely, weaker
-from experiments.reproduce.intervals import Interval, interval, times_of
+from experiments.reproduce.findings import Findings, below, surely, weaker
+from experiments.reproduce.intervals import Interval, beside, hits_of, interval, times_of
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.pacing import add_paced
 from specdec.clocks.build import build_profile
 from specdec.profiling.trees import StepTimes, eq1_tbt, eq2_tbt
+from specdec.types import FloatArray
 
 COLUMNS = (
     *("draft", "row", "TBT ms", "of PP", "steps/token", "hit rate", "accept length"),
@@ -38,7 +41,9 @@ def tbt(item: Item, lab: Lab) -> Findings:
     """TBT of the config's ``rows`` for each of its ``drafts``, and the stated ratios.
 
     Keys: ``common`` (overrides of all rows), ``rows`` (name -> overrides, the first is plain
-    decoding), ``ratios`` (claim -> [slow, fast]), ``values`` (claim -> row), ``chains`` (row ->
+    decoding), ``ratios`` (claim -> [slow, fast]), ``long`` (the same for long texts, which
+    counts too), ``also`` (claim -> pairs over other forms of the baseline than the one fixed, which
+    never count), ``values`` (claim -> row), ``chains`` (row ->
     drafts and overrides: methods with hits from an acceptance trace, on other prompts),
     ``chain_ratios`` (claim -> [slow, fast], the slow one a chain; on the drafts of
     ``chain_against``), ``heads`` (row -> ``drafts``, ``words``, rows ``beside`` it and ``ratios``:
@@ -54,7 +59,8 @@ def tbt(item: Item, lab: Lab) -> Findings:
         table += [
             row_of(draft, name, run, plain=next(iter(runs.values()))) for name, run in runs.items()
         ]
-        _add_ratios(findings, config, draft, runs)
+        add_ratios(findings, config, draft, runs)
+        _add_values(findings, config, draft, runs)
         _add_chain_ratios(findings, config, draft, runs, chains)
     _add_heads(item, lab, findings, table)
     findings.table("Simulated time between tokens", COLUMNS, table)
@@ -85,17 +91,37 @@ def row_of(draft: Draft, name: str, run: Outcome, *, plain: Outcome) -> tuple[An
 
 
 def add_ratio(
-    findings: Findings, claim: str, draft: Draft, *, slow: Outcome, fast: Outcome
+    findings: Findings,
+    claim: str,
+    draft: Draft,
+    *,
+    slow: Outcome,
+    fast: Outcome,
+    over: str = "",
+    text: str = "",
 ) -> None:
-    value, low, high = speed_ratio(fast, slow)
-    draft.add(findings, claim, value, run=fast, interval=(low, high))
+    """Adds a ratio; one that names its baseline in ``over`` is a what-if."""
+    value, *ends = speed_ratio(fast, slow)
+    kind, text = ("what-if", f"over {over}") if over else ("calibrated", text)
+    draft.add(findings, claim, value, text, run=fast, interval=(ends[0], ends[1]), kind=kind)
 
 
-def _add_ratios(
+def add_ratios(
     findings: Findings, config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]
 ) -> None:
+    """The config's ``ratios`` and ``also``."""
     for claim, (slow, fast) in config.get("ratios", {}).items():
         add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast])
+    for claim, (slow, fast) in config.get("long", {}).items():
+        add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast], text="long texts")
+    for claim, pairs in config.get("also", {}).items():
+        for slow, fast in pairs:
+            add_ratio(findings, claim, draft, slow=runs[slow], fast=runs[fast], over=slow)
+
+
+def _add_values(
+    findings: Findings, config: Mapping[str, Any], draft: Draft, runs: Mapping[str, Outcome]
+) -> None:
     if draft.name in config.get("values_of", [draft.name]):
         for claim, name in config.get("values", {}).items():
             run = runs[name]
@@ -177,8 +203,8 @@ def tbt_picture(item: Item, findings: Findings) -> Any:
 def levels(item: Item, lab: Lab) -> Findings:
     """Several tree levels per step (SpecPipe 3.4): same rows per step, and the same width.
 
-    Keys: ``common``, ``drafts``, ``rows``; ``worse`` (claim: every later row is slower than the
-    first).
+    Keys: ``common``, ``drafts``, ``rows``; claims ``worse`` (every later row is slower than the
+    first) and ``hits`` (has a lower hit rate).
     """
     findings, config = Findings(), item.config
     table, shown = [], {}
@@ -192,11 +218,21 @@ def levels(item: Item, lab: Lab) -> Findings:
         times = ", ".join(f"{run.tbt_ms / one.tbt_ms:.2f}" for run in more)
         worse = False if False in slower else None if None in slower else True
         draft.add(findings, config["worse"], worse, f"{times} of one level's time", run=one)
+        ratios = [interval(beside(r.results, one.results, hits_of), _hits_over) for r in more]
+        fewer = [below(ends, 1.0) for ends in ratios]
+        lower = False if False in fewer else None if None in fewer else True
+        rates = ", ".join(f"{run.summary['hit_rate']:.3f}" for run in runs.values())
+        draft.add(findings, config["hits"], lower, f"hit rates {rates}", run=one)
     columns = tuple("of one level" if c == "of PP" else c for c in COLUMNS)
     findings.table("Levels per step", columns, table)
     y = "time between tokens (ms, simulated)"
     findings.figure = bar_chart(shown, x="draft", y=y, title=item.stated.title, size=(8.0, 4.0))
     return findings
+
+
+def _hits_over(sums: FloatArray) -> FloatArray:
+    """The hit rate of one run over another's, from their summed hits and answers."""
+    return np.asarray(sums[0] / sums[1] / (sums[2] / sums[3]))
 
 
 def equations(item: Item, lab: Lab) -> Findings:

@@ -90,7 +90,7 @@ def _common(
 ) -> list[str]:
     return [
         *("model=tiny", SIMULATED, f"clock.profile={profile}", f"executor.stages={stages}"),
-        *(*size_overrides(item, lab), "threads=1", *overrides),
+        *(*size_overrides(item, lab), "threads=1", "serving.first_fill=alone", *overrides),
     ]
 
 

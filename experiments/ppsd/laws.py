@@ -27,6 +27,18 @@ def eq6_speedup(alpha: float, exit_layer: int, num_layers: int) -> float:
     return ppsd_law(exit_layer, num_layers).speedup(alpha)
 
 
+def paid_speedup(alpha: float, exit_layer: int, num_layers: int, output: float) -> float:
+    """Eq. 6 if heads cost time by their weights and ranks wait only for what they receive.
+
+    The first stage has a head of a layer and an output matrix of ``output`` layers, the last stage
+    the target's own. An accepted token costs a step of the first stage, a rejected one a walk
+    through all of them; plain decoding has no head.
+    """
+    accepted = exit_layer + 1 + output
+    walk = -(-num_layers // exit_layer) * exit_layer + 1 + 2 * output
+    return (num_layers + output) / (alpha * accepted + (1.0 - alpha) * walk)
+
+
 def eq7_gain(alpha: float, gamma: int, exit_layer: int, num_layers: int) -> float:
     """Eq. 7: PPSD over EESD, Eq. 6 / Eq. 4.
 

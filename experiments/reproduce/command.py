@@ -37,7 +37,8 @@ Claims that cannot be reproduced are listed with the reason.
   --resume          keep results in output_dir that this revision, code and size have written
   --list            names, titles and what is missing
   --redraw          draw the pictures of stored results again, and run nothing
-  --document        write docs/reproduction.md from the results checked in under experiments/;
+  --document        write docs/reproduction.md and the items' pages from the results checked in
+                    under experiments/;
                     fails if a sentence in a stated.yaml contradicts the verdict of its claim
   output_dir=DIR    for <paper>/results/<name>.md, .csv, .json, .png (default outputs/reproduce)
   runs_dir=DIR      stores the runs of the tables; they are reused while models and code are

@@ -1,11 +1,10 @@
-"""Writes ``docs/reproduction.md``: every claim, our figure and why they differ.
+"""Writes ``docs/reproduction.md``, a row per claim, and the pages of the items from their results.
 
 The sentences on the papers (``summary`` of ``stated.yaml``) are checked against the verdicts.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,68 +16,73 @@ from experiments.reproduce.findings import (
     MISSING,
     UNDECIDED,
     Findings,
-    Measure,
     claim_verdict,
     kind_of,
     of_claim,
-    verdict,
 )
 from experiments.reproduce.items import Item
-from experiments.reproduce.rendering import NONE, grid, span_of, value_text
+from experiments.reproduce.rendering import (
+    NONE,
+    Figures,
+    csv_text,
+    filled,
+    grid,
+    markdown,
+    span_text,
+)
 from experiments.reproduce.results import read_item
-from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Claim, Paper, Sentence
-from specdec.errors import UserError
+from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Paper, Sentence
 from specdec.files import write_text
 
 _HEAD = """\
-What of each paper holds, what does not, and what could not be tested here. A sentence counts as
-tested only if its figures are measured on the same kind of thing, or simulated with the hits of a
-law that was fitted to measured acceptance of a real pair. Stage times of SpecPipe and PipeDec are
-partly assumed: calibrated figures are given at both ends of the band that the papers leave. All
-figures, with their windows and conditions, follow behind.
-"""
+What of each paper holds, what does not, and what could not be tested here. Each table or figure has
+its own page with every figure, its window, its conditions and the reason where they differ: the
+links in the tables below. `specdec reproduce --quick specpipe/fig7` runs one of them.
 
-_USE = """\
-writes `outputs/reproduce/specpipe/results/fig7.md` (and .csv, .json, .png) and prints a line per
-claim. `specdec reproduce --all --quick` runs all of them at a small size. The flag `--document`
-writes this page from the results under `experiments/<paper>/results/`, where each table and figure
-has its page.
-"""
+## Rules
 
-_LEGEND = """\
-The window decides a verdict and stands beside the value with its reason. One rule holds for all
-papers: a stated range is its own window, and a single figure has 5 % on either side; a claim that
-differs says why. A sentence has a criterion. A figure with an interval is *inside* only if all of
-the interval is, *above* or *below* only if none of it is, and otherwise *undecided*.
+1. A verdict compares like with like: the paper's data set, its sampling, a pair of the kind that it
+   states, and a baseline that could be built. A simulated figure that differs in one of them is a
+   *what-if*: it is printed and never counted.
+2. Baseline, data and counted drafts of an item are fixed in its YAML (`fixed`), its windows in
+   `stated.yaml`, before it is run. A later change is listed there with its date and reason, and
+   on the item's page.
+3. A reference row is what the paper's text gives the baseline, and nothing more. Other forms are
+   rows beside it, such as hidden drafting, a limit that no implementation reaches.
+4. A stated range is its own window; a single figure has 5 % on either side; a claim that differs
+   says why. A sentence has a criterion. A figure with an interval is *inside* only if all of the
+   interval is, *above* or *below* only if none of it is, and otherwise *undecided*.
+5. A reason that was not measured is called a guess.
+6. Measured, paced, simulated and computed figures have columns of their own. No profile and no
+   acceptance model was fitted to a stated ratio.
 
 Kinds of verdicts, of which only the first two count:
 """
 
 _KINDS = (
     "*measured*: on the same kind of thing as the paper's;",
-    """*calibrated*: simulated with the hits of a law fitted to measured acceptance of a real pair
-    of that size ([Laws of hits](calibration.md)), on a latency profile whose figures are stated,
-    measured or assumed; where stage times are assumed, at both ends of their band;""",
+    """*calibrated*: simulated with hits that were fitted to measured acceptance of a real pair of
+    the stated kind on the stated data and sampling ([acceptance models](calibration.md)), on a
+    latency profile whose figures are stated, measured or assumed; where stage times are assumed, at
+    both ends of their band;""",
+    """*what-if*: as calibrated, but other data, another sampling, a pair of another kind, or
+    another form of the baseline;""",
     """*stand-in*: measured or simulated with other models (the bundled pair, 7M and 1.2M), another
-    machine or an assumed law: shows the effect of a schedule, not the paper's acceptance;""",
+    machine or assumed hits: shows the effect of a schedule, not the paper's acceptance;""",
     "*input*: a figure of the profile that comes back;",
     "*construction*: true by construction of the schedule, a check of the program;",
-    "*formula*: arithmetic on the paper's own figures or on a law.",
+    "*formula*: arithmetic on the paper's own figures or on an equation.",
 )
 
 _MARKS = """\
 Intervals are 95 % bootstrap intervals over prompts; all rows of a table decode the same prompts.
 `loop_share` is the share of generated tokens that end an 8-gram generated before: loops flatter
-every speculative method. *known* and *reconstructed* mark stated values that the available text
-lacks; *independent* are measurements of other groups. No profile and no law was fitted to a stated
-ratio.
-"""
+every speculative method, and synthetic hits have none. *known* and *reconstructed* mark stated
+values that the available text lacks; *independent* are measurements of other groups.
 
-_TIMES = """\
-Seconds without runs that an earlier item had made; an item with a paced column has both runs. The
-full size is `specdec reproduce --all --paced --resume jobs=2 output_dir=experiments`: what measures
-this machine runs alone first, the rest in two processes, paced columns last; started again it goes
-on where it stopped.
+`specdec reproduce --all --paced --resume jobs=2 output_dir=experiments` runs everything at full
+size: what measures this machine first and alone, paced columns last; `--document` writes this page
+and the items' pages from their results.
 """
 
 Results = Mapping[str, tuple[Findings, Mapping[str, Any]] | None]
@@ -98,18 +102,27 @@ def write_document(items: Mapping[str, Item], root: Path = ROOT) -> tuple[Path, 
     """Writes the page; returns its path, and what its sentences and the verdicts contradict in."""
     results = {name: read_item(item, root) for name, item in items.items()}
     papers = list({item.paper.name: item.paper for item in items.values()}.values())
-    lines = ["# Reproduction of the papers", "", *_prose(_HEAD)]
+    head = _HEAD.splitlines()
+    kinds = [line for kind in _KINDS for line in _prose(kind, bullet="- ")]
+    lines = ["# Reproduction of the papers", "", *head, "", *kinds, "", *_prose(_MARKS)]
     for paper in papers:
         lines += _opening(paper, _by_claim(paper.name, items, results))
-    lines += [*_summary(items, results), *_reading()]
-    for paper in dict.fromkeys(item.paper.name for item in items.values()):
-        of_paper = [item for item in items.values() if item.paper.name == paper]
-        lines += [f"## {of_paper[0].paper.title} ({of_paper[0].paper.reference})", ""]
-        for item in of_paper:
-            lines += _section(item, results[item.id])
-    lines += _run_times(results)
+    lines += _summary(items, results)
+    for paper in papers:
+        of_paper = [item for item in items.values() if item.paper is paper]
+        lines += [f"## {paper.title} ({paper.reference})", ""]
+        rows = [row for item in of_paper for row in _rows(item, results[item.id])]
+        lines += [*grid(("item", "claim", "paper", "ours", "kind", "origin", "verdict"), rows), ""]
+    for item in items.values():
+        if found := results[item.id]:
+            write_text(_folder(root, item) / f"{item.name}.md", markdown(item, *found))
+            write_text(_folder(root, item) / f"{item.name}.csv", csv_text(item, found[0]))
     path = root.parent / "docs" / "reproduction.md"
     return write_text(path, "\n".join(lines)), contradictions(items, results)
+
+
+def _folder(root: Path, item: Item) -> Path:
+    return root / item.paper.name / "results"
 
 
 def _prose(text: str, *, bullet: str = "") -> list[str]:
@@ -124,32 +137,6 @@ def _prose(text: str, *, bullet: str = "") -> list[str]:
     return lines
 
 
-def _reading() -> list[str]:
-    command = "    specdec reproduce --quick specpipe/fig7"
-    kinds = [line for kind in _KINDS for line in _prose(kind, bullet="- ")]
-    lines = ["## How to read the tables", "", command, "", *_prose(_USE), *_prose(_LEGEND)]
-    return [*lines, *kinds, "", *_prose(_MARKS)]
-
-
-def _run_times(results: Results) -> list[str]:
-    found = {name: entry[1] for name, entry in results.items() if entry}
-    keys, rows = ("seconds", "cpu_seconds"), []
-    for name, c in found.items():
-        size = (c["size"].partition(":")[0], "yes" if c.get("paced") else NONE)
-        rows.append([name, *size, *(f"{c[key]:.0f}" for key in keys), c["revision"]])
-    sums = (sum(float(c[key]) for c in found.values()) for key in keys)
-    rows.append(["all", NONE, NONE, *(f"{value:.0f}" for value in sums), NONE])
-    revisions = {conditions["revision"] for conditions in found.values()}
-    num = "one revision" if len(revisions) == 1 else f"{len(revisions)} revisions"
-    headings = ("item", "size", "paced", "seconds", "CPU seconds", "revision")
-    text = f"{len(found)} results on {num}. {_TIMES}"
-    return ["## Run times", "", *_prose(text), *grid(headings, rows), ""]
-
-
-Figures = Mapping[str, tuple[Item, Findings]]
-"""Name in a sentence -> the item and its findings; the claim is the part after the last slash."""
-
-
 def _by_claim(paper: str, items: Mapping[str, Item], results: Results) -> dict[str, Any]:
     return {
         f"{item.name}/{claim}": (item, entry[0])
@@ -157,25 +144,6 @@ def _by_claim(paper: str, items: Mapping[str, Item], results: Results) -> dict[s
         if item.paper.name == paper and (entry := results[name]) is not None
         for claim in item.stated.claims
     }
-
-
-def _filled(text: str, figures: Figures) -> str:
-    """A sentence with the figures of the claims that it names in braces.
-
-    Raises:
-        UserError: it names no claim with a figure.
-    """
-
-    def figure(match: re.Match[str]) -> str:
-        name = match[1]
-        item, findings = figures.get(name, (None, Findings()))
-        claim = item.stated.claims[name.rpartition("/")[2]] if item else None
-        shown = claim_verdict(claim, findings.measures)[2] if claim else []
-        if claim is None or not shown:
-            raise UserError(f"{{{name}}} in {text[:60]!r} is no claim with a figure")
-        return span_of(claim, shown)
-
-    return re.sub(r"\{([a-z0-9_/]+)\}", figure, text)
 
 
 def _opening(paper: Paper, figures: Figures) -> list[str]:
@@ -188,7 +156,7 @@ def _opening(paper: Paper, figures: Figures) -> list[str]:
         if sentences:
             lines += [f"**{heading}.**", ""]
             for s in sentences:
-                text = f"{_filled(s.text, figures)} ({', '.join(s.claims)})"
+                text = f"{filled(s.text, figures)} ({', '.join(s.claims)})"
                 lines += _prose(text, bullet="- ")
             lines.append("")
     return lines
@@ -220,41 +188,25 @@ def _summary(items: Mapping[str, Item], results: Mapping[str, Any]) -> list[str]
     return [*lines, "Figures by kind:", "", *grid(("paper", *KINDS), rows), ""]
 
 
-def _section(item: Item, result: tuple[Findings, dict[str, Any]] | None) -> list[str]:
-    lines = [f"### {item.id}: {item.stated.title}", ""]
-    if result is None:
-        return [*lines, f"No result yet: run `specdec reproduce {item.id}`.", ""]
-    findings, conditions = result
-    rows = [
-        _row(claim, measure)
-        for claim in item.stated.claims.values()
-        for measure in of_claim(findings.measures, claim.id) or [None]
-    ]
-    if rows:
-        headings = ("claim", "paper", "window", "ours", "kind", "verdict", "on")
-        lines += [*grid(headings, rows), ""]
-    if item.config.get("why"):
-        why = _filled(item.config["why"], dict.fromkeys(item.stated.claims, (item, findings)))
-        lines += _prose(f"Why: {why}")
-    if findings.missing:
-        missing = [text.removeprefix("missing: ").rstrip(".") for text in findings.missing]
-        lines += _prose(f"Missing: {'; '.join(missing)}.")
-    page = f"../experiments/{item.paper.name}/results/{item.name}.md"
-    text = f"[Table]({page}); {conditions['size']}; revision {conditions['revision']}."
-    return [*lines, text, ""]
-
-
-def _row(claim: Claim, measure: Measure | None) -> list[str]:
-    mark = "" if claim.mark == "original" else f" ({claim.mark})"
-    stated = f"{claim.stated}{mark}"
-    if measure is None:
-        return [claim.text, stated, str(claim.window), NONE, NONE, MISSING, NONE]
-    loops = "" if measure.loop_share is None else f"; loops {100 * measure.loop_share:.0f} %"
-    where = f"{measure.conditions}{loops}"
-    return [
-        *(claim.text, stated, str(claim.window), value_text(claim, measure)),
-        *(kind_of(claim, measure), verdict(claim, measure), f"{where} ({measure.origin})"),
-    ]
+def _rows(item: Item, result: tuple[Findings, dict[str, Any]] | None) -> list[list[str]]:
+    """A row per claim, kind and origin, the strongest kind first."""
+    link = f"[{item.name}](../experiments/{item.paper.name}/results/{item.name}.md)"
+    names = iter([f"{link}: {item.stated.title}"])
+    measures = result[0].measures if result else []
+    rows = []
+    for claim in item.stated.claims.values():
+        mark = "" if claim.mark == "original" else f" ({claim.mark})"
+        texts = iter([(claim.text, f"{claim.stated}{mark}")])
+        of = of_claim(measures, claim.id)
+        groups = {(kind_of(claim, m), m.origin) for m in of}
+        for kind, origin in sorted(groups, key=lambda group: (KINDS.index(group[0]), group[1])):
+            group = [m for m in of if (kind_of(claim, m), m.origin) == (kind, origin)]
+            outcome = claim_verdict(claim, group)[0]
+            said = (*next(texts, ("", "")), span_text(claim, group))
+            rows.append([next(names, ""), *said, kind, origin, outcome])
+        if not groups:
+            rows.append([next(names, ""), *next(texts), NONE, NONE, NONE, MISSING])
+    return rows or [[next(names), *[NONE] * 6]]
 
 
 _ALLOWED = {

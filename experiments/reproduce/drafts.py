@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.reproduce.findings import Findings
+from experiments.reproduce.findings import Findings, weaker
 from experiments.reproduce.items import SIZE, Item
 from experiments.reproduce.lab import Lab, Outcome
 from experiments.reproduce.stated import own_yaml
@@ -57,12 +57,17 @@ class Draft:
         *,
         run: Outcome | None = None,
         interval: tuple[float | None, float | None] = (None, None),
+        kind: str = "calibrated",
     ) -> None:
-        """Adds a simulated figure with its hits; the loop share is that of ``run``."""
+        """Adds a simulated figure with its hits; the loop share is that of ``run``.
+
+        Args:
+            kind: the strongest kind that the figure may have.
+        """
         where = f"{self.title}; {text}" if text else self.title
         loops = run.summary["loop_share"] if run else None
         simulated = (claim, value, "simulated", where)
-        findings.add(*simulated, kind=self.kind, loops=loops, interval=interval)
+        findings.add(*simulated, kind=weaker(self.kind, kind), loops=loops, interval=interval)
 
 
 def known_bands() -> Mapping[str, Mapping[str, str]]:
@@ -76,7 +81,8 @@ def known_drafts() -> Mapping[str, Mapping[str, Any]]:
 def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> Iterator[Draft]:
     """The drafts of these names, then the user's own record if there is one.
 
-    A calibrated one comes once for each end of the band if the item runs on a profile that has one.
+    A fitted one comes once for each end of the band if the item runs on a profile that has one; it
+    is calibrated if the item's ``fixed.counts`` names it, else a what-if.
     An unavailable draft is added to ``findings.missing``.
     """
     banded = _on_a_band(item)
@@ -86,7 +92,7 @@ def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> It
         except UserError as error:
             findings.missing.append(f"{known_drafts()[name]['title']}: {error}")
             continue
-        yield from _ends(draft) if banded and draft.kind == "calibrated" else [draft]
+        yield from _ends(draft) if banded and known_drafts()[name].get("calibrated") else [draft]
     if lab.own_record is not None:
         overrides = ("model=replay", f"model.record={lab.own_record}", *size_overrides(item, lab))
         title = f"own record {lab.own_record.name}, replayed"
@@ -143,7 +149,8 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
         overrides = ("model=replay", f"model.record={path}", f"model.method={method}", *size)
     else:
         overrides = (*spec["words"], *size)
-    kind = "calibrated" if spec.get("calibrated") else "stand-in"
+    fitted = "calibrated" if name in item.fixed.get("counts", ()) else "what-if"
+    kind = fitted if spec.get("calibrated") else "stand-in"
     return Draft(name, spec["title"], spec["short"], overrides, kind)
 
 

@@ -4,7 +4,9 @@ Keys of a config: ``builder`` (module:function that returns the findings), ``pic
 (module:function that draws them, for builders that do not), ``needs`` (required presets), ``size``
 (quick and full: [prompts, tokens]), ``missing`` (why there is no builder), ``alone`` (true:
 measures this machine's times, so nothing runs beside it), ``paced`` (rows in real time, see
-``pacing``), and the keys of the builder.
+``pacing``), ``fixed`` (what was fixed before the run: ``baseline`` and ``data`` as sentences,
+``counts``, the drafts whose figures count, ``changes``, lines "date: what and why"), ``why``, and
+the keys of the builder.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from experiments.reproduce.lab import Lab
 
 _ITEM_KEYS = ("builder", "picture", "needs", "size", "missing", "alone")
+_FIXED_KEYS = {"baseline", "data", "counts", "changes"}
 SIZE = {"quick": (8, 48), "full": (32, 128)}
 """Default number of prompts and tokens."""
 
@@ -54,6 +57,11 @@ class Item:
     @property
     def id(self) -> str:
         return f"{self.paper.name}/{self.name}"
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Baseline, data and counted drafts, and later changes of them."""
+        return self.config.get("fixed") or {}
 
     @property
     def absent(self) -> list[str]:
@@ -131,6 +139,11 @@ def _item(paper: Paper, name: str, stated: Stated, path: Path) -> Item:
         raise UserError(f"{paper.name}/{name} has stated values but no config: write {path.name}")
     with path.open(encoding="utf-8") as stream:
         values = yaml.safe_load(stream)
+    unknown = set(values.get("fixed") or ()) - _FIXED_KEYS
+    if unknown:
+        raise UserError(
+            f"{path.name}: fixed has {sorted(unknown)}, known are {sorted(_FIXED_KEYS)}"
+        )
     size = {**SIZE, **values.get("size", {})}
     return Item(
         paper=paper,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
@@ -14,6 +15,7 @@ from experiments.reproduce.findings import (
     Findings,
     Measure,
     Table,
+    claim_verdict,
     kind_of,
     of_claim,
     ratio_to_stated,
@@ -21,6 +23,7 @@ from experiments.reproduce.findings import (
 )
 from experiments.reproduce.items import Item
 from experiments.reproduce.stated import Claim
+from specdec.errors import UserError
 
 NONE = "-"
 _HEADINGS = (
@@ -34,6 +37,13 @@ def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> s
     lines = [title, "", f"{item.paper.title}, {item.paper.reference}; {item.stated.section}.", ""]
     if item.stated.claims:
         lines += ["## Claims", "", *grid(_HEADINGS, claim_rows(item, findings)), ""]
+    if item.config.get("why"):
+        figures = dict.fromkeys(item.stated.claims, (item, findings))
+        lines += ["Why: " + " ".join(filled(item.config["why"], figures).split()), ""]
+    if item.fixed:
+        fixed = {key: value for key, value in item.fixed.items() if key != "changes"}
+        lines += ["Fixed before the run:", "", *(f"- {k}: {cell(v)}" for k, v in fixed.items())]
+        lines += [*(f"- changed {change}" for change in item.fixed.get("changes", ())), ""]
     for table in findings.tables:
         rows = [[cell(value) for value in row] for row in table.rows]
         lines += [f"## {table.title}", "", *grid(table.columns, rows), ""]
@@ -43,6 +53,34 @@ def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> s
         lines += ["Missing:", "", *(f"- {what}" for what in findings.missing), ""]
     lines += ["## Conditions", "", *(f"- {k}: {v}" for k, v in provenance.items()), ""]
     return "\n".join(lines)
+
+
+Figures = Mapping[str, tuple[Item, Findings]]
+"""Name in a sentence -> the item and its findings; the claim is the part after the last slash."""
+
+
+def filled(text: str, figures: Figures) -> str:
+    """A sentence with figures in place of ``{claim}`` or ``{claim: words of their conditions}``.
+
+    Without words the figures are those that decide the claim's verdict.
+
+    Raises:
+        UserError: a name is no claim with such a figure.
+    """
+
+    def figure(match: re.Match[str]) -> str:
+        name, words = match[1], match[2]
+        item, findings = figures.get(name, (None, Findings()))
+        claim = item.stated.claims[name.rpartition("/")[2]] if item else None
+        shown = claim_verdict(claim, findings.measures)[2] if claim else []
+        if claim and words:
+            of = of_claim(findings.measures, claim.id)
+            shown = [m for m in of if all(part in m.conditions for part in words.split(" & "))]
+        if claim is None or not shown:
+            raise UserError(f"{match[0]} in {text[:60]!r} is no claim with a figure")
+        return span_of(claim, shown)
+
+    return re.sub(r"\{([a-z0-9_/]+)(?:: ([^}]+))?\}", figure, text)
 
 
 def claim_rows(item: Item, findings: Findings) -> list[list[str]]:
@@ -101,6 +139,8 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
+        if value and isinstance(value[0], str):
+            return ", ".join(value)
         return " to ".join(cell(part) for part in value)
     if isinstance(value, float):
         size = abs(value)

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -129,10 +129,25 @@ def run_item(item: Item, settings: Settings, *, paced: bool = False) -> Done:
     )
     start, cpu_start = perf_counter(), process_time()
     findings = _findings(item, lab)
+    if stored is not None and not paced and "paced" in item.config and not settings.quick:
+        _keep_paced(findings, *stored)
     times = (perf_counter() - start + earlier[0], process_time() - cpu_start + earlier[1])
     conditions = {**_conditions(item, settings, times), **key, "paced": paced}
     write_item(item, findings, settings.out, conditions)
     return Done(findings, conditions)
+
+
+def _keep_paced(findings: Findings, stored: Findings, conditions: Mapping[str, Any]) -> None:
+    """Adds the paced figures of an earlier result, each with its date and revision."""
+    date = f"; of {conditions['time'][:10]}, revision {conditions['revision']}"
+    for measure in stored.measures:
+        if measure.origin == "paced":
+            dated = measure.conditions + ("" if "; of 20" in measure.conditions else date)
+            findings.measures.append(replace(measure, conditions=dated))
+    for table in stored.tables:
+        if table.title.startswith("Paced"):
+            dated = table.title + ("" if "; of 20" in table.title else date)
+            findings.tables.append(replace(table, title=dated))
 
 
 def _findings(item: Item, lab: Lab) -> Findings:

@@ -32,15 +32,8 @@ _CLAIM_KEYS = {"text", "stated", "unit", "section", "mark", "window", "kind"}
 _ITEM_KEYS = {"title", "section", "claims"}
 
 
-KINDS = ("measured", "calibrated", "stand-in", "input", "construction", "formula")
-"""Kinds of verdicts; only ``COUNTED`` ones count for or against a paper.
-
-measured: measured on the same kind of thing; calibrated: simulated with the hits of a law that was
-fitted to measured acceptance of a real pair; stand-in: measured or simulated with other models,
-another machine or an assumed law; input: a figure of the profile that comes back; construction:
-true by construction of the schedule, a check of the program; formula: arithmetic on the paper's
-own figures.
-"""
+KINDS = ("measured", "calibrated", "what-if", "stand-in", "input", "construction", "formula")
+"""Kinds of verdicts (docs/reproduction.md); only ``COUNTED`` ones count for or against a paper."""
 
 COUNTED = ("measured", "calibrated")
 

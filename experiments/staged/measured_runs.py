@@ -68,9 +68,9 @@ def traffic(item: Item, lab: Lab) -> Findings:
             own = row["relative_memory_traffic"]
             passes, loops = row["draft_passes"] / row["new_tokens"], row["loop_share"]
             table.append((label, name, own, scaled, row["acceptance_length"], passes, loops))
-            if name not in config["claims"][label]:
+            claim = config["claims"].get(label, {}).get(name)
+            if claim is None:
                 continue
-            claim = config["claims"][label][name]
             sizes = (
                 (own, _draft_share(counts[name]), "own"),
                 (scaled, config["paper_share"], "the paper's"),

@@ -34,15 +34,14 @@ _COLUMNS = (
 def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     """Parallel tree generation against the serial form: the best of each over their depths.
 
-    Keys: ``drafts``, ``common``, ``parallel`` and ``serial`` (name -> overrides), ``speedup`` and
-    ``speedup_mean`` (claims of the ratio, per draft and as a mean), ``loss`` (claim: accepted
-    guesses per pass lost, in per cent, between the first row of each), ``computed``, ``sets``
-    (see ``add_sets``).
+    Keys: ``drafts``, ``common``, ``parallel`` and ``serial`` (name -> overrides, both ending in
+    "d = D"), ``speedup`` (claim of the ratio), ``loss`` (claim: accepted guesses per pass lost at
+    equal d, in per cent), ``speeds`` (side -> claim: tokens/s of its best row, of drafts that are
+    what-ifs), ``computed``, ``sets`` (see ``add_sets``).
     """
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     shown: dict[str, dict[str, float | None]] = {}
-    ratios, loops = [], []
     for draft in drafts(config["drafts"], item, lab, findings):
         sides = {
             side: run_rows(lab, draft, config["common"], config[side])
@@ -53,17 +52,14 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
         shown[draft.short] = {n: 1e3 / run.tbt_ms for n, run in rows.items()}
         best, base = (min(sides[s].values(), key=lambda run: run.tbt_ms) for s in sides)
         ratio, low, high = speed_ratio(best, base)
-        looped = best.summary["loop_share"]
-        ratios.append(ratio)
-        loops += [looped] if looped is not None else []
-        for claim in config.get("speedup", ()):
-            draft.add(findings, claim, ratio, run=best, interval=(low, high))
-        if "loss" in config:
-            ours, other = (next(iter(runs.values())) for runs in sides.values())
-            _add_loss(findings, config["loss"], draft, ours, other)
-    if ratios and "speedup_mean" in config:
-        text, mean_loops = f"mean of {len(ratios)} drafts", fmean(loops) if loops else None
-        findings.add(config["speedup_mean"], fmean(ratios), "simulated", text, loops=mean_loops)
+        draft.add(findings, config["speedup"], ratio, run=best, interval=(low, high))
+        for side, claim in config.get("speeds", {}).items() if draft.kind == "what-if" else ():
+            name = min(sides[side], key=lambda row: sides[side][row].tbt_ms)
+            run = sides[side][name]
+            draft.add(findings, claim, 1e3 / run.tbt_ms, f"its best: {name}", run=run)
+        for name, ours in sides["parallel"].items() if "loss" in config else ():
+            d = name.partition(", ")[2]
+            _add_loss(findings, config["loss"], draft, d, ours, sides["serial"][f"serial, {d}"])
     findings.measures += computed(config)
     findings.table("Simulated decoding", _COLUMNS, table)
     if "sets" in config:
@@ -77,12 +73,16 @@ def parallel_or_serial(item: Item, lab: Lab) -> Findings:
     return findings
 
 
-def _add_loss(findings: Findings, claim: str, draft: Draft, ours: Outcome, other: Outcome) -> None:
+def _add_loss(
+    findings: Findings, claim: str, draft: Draft, d: str, ours: Outcome, other: Outcome
+) -> None:
     """Adds the loss of accepted tokens per pass of one run against another in per cent."""
     ratio = ours.summary["accepted_per_pass"] / other.summary["accepted_per_pass"]
     rows = beside(ours.results, other.results, accepted_of)
     ends = interval(rows, lambda s: 100.0 * (1.0 - s[0] / s[1] / (s[2] / s[3])))
-    draft.add(findings, claim, 100 * (1 - ratio), "equal d and w", run=ours, interval=ends)
+    draft.add(
+        findings, claim, 100 * (1 - ratio), f"both with {d} and equal w", run=ours, interval=ends
+    )
 
 
 def _row(title: str, name: str, run: Outcome) -> tuple[Any, ...]:

@@ -22,14 +22,15 @@ def lost(item: Item, lab: Lab) -> Findings:
 
     Keys: ``drafts``, ``common``, ``serial`` and ``parallel`` (overrides), ``depths``,
     ``children`` (per expanded leaf), ``bs``; claims ``loss`` (accepted guesses per pass lost,
-    as Table 6 counts) and ``speedup``, as means over the drafts, and ``levels`` (with at least
-    ``bs`` children, at most d tokens per pass beside the target and d + 1 in turns),
-    ``computed``.
+    as Table 6 counts) and ``speedup``, as means over the drafts, ``levels`` (with at least ``bs``
+    children, a mean of at most d tokens per pass beside the target and d + 1 in turns),
+    ``per_pass`` (the most tokens of a single pass), ``computed``.
     """
     findings, config = Findings(), item.config
     fig, axes = figure(11.0, 4.2, len(config["depths"]))
     rows, bounded = [], True
-    sums: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    longest: dict[tuple[int, str], int] = {}
+    sums: dict[tuple[int, int, str], list[tuple[float, float]]] = {}
     series: dict[int, dict[str, tuple[list[float], list[float]]]] = {}
     for draft in drafts(config["drafts"], item, lab, findings):
         for d in config["depths"]:
@@ -46,19 +47,27 @@ def lost(item: Item, lab: Lab) -> Findings:
                 ratio = speed_ratio(ours, base)[0]
                 loops = ours.summary["loop_share"]
                 rows.append((draft.title, d, children, *lengths, tokens, guesses, ratio, loops))
-                sums.setdefault((d, children), []).append((guesses, ratio))
+                sums.setdefault((d, children, draft.kind), []).append((guesses, ratio))
                 if children >= config["bs"]:
                     bounded = bounded and lengths[1] <= d and lengths[0] <= d + 1
+                    for form, run in (("in turns", base), ("beside the target", ours)):
+                        most = max(max(r.counters.path_lengths) for r in run.results)
+                        longest[d, form] = max(longest.get((d, form), 0), most)
                 line[0].append(float(children))
                 line[1].append(guesses)
-    for (d, children), values in sums.items():
+    for (d, children, kind), values in sums.items():
         where = f"d = {d}, {children} children per leaf; mean of {len(values)} drafts"
         guesses, ratio = (fmean(column) for column in zip(*values, strict=True))
-        findings.add(config["loss"], guesses, "simulated", where)
-        findings.add(config["speedup"], ratio, "simulated", where)
+        findings.add(config["loss"], guesses, "simulated", where, kind=kind)
+        findings.add(config["speedup"], ratio, "simulated", where, kind=kind)
     findings.add(
         config["levels"], bounded, "simulated", f"all drafts, {config['bs']} children per leaf"
     )
+    for (d, form), most in longest.items():
+        if d == config["depths"][0]:
+            findings.add(
+                config["per_pass"], float(most), "simulated", f"d = {d}, {form}, all drafts"
+            )
     findings.measures += computed(config)
     findings.table("Equal d, bs, w and children (simulated)", _COLUMNS, rows)
     stated = item.stated.claims[config["loss"]]

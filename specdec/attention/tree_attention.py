@@ -699,18 +699,20 @@ class RequestPart:
         return window is None or int(self.rows.positions.max()) < window
 
 
-def host_mask(rows: Rows, window: int | None) -> npt.NDArray[Any] | None:
-    """Returns the additive mask [R, n] for kernels that hide later slots themselves.
+def host_mask(rows: Rows, window: int | None) -> npt.NDArray[np.float32] | None:
+    """Returns the additive mask float32[R, n] for kernels that hide later slots themselves.
 
-    None: every row sees all slots up to its own. It is float32 if numpy lacks the cache's dtype.
+    None: every row sees all slots up to its own.
     """
-    part = RequestPart(rows)
-    if part.within(window):
-        window = None
-        if rows.causal:
-            return None
-    mask = part.bits(has_window=window is not None).mask(window)
-    return mask.float().numpy() if mask.dtype is torch.bfloat16 else mask.numpy()
+    if window is not None and int(rows.positions.max()) < window:
+        window = None  # it would mask nothing
+    if window is None and rows.causal:
+        return None
+    seen = np.ones((len(rows), rows.end), np.bool_)
+    seen[:, rows.first_masked :] = rows.visible
+    if window is not None:
+        seen &= rows.cache.key_positions(rows.end) > rows.positions[:, None] - window
+    return np.where(seen, np.float32(0.0), np.finfo(np.float32).min)
 
 
 class AttentionPlan(PassPlan):

@@ -5,7 +5,7 @@ A case's id is the prompt id that keys its draws; ids are unique within a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -32,6 +32,7 @@ WITH_HISTORY: dict[str, SamplingParams] = {
 """Greedy transforms that depend on the preceding tokens."""
 
 _LETTERS = 4
+_MANY_BYTES = "\u4e2d\U0001f642\u6587\U0001f680"  # CJK and emoji
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,35 @@ def letters(tokens: Sequence[int]) -> str:
 
 
 def syllables(tokens: Sequence[int]) -> str:
-    """Decodes each token to three letters of its own and a hyphen.
-
-    A string without its last hyphen ends inside a token's text.
-    """
+    """Decodes each token to three letters of its own and a hyphen."""
     return "".join(
         f"{chr(97 + token % 5)}{chr(102 + token // 5 % 5)}{chr(107 + token // 25 % 15)}-"
         for token in tokens
     )
+
+
+def sparse_text(tokens: Sequence[int]) -> str:
+    """Decodes every third token id to two letters, and the others to nothing, as special tokens."""
+    return "".join(
+        chr(97 + token // 3 % 6) + chr(103 + token // 3 // 6 % 6)
+        for token in tokens
+        if token % 3 == 0
+    )
+
+
+def byte_text(output: Sequence[int]) -> Callable[[Sequence[int]], str]:
+    """Returns a decoder of single bytes, by which ``output`` is text of three and four bytes each.
+
+    A part of a character is a replacement character, as tokenizers with byte fallback decode it.
+    """
+    distinct = dict.fromkeys(output)
+    data = (_MANY_BYTES * len(distinct)).encode()
+    byte_of = dict(zip(distinct, data, strict=False))
+
+    def decode(tokens: Sequence[int]) -> str:
+        return bytes(byte_of.get(token, 63) for token in tokens).decode(errors="replace")
+
+    return decode
 
 
 def random_prompt(index: int, length: int, vocab_size: int) -> tuple[int, ...]:
@@ -107,28 +129,29 @@ def parity_cases(
 def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
     """Yields copies of ``base`` that end early at each token: by EOS, stop string or length.
 
-    ``base`` is a greedy case that ends by its length, ``output`` its tokens under plain decoding.
+    ``base`` is a case that ends by its length, ``output`` its tokens under plain decoding.
     """
-    ids = count(base.id + 1)
-
-    def case(label: str, stop: StopRules) -> Case:
-        return replace(base, id=next(ids), label=f"{base.label}, {label}", stop=stop)
-
-    length = len(output)
-    for at in sorted({output.index(token) for token in set(output)}):
+    ids, length = count(base.id + 1), len(output)
+    places = sorted({output.index(token) for token in set(output)})
+    for at in places[:: 1 + len(places) // 12]:
         stop = StopRules(max_new_tokens=length, eos_ids=frozenset([output[at]]))
-        yield case(f"EOS is output token {at}", stop)
-    text = letters(output)
-    for at in range(0, length - 2, 2):
-        string = text[2 * at + 1 : 2 * at + 4]  # half a token and a whole one
-        stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=letters)
-        yield case(f"stop string {string!r} from output token {at}", stop)
-    text = syllables(output)
-    for at in range(length):
-        within = text[4 * at + 1 : 4 * at + 3]  # the token has text before and after it
-        across = text[max(0, 4 * at - 6) : 4 * at + 2]  # from inside the token before the last
-        for string in (within, across):
-            stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=syllables)
-            yield case(f"stop string {string!r} that ends inside output token {at}", stop)
+        yield replace(base, id=next(ids), label=f"{base.label}, EOS is token {at}", stop=stop)
+    texts: dict[str, tuple[Callable[[Sequence[int]], str], tuple[tuple[int, int], ...]]] = {
+        "letters": (letters, ((1, 3),)),  # half a token and a whole one
+        "syllables": (syllables, ((1, 2), (2, 8))),  # within a token, and across three
+        "tokens without text": (sparse_text, ((0, 3),)),
+        "bytes": (byte_text(output), ((0, 2), (0, 5))),
+    }
+    for name, (decode, pieces) in texts.items():
+        text = decode(output)
+        for first, size in pieces:
+            starts = range(first, len(text) - size + 1)
+            strings = [text[start : start + size] for start in starts]
+            whole = list(dict.fromkeys(s for s in strings if "\ufffd" not in s))
+            for string in whole[:: 1 + len(whole) // 9]:
+                stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=decode)
+                label = f"{base.label}, {name}, stop string {string!a}"
+                yield replace(base, id=next(ids), label=label, stop=stop)
     for limit in range(1, min(length, 7)):
-        yield case(f"max_new_tokens={limit}", StopRules(max_new_tokens=limit))
+        label = f"{base.label}, max_new_tokens={limit}"
+        yield replace(base, id=next(ids), label=label, stop=StopRules(max_new_tokens=limit))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
 from types import FrameType
@@ -9,7 +10,7 @@ from typing import Any
 
 from specdec.certify.invariants import cache_invariant, draft_rows, tree_invariant
 from specdec.certify.laws import distribution
-from specdec.certify.numerics import CannotCompose, exact_dtype, numerics
+from specdec.certify.numerics import CannotCompose, configured_law, exact_dtype, numerics
 from specdec.certify.parity import (
     batch_independence,
     greedy_parity,
@@ -19,9 +20,9 @@ from specdec.certify.parity import (
 )
 from specdec.certify.report import Check, Crash, Report, error_text
 from specdec.certify.sampler import sampler
-from specdec.certify.subject import Build, Subject, num_ranks
+from specdec.certify.subject import Build, Subject, rank_groups
 from specdec.compose.workbench import compose
-from specdec.distributed.rank_groups import keep_ranks
+from specdec.distributed.rank_groups import GroupHandle
 from specdec.errors import UserError
 from specdec.loop import decode
 from specdec.state import RequestState
@@ -38,6 +39,7 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
     "batch_independence": batch_independence,
     "sampler": sampler,
     "numerics": numerics,
+    "configured_law": configured_law,
     "exact_dtype": exact_dtype,
 }
 """Check functions by name, in the order in which they run (docs/verify.md describes them)."""
@@ -72,7 +74,10 @@ def certify(
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
     start = perf_counter()
     outcomes, crashes = list[Check](), Crashes()
-    with keep_ranks(num_ranks(cfg), threads=cfg.get("threads")):
+    with ExitStack() as kept:  # ranks that the checks use in turn
+        for num_ranks, number in rank_groups(cfg):
+            handle = GroupHandle(num_ranks, threads=cfg.get("threads"), number=number)
+            kept.callback(handle.release)
         subject = Subject(cfg, build=build, full=depth == "full")
         for name in CHECKS if checks is None else checks:
             outcomes.append(_run_check(name, subject, crashes))

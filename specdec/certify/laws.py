@@ -1,19 +1,10 @@
-"""Compares the distribution of sampled output with that of the target.
+"""Compares the law (distribution) of sampled output with that of the target.
 
-Target and draft are tables (``TablePair``), so the exact distributions (*laws*) of the output are
-known. Requests, each with its own keyed draws, are decoded by the whole composed strategy:
+``distribution`` decodes requests, each with its own keyed draws, by the whole composed strategy on
+tables of logits (``TablePair``), whose laws are known exactly. ``configured_law`` (``numerics``)
+does the same with the configured models. Both use the *e-values* below.
 
-- small tables, with a draft opposed to the target and with one that crowds a token: the joint law
-  of every pair of neighbouring tokens, by e-values and by total variation, and the law of the token
-  after each other one, by e-values;
-- a large vocabulary with drafts of six kinds (``wide_tables``): the law of the token after each
-  row.
-
-False-alarm rate: 1e-6 per check, half of it for the mean of all e-values, half for the total
-variations. A check is deterministic in the seed; the rate bounds the share of seeds at which a
-lossless strategy would fail.
-
-An *e-value* is a non-negative statistic whose mean is at most 1 if the tested law is true, so by
+An e-value is a non-negative statistic whose mean is at most 1 if the tested law is true, so by
 Markov's inequality it reaches 1 / a with probability at most a. Here it is a likelihood ratio: the
 likelihood of the counts under a mixture of laws around the tested one, divided by that under the
 law itself. Unlike a chi-square test it needs no least number of expected counts, so cells of small
@@ -22,18 +13,19 @@ random (a test martingale, Ville 1939; Ramdas et al. 2023, "Game-theoretic stati
 e-values is an e-value, even if they depend on each other.
 
 Shape letters: V vocabulary, N requests, T tokens of an output, C cells of a law or of a partition
-of the vocabulary, M concentrations of the mixture.
+of the vocabulary, M concentrations of the mixture, O orders of the vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
+from scipy.special import gammaln, logsumexp
+from scipy.stats import chisquare
 
 from specdec.certify.cases import Case
 from specdec.certify.oracle import reference_probs
@@ -51,19 +43,15 @@ Table = tuple[tuple[float, ...], ...]
 """Logits of the next token (column) after each token (row), [V, V]."""
 
 FALSE_ALARM = 1e-6
-"""Chance that a lossless strategy fails a distribution check."""
+"""Chance that a lossless strategy fails a check of laws, over all tests of the check."""
 
-NUM_REQUESTS = 800
-_BATCH = 25  # where requests take turns, each step has a cost per open request
-_NUM_TOKENS = 4  # deep enough for the branches of SpecInfer's tree
-_NUM_TOKENS_SHAPES = 3
-_MIN_EXPECTED = 5.0
+_SMALL_TOKENS = 3  # deep enough for the branches of SpecInfer's tree
 _WIDE_VOCAB = 8168  # not a multiple of the block size in which a row is summed
 _FULL_VOCAB = 40_040  # with depth=full
 _WIDE_REQUESTS = 600
-_WIDE_BATCH = 60
 _WIDE_TOKENS = 4
-_NUM_WIDE_TESTS = 2 * 7 * 4  # transforms, rows and all together, partitions; per vocabulary
+_BATCH = 25  # where requests take turns, each step has a cost per open request
+_WIDE_BATCH = 60  # rows of probabilities are large
 
 # Under top-k the target and the opposed draft each exclude tokens that the other keeps.
 TARGET_TABLE: Table = (
@@ -83,42 +71,143 @@ OPPOSED_TABLE: Table = (
 )
 """A draft that prefers other tokens than the target."""
 
+
+# Percent: (target's row, draft's row). Each row makes another fault of the tests of later siblings
+# visible: a shared draw, a residual that is not updated, a draft that is not renormalised.
 _SHARES = (
-    ((30, 20, 15, 10, 25), (60, 10, 8, 3, 19)),
-    ((26, 25, 8, 14, 27), (9, 12, 3, 3, 73)),
-    ((25, 25, 8, 13, 29), (14, 73, 3, 7, 3)),
-    ((19, 18, 8, 17, 38), (9, 57, 3, 3, 28)),
-    ((33, 21, 20, 8, 18), (3, 4, 11, 4, 78)),
-)  # percent: (target's row, draft's row)
+    ((51, 19, 18, 4, 8), (10, 0.4, 1, 42.6, 46)),
+    ((13, 33, 9, 38, 7), (32, 0.6, 6, 7, 54.4)),
+    ((18, 22, 20, 21, 19), (33, 2, 37, 1, 27)),
+    ((37, 2, 41, 4, 16), (1, 62, 26, 9, 2)),
+    ((24, 8, 22, 9, 37), (31.4, 1.3, 35.8, 18.4, 13.1)),
+)
 
 CROWDED_TABLES: tuple[Table, Table] = (
     tuple(tuple(math.log(share / 100) for share in target) for target, _ in _SHARES),
     tuple(tuple(math.log(share / 100) for share in draft) for _, draft in _SHARES),
 )
-"""A target, and a draft that crowds one token, which is often rejected. The acceptance tests of its
-siblings then have probabilities between 0 and 1; with the opposed draft nearly all are 0 or 1.
+"""A target, and a draft that crowds one, two or three tokens, which are often rejected. The tests
+of the siblings after them then decide; with the opposed draft nearly all tests are certain.
 """
 
-SAMPLINGS = {
-    "t=1": SamplingParams(temperature=1.0),
-    "t=0.8 top_k=4 top_p=0.95": SamplingParams(temperature=0.8, top_k=4, top_p=0.95),
+_STARTS = (0, 2, 0, 1, 0, 2)  # rows of the prompts' last tokens: each is needed often enough
+# Name -> ((target, draft), parameters, number of requests).
+_SMALL_TABLES = {
+    "opposed draft, t=0.8 top_k=4 top_p=0.95": (
+        (TARGET_TABLE, OPPOSED_TABLE),
+        SamplingParams(temperature=0.8, top_k=4, top_p=0.95),
+        500,
+    ),
+    "crowded draft, t=1": (CROWDED_TABLES, SamplingParams(temperature=1.0), 1500),
 }
-
-WIDE_SAMPLINGS = {
+_WIDE_SAMPLINGS = {
     "t=1": SamplingParams(temperature=1.0),
-    "t=0.9 top_k=1000 top_p=0.99": SamplingParams(temperature=0.9, top_k=1000, top_p=0.99),
+    "t=1.2 top_k=1000 top_p=0.99": SamplingParams(temperature=1.2, top_k=1000, top_p=0.99),
 }
-
 _SHAPES: dict[str, dict[str, Any]] = {
-    "a chain of 2": {"_target_": "specdec.policies.Chain", "gamma": 2},
-    "a tree of 3, 2": {"_target_": "specdec.policies.Static", "branching": [3, 2]},
+    "a chain of 6": {"_target_": "specdec.policies.Chain", "gamma": 6},
+    "a tree of 4, 2": {"_target_": "specdec.policies.Static", "branching": [4, 2]},
 }
 _HEAD = 8  # tokens with half of the mass
 _PROB_EDGES = (1e-5, 1e-4, 1e-3, 1e-2, 0.05)  # of the cells by the draft's probability
 _RATIO_EDGES = (0.9, 1.1)  # of the cells by the draft's probability relative to the target's
 _PLACE = 64  # neighbouring tokens per cell by place; a vocabulary has a shorter last cell
 _FLAT = 0.5  # standard deviation of the logits of a row without a head
-_CONCENTRATIONS = torch.tensor([4.0, 32.0, 256.0, 2048.0], dtype=torch.float64)  # of the mixture
+_CONCENTRATIONS = np.array([4.0, 32.0, 256.0, 2048.0])  # of the mixture
+_MIN_EXPECTED = 5.0  # counts of a cell of ``chi_square``
+
+
+# ---------------------------------------------------------------------- statistics
+
+
+def log_evidence(counts: IntArray, law: FloatArray) -> float:
+    """Returns the natural logarithm of the e-value of counts[C] against ``law``[C].
+
+    The mixture has Dirichlet laws with mean ``law`` and four concentrations, for alternatives that
+    are far from it down to a few percent. Infinite if a cell of probability 0 has counts.
+    """
+    seen = np.flatnonzero(counts)
+    number, probs = counts[seen], law[seen]
+    if not probs.all():
+        return math.inf
+    prior = _CONCENTRATIONS[:, None] * probs  # [M, C]
+    mixed = (gammaln(prior + number) - gammaln(prior)).sum(axis=1)
+    mixed += gammaln(_CONCENTRATIONS) - gammaln(_CONCENTRATIONS + number.sum())
+    return float(logsumexp(mixed) - math.log(len(mixed)) - (number * np.log(probs)).sum())
+
+
+@dataclass(slots=True)
+class Evidence:
+    """The e-values of a check; ``num_tests`` are planned, and those still to come count as 0."""
+
+    num_tests: int
+    logs: list[tuple[str, float]] = field(default_factory=list)  # (test, log e-value)
+
+    def biased(self) -> list[str]:
+        """Lists the tests that show a bias, worst first, at the false-alarm rate of the check."""
+        limit = math.log(self.num_tests / FALSE_ALARM)  # of the sum of the e-values
+        worst = sorted(self.logs, key=lambda test: -test[1])
+        if not worst or logsumexp([value for _, value in worst]) < limit:
+            return []
+        return [
+            f"{name}: {10 ** min(value / math.log(10), 300):.0e} times as probable under another"
+            " law"
+            for name, value in worst
+            if value >= min(limit, worst[0][1])
+        ]
+
+    @property
+    def passed(self) -> str:
+        assert len(self.logs) <= self.num_tests, "more tests than planned"
+        largest = math.exp(max(value for _, value in self.logs))
+        return (
+            f"{len(self.logs)} tests at a false-alarm rate of {FALSE_ALARM:.0e} in all:"
+            f" largest e-value {largest:.2g}"
+        )
+
+
+ORDERS = ("token ids", "the target's probabilities", "the draft's relative probabilities")
+NUM_PLACE_TESTS = 3 * len(ORDERS)
+
+
+def places(
+    target: FloatArray, draft: FloatArray | None, token: int, rng: np.random.Generator
+) -> FloatArray:
+    """Returns float64[O]: where a drawn token lies in the target's CDF, in each of ``ORDERS``.
+
+    If the token was drawn from ``target``[V], each is uniform in [0, 1) and independent of all
+    before it: within the token's own part of the CDF the place is drawn by ``rng`` (a randomised
+    probability integral transform). Without ``draft`` its order is that of the ids.
+    """
+    ids, mass = np.arange(len(target)), float(target[token])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = ids if draft is None else np.nan_to_num(draft / target, nan=0.0)
+    below = [
+        float(target[(key < key[token]) | ((key == key[token]) & (ids < token))].sum())
+        for key in (ids, target, relative)
+    ]
+    found: FloatArray = np.minimum(np.array(below) + rng.random() * mass, 1.0 - 1e-12)
+    return found
+
+
+def place_evidence(outputs: Sequence[FloatArray]) -> Iterator[tuple[str, float]]:
+    """Yields (description, log e-value) of places[T, O] of each output.
+
+    In each order: whether they are uniform, and whether they depend on those of the token before,
+    or of the one before that. Two tokens that share a random number are shown by the latter.
+    """
+    for column, order in enumerate(ORDERS):
+        series = [places[:, column] for places in outputs]
+        counts = np.bincount((16 * np.concatenate(series)).astype(int), minlength=16)
+        yield f"place by {order}", log_evidence(counts, np.full(16, 1 / 16))
+        for lag, before in ((1, "the token before"), (2, "the one before the last")):
+            pairs = np.zeros(16, np.int64)
+            for place in series:
+                cells = (4 * place).astype(int)
+                pairs += np.bincount(4 * cells[:-lag] + cells[lag:], minlength=16)
+            # Given the earlier place the later one is uniform, so e-values of rows multiply.
+            value = sum(log_evidence(row, np.full(4, 1 / 4)) for row in pairs.reshape(4, 4))
+            yield f"place by {order}, given that of {before}", value
 
 
 def chi_square(counts: IntArray, law: FloatArray) -> float:
@@ -133,10 +222,9 @@ def chi_square(counts: IntArray, law: FloatArray) -> float:
     merged = np.append(expected[~rare], expected[rare].sum())
     observed = np.append(counts[~rare], counts[rare].sum())
     used = merged > 0.0
-    merged, observed = merged[used], observed[used]
-    statistic = float(((observed - merged) ** 2 / merged).sum())
-    half = torch.tensor([(len(merged) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1])) if len(merged) > 1 else 1.0
+    if used.sum() < 2:
+        return 1.0
+    return float(chisquare(observed[used], merged[used] * observed.sum() / merged.sum()).pvalue)
 
 
 def total_variation(
@@ -171,35 +259,7 @@ def pair_counts(tokens: IntArray, vocab_size: int) -> Iterator[IntArray]:
         yield np.bincount(cells, minlength=vocab_size**2)
 
 
-@dataclass(slots=True)
-class _Findings:
-    num_tests: int  # planned e-values; those still to come count as 0
-    logs: list[tuple[str, float]] = field(default_factory=list)  # (test, log e-value)
-    # (test, total variation, bound)
-    distances: list[tuple[str, float, float]] = field(default_factory=list)
-
-    def biased(self) -> list[str]:
-        """Lists the tests that show a bias, worst first, at the false-alarm rate."""
-        found = [
-            f"{name}: total variation {distance:.3f}, at most {bound:.3f} by chance"
-            for name, distance, bound in self.distances
-            if distance > bound
-        ]
-        limit = math.log(2.0 * self.num_tests / FALSE_ALARM)  # of the sum of the e-values
-        worst = sorted(self.logs, key=lambda test: -test[1])
-        logs = torch.tensor([value for _, value in worst], dtype=torch.float64)
-        if worst and logs.logsumexp(0) >= limit:
-            found = [
-                f"{name}: {10 ** min(value / math.log(10), 300):.0e} times as probable under"
-                " another law"
-                for name, value in worst
-                if value >= min(limit, worst[0][1])
-            ] + found
-        return found
-
-    @property
-    def farthest(self) -> float:
-        return max((distance for _, distance, _ in self.distances), default=0.0)
+# ---------------------------------------------------------------------- laws of tables
 
 
 def distribution(subject: Subject) -> Check:
@@ -212,90 +272,96 @@ def distribution(subject: Subject) -> Check:
         serving = {**subject.small["serving"], "feeding": str(Feeding.DYNAMIC)}
         shapes |= {n: {"policy": policy, "serving": serving} for n, policy in _SHAPES.items()}
     vocabs = (_WIDE_VOCAB, _FULL_VOCAB) if subject.full else (_WIDE_VOCAB,)
-    small = [(label, (TARGET_TABLE, OPPOSED_TABLE), params) for label, params in SAMPLINGS.items()]
-    small.append(("crowded draft, t=1", CROWDED_TABLES, SAMPLINGS["t=1"]))
-    per_shape = _NUM_WIDE_TESTS * len(vocabs) + len(small) * _NUM_TOKENS
-    found = _Findings(num_tests=len(shapes) * per_shape)
-    # The distances of each pair of neighbouring tokens share half of the rate.
-    level = FALSE_ALARM / (2 * len(shapes) * len(small) * (_NUM_TOKENS - 1))
+    per_shape = len(_SMALL_TABLES) * (1 + len(TARGET_TABLE) + NUM_PLACE_TESTS)
+    per_shape += len(vocabs) * len(_WIDE_SAMPLINGS) * 7 * 4  # rows and all together, partitions
+    found, farthest = Evidence(num_tests=len(shapes) * per_shape), 0.0
     for name, changes in shapes.items():
         try:
+            for label, small in _SMALL_TABLES.items():
+                if not (exact and found.biased()):  # the tests to come cannot take it back
+                    far = _test_small(subject, f"{name}, {label}", *small, changes, found)
+                    farthest = max(farthest, far)
             for vocab_size in vocabs if exact else ():
-                _test_wide(subject, vocab_size, name, changes, found)
-            for label, tables, params in small if not exact or not found.biased() else ():
-                _test_pairs(subject, f"{name}, {label}", tables, params, changes, level, found)
+                if not found.biased():
+                    _test_wide(subject, vocab_size, name, changes, found)
         except UserError:
             if not changes:
-                raise
-            continue  # the configured parts refuse this policy
-        if exact and found.biased():
-            break  # the tests to come cannot take it back
+                raise  # the configured parts refuse only other policies
     if biased := found.biased():
-        far = f"total variation up to {found.farthest:.3f}; " if found.distances else ""
-        prefix = "not the target's law: " if exact else "lossy: "
-        return Check("distribution", False, f"{prefix}{far}{joined_details(biased, limit=2)}")
-    largest = max(value for _, value in found.logs)
-    wide = f" of up to {vocabs[-1]} tokens" if exact else ""
-    detail = (
-        f"{len(found.logs)} laws{wide} at a false-alarm rate of"
-        f" {FALSE_ALARM:.0e} in all: largest e-value {math.exp(largest):.2g}, total variation at"
-        f" most {found.farthest:.3f}"
-    )
-    return Check("distribution", True, detail)
+        prefix = "not the target's law" if exact else "lossy"
+        far = f"{prefix}: total variation up to {farthest:.3f}"
+        return Check("distribution", False, f"{far}; {joined_details(biased, limit=2)}")
+    wide = f"vocabularies of up to {vocabs[-1]} tokens" if exact else "small tables"
+    return Check("distribution", True, f"{wide}, {found.passed}")
 
 
-def _test_pairs(
+def _decoded(
     subject: Subject,
-    name: str,
-    tables: tuple[Table, Table],
+    pair: TablePair,
+    start: IntArray,
     params: SamplingParams,
+    num_tokens: int,
     changes: dict[str, Any],
-    level: float,
-    found: _Findings,
-) -> None:
-    """Tests the joint law of neighbouring tokens, and the law of the token after each other one."""
-    target, draft = tables
-    section = {"kind": "table", "target": target, "draft": draft}
-    pair = TablePair(target=target, draft=draft)
-    num_tokens = _NUM_TOKENS_SHAPES if changes else _NUM_TOKENS
-    stop = StopRules(max_new_tokens=num_tokens)
-    num_requests = subject.times * NUM_REQUESTS * (2 if tables is CROWDED_TABLES else 1)
-    cases = [Case(i, "", (0,), params, stop) for i in range(num_requests)]
-    with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
-        outputs = decode_cases(parts, cases, batch_size=_BATCH)
-    tokens = np.array([outputs[case.id].output for case in cases])
-    table = np.stack([reference_probs(np.array(row), params) for row in target])
-    laws = pair_laws(table, 0, num_tokens)
-    for i, (counts, law) in enumerate(zip(pair_counts(tokens, len(table)), laws, strict=True)):
-        where = f"{name}, tokens {i} and {i + 1}"
-        found.logs.append((where, log_evidence(counts, law)))
-        distance, bound = total_variation(counts, law, false_alarm=level)
-        found.distances.append((where, distance, bound))
-    before = np.pad(tokens[:, :-1], ((0, 0), (1, 0)))  # 0: the prompt's token
-    rows = [np.bincount(tokens[before == row], minlength=len(table)) for row in range(len(table))]
-    # Given the tokens before them, tokens are independent, so e-values of rows multiply.
-    value = sum(log_evidence(counts, law) for counts, law in zip(rows, table, strict=True))
-    found.logs.append((f"{name}, the token after each", value))
-
-
-def _test_wide(
-    subject: Subject, vocab_size: int, name: str, changes: dict[str, Any], found: _Findings
-) -> None:
-    tables = wide_tables(vocab_size)
-    pair = wide_pair(tables)
+    batch_size: int,
+) -> IntArray:
+    """Decodes a request after each of the tokens ``start``[N]; returns the outputs, int64[N, T]."""
     section = {
         "kind": "table",
         "target": pair.target_table.tolist(),
         "draft": pair.draft_table.tolist(),
     }
-    start = np.arange(subject.times * _WIDE_REQUESTS)
-    batch_size = max(1, _WIDE_BATCH * _WIDE_VOCAB // vocab_size)  # rows of probabilities are large
-    stop = StopRules(max_new_tokens=_WIDE_TOKENS)
-    for label, params in WIDE_SAMPLINGS.items():
-        cases = [Case(i, "", (int(token),), params, stop) for i, token in enumerate(start)]
-        with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
-            outputs = decode_cases(parts, cases, batch_size=batch_size)
-        tokens = np.array([outputs[case.id].output for case in cases])
+    stop = StopRules(max_new_tokens=num_tokens)
+    cases = [Case(i, "", (int(token),), params, stop) for i, token in enumerate(start)]
+    with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
+        outputs = decode_cases(parts, cases, batch_size=batch_size)
+    return np.array([outputs[case.id].output for case in cases])
+
+
+def _test_small(
+    subject: Subject,
+    name: str,
+    tables: tuple[Table, Table],
+    params: SamplingParams,
+    num_requests: int,
+    changes: dict[str, Any],
+    found: Evidence,
+) -> float:
+    """Tests the token after each other one; returns its total variation from the target's law."""
+    target, draft = (
+        np.stack([reference_probs(np.array(row), params) for row in t]) for t in tables
+    )
+    pair = TablePair(target=tables[0], draft=tables[1])
+    start = np.resize(_STARTS, subject.times * num_requests)
+    batch_size = 8 * _BATCH if changes else _BATCH
+    tokens = _decoded(subject, pair, start, params, _SMALL_TOKENS, changes, batch_size)
+    before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1)
+    rows = [np.bincount(tokens[before == row], minlength=len(target)) for row in range(len(target))]
+    values = [log_evidence(counts, law) for counts, law in zip(rows, target, strict=True)]
+    found.logs += [(f"{name}, the token after {row}", value) for row, value in enumerate(values)]
+    # Given the tokens before them, tokens are independent, so e-values of rows multiply.
+    found.logs.append((f"{name}, the token after each", sum(values)))
+    if not np.isinf(values).any():
+        rng = np.random.default_rng(subject.seed)
+        outputs = [
+            np.array([places(target[a], draft[a], b, rng) for a, b in zip(*both, strict=True)])
+            for both in zip(before, tokens, strict=True)
+        ]
+        found.logs += [(f"{name}, {test}", value) for test, value in place_evidence(outputs)]
+    counts = np.stack(rows)
+    return float(
+        np.abs(counts - target * counts.sum(axis=1, keepdims=True)).sum() / 2 / counts.sum()
+    )
+
+
+def _test_wide(
+    subject: Subject, vocab_size: int, name: str, changes: dict[str, Any], found: Evidence
+) -> None:
+    tables = wide_tables(vocab_size)
+    pair, start = wide_pair(tables), np.arange(subject.times * _WIDE_REQUESTS)
+    batch_size = max(1, _WIDE_BATCH * _WIDE_VOCAB // vocab_size)
+    samplings = list(_WIDE_SAMPLINGS.items())
+    for label, params in samplings[-1:] if changes else samplings:
+        tokens = _decoded(subject, pair, start, params, _WIDE_TOKENS, changes, batch_size)
         found.logs += [
             (f"{name}, {vocab_size} tokens, {label}, {kind}", value)
             for kind, value in wide_evidence(tables, params, start, tokens)
@@ -376,20 +442,3 @@ def wide_evidence(
             yield f"{kind}, {name}", value
     for name, value in together.items():  # given the rows, the counts are independent
         yield f"all rows, {name}", value
-
-
-def log_evidence(counts: IntArray, law: FloatArray) -> float:
-    """Returns the natural logarithm of the e-value of counts[C] against ``law``[C].
-
-    The mixture has Dirichlet laws with mean ``law`` and four concentrations, for alternatives that
-    are far from it down to a few percent. Infinite if a cell of probability 0 has counts.
-    """
-    seen = np.flatnonzero(counts)
-    if not law[seen].all():
-        return math.inf
-    number, probs = torch.from_numpy(counts[seen]).double(), torch.from_numpy(law[seen])
-    prior = _CONCENTRATIONS[:, None] * probs  # [M, C]
-    mixed = (torch.lgamma(prior + number) - torch.lgamma(prior)).sum(dim=1)
-    mixed += torch.lgamma(_CONCENTRATIONS) - torch.lgamma(_CONCENTRATIONS + number.sum())
-    ratio = mixed.logsumexp(0) - math.log(len(mixed)) - (number * probs.log()).sum()
-    return float(ratio)

@@ -1,4 +1,4 @@
-"""Checks the configured models in the configured precision, with a tolerance for ties.
+"""Checks the configured models with their dtype, backend and transport, greedy and sampled.
 
 Batched and single-token passes round differently, so outputs may differ where two tokens are
 equally good up to rounding. Each token is compared with that of plain decoding after the same
@@ -9,20 +9,25 @@ Plain decoding is that of the torch model. A quantised target in ONNX Runtime ro
 too, which no torch model does: its reference is its own session with one row per pass, and the
 effect of batching is measured at the position of the difference.
 
+Under sampling the law is checked as well (``configured_law``): each token's place in the CDF of its
+prefix, by the e-values of ``laws``.
+
 Shape letters: V vocabulary, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from specdec.certify.cases import GREEDY, Case
+from specdec.certify.laws import NUM_PLACE_TESTS, ORDERS, Evidence, place_evidence, places
 from specdec.certify.oracle import (
     plain_decode,
     processed,
@@ -32,21 +37,32 @@ from specdec.certify.oracle import (
     target_draw,
 )
 from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import Decoded, Subject, decode_cases
+from specdec.certify.subject import Decoded, Subject, decode_cases, rank_groups
 from specdec.clocks.meter import Meter
+from specdec.compose.workbench import Parts
+from specdec.device import on_host
 from specdec.errors import UserError
 from specdec.metrics.compare import first_difference
 from specdec.models.slicing import cache_argument
 from specdec.pairs import HuggingFacePair
 from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.runners import TokenPrompt
 from specdec.sampling.transform import SamplingParams
-from specdec.state import StopRules
-from specdec.types import BoolArray, FloatArray, Lossless
+from specdec.state import DecodeState, RequestState, StopRules
+from specdec.types import BoolArray, FloatArray, Lossless, Verdict
 
-NUM_PROMPTS = 3
+_NUM_PROMPTS = 3
 ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
-MAX_NEW_TOKENS = 24
+_MAX_NEW_TOKENS = 24
 _MAX_PROMPT_TOKENS = 64
+_LAW_REQUESTS, _LAW_TOKENS = (
+    36,
+    10,
+)  # of each sampling; half of them for large models, or over processes
+_SMALL_BYTES = 1 << 27  # of weights
+_LONG_PROMPT = 330
+_LAW_BATCH = 6
+_LAW_IDS = 7000  # of the first request
 
 NUM_EXACT_PROMPTS = 2
 NUM_EXACT_TOKENS = 160  # per prompt and sampling
@@ -102,11 +118,16 @@ def batching_error(
     model: PreTrainedModel, tokens: tuple[int, ...], rows: list[FloatArray]
 ) -> float:
     """Returns the largest difference of the logits of one pass over all tokens from ``rows``."""
+    return float(np.abs(_whole_pass(model, tokens) - np.stack(rows[: len(tokens)])).max())
+
+
+def _whole_pass(model: PreTrainedModel, tokens: tuple[int, ...]) -> FloatArray:
+    """Returns float64[T, V], the logits after each token, by one pass over all."""
     device = next(model.parameters()).device
     with torch.inference_mode():
         out = model(torch.tensor([list(tokens)], device=device), use_cache=False)
-    batched = out.logits[0].to(torch.float64).cpu().numpy()
-    return float(np.abs(batched - np.stack(rows[: len(tokens)])).max())
+    found: FloatArray = out.logits[0].to(torch.float64).cpu().numpy()
+    return found
 
 
 def distance(
@@ -190,56 +211,271 @@ class CannotCompose(UserError):
     """The strategy cannot decode the configured models, which is no fault of either."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Configured:
+    """The configured models, and what is decoded with them."""
+
+    cfg: Mapping[str, Any]
+    pair: HuggingFacePair
+    prompts: Sequence[TokenPrompt]
+    stop: StopRules
+
+    @classmethod
+    def of(cls, subject: Subject, name: str) -> _Configured | Check:
+        """Loads the models once per subject; a skipped check if they have no logits."""
+        kind = subject.cfg["model"]["kind"]
+        if kind not in ("pretrained", "random"):
+            return Check(name, None, f"model={kind} has no logits")
+        if "configured" not in subject.notes:
+            cfg = dict(subject.cfg)
+            limit = min(cfg["data"]["limit"] or _NUM_PROMPTS, _NUM_PROMPTS)
+            cfg["data"] = {**cfg["data"], "limit": limit}
+            cfg["max_new_tokens"] = min(int(cfg["max_new_tokens"]), _MAX_NEW_TOKENS)
+            pair, prompts, _ = prepare(cfg)
+            assert isinstance(pair, HuggingFacePair)
+            subject.notes["configured"] = cls(cfg, pair, prompts, stop_rules(cfg, pair))
+        found = subject.notes["configured"]
+        assert isinstance(found, cls)
+        return found
+
+    @property
+    def label(self) -> str:
+        bits = self.pair.options.bits_of("target")
+        return self.pair.dtype if bits is None else f"int{bits}"
+
+    def passes(self, tokens: tuple[int, ...]) -> Passes:
+        """Computes the logits after each token by passes of one row, and what more rows change."""
+        if self.pair.options.bits_of("target") is None:
+            single = SingleToken(self.pair.target)
+            single(tokens)
+            error = batching_error(self.pair.target, tokens, single.rows)
+            return Passes(np.stack(single.rows), np.full(len(tokens), error))
+        rows = self._session_rows(tokens, 1)
+        sizes = (*ROW_COUNTS, len(tokens))
+        changed = {size: np.abs(self._session_rows(tokens, size) - rows).max(1) for size in sizes}
+        return Passes(rows, np.max([*changed.values()], 0), changed)
+
+    def rows(self, prompt: tuple[int, ...], output: tuple[int, ...]) -> FloatArray:
+        """Returns float64[T, V]: the logits from which each output token is drawn."""
+        tokens, last = (*prompt, *output[:-1]), len(prompt) - 1
+        if self.pair.options.bits_of("target") is None:
+            return _whole_pass(self.pair.target, tokens)[last:]
+        return self._session_rows(tokens, 1, first=len(prompt))[last:]
+
+    def _session_rows(self, tokens: tuple[int, ...], size: int, *, first: int = 0) -> FloatArray:
+        """The session itself is the reference: no torch model rounds activations as it does.
+
+        After ``first`` tokens in one pass there are ``size`` tokens in each.
+        """
+        runner = self.pair.runner("target", Meter())
+        cache, found = runner.new_cache(len(tokens)), []
+        for start in (
+            (0, *range(first, len(tokens), size)) if first else range(0, len(tokens), size)
+        ):
+            stop = first if start < first else start + size
+            part = np.array(tokens[start:stop])
+            output = runner.forward([cache.rows(prefix_tokens=part)])
+            assert output.logits is not None
+            found.append(output.logits.to(torch.float64).numpy())
+        return np.concatenate(found)
+
+    @contextmanager
+    def built(self, subject: Subject) -> Iterator[Parts]:
+        try:
+            parts = subject.build(self.cfg, self.pair)
+        except UserError as refusal:
+            raise CannotCompose(str(refusal)) from refusal
+        try:
+            yield parts
+        finally:
+            parts.executor.shutdown()
+
+
 def numerics(subject: Subject) -> Check:
     """Checks that outputs of the configured models differ from plain decoding only at ties."""
-    kind = subject.cfg["model"]["kind"]
-    if kind not in ("pretrained", "random"):
-        return Check("numerics", None, f"model={kind} has no logits")
-    cfg = _limited(subject.cfg)
-    try:
-        pair, prompts, _ = prepare(cfg)
-        parts = subject.build(cfg, pair)
-    except UserError as refusal:
-        raise CannotCompose(str(refusal)) from refusal
-    assert isinstance(pair, HuggingFacePair)
-    bits = pair.options.bits_of("target")
+    given = _Configured.of(subject, "numerics")
+    if isinstance(given, Check):
+        return given
     params = subject.sampling if subject.claims is Lossless.TOKEN else GREEDY
-    stop = stop_rules(cfg, pair)
     cases = [
-        Case(p.id, f"prompt {p.id}", tuple(p.tokens.tolist()[-_MAX_PROMPT_TOKENS:]), params, stop)
-        for p in prompts
-    ]
-    try:
-        outputs = decode_cases(
-            parts,
-            cases,
-            batch_size=subject.batch_size,
-            prefill_chunk=int(cfg["prefill_chunk"]),
+        Case(
+            *(p.id, f"prompt {p.id}", tuple(p.tokens.tolist()[-_MAX_PROMPT_TOKENS:])),
+            *(params, given.stop),
         )
-    finally:
-        parts.executor.shutdown()
-    measure = _torch_passes(pair) if bits is None else _session_passes(pair)
-    comparisons = [_compare(subject, measure, case, outputs[case.id]) for case in cases]
+        for p in given.prompts
+    ]
+    with given.built(subject) as parts:
+        chunk = int(given.cfg["prefill_chunk"])
+        outputs = decode_cases(parts, cases, batch_size=subject.batch_size, prefill_chunk=chunk)
+    passes, texts, faults = list[Passes](), list[list[str]](), list[str]()
+    for case in cases:
+        decoded = outputs[case.id]
+        passes.append(given.passes((*case.prompt, *decoded.output[:-1])))
+        last = len(case.prompt) - 1
+        found, faulty = _compare(
+            subject, case, decoded, passes[-1].rows[last:], passes[-1].errors[last:]
+        )
+        texts.append(found)
+        faults += found[-1:] if faulty else []
+    differing = [found for found in texts if found]
     if subject.claims is Lossless.LOSSY:
-        texts = [c.texts[0] for c in comparisons if c.texts]
-        if not texts:
-            detail = f"{len(comparisons)} prompts happen to equal plain decoding"
-            return Check("numerics", None, detail)
-        number = f"{len(texts)} of {len(comparisons)} prompts differ"
-        return Check("numerics", False, f"lossy: {number}; {joined_details(texts)}")
-    measured = _measured(bits, [c.passes for c in comparisons])
-    label = f"{pair.dtype if bits is None else f'int{bits}'}, {len(cases)} prompts"
-    faults = [c.texts[-1] for c in comparisons if c.faulty]
+        if not differing:
+            return Check("numerics", None, f"{len(cases)} prompts happen to equal plain decoding")
+        number = f"{len(differing)} of {len(cases)} prompts differ"
+        shown = joined_details([found[0] for found in differing])
+        return Check("numerics", False, f"lossy: {number}; {shown}")
+    measured = _measured(passes)
+    label = f"{given.label}, {len(cases)} prompts"
     if faults:
         return Check("numerics", False, f"{label}: {joined_details(faults)}; {measured}")
-    ties = [text for c in comparisons for text in c.texts]
-    equal = f"{sum(not c.texts for c in comparisons)} equal plain decoding"
+    ties = [text for found in differing for text in found]
     rest = "no ties"
     if ties:
         tokens = sum(len(outputs[case.id].output) for case in cases)
         rate = f"{len(ties)} ties in {tokens} tokens ({1000 * len(ties) / tokens:.1f} per 1,000)"
         rest = f"{rate}: {joined_details(ties)}"
+    equal = f"{len(cases) - len(differing)} equal plain decoding"
     return Check("numerics", True, f"{label}: {equal}, {rest}; {measured}")
+
+
+# ---------------------------------------------------------------------- laws
+
+
+@dataclass(frozen=True)
+class _Favoured:
+    """A processor that makes ``ids`` about as probable as the best token; written in place."""
+
+    ids: tuple[int, ...]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores[:, list(self.ids)] = scores.max(dim=1, keepdim=True).values - 0.5
+        return scores
+
+
+def _law_cases(subject: Subject, given: _Configured) -> list[Case]:
+    """Creates sampled requests with short, usual and long prompts, a few with the same prompt.
+
+    Among the drawn tokens are the last ids and the token that ends a request.
+    """
+    vocab_size = given.pair.vocab_size
+    last = tuple(range(vocab_size - 3, vocab_size))
+    samplings = {
+        "t=1": SamplingParams(temperature=1.0),
+        "t=1.5 top_p=0.9": SamplingParams(temperature=1.5, top_p=0.9),
+        "t=0.9 with processors": SamplingParams(
+            temperature=0.9,
+            no_repeat_ngram=3,
+            processors=(RepetitionPenaltyLogitsProcessor(1.2), _Favoured(last)),
+        ),
+    }
+    if not subject.sampling.greedy:
+        samplings["as configured"] = subject.sampling
+    is_small = given.pair.weight_bytes["target"] < _SMALL_BYTES and not rank_groups(subject.cfg)
+    number = subject.times * (_LAW_REQUESTS if is_small else _LAW_REQUESTS // 2)
+    room = (given.pair.max_positions or _LONG_PROMPT + _LAW_TOKENS + 1) - _LAW_TOKENS - 1
+    room = min(room, given.cfg.get("serving", {}).get("kv_tokens") or room)
+    text = np.concatenate([prompt.tokens for prompt in given.prompts])
+    text = np.tile(text, 1 + (_LONG_PROMPT + 97) // len(text))
+    cases = []
+    for name, params in samplings.items():
+        eos = frozenset(last[-1:]) if params.processors else given.stop.eos_ids
+        stop = StopRules(max_new_tokens=_LAW_TOKENS, eos_ids=eos)
+        # Several at once fill whole passes of prompt tokens, beside nodes of trees.
+        lengths = [_LONG_PROMPT] * (1 if cases else 4) + 20 * [4, 40, 9, 70, 23]
+        for i in range(number):
+            length = max(1, min(lengths[i // 2], room))
+            start = 7 * (i // 2) % 97
+            prompt = tuple(text[start : start + length].tolist())
+            label = f"{name}, prompt of {length} tokens"
+            cases.append(Case(_LAW_IDS + len(cases), label, prompt, params, stop))
+    return cases
+
+
+def configured_law(subject: Subject) -> Check:
+    """Checks the law of sampled output with the configured models.
+
+    With a verifier that is lossless token for token, each token is also compared with that of plain
+    decoding. ``batch_size`` and larger batches take turns.
+    """
+    given = _Configured.of(subject, "configured_law")
+    if isinstance(given, Check):
+        return given
+    if subject.claims is Lossless.LOSSY:
+        return Check("configured_law", None, "a lossy output has another law")
+    cases = _law_cases(subject, given)
+    outputs: dict[int, Decoded] = {}
+    with given.built(subject) as parts:
+        drafts = _draft_laws(parts)
+        chunk = int(given.cfg["prefill_chunk"])
+        for part, size in ((cases[::2], subject.batch_size), (cases[1::2], _LAW_BATCH)):
+            outputs |= decode_cases(parts, part, batch_size=size, prefill_chunk=chunk)
+    measured = given.passes(cases[2].prompt)
+    error, rounding = 2.0 * float(measured.errors.max()), float((measured.errors**2).mean())
+    samplings = dict.fromkeys(case.sampling for case in cases)
+    found = Evidence(num_tests=NUM_PLACE_TESTS * (1 + len(samplings)))
+    faults, together, slack = list[str](), list[FloatArray](), 0.0
+    rng = np.random.default_rng(subject.seed)
+    for params in samplings:
+        series = []
+        for case in (case for case in cases if case.sampling == params):
+            decoded = outputs[case.id]
+            rows = given.rows(case.prompt, decoded.output)
+            errors = np.full(len(rows), error)
+            texts, faulty = _compare(
+                subject, case, decoded, rows, errors, tokens=subject.claims is Lossless.TOKEN
+            )
+            faults += texts[-1:] if faulty else []
+            series.append(_places(case, decoded.output, rows, drafts, rng))
+        # Logits that differ by e from the reference's have a divergence of at most e ** 2 / 2 per
+        # token from its law, and the logarithm of an e-value grows by no more in mean.
+        own = sum(map(len, series)) * rounding / params.temperature**2
+        name = next(case.label for case in cases if case.sampling == params).split(", prompt")[0]
+        found.logs += [(f"{name}, {test}", value - own) for test, value in place_evidence(series)]
+        together, slack = together + series, slack + own
+    found.logs += [(f"all, {test}", value - slack) for test, value in place_evidence(together)]
+    label = f"{given.label}, {len(cases)} requests, {sum(map(len, together))} tokens"
+    if faults := faults + found.biased():
+        return Check("configured_law", False, f"{label}: {joined_details(faults)}")
+    equal = ", equal to plain decoding" if subject.claims is Lossless.TOKEN else ""
+    return Check("configured_law", True, f"{label}{equal}; {found.passed}")
+
+
+def _places(
+    case: Case,
+    output: tuple[int, ...],
+    rows: FloatArray,
+    drafts: Mapping[tuple[int, ...], FloatArray],
+    rng: np.random.Generator,
+) -> FloatArray:
+    """Returns ``places`` of an output's tokens, without those that only rounding lets through."""
+    found = []
+    for at, (token, logits) in enumerate(zip(output, rows, strict=True)):
+        prefix = (*case.prompt, *output[:at])
+        law = reference_probs(processed(logits, case.sampling, prefix), case.sampling)
+        if law[token] > 0.0:
+            draft = drafts.get(prefix)
+            same = draft is not None and len(draft) == len(law)
+            found.append(places(law, draft if same else None, token, rng))
+    return np.array(found).reshape(len(found), len(ORDERS))
+
+
+def _draft_laws(parts: Parts) -> dict[tuple[int, ...], FloatArray]:
+    """Records float32[V], the draft's distribution after each committed prefix that has one."""
+    verify, found = parts.verifier.verify, dict[tuple[int, ...], FloatArray]()
+
+    def observed(state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
+        verdicts = verify(state, requests)
+        for request, verdict in zip(requests, verdicts, strict=True):
+            tree = request.tree
+            for node_id in (tree.root_id, *verdict.accepted_ids.tolist()):
+                if (probs := tree.draft_probs.get(node_id)) is not None:
+                    (slot,) = tree.slots(np.array([node_id])).tolist()
+                    path = tuple(request.path_tokens(slot).tolist())
+                    found[path] = on_host(probs).astype(np.float32)
+        return verdicts
+
+    parts.verifier.__dict__["verify"] = observed
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,40 +493,8 @@ class Passes:
     changed: Mapping[int, FloatArray] = field(default_factory=dict)
 
 
-def _torch_passes(pair: HuggingFacePair) -> Callable[[tuple[int, ...]], Passes]:
-    def passes(tokens: tuple[int, ...]) -> Passes:
-        single = SingleToken(pair.target)
-        single(tokens)
-        error = batching_error(pair.target, tokens, single.rows)
-        return Passes(np.stack(single.rows), np.full(len(tokens), error))
-
-    return passes
-
-
-def _session_passes(pair: HuggingFacePair) -> Callable[[tuple[int, ...]], Passes]:
-    """The session itself is the reference: no torch model rounds activations as it does."""
-    runner = pair.runner("target", Meter())
-
-    def logits(tokens: tuple[int, ...], size: int) -> FloatArray:
-        cache, found = runner.new_cache(len(tokens)), []
-        for start in range(0, len(tokens), size):
-            part = np.array(tokens[start : start + size])
-            output = runner.forward([cache.rows(prefix_tokens=part)])
-            assert output.logits is not None
-            found.append(output.logits.to(torch.float64).numpy())
-        return np.concatenate(found)
-
-    def passes(tokens: tuple[int, ...]) -> Passes:
-        rows = logits(tokens, 1)
-        sizes = (*ROW_COUNTS, len(tokens))
-        changed = {size: np.abs(logits(tokens, size) - rows).max(1) for size in sizes}
-        return Passes(rows, np.max([*changed.values()], 0), changed)
-
-    return passes
-
-
-def _measured(bits: int | None, passes: Sequence[Passes]) -> str:
-    if bits is None:
+def _measured(passes: Sequence[Passes]) -> str:
+    if not passes[0].changed:
         error = max(p.errors.max() for p in passes)
         return f"batched and single-token logits differ by up to {error:.1e}"
     parts = []
@@ -302,13 +506,6 @@ def _measured(bits: int | None, passes: Sequence[Passes]) -> str:
         f"logits that differ in bits from a pass of one row, in passes of {'; '.join(parts)}"
         f" (largest logit {largest:.3g})"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _OutputComparison:
-    texts: Sequence[str]  # the differences, up to the first that is no tie
-    faulty: bool  # whether the last one is no tie
-    passes: Passes
 
 
 def plain_output(subject: Subject, single: SingleToken, case: Case) -> Decoded:
@@ -323,31 +520,44 @@ def plain_output(subject: Subject, single: SingleToken, case: Case) -> Decoded:
 
 
 def _compare(
-    subject: Subject, measure: Callable[[tuple[int, ...]], Passes], case: Case, decoded: Decoded
-) -> _OutputComparison:
-    """Compares each token with the one of plain decoding after the same tokens."""
+    subject: Subject,
+    case: Case,
+    decoded: Decoded,
+    rows: FloatArray,
+    errors: FloatArray,
+    *,
+    tokens: bool = True,
+) -> tuple[list[str], bool]:
+    """Compares each token with the one of plain decoding after the same tokens.
+
+    Args:
+        rows: float64[T, V], the logits of plain decoding for each output token.
+        errors: float64[T], by how much rounding may change them.
+        tokens: whether tokens must be those of plain decoding; else only the end must be right.
+
+    Returns:
+        The differences up to the first that is no tie, and whether the last one is none.
+    """
     output, texts = decoded.output, list[str]()
-    passes = measure((*case.prompt, *output[:-1]))
     for at, token in enumerate(output):
         prefix = (*case.prompt, *output[:at])
-        last = len(prefix) - 1
-        logits = processed(passes.rows[last], case.sampling, prefix)
-        draw = target_draw(subject.seed, case.id, len(prefix))
-        expected = reference_token(logits, case.sampling, draw)
-        if token != expected:
-            nearest = distance(logits, case.sampling, draw, token, float(passes.errors[last]))
+        logits = processed(rows[at], case.sampling, prefix)
+        draw = target_draw(subject.seed, case.id, len(prefix)) if tokens else 0.5
+        expected = reference_token(logits, case.sampling, draw) if tokens else token
+        possible = tokens or reference_probs(logits, case.sampling)[token] > 0.0
+        if token != expected or not possible:
+            nearest = distance(logits, case.sampling, draw, token, float(errors[at]))
             how = "a tie" if nearest.is_tie else "beyond"
             texts.append(
                 f"{_difference(case, decoded, (*output[:at], expected), at)}, {nearest.kind}"
                 f" {nearest.value:.1e} ({how} {nearest.allowance:.1e})"
             )
             if not nearest.is_tie:
-                return _OutputComparison(texts, True, passes)
+                return texts, True
         ends = reference_reason(output[: at + 1], case.stop) is not None
         if ends != (at == len(output) - 1):
-            texts.append(f"{case.label}, token {at + 1}: one output ends")
-            return _OutputComparison(texts, True, passes)
-    return _OutputComparison(texts, not output, passes)
+            return [*texts, f"{case.label}, token {at + 1}: one output ends"], True
+    return texts, not output
 
 
 def _difference(case: Case, decoded: Decoded, expected: Sequence[int], at: int) -> str:
@@ -355,14 +565,6 @@ def _difference(case: Case, decoded: Decoded, expected: Sequence[int], at: int) 
     if at >= min(len(decoded.output), len(expected)):
         return f"{where}: one output ends"
     return f"{where}: {decoded.output[at]} from {decoded.proposer(at)} instead of {expected[at]}"
-
-
-def _limited(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    limited = dict(cfg)
-    limit = cfg["data"]["limit"]
-    limited["data"] = {**cfg["data"], "limit": min(limit or NUM_PROMPTS, NUM_PROMPTS)}
-    limited["max_new_tokens"] = min(int(cfg["max_new_tokens"]), MAX_NEW_TOKENS)
-    return limited
 
 
 def exact_dtype(subject: Subject) -> Check:

@@ -36,20 +36,16 @@ from specdec.state import StopRules
 from specdec.types import Lossless
 
 NUM_TOKENS = 16
-_SPARSE_TOKENS = 24
 _SMALL_CHUNK = 3
 
 _ROOM = 110  # positions beyond the last token; more than four blocks of 128 are before it
 _NUM_GREEDY = 200  # whose draft is always right: no miss empties a tree or a cache
 _PROMPT = random_prompt(7, 5, VOCAB_SIZE)
 
-_WITH_TEXT = 3  # one token id in three has text
-_STRING = 3  # letters of a stop string, which then spans two tokens
-
 _SPAN = 7  # positions per call; not a divisor of the block size
 _FEW = (0, 1, 2)  # siblings
 _MANY = (0, 1, 16, 127, 128, 300)
-_BACKWARDS = (900, 380, 377, 255, 0, 900)  # first positions of calls, in no order
+_BACKWARDS = (900, 380, 377, 255, 0, 70_000)  # first positions of calls, in no order
 _LARGE_IDS = (1 << 32, (1 << 40) + 1)
 
 
@@ -102,9 +98,16 @@ def stop_rules(subject: Subject) -> Check:
 
 def _ending_cases(subject: Subject, kind: str) -> list[Case]:
     base = Case(1000, kind, random_prompt(3, 4, VOCAB_SIZE), GREEDY, StopRules(max_new_tokens=10))
-    cases = list(ending_cases(base, subject.expected(kind, base).output))
-    longer = replace(base, stop=StopRules(max_new_tokens=_SPARSE_TOKENS))
-    cases += sparse_cases(longer, subject.expected(kind, longer).output, 1500)
+    distinct = WITH_HISTORY["no_repeat_ngram=1"]  # so that the text has many characters
+    bases = [base]
+    if kind == "perfect":
+        bases.append(Case(1500, kind, base.prompt, distinct, StopRules(max_new_tokens=24)))
+    elif subject.claims is Lossless.TOKEN:
+        sampled = TEMPERATURES_AND_FILTERS["t=1"]
+        bases = [replace(base, label=f"{kind}, t=1", sampling=sampled)]
+    cases = [
+        case for base in bases for case in ending_cases(base, subject.expected(kind, base).output)
+    ]
     number = 2000
     for name, params in WITH_HISTORY.items():
         for length in (1, 7):
@@ -273,30 +276,6 @@ def _difference(subject: Subject, case: Case, decoded: Decoded | None) -> str | 
     single = SingleToken(pair.target)
     expected, rows = plain_output(subject, single, case), single.rows
     return difference(subject, lambda tokens: rows[len(tokens) - 1], case, decoded, expected.output)
-
-
-def sparse_text(tokens: Sequence[int]) -> str:
-    """Decodes every third token id to two letters, and the others to nothing, as special tokens."""
-    return "".join(
-        chr(97 + token // _WITH_TEXT % 6) + chr(103 + token // _WITH_TEXT // 6 % 6)
-        for token in tokens
-        if token % _WITH_TEXT == 0
-    )
-
-
-def sparse_cases(base: Case, output: Sequence[int], first_id: int) -> list[Case]:
-    """Creates copies of ``base`` that end by stop strings with textless tokens in between.
-
-    ``base`` ends by its length, ``output`` has its tokens under plain decoding.
-    """
-    text, length = sparse_text(output), len(output)
-    strings = [text[at : at + _STRING] for at in range(len(text) - _STRING + 1)]
-    cases = []
-    for number, string in enumerate(dict.fromkeys(strings)):
-        stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=sparse_text)
-        label = f"{base.label}, stop string {string!r} among tokens without text"
-        cases.append(replace(base, id=first_id + number, label=label, stop=stop))
-    return cases
 
 
 def decode_in_full_cache(

@@ -31,12 +31,14 @@ from specdec.types import Batch, FloatArray, IntArray, TreeRows
 TOLERANCE = 1e-9
 """Allowed absolute error of a probability."""
 
-VOCAB_SIZES = (61, 320, 1000, 33_001)
-"""The last is searched by blocks and processed in parts; not all are multiples of a block."""
+VOCAB_SIZES = (61, 320, 1000, 33_001, 151_671)
+"""The last ones are searched by blocks and processed in parts, or longer than such a part; not all
+are multiples of a block.
+"""
 
-_ROWS = 5  # a chain of nodes per request
+_ROWS = 6  # a chain of nodes per request
 _SEED_BITS = 7 << 32  # added to the configured seed
-_STARTS = (700, 250, 120, 9)  # positions of the first node: later batches go back
+_STARTS = (700, 250, 120, 9, 60)  # positions of the first node: later batches go back
 
 
 class _InPlace:
@@ -103,6 +105,7 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
         logits = 3.0 * rng.standard_normal((_ROWS, vocab_size))
         logits[1] = np.round(logits[1])  # ties
         logits[2] *= 0.1  # nearly flat: the draw may be anywhere
+        logits[3, -3:] += 3.0 * np.log(vocab_size)  # the last ids have most of the mass
         request_id = 20 * number + index + (index % 2 << 33)
         prompt = tuple(rng.integers(0, vocab_size, 4).tolist())
         case = Case(request_id, label, prompt, params, StopRules(max_new_tokens=1))

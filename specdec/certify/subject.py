@@ -37,6 +37,8 @@ _LOGIT_STEP = 1.0
 _MIXED_SCALE, _PERFECT_SCALE = 4.0, 8.0  # logits with standard deviations of 3 and 6
 _NO_FLOAT64 = ("triton", "flash")  # attention backends that only ``numerics`` can check
 _EXITS = (".EarlyExitSource", ".MultiExitSource")
+# Ranks that hang are named soon; a cache of suffixes is built again after a few requests.
+_AT_MOST = {"timeout_s": 30.0, "max_tokens": 90}
 _MIN_STEPS = 64  # part of the limit on steps that does not depend on the number of tokens
 
 
@@ -227,10 +229,14 @@ def decode_steps(
         yield commits
 
 
-def num_ranks(cfg: Mapping[str, Any]) -> int:
-    """Returns how many processes beside rank 0 the checks need; 0 if one process suffices."""
-    uses_ranks = _on_ranks(cfg["executor"]) and cfg["clock"]["kind"] != "simulated"
-    return _shrink(_small(cfg)["executor"]) if uses_ranks else 0
+def rank_groups(cfg: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Returns (ranks beside rank 0, number) of each group of processes that the checks need."""
+    executor = _small(cfg)["executor"]
+    if not _on_ranks(executor) or cfg["clock"]["kind"] == "simulated":
+        return []
+    if "replicas" in executor:
+        return [(1, number) for number in range(1, executor["replicas"] + 1)]
+    return [(ranks, 0)] if (ranks := _shrink(executor)) else []
 
 
 def _family(model: Mapping[str, Any]) -> str:
@@ -276,6 +282,10 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     small["trace"] = False
     if small["clock"]["kind"] == "paced":  # makes the same decisions, but does not sleep
         small["clock"] = {"kind": "measured"}
+    for section in _sections([small["executor"], small.get("source")]):
+        for key, most in _AT_MOST.items():
+            if isinstance(section, dict) and section.get(key) is not None:
+                section[key] = min(section[key], most)
     model = cfg["model"]
     exits: dict[str, Any] = {}
     if _has_exit(small.get("source")):

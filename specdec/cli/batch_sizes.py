@@ -28,6 +28,7 @@ from specdec.errors import UserError
 from specdec.parts.fields import Count, errors_of
 
 TABLE = "comparison.md"
+_CURVES = "experiments.pipelines.batch_curves"
 _RECORDER = ("strategy=speculative", "record=true", "executor=local", "clock=measured")
 _OTHERS = ("clock", "serving", "output_dir", "logger", "trace", "record", "prefill_chunk")
 _NOT_RECORDED = frozenset([*PARTS, *COMPARE, *_OTHERS])
@@ -66,6 +67,12 @@ class Curves:
 def curves(
     sizes: Sequence[int], overrides: Sequence[str], extra: Sequence[Path], *, only_show: bool
 ) -> int:
+    if importlib.util.find_spec(_CURVES.partition(".")[0]) is None:
+        raise UserError(
+            f"batch_size={list(sizes)} draws SpecPipe's curves, which are in the package"
+            " experiments of a clone: run it in one (pip install -e .), or sweep without curves:"
+            " specdec run -m batch_size=1,2,4"
+        )
     named = [str(o.value()) for o in parse(overrides) if o.key_or_group == "output_dir"]
     folder = output_folder(named[-1] if named else None, "compare")
     composed = compose_curves(sizes, overrides, folder, extra)
@@ -119,17 +126,14 @@ def _without(words: Sequence[str], groups: Collection[str]) -> list[str]:
 
 def _run(composed: Curves, folder: Path, progress: Any) -> bool:
     # Imported here: torch and transformers take seconds to import.
-    from specdec.runs.batch_sizes import curve_jobs
     from specdec.runs.jobs import run_job
 
     if composed.record is not None:
         record_folder = folder / "record"
         if not claim(record_folder, composed.record.config, "summary.json"):
             run_job(composed.record.config, record_folder, progress)
-    remarks = None  # on the paper's own ratios
-    if importlib.util.find_spec("experiments") is not None:
-        remarks = importlib.import_module("experiments.pipelines.batch_ratios").remarks
     rows = {size: composed.rows(size) for size in composed.sizes}
     cross = None if composed.cross is None else composed.cross.name
-    curve_jobs(rows, folder, composed.comparison.repeats, progress, cross=cross, remarks=remarks)
+    curves = importlib.import_module(_CURVES)
+    curves.curve_jobs(rows, folder, composed.comparison.repeats, progress, cross=cross)
     return True

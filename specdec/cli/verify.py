@@ -14,12 +14,13 @@ specdec verify [--cfg] [--fail-fast] [--config-dir DIR] [depth=standard|full] [g
                [key=value] ...
 
 Certifies that a configuration is lossless, or names what is wrong. Takes what `specdec run` takes.
-Most checks run on small random models in float64, so that every difference is a fault; one runs the
-configured models in the configured dtype and tells ties from faults. Writes verify.json.
+Most checks run on small random models in float64, so that every difference is a fault; two run the
+configured models with their dtype, backend and transport, and tell ties from faults. Writes
+verify.json.
 
   greedy_parity        greedy output equals plain decoding, token for token
   sampled_parity       so does sampled output with the same seed (verifier=match)
-  distribution         the law of the output is the target's (chi-square, total variation)
+  distribution         the law of the output is the target's, on tables of logits (e-values)
   cache_invariant      every cache entry equals a fresh forward over its path
   tree_invariant       what survives a step is the new root's subtree, and nothing else
   draft_rows           the draft computes each node once, and each committed token it lacked; a note
@@ -28,6 +29,7 @@ configured models in the configured dtype and tells ties from faults. Writes ver
   batch_independence   a request's output is the same alone and in any batch
   sampler              tokens and distributions of the target's sampler, row by row
   numerics             configured models and dtype: differences are ties, not faults
+  configured_law       configured models, sampled: the law of the output is the target's
   exact_dtype          with model.exact=true: long outputs in that dtype have no difference
 
 --fail-fast ends with the first check that fails.

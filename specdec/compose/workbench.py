@@ -159,7 +159,8 @@ class Parts:
     scheduler: MakeScheduler = FifoScheduler
 
     def new_state(self) -> DecodeState:
-        return DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
+        alone = self.serving.first_alone
+        return DecodeState(draws=self.draws, clock=self.clock, meter=self.meter, first_alone=alone)
 
     def decode(
         self,

@@ -1,11 +1,10 @@
 """Sessions in which an agent edits files of the standard library, turn by turn.
 
 They are made from held-out modules (``data.stdlib``) without downloads and without a model: rules
-apply the edits, so each turn has a prompt and the completion of a model that follows it. A session
-edits one piece of a module several times. In turns of kind ``rewrite`` the prompt contains the file
-and the completion is its whole new version. In turns of kind ``resume`` the prompt does not contain
-the file: the agent continues in a new context, as after a summary or in a second attempt, and the
-file occurs only in earlier turns.
+apply the edits, so each turn has a prompt and the completion of a model that follows it. In turns
+of kind ``rewrite`` the prompt contains the file and the completion is its whole new version. In
+turns of kind ``resume`` the agent continues in a new context, as after a summary, and the file
+occurs only in earlier turns.
 
 All choices are keyed by names (CRC-32), so the turns depend on nothing but the Python version.
 """
@@ -18,11 +17,19 @@ import functools
 import keyword
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from specdec.data.prompt import DataReader, Prompt
-from specdec.data.stdlib import is_held_out, python_files, read_source, stdlib_root
+from specdec.data.stdlib import (
+    first_line,
+    is_held_out,
+    parsed,
+    python_files,
+    read_source,
+    stdlib_root,
+)
 from specdec.errors import UserError
 
 MIN_CHARS, MAX_CHARS = 700, 1500
@@ -34,19 +41,13 @@ KINDS = ("rewrite", "resume")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of an agent.
-
-    Attributes:
-        place: piece of a module and number of the turn ("json/tool.py:main turn 1").
-        kind: one of ``KINDS``.
-        completion: the new version of the file, as written by a model that follows the prompt.
-    """
+    """One request of an agent."""
 
     index: int
-    place: str
-    kind: str
+    place: str  # piece of a module and number of the turn ("json/tool.py:main turn 1")
+    kind: str  # one of ``KINDS``
     prompt: str
-    completion: str
+    completion: str  # the new version of the file, as written by a model that follows the prompt
 
 
 class EditPrompts(DataReader):
@@ -79,8 +80,13 @@ def edits_provenance() -> dict[str, object]:
 @functools.cache
 def edit_turns() -> tuple[Turn, ...]:
     """Returns all turns; sessions are ordered by CRC-32, so that the first ones mix modules."""
+    files = []
+    for relative, path in python_files(stdlib_root()):
+        text = read_source(path) if is_held_out(relative) else None
+        if text is not None and text.isascii():
+            files += [(f"{relative}:{name}", piece) for name, piece in _pieces(text)]
     turns: list[Turn] = []
-    for place, text in _files():
+    for place, text in sorted(files, key=lambda file: (zlib.crc32(file[0].encode()), file[0])):
         session = list(_session(place, text))
         if len(session) == TURNS:
             turns += [
@@ -90,28 +96,13 @@ def edit_turns() -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _files() -> list[tuple[str, str]]:
-    """Returns (place, source) of pieces of held-out modules."""
-    files = []
-    for relative, path in python_files(stdlib_root()):
-        text = read_source(path) if is_held_out(relative) else None
-        if text is not None and text.isascii():
-            files += [(f"{relative}:{name}", piece) for name, piece in _pieces(text)]
-    return sorted(files, key=lambda file: (zlib.crc32(file[0].encode()), file[0]))
-
-
 def _pieces(text: str) -> Iterator[tuple[str, str]]:
     """Yields neighbouring definitions of about one file's size: (name of the first, source)."""
-    try:
-        module = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return
     lines, name, parts = text.split("\n"), "", [""]
-    for node in module.body:
+    for node in parsed(text).body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
             continue
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        source = "\n".join(lines[first - 1 : node.end_lineno]) + "\n"
+        source = "\n".join(lines[first_line(node) - 1 : node.end_lineno]) + "\n"
         if len("\n\n".join(parts)) + len(source) > MAX_CHARS:
             name, parts = "", [""]
         if len(source) <= MAX_CHARS:
@@ -124,10 +115,14 @@ def _pieces(text: str) -> Iterator[tuple[str, str]]:
 def _session(place: str, text: str) -> Iterator[tuple[str, str, str]]:
     """Yields (kind, prompt, completion) of each turn; ends early if no edit applies."""
     for number in range(TURNS):
-        found = _edited(text, zlib.crc32(f"{place} {number}".encode()))
-        if found is None:
+        key = zlib.crc32(f"{place} {number}".encode())
+        choice, own = key % len(_EDITS), key // len(_EDITS)
+        for edit in (*_EDITS[choice:], *_EDITS[:choice]):
+            instruction, new = edit(text, own) or ("", text)
+            if new != text and parsed(new).body:
+                break
+        else:
             return
-        instruction, new = found
         kind = KINDS[number > 1 and number % 2]
         head = f"# Task: {instruction}\n# Answer with the whole file, version {number + 2}.\n"
         shown = f"# {place}, version {number + 1}:\n{text}\n" if kind == "rewrite" else ""
@@ -135,31 +130,13 @@ def _session(place: str, text: str) -> Iterator[tuple[str, str, str]]:
         text = new
 
 
-def _edited(text: str, key: int) -> tuple[str, str] | None:
-    """Returns (instruction, new text) of the first edit that applies, starting at a keyed one."""
-    for attempt in range(len(_EDITS)):
-        edit = _EDITS[(key + attempt) % len(_EDITS)]
-        found = edit(text, key // len(_EDITS))
-        if found is not None and found[1] != text and _parses(found[1]):
-            return found
-    return None
-
-
-def _parses(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return False
-    return True
+# Edits: (text, key of their choice) -> instruction and new text; None where there is nothing to do.
 
 
 def _rename(text: str, key: int) -> tuple[str, str] | None:
     """Renames a variable or an argument that occurs at least twice."""
-    names: dict[str, int] = {}
-    for node in ast.walk(ast.parse(text)):
-        name = getattr(node, "id", getattr(node, "arg", None))
-        if isinstance(name, str) and isinstance(node, ast.Name | ast.arg):
-            names[name] = names.get(name, 0) + 1
+    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name | ast.arg)]
+    names = Counter(n.id if isinstance(n, ast.Name) else n.arg for n in nodes)
     taken = {*dir(builtins), *keyword.kwlist, "self", "cls"}
     several = sorted(n for n, count in names.items() if count > 1 and n not in taken)
     if not several:
@@ -175,8 +152,7 @@ def _comment(text: str, key: int) -> tuple[str, str] | None:
     if not starts:
         return None
     at = starts[key % len(starts)] - 1
-    line = lines[at]
-    indent = line[: len(line) - len(line.lstrip())]
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
     note = _NOTES[key % len(_NOTES)]
     new = "\n".join([*lines[:at], f"{indent}# {note}", *lines[at:]])
     return f"Add the comment '{note}' before line {at + 1}.", new
@@ -194,24 +170,23 @@ def _guard(text: str, key: int) -> tuple[str, str] | None:
     function = functions[key % len(functions)]
     name = next(a.arg for a in function.args.args if a.arg != "self")
     first = function.body[1 if ast.get_docstring(function) and len(function.body) > 1 else 0]
-    lines = text.split("\n")
-    at, indent = first.lineno - 1, " " * first.col_offset
+    lines, at, indent = text.split("\n"), first.lineno - 1, " " * first.col_offset
     check = [f"{indent}if {name} is None:", f"{indent}    raise TypeError('{name} is missing')"]
     task = f"In `{function.name}` raise a TypeError where `{name}` is None."
     return task, "\n".join([*lines[:at], *check, *lines[at:]])
 
 
 def _without_docstring(text: str, key: int) -> tuple[str, str] | None:
-    found = [
+    documented = [
         node
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and ast.get_docstring(node)
         and len(node.body) > 1
     ]
-    if not found:
+    if not documented:
         return None
-    node = found[key % len(found)]
+    node = documented[key % len(documented)]
     lines, docstring = text.split("\n"), node.body[0]
     kept = [*lines[: docstring.lineno - 1], *lines[docstring.end_lineno :]]
     return f"Remove the docstring of `{node.name}`.", "\n".join(kept)
@@ -225,9 +200,5 @@ _NOTES = (
     "May raise an exception, which the caller handles.",
     "Kept for compatibility.",
 )
-_EDITS: tuple[Callable[[str, int], tuple[str, str] | None], ...] = (
-    _rename,
-    _comment,
-    _guard,
-    _without_docstring,
-)
+_Edit = Callable[[str, int], tuple[str, str] | None]
+_EDITS: tuple[_Edit, ...] = (_rename, _comment, _guard, _without_docstring)

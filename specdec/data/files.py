@@ -37,7 +37,7 @@ def find_file(folder: Path, name: str) -> Path | None:
     """Finds a file, with or without .gz on disk, or a folder, whose name ends in "/"."""
     if name.endswith("/"):
         return folder / name if (folder / name).is_dir() else None
-    return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+    return next(filter(Path.is_file, (folder / name, folder / f"{name}.gz")), None)
 
 
 @contextmanager
@@ -103,24 +103,20 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> str:
-    """Returns the text of a record's field; missing, blank or other values are refused.
+    """Returns the text of a record's field, in which dots descend into mappings and lists.
 
-    Args:
-        field: key; dots descend into mappings and lists ("turns.0").
-        where: place of the record, for messages ("p.jsonl line 3").
-        hint: remedy for a missing field ("choose one with data.field").
+    Missing, blank and other values are refused; ``where`` ("p.jsonl line 3") and ``hint`` ("choose
+    one with data.field") are for the messages.
     """
     value: Any = record
     for key in field.split("."):
-        if isinstance(value, dict) and key in value:
-            value = value[key]
-        elif isinstance(value, list) and key.isdigit() and int(key) < len(value):
-            value = value[int(key)]
-        else:
+        try:
+            value = value[int(key) if isinstance(value, list) and key.isdigit() else key]
+        except (LookupError, TypeError):
             raise UserError(
                 f"{where} has no field {field!r}; its fields are"
                 f" {', '.join(sorted(map(str, record)))} ({hint})"
-            )
+            ) from None
     if not isinstance(value, str):
         raise UserError(
             f"field {field!r} of {where} is a {type(value).__name__}, not text;"

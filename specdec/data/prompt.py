@@ -3,7 +3,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, cycle, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,25 +22,18 @@ CHAT_DATE = "01 Jan 2025"
 class Prompt:
     """One prompt.
 
-    Attributes:
-        id: index in the data set, independent of limit, order and subset; random draws are keyed by
-            it. In ``mixed``: 1,000,000 times the set's number plus the index in that set.
-        text: the prompt for a base model, within the set's template.
-        name: short and unique in the data set ("humaneval/17").
-        source: origin of the text ("json/decoder.py:JSONDecoder.decode", "line 3").
-        message: the user message for a model with a chat template; if empty, ``text`` is used.
-        later: (text, message) of each further turn of a dialogue.
-        question_id, category: as in the set's file; None and empty without them.
+    Its ``id`` is the index in the data set, independent of limit, order and subset, and keys the
+    random draws. In ``mixed`` it is 1,000,000 times the set's number plus the index in that set.
     """
 
     id: int
-    text: str
-    name: str
-    source: str
-    message: str = ""
-    later: tuple[tuple[str, str], ...] = ()
-    question_id: int | str | None = None
-    category: str = ""
+    text: str  # for a base model, within the set's template
+    name: str  # short and unique in the data set ("humaneval/17")
+    source: str  # origin of the text ("json/decoder.py:JSONDecoder.decode", "line 3")
+    message: str = ""  # for a model with a chat template; if empty, ``text`` is used
+    later: tuple[tuple[str, ...], ...] = ()  # (text, message) of each further turn of a dialogue
+    question_id: int | str | None = None  # as in the set's file
+    category: str = ""  # likewise
 
 
 class DataReader(ABC):
@@ -84,39 +77,30 @@ def prompt_tokens(
     Raises:
         UserError: "always" without a template, or a template that raises.
     """
-    asked = [(prompt.text, prompt.message or prompt.text), *prompt.later][: len(answers) + 1]
+    turns = [(prompt.text, prompt.message or prompt.text), *prompt.later][: len(answers) + 1]
+
+    def ids(text: str, **options: Any) -> npt.NDArray[np.int64]:
+        return np.asarray(tokenizer(text, **options)["input_ids"], np.int64)
+
     if chat == "never" or (chat == "auto" and not tokenizer.chat_template):
-        before = [f"{text}{reply}" for (text, _), reply in zip(asked, answers, strict=False)]
-        return _ids(tokenizer, "\n".join([*before, asked[-1][0]]))
+        before = [f"{text}{reply}" for (text, _), reply in zip(turns, answers, strict=False)]
+        return ids("\n".join([*before, turns[-1][0]]))
     if not tokenizer.chat_template:
         raise UserError("data.chat=always, but this model has no chat template: use data.chat=auto")
+    contents = chain.from_iterable(zip_longest((message for _, message in turns), answers))
+    roles = cycle(("user", "assistant"))
+    said = zip(roles, contents, strict=False)
+    messages = [{"role": role, "content": text} for role, text in said if text is not None]
     try:
         text = tokenizer.apply_chat_template(
-            _messages([message for _, message in asked], answers),
-            tokenize=False,
-            add_generation_prompt=True,
-            date_string=CHAT_DATE,
+            messages, tokenize=False, add_generation_prompt=True, date_string=CHAT_DATE
         )
     except Exception as error:  # the template's code may raise anything
         raise UserError(
             f"the model's chat template cannot be applied to {prompt.name} ({error});"
             " data.chat=never uses the plain text"
         ) from error
-    # The template includes the special tokens.
-    return _ids(tokenizer, text, add_special_tokens=False)
-
-
-def _messages(questions: Sequence[str], answers: Sequence[str]) -> list[dict[str, str]]:
-    messages = []
-    for question, answer in zip_longest(questions, answers):
-        messages.append({"role": "user", "content": question})
-        if answer is not None:
-            messages.append({"role": "assistant", "content": answer})
-    return messages
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> npt.NDArray[np.int64]:
-    return np.asarray(tokenizer(text, **options)["input_ids"], np.int64)
+    return ids(text, add_special_tokens=False)  # the template includes them
 
 
 def fit_prompt(
@@ -124,22 +108,14 @@ def fit_prompt(
 ) -> tuple[npt.NDArray[np.int64], int]:
     """Truncates a tokenized prompt; returns int64[T] and the number of tokens dropped.
 
-    Args:
-        tokens: int[T].
-        max_len: largest number of tokens: the model's positions minus ``max_new_tokens``.
-        truncation: "left" drops the first tokens, "error" refuses.
-        label: name of the prompt, for messages.
+    ``max_len`` is the model's positions minus ``max_new_tokens``; ``truncation`` "left" drops the
+    first tokens, "error" refuses; ``label`` names the prompt in messages.
     """
-    if truncation not in ("left", "error"):
-        raise ValueError(f"truncation={truncation!r} is unknown: use 'left' or 'error'")
     row = np.asarray(tokens, np.int64)
     if row.ndim != 1 or not len(row):
         raise UserError(f"{label} has no tokens; give at least one (such as the BOS token)")
     if max_len < 1:
-        raise UserError(
-            f"max_new_tokens leaves no room for {label}: {max_len} positions remain of the model's"
-            " context; lower max_new_tokens"
-        )
+        raise UserError(f"max_new_tokens leaves no room for {label}: lower max_new_tokens")
     cut = max(0, len(row) - max_len)
     if cut and truncation == "error":
         raise UserError(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.data.files import fill, text_field
 from specdec.data.prompt import Prompt
-from specdec.data.readers import DataRecord, json_lines, paragraphs, standard_library
+from specdec.data.readers import DataRecord, json_lines, paragraphs
 from specdec.data.request import Request, check_request
-from specdec.data.sets import MIXED, OWN, SETS, STDLIB, Hub, SetFile, holds, place_of
+from specdec.data.sets import MIXED, OWN, SETS, STDLIB, Hub, Texts, holds, place_of
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,14 +24,11 @@ _ID_BLOCK = 1_000_000  # ids of set number s in ``mixed`` start at s * _ID_BLOCK
 def load_prompts(
     request: Request | None = None, *, tokenizer: PreTrainedTokenizerBase | None = None, **keys: Any
 ) -> list[Prompt]:
-    """Loads the prompts of a data set.
+    """Loads the prompts of ``Request(**keys)``, as in ``name="humaneval", limit=8``.
 
     Line breaks at the end of a prompt are removed, except in user files: byte-level tokenizers join
     a line break with the indentation after it, so a final line break would exclude indentation.
-
-    Args:
-        request: the data set; None for ``Request(**keys)``, as in ``name="humaneval", limit=8``.
-        tokenizer: if given, a prompt without tokens is refused.
+    With a ``tokenizer`` a prompt without tokens is refused.
 
     Raises:
         UserError: unknown set, missing file or folder, unreadable record, empty prompt.
@@ -44,10 +41,9 @@ def load_prompts(
         raise UserError(f"data={request.name} has no prompts{where}")
     if request.reader is None and request.name not in OWN:
         prompts = [replace(p, text=p.text.rstrip("\n")) for p in prompts]
-    if tokenizer is not None:
-        for prompt in prompts:
-            if not tokenizer.encode(prompt.text):
-                raise UserError(f"prompt {prompt.name} ({prompt.source}) has no tokens; remove it")
+    for prompt in prompts if tokenizer is not None else ():
+        if not tokenizer.encode(prompt.text):
+            raise UserError(f"prompt {prompt.name} ({prompt.source}) has no tokens; remove it")
     return prompts
 
 
@@ -67,11 +63,11 @@ def check_data(request: Request) -> None:
 def _prompts(request: Request) -> Iterator[Prompt]:
     if request.name == "mixed" and request.reader is None:
         return _mixed(request)
-    if request.sample_seed is None:
-        return iter(_in_order(request))
-    shuffled = list(_in_order(request))
-    random.Random(request.sample_seed).shuffle(shuffled)  # noqa: S311 - order of data, not decoding
-    return iter(shuffled)
+    prompts = _in_order(request)
+    if request.sample_seed is not None:
+        prompts = list(prompts)
+        random.Random(request.sample_seed).shuffle(prompts)  # noqa: S311 - order, not decoding
+    return iter(prompts)
 
 
 def _in_order(request: Request) -> Iterable[Prompt]:
@@ -81,19 +77,17 @@ def _in_order(request: Request) -> Iterable[Prompt]:
     if name in OWN:
         return _from_own_file(request)
     entry = STDLIB if name == "stdlib" else SETS[name]
-    texts: SetFile | Hub = entry.places[0]
     if request.origin == "hub":
         assert entry.hub is not None, "check_request refuses sets without one"
-        texts = entry.hub
-        records = _hub_records(name, texts)
-    elif name == "stdlib":
-        records = standard_library(Path(), None)
+        texts, records = entry.hub.texts, _hub_records(name, entry.hub)
     else:
-        texts, path = place_of(name, subset=request.subset, data_dir=request.data_dir)
-        records = texts.read(path, request.subset)
+        place, path = entry.places[0], Path()
+        if name != "stdlib":
+            place, path = place_of(name, subset=request.subset, data_dir=request.data_dir)
+        texts, records = place.texts, place.read(path, request.subset)
     subset = request.subset or entry.first_subset
-    template, message = (t.replace("{subset}", subset) for t in (texts.template, texts.message))
-    return _of_records(name, records, template, message, f"is this the file of data={name}?")
+    forms = Texts(*(text.replace("{subset}", subset) for text in texts))
+    return _of_records(name, records, forms, f"is this the file of data={name}?")
 
 
 def _hub_records(name: str, hub: Hub) -> Iterator[DataRecord]:
@@ -114,57 +108,48 @@ def _hub_records(name: str, hub: Hub) -> Iterator[DataRecord]:
 
 def _from_own_file(request: Request) -> Iterator[Prompt]:
     assert request.path is not None, "check_request refuses it"
-    path, template = Path(request.path).expanduser(), request.template
-    records = (json_lines if request.name == "jsonl" else paragraphs)(path, None)
+    read = json_lines if request.name == "jsonl" else paragraphs
+    records, template = read(Path(request.path).expanduser(), None), request.template
     if request.name == "jsonl" and template is None:
         field, hint = request.field or "prompt", "choose one with data.field"
         records = (
-            replace(r, fields={"text": text_field(r.fields, field, where=r.where, hint=hint)})
+            r._replace(fields={"text": text_field(r.fields, field, where=r.where, hint=hint)})
             for r in records
         )
     template = template or "{text}"
-    return _of_records(request.name, records, template, template, "see data.template")
+    return _of_records(request.name, records, Texts(template, template), "see data.template")
 
 
 def _of_records(
-    name: str, records: Iterable[DataRecord], template: str, message: str, hint: str
+    name: str, records: Iterable[DataRecord], forms: Texts, hint: str
 ) -> Iterator[Prompt]:
     for record in records:
-        text, user = (
-            fill(form, record.fields, where=record.where, hint=hint) for form in (template, message)
+        fields = record.fields
+        turns, question = fields.get("turns"), fields.get("question_id")
+        # Further turns of a dialogue, for templates that contain the first one.
+        is_dialogue = _FIRST_TURN in forms.template and isinstance(turns, list)
+        (text, message), *later = (
+            tuple(
+                fill(
+                    form.replace(_FIRST_TURN, f"{{turns.{i}}}"),
+                    fields,
+                    where=record.where,
+                    hint=hint,
+                )
+                for form in forms
+            )
+            for i in range(max(1, len(turns)) if is_dialogue else 1)
         )
-        question = record.fields.get("question_id")
         yield Prompt(
             id=record.index,
             text=text,
             name=f"{name}/{record.index}",
             source=record.where,
-            message=user,
-            later=_later(template, message, record, hint),
+            message=message,
+            later=tuple(later),
             question_id=question if isinstance(question, int | str) else None,
-            category=str(record.fields.get("category") or ""),
+            category=str(fields.get("category") or ""),
         )
-
-
-def _later(
-    template: str, message: str, record: DataRecord, hint: str
-) -> tuple[tuple[str, str], ...]:
-    """Returns further turns of a dialogue, for templates that contain ``{turns.0}``."""
-    turns = record.fields.get("turns")
-    if _FIRST_TURN not in template or not isinstance(turns, list):
-        return ()
-    forms = [
-        tuple(form.replace(_FIRST_TURN, f"{{turns.{i}}}") for form in (template, message))
-        for i in range(1, len(turns))
-    ]
-    where = record.where
-    return tuple(
-        (
-            fill(text, record.fields, where=where, hint=hint),
-            fill(user, record.fields, where=where, hint=hint),
-        )
-        for text, user in forms
-    )
 
 
 def _mixed(request: Request) -> Iterator[Prompt]:
@@ -173,8 +158,7 @@ def _mixed(request: Request) -> Iterator[Prompt]:
 
     def prompts_of(name: str) -> Iterator[Prompt]:
         base = _ID_BLOCK * ("stdlib", *SETS).index(name)
-        prompts = _prompts(replace(request, name=name, sets=None))
-        return (replace(prompt, id=base + prompt.id) for prompt in prompts)
+        for prompt in _prompts(replace(request, name=name, sets=None)):
+            yield replace(prompt, id=base + prompt.id)
 
-    rounds = zip_longest(*map(prompts_of, names))
-    return (prompt for prompt in chain.from_iterable(rounds) if prompt is not None)
+    return filter(None, chain.from_iterable(zip_longest(*map(prompts_of, names))))

@@ -9,28 +9,18 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.data.files import find_file, open_text, read_json, read_records, read_text
 from specdec.data.stdlib import function_heads
 from specdec.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class DataRecord:
-    """One record.
-
-    Attributes:
-        index: position in the whole set, from 0.
-        where: file and line, for messages ("question.jsonl line 3").
-        fields: contents.
-    """
-
-    index: int
-    where: str
+class DataRecord(NamedTuple):
+    index: int  # position in the whole set, from 0
+    where: str  # file and line, for messages ("question.jsonl line 3")
     fields: dict[str, Any]
 
 
@@ -53,24 +43,24 @@ def json_array(path: Path, _subset: str | None) -> Iterator[DataRecord]:
         yield DataRecord(index, where, fields)
 
 
+# Texts without keys have the field ``text``.
+
+
 def text_lines(path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """Yields each line as the field ``text``."""
     for index, line in enumerate(read_text(path).splitlines()):
         yield DataRecord(index, f"{path.name} line {index + 1}", {"text": line})
 
 
 def paragraphs(path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """Yields each paragraph, separated by blank lines, as the field ``text``."""
+    """Yields each paragraph; blank lines separate them."""
     numbered = enumerate(read_text(path).splitlines(), start=1)
     blocks = groupby(numbered, lambda line: bool(line[1].strip()))
-    texts = (list(lines) for is_text, lines in blocks if is_text)
-    for index, lines in enumerate(texts):
+    for index, lines in enumerate(list(lines) for is_text, lines in blocks if is_text):
         text = "\n".join(line for _, line in lines)
         yield DataRecord(index, f"{path.name} line {lines[0][0]}", {"text": text})
 
 
 def standard_library(_path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """Yields function heads of the running Python's standard library as the field ``text``."""
     for index, head in enumerate(function_heads()):
         yield DataRecord(index, head.place, {"text": head.text})
 
@@ -78,8 +68,8 @@ def standard_library(_path: Path, _subset: str | None) -> Iterator[DataRecord]:
 def instructions(path: Path, _subset: str | None) -> Iterator[DataRecord]:
     """Reads Alpaca's array; ``text`` is the instruction, followed by its input if it has one."""
     for record in json_array(path, None):
-        parts = [str(record.fields.get(key) or "") for key in ("instruction", "input")]
-        yield DataRecord(record.index, record.where, {"text": "\n\n".join(p for p in parts if p)})
+        parts = (str(record.fields.get(key) or "") for key in ("instruction", "input"))
+        yield record._replace(fields={"text": "\n\n".join(filter(None, parts))})
 
 
 def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
@@ -94,32 +84,24 @@ def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
     return read
 
 
-def multiple_choice(path: Path, subset: str | None) -> Iterator[DataRecord]:
+def multiple_choice(folder: Path, subset: str | None) -> Iterator[DataRecord]:
     """Reads MMLU's folder: a CSV per subject without header, of question, four choices, answer."""
-    index = 0
-    for subject, file in _subjects(path, subset):
+    files = {p.name.partition("_test.csv")[0]: p for p in sorted(folder.glob("*_test.csv*"))}
+    if subset is not None and subset not in files:
+        raise UserError(
+            f"data.subset={subset!r} is not a subject in {str(folder)!r}; it has"
+            f" {', '.join(files) or 'no *_test.csv files'}"
+        )
+    columns, index = ("question", "A", "B", "C", "D", "answer"), 0
+    for subject, file in files.items():
         with open_text(file) as stream:
             for number, row in enumerate(csv.reader(stream), start=1):
                 where = f"{file.name} record {number}"
-                if len(row) != 6:
+                if len(row) != len(columns):
                     raise UserError(f"{where} has {len(row)} columns, not question, A-D, answer")
                 if subset in (None, subject):
-                    yield DataRecord(index, where, dict(zip(_COLUMNS, row, strict=True)))
+                    yield DataRecord(index, where, dict(zip(columns, row, strict=True)))
                 index += 1
-
-
-_COLUMNS = ("question", "A", "B", "C", "D", "answer")
-
-
-def _subjects(folder: Path, subset: str | None) -> list[tuple[str, Path]]:
-    files = sorted(folder.glob("*_test.csv*"))
-    named = [(path.name.partition("_test.csv")[0], path) for path in files]
-    if subset is not None and subset not in [name for name, _ in named]:
-        raise UserError(
-            f"data.subset={subset!r} is not a subject in {str(folder)!r}; it has"
-            f" {', '.join(name for name, _ in named) or 'no *_test.csv files'}"
-        )
-    return named
 
 
 def books(titles: dict[str, str]) -> Reader:

@@ -19,8 +19,7 @@ from specdec.data.sets import (
     OWN,
     SETS,
     STDLIB,
-    Hub,
-    SetFile,
+    Texts,
     holds,
     place_of,
     require_known,
@@ -32,40 +31,23 @@ from specdec.parts.fields import Count, Index, Text, errors_of, signature_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
-    """The section ``data`` of a configuration.
+    """The section ``data`` of a configuration."""
 
-    Attributes:
-        name: one of ``DATASETS``.
-        limit: largest number of prompts; None for all.
-        path: file of ``jsonl`` and ``text``.
-        field: field of the text in ``jsonl`` (default "prompt"; dots descend).
-        template: template of ``jsonl`` and ``text``; ``{field}`` is a record's field, ``{text}`` a
-            paragraph.
-        subset: one part of a set with subsets (a subject, a language, a task, a book).
-        sets: sets of ``mixed``, in turn; None for those in the data folder.
-        origin: "local", or "hub" for the copy on the Hugging Face hub.
-        sample_seed: shuffles the data set before the limit applies (in ``mixed`` each set by
-            itself), without changing ids; None does not shuffle. Independent of the seed of
-            decoding.
-        chat: see ``prompt_tokens``.
-        max_prompt_tokens: largest number of tokens of a prompt; None for the model's limit.
-        truncation: see ``fit_prompt``.
-        turns: "first", or "all" turns of dialogues, each after the model's own answers.
-    """
-
-    name: Text
-    limit: Count | None = None
-    path: Text | None = None
-    field: Text | None = None
-    template: Text | None = None
-    subset: Text | None = None
-    sets: Sequence[str] | None = None
+    name: Text  # one of ``DATASETS``
+    limit: Count | None = None  # largest number of prompts; None for all
+    path: Text | None = None  # file of ``jsonl`` and ``text``
+    field: Text | None = None  # of the text in ``jsonl`` (default "prompt"; dots descend)
+    template: Text | None = None  # of ``jsonl`` and ``text``; ``{text}`` is a paragraph
+    subset: Text | None = None  # part of a set: a subject, a language, a task, a book
+    sets: Sequence[str] | None = None  # of ``mixed``, in turn; None for those in the data folder
     origin: Literal["local", "hub"] = "local"
+    # Shuffles the set before the limit applies (in ``mixed`` each set by itself), without changing
+    # ids; independent of the seed of decoding.
     sample_seed: Index | None = None
-    chat: Literal["auto", "never", "always"] = "auto"
-    max_prompt_tokens: Count | None = None
-    truncation: Literal["error", "left"] = "left"
-    turns: Literal["first", "all"] = "first"
+    chat: Literal["auto", "never", "always"] = "auto"  # see ``prompt_tokens``
+    max_prompt_tokens: Count | None = None  # None for the model's limit
+    truncation: Literal["error", "left"] = "left"  # see ``fit_prompt``
+    turns: Literal["first", "all"] = "first"  # of dialogues, each after the model's own answers
 
 
 _OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation", "turns")
@@ -73,15 +55,10 @@ _OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(DataOptions):
-    """The prompts to load.
+    """The prompts to load."""
 
-    Attributes:
-        data_dir: folder of data sets; None for SPECDEC_DATA.
-        reader: a class outside this library that reads the prompts; None for a built-in set.
-    """
-
-    data_dir: str | Path | None = None
-    reader: DataReader | None = None
+    data_dir: str | Path | None = None  # folder of data sets; None for SPECDEC_DATA
+    reader: DataReader | None = None  # a class outside this library; None for a built-in set
 
     @staticmethod
     def of(**section: Any) -> Request:
@@ -94,12 +71,13 @@ class Request(DataOptions):
 def _build_reader(data: Mapping[str, Any]) -> DataReader:
     """Builds a reader outside this library, and refuses keys that its constructor does not name."""
     names = inspect.signature(locate(data["_target_"], "data")).parameters
-    for key in signature_of(DataOptions).plain:
+    options = signature_of(DataOptions).plain
+    for key in options:
         if key not in (*_OF_RUN, *names) and data.get(key) not in (None, "local"):
             raise UserError(
                 f"data.{key}={data[key]} is not used by data={data['name']}: leave it out"
             )
-    keys = {k: v for k, v in data.items() if k in names or k not in signature_of(DataOptions).plain}
+    keys = {k: v for k, v in data.items() if k in names or k not in options}
     reader: DataReader = build_part(keys, {}, "data", DataReader)
     return reader
 
@@ -128,29 +106,33 @@ def data_provenance(
         ``python``, because its version determines them.
     """
     require_known(name)
-    names = [name] if name != "mixed" else list(sets or ("stdlib", *MIXED))
-    templates = {each: _templates_of(each) for each in names}
-    digest = hashlib.sha256(repr(sorted(templates.items())).encode()).hexdigest()
+    templates: dict[str, Any] = {}
     files = {}
-    for each in names:
+    for each in [name] if name != "mixed" else sets or ("stdlib", *MIXED):
+        if each in OWN:
+            templates[each] = {"": Texts("{text}", "{text}")._asdict()}
+            continue
+        entry = STDLIB if each == "stdlib" else SETS[each]
+        texts = {place.file: place.texts for place in entry.places}
+        texts |= {} if entry.hub is None else {"hub": entry.hub.texts}
+        templates[each] = {at: text._asdict() for at, text in texts.items()}
         if each in SETS and origin == "local" and holds(each, data_dir):
             place, path = place_of(each, subset=subset, data_dir=data_dir)
             files[each] = {"file": place.file, "sha256": sha256_of(path)}
-    facts: dict[str, object] = {"data": name, "templates": templates, "templates_sha256": digest}
-    facts["files"] = files
-    if "stdlib" in names:
-        facts["python"] = ".".join(map(str, sys.version_info[:3]))
-    return facts
+    digest = hashlib.sha256(repr(sorted(templates.items())).encode()).hexdigest()
+    facts = {"data": name, "templates": templates, "templates_sha256": digest, "files": files}
+    version = {"python": ".".join(map(str, sys.version_info[:3]))}
+    return facts | (version if "stdlib" in templates else {})
 
 
-def _templates_of(name: str) -> dict[str, dict[str, str]]:
-    if name in OWN:
-        return {"": {"template": "{text}", "message": "{text}"}}
-    entry = STDLIB if name == "stdlib" else SETS[name]
-    texts: dict[str, SetFile | Hub] = {place.file: place for place in entry.places}
-    if entry.hub is not None:
-        texts["hub"] = entry.hub
-    return {at: {"template": t.template, "message": t.message} for at, t in texts.items()}
+_USERS = {
+    "path": OWN,
+    "field": ("jsonl",),
+    "template": OWN,
+    "sets": ("mixed",),
+    "subset": tuple(name for name, entry in SETS.items() if entry.subsets is not None),
+}
+"""Key of ``data=`` -> data sets that use it."""
 
 
 def check_request(request: Request) -> None:
@@ -162,7 +144,7 @@ def check_request(request: Request) -> None:
         raise UserError(error)
     if request.reader is not None:
         return
-    name, path, subset = request.name, request.path, request.subset
+    name, path, subset, sets = request.name, request.path, request.subset, request.sets
     if request.turns == "all" and name not in DIALOGUES:
         raise UserError(
             f"data.turns=all is for {', '.join(DIALOGUES)}: prompts of data={name} have one turn,"
@@ -181,43 +163,31 @@ def check_request(request: Request) -> None:
         raise UserError(f"data.path={str(path)!r} is not a file; name an existing one")
     if request.template is not None and request.field is not None:
         raise UserError("data.template has field names: leave out data.field")
-    if request.sets is not None:
-        unknown = [each for each in request.sets if each not in ("stdlib", *SETS)]
-        if unknown or len(set(request.sets)) != len(request.sets) or not request.sets:
-            raise UserError(
-                f"data.sets={list(request.sets)} must name different sets of stdlib,"
-                f" {', '.join(SETS)}"
-            )
-    elif name == "mixed" and request.data_dir is not None:
+    if sets is not None and (not sets or {*sets} - {"stdlib", *SETS} or len({*sets}) < len(sets)):
+        raise UserError(
+            f"data.sets={list(sets)} must name different sets of stdlib, {', '.join(SETS)}"
+        )
+    if name == "mixed" and sets is None and request.data_dir is not None:
         data_folder(request.data_dir, name="mixed", places="any of " + ", ".join(MIXED))
     known = SETS[name].subsets if subset is not None else None
     if known and subset not in known:
         raise UserError(
             f"data.subset={subset!r} is not one of data={name}: choose one of {', '.join(known)}"
         )
-    _check_origin(request)
+    if request.origin == "hub":
+        _check_hub(request)
 
 
-_USERS = {
-    "path": OWN,
-    "field": ("jsonl",),
-    "template": OWN,
-    "sets": ("mixed",),
-    "subset": tuple(name for name, entry in SETS.items() if entry.subsets is not None),
-}
-"""Key of ``data=`` -> data sets that use it."""
-
-
-def _check_origin(request: Request) -> None:
-    if request.origin == "local":
-        return
-    names = [request.name] if request.name != "mixed" else list(request.sets or ())
+def _check_hub(request: Request) -> None:
+    names = [request.name] if request.name != "mixed" else request.sets
     if not names:
         raise UserError("data=mixed data.origin=hub needs data.sets=[NAME,...]")
+    having = [name for name, entry in SETS.items() if entry.hub is not None]
     for name in names:
-        if name not in SETS or SETS[name].hub is None:
-            having = ", ".join(each for each, entry in SETS.items() if entry.hub is not None)
-            raise UserError(f"data={name} is not read from the hub; data.origin=hub has {having}")
+        if name not in having:
+            raise UserError(
+                f"data={name} is not read from the hub; data.origin=hub has {', '.join(having)}"
+            )
         if importlib.util.find_spec("datasets") is None:
             raise UserError(
                 f"data={name} data.origin=hub needs the library `datasets`: pip install"

@@ -1,16 +1,14 @@
 """Benchmarks of the papers: their files and the templates of their prompts.
 
 ``{field}`` in a template is replaced by the record's field; dots descend into nested fields.
-``template`` makes the prompt of a base model, ``message`` the user message of a chat model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple
 
 from specdec.data.files import data_folder, find_file
 from specdec.data.readers import (
@@ -27,35 +25,43 @@ from specdec.data.readers import (
 from specdec.errors import UserError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetFile:
-    """One file or folder that may contain a set's records.
+class Texts(NamedTuple):
+    """Templates of a base model's prompt and of the user message for a chat model."""
 
-    Attributes:
-        file: path relative to the data folder, with or without .gz; ends in "/" for a folder.
-            ``{subset}`` is replaced by the subset.
+    template: str
+    message: str
+
+    def of(self, field: str) -> Texts:
+        """Replaces FIELD by the name of a field."""
+        return Texts(*(text.replace("FIELD", field) for text in self))
+
+
+@dataclass(frozen=True, slots=True)
+class SetFile:
+    """A file or folder that may contain a set's records.
+
+    ``file`` is relative to the data folder, with or without .gz; it ends in "/" for a folder, and
+    ``{subset}`` is replaced by the subset.
     """
 
     file: str
-    template: str
-    message: str
+    texts: Texts
     read: Reader = json_lines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Hub:
     """A set's copy on the Hugging Face hub: arguments of ``datasets.load_dataset``, templates."""
 
     repo: str
+    texts: Texts
     config: str | None = None
     split: str = "test"
-    template: str
-    message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DataSet:
-    """A benchmark: where its records are, and its parts.
+    """A benchmark.
 
     Attributes:
         places: possible files in the data folder, in the order of preference.
@@ -74,57 +80,35 @@ class DataSet:
         return self.subsets[0] if by_file and self.subsets else ""
 
 
-class Texts(TypedDict):
-    template: str
-    message: str
-
-
-def _places(
-    *files: str, read: Reader = json_lines, template: str, message: str
-) -> tuple[SetFile, ...]:
-    return tuple(SetFile(file=f, template=template, message=message, read=read) for f in files)
-
-
-def _texts(template: str, message: str) -> Callable[[str], Texts]:
-    """Returns a function that replaces FIELD in two templates by the name of a field."""
-    return lambda field: {
-        "template": template.replace("FIELD", field),
-        "message": message.replace("FIELD", field),
-    }
-
-
 # Open questions: unchanged for a chat model, in Vicuna's format for a base model.
-_open_question = _texts("USER: {FIELD}\nASSISTANT:", "{FIELD}")
-_question = _texts("Question: {FIELD}\nAnswer:", "{FIELD}")
-_translation = _texts("German: {FIELD}\nEnglish:", "Translate German to English: {FIELD}")
-
-
-def _code(field: str, language: str) -> Texts:
-    message = f"Complete this {language} function. Answer with the code alone.\n\n{{FIELD}}"
-    return _texts("{FIELD}", message)(field)
-
-
-def _choices(a: str, b: str, c: str, d: str) -> Texts:
-    text = f"{{question}}\nA. {{{a}}}\nB. {{{b}}}\nC. {{{c}}}\nD. {{{d}}}\nAnswer:"
-    return {"template": text, "message": text}
-
-
-def _reasoning(file: str) -> DataSet:
-    files = f"deepspec_eval/{file}.jsonl", f"{file}.jsonl"
-    return DataSet(places=_places(*files, **_open_question("turns.0")))
-
-
-_XSUM = _texts(
-    "Article: {FIELD}\n\nSummary of the article in one sentence:",
-    "Summarize this article in one sentence.\n\n{FIELD}",
-)("document")
-_NEWS = _texts("USER: Summarize: {FIELD}\nASSISTANT:", "Summarize: {FIELD}")("article")
+_OPEN = Texts("USER: {FIELD}\nASSISTANT:", "{FIELD}")
+_TURN = _OPEN.of("turns.0")
+_QUESTION = Texts("Question: {FIELD}\nAnswer:", "{FIELD}")
+_CODE = Texts("{FIELD}", "Complete this Python function. Answer with the code alone.\n\n{FIELD}")
+_CODE_X = Texts(*(text.replace("Python", "{subset}") for text in _CODE))
+_GERMAN = Texts("German: {FIELD}\nEnglish:", "Translate German to English: {FIELD}")
+_CHOICES = "{question}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\nAnswer:"
+_HUB_CHOICES = "{question}\nA. {choices.0}\nB. {choices.1}\nC. {choices.2}\nD. {choices.3}\nAnswer:"
+_XSUM = Texts(
+    "Article: {document}\n\nSummary of the article in one sentence:",
+    "Summarize this article in one sentence.\n\n{document}",
+)
+_NEWS = Texts("USER: Summarize: {article}\nASSISTANT:", "Summarize: {article}")
 _DROP = "Passage: {passage}\nQuestion: {question}\nAnswer:"
 _BOOK = (
     "{text}\n\nThe text above is {title}.\n1. Give a short synopsis of the whole text.\n2. Choose"
     " one character or one episode and look closely at how it is written and what it means.\n3. Say"
     " what the book has to tell readers of today.\n"
 )
+
+
+def _files(texts: Texts, *files: str, read: Reader = json_lines) -> tuple[SetFile, ...]:
+    return tuple(SetFile(file, texts, read) for file in files)
+
+
+def _reasoning(file: str) -> DataSet:
+    return DataSet(_files(_TURN, f"deepspec_eval/{file}.jsonl", f"{file}.jsonl"))
+
 
 BOOKS = {
     "dolls_house": "A Doll's House",
@@ -153,107 +137,86 @@ TASKS = {
 }
 """Spec-Bench's six tasks and the categories in its file."""
 
-STDLIB = DataSet(places=_places("", read=standard_library, **_code("text", "Python")))
+STDLIB = DataSet(_files(_CODE.of("text"), "", read=standard_library))
 """Function heads to complete, from the standard library; needs no file."""
 
 SETS = {
     # 164 Python functions to complete (Chen et al. 2021)
     "humaneval": DataSet(
-        places=_places(
-            *("humaneval/HumanEval.jsonl", "HumanEval.jsonl"), **_code("prompt", "Python")
-        ),
-        hub=Hub(repo="openai/openai_humaneval", **_code("prompt", "Python")),
+        _files(_CODE.of("prompt"), "humaneval/HumanEval.jsonl", "HumanEval.jsonl"),
+        Hub("openai/openai_humaneval", _CODE.of("prompt")),
     ),
     # 1,319 grade-school mathematics questions, test split (Cobbe et al. 2021)
     "gsm8k": DataSet(
-        places=_places("gsm8k/test.jsonl", "gsm8k_test.jsonl", **_question("question")),
-        hub=Hub(repo="openai/gsm8k", config="main", **_question("question")),
+        _files(_QUESTION.of("question"), "gsm8k/test.jsonl", "gsm8k_test.jsonl"),
+        Hub("openai/gsm8k", _QUESTION.of("question"), "main"),
     ),
     # news articles to summarise, test split (Narayan et al. 2018)
     "xsum": DataSet(
-        places=_places("xsum/test.jsonl", "xsum_test.jsonl", **_XSUM),
-        hub=Hub(repo="EdinburghNLP/xsum", **_XSUM),
+        _files(_XSUM, "xsum/test.jsonl", "xsum_test.jsonl"), Hub("EdinburghNLP/xsum", _XSUM)
     ),
     # 80 open questions, first turn (Zheng et al. 2023)
     "mt_bench": DataSet(
-        places=_places(
-            *("mt_bench/question.jsonl", "eagle/mt_bench/question.jsonl", "mt_bench.jsonl"),
-            **_open_question("turns.0"),
-        ),
-        hub=Hub(repo="HuggingFaceH4/mt_bench_prompts", split="train", **_open_question("prompt.0")),
+        _files(_TURN, "mt_bench/question.jsonl", "eagle/mt_bench/question.jsonl", "mt_bench.jsonl"),
+        Hub("HuggingFaceH4/mt_bench_prompts", _OPEN.of("prompt.0"), split="train"),
     ),
     # 164 functions to complete in a language, data.subset (Zheng et al. 2023)
     "humaneval_x": DataSet(
-        places=_places("humaneval_x/humaneval_{subset}.jsonl", **_code("prompt", "{subset}")),
+        _files(_CODE_X.of("prompt"), "humaneval_x/humaneval_{subset}.jsonl"),
         subsets=("python", "cpp", "java", "js", "go"),
     ),
     # instructions: EAGLE's 80, else Alpaca's own (Taori et al. 2023)
     "alpaca": DataSet(
-        places=(
-            SetFile(file="eagle/alpaca/question.jsonl", **_open_question("turns.0")),
-            SetFile(file="alpaca/alpaca_data.json", read=instructions, **_open_question("text")),
+        (
+            SetFile("eagle/alpaca/question.jsonl", _TURN),
+            SetFile("alpaca/alpaca_data.json", _OPEN.of("text"), instructions),
         ),
-        hub=Hub(repo="tatsu-lab/alpaca", split="train", **_open_question("instruction")),
+        Hub("tatsu-lab/alpaca", _OPEN.of("instruction"), split="train"),
     ),
     # news articles to summarise, CNN/DailyMail (Hermann et al. 2015)
     "cnn_dm": DataSet(
-        places=_places(
-            *("cnn_dailymail/CNNDM.jsonl", "eagle/sum/question.jsonl"),
-            **_open_question("turns.0"),
-        ),
-        hub=Hub(repo="abisee/cnn_dailymail", config="3.0.0", **_NEWS),
+        _files(_TURN, "cnn_dailymail/CNNDM.jsonl", "eagle/sum/question.jsonl"),
+        Hub("abisee/cnn_dailymail", _NEWS, "3.0.0"),
     ),
     # 3,610 open questions without passages, NQ-open dev (Lee et al. 2019)
     "natural_questions": DataSet(
-        places=(
-            SetFile(file="natural_questions/NQ-open.dev.jsonl", **_question("question")),
-            SetFile(file="eagle/qa/question.jsonl", **_question("turns.0")),
+        (
+            SetFile("natural_questions/NQ-open.dev.jsonl", _QUESTION.of("question")),
+            SetFile("eagle/qa/question.jsonl", _QUESTION.of("turns.0")),
         ),
-        hub=Hub(
-            repo="google-research-datasets/nq_open", split="validation", **_question("question")
-        ),
+        Hub("google-research-datasets/nq_open", _QUESTION.of("question"), split="validation"),
     ),
     # questions about a passage, dev split (Dua et al. 2019)
     "drop": DataSet(
-        places=_places("drop/drop_v0_dev.jsonl", template="{context}", message="{context}"),
-        hub=Hub(repo="ucinlp/drop", split="validation", template=_DROP, message=_DROP),
+        _files(Texts("{context}", "{context}"), "drop/drop_v0_dev.jsonl"),
+        Hub("ucinlp/drop", Texts(_DROP, _DROP), split="validation"),
     ),
     # questions with four choices, 57 subjects, data.subset (Hendrycks et al. 2021)
     "mmlu": DataSet(
-        places=_places("mmlu/test/", read=multiple_choice, **_choices("A", "B", "C", "D")),
-        hub=Hub(
-            repo="cais/mmlu",
-            config="all",
-            **_choices("choices.0", "choices.1", "choices.2", "choices.3"),
-        ),
+        _files(Texts(_CHOICES, _CHOICES), "mmlu/test/", read=multiple_choice),
+        Hub("cais/mmlu", Texts(_HUB_CHOICES, _HUB_CHOICES), "all"),
         subsets=(),
     ),
     # 3,003 sentences to translate from German, newstest2014 (Bojar et al. 2014)
     "wmt14": DataSet(
-        places=_places("wmt14_deen/newstest2014.deu", read=text_lines, **_translation("text")),
-        hub=Hub(repo="wmt/wmt14", config="de-en", **_translation("translation.de")),
+        _files(_GERMAN.of("text"), "wmt14_deen/newstest2014.deu", read=text_lines),
+        Hub("wmt/wmt14", _GERMAN.of("translation.de"), "de-en"),
     ),
     # TriviaQA-Wiki questions, without passages (Joshi et al. 2017)
     "triviaqa": DataSet(
-        places=_places("triviaqa_wiki/triviaqa.json", read=json_array, **_question("question")),
-        hub=Hub(
-            repo="mandarjoshi/trivia_qa",
-            config="rc.wikipedia.nocontext",
+        _files(_QUESTION.of("question"), "triviaqa_wiki/triviaqa.json", read=json_array),
+        Hub(
+            *("mandarjoshi/trivia_qa", _QUESTION.of("question"), "rc.wikipedia.nocontext"),
             split="validation",
-            **_question("question"),
         ),
     ),
     # 480 prompts of six tasks, data.subset, first turn (Xia et al. 2024)
     "spec_bench": DataSet(
-        places=_places(
-            "spec_bench/question.jsonl", read=by_category(TASKS), **_open_question("turns.0")
-        ),
-        subsets=tuple(TASKS),
+        _files(_TURN, "spec_bench/question.jsonl", read=by_category(TASKS)), subsets=tuple(TASKS)
     ),
     # ten books with three tasks each, data.subset (SpecPipe, appendix B)
     "gutenberg": DataSet(
-        places=_places("gutenberg/", read=books(BOOKS), template=_BOOK, message=_BOOK),
-        subsets=tuple(BOOKS),
+        _files(Texts(_BOOK, _BOOK), "gutenberg/", read=books(BOOKS)), subsets=tuple(BOOKS)
     ),
     # 500 competition problems of MATH (Hendrycks et al. 2021; Lightman et al. 2023)
     "math500": _reasoning("math500"),
@@ -271,11 +234,7 @@ SETS = {
 The order determines ids in ``data=mixed``: add new sets at the end.
 """
 
-_ALONE = (
-    *("spec_bench", "gutenberg", "math500", "aime25"),
-    *("livecodebench", "swe_bench", "arena_hard"),
-)
-MIXED = tuple(name for name in SETS if name not in _ALONE)
+MIXED = tuple(SETS)[:12]
 """Sets of ``data=mixed`` by default: short prompts of the papers, without overlap."""
 
 DIALOGUES = ("mt_bench", "spec_bench", "jsonl")
@@ -320,7 +279,6 @@ def place_of(
 
 def holds(name: str, data_dir: str | Path | None) -> bool:
     try:
-        place_of(name, data_dir=data_dir)
+        return bool(place_of(name, data_dir=data_dir))
     except UserError:
         return False
-    return True

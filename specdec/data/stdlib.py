@@ -12,24 +12,18 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 MIN_CHARS, MAX_CHARS = 200, 600
 """Shortest and longest prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionHead:
-    """A function or method up to its body.
+class FunctionHead(NamedTuple):
+    """A function or method up to its body."""
 
-    Attributes:
-        place: "json/decoder.py:JSONDecoder.decode".
-        text: imports, class line (for a method), signature and docstring; ends in a newline.
-    """
-
-    place: str
-    text: str
+    place: str  # "json/decoder.py:JSONDecoder.decode"
+    text: str  # imports, class line (for a method), signature and docstring; ends in a newline
 
 
 @functools.cache
@@ -40,55 +34,47 @@ def function_heads() -> tuple[FunctionHead, ...]:
     """
     heads: dict[str, FunctionHead] = {}
     for relative, path in python_files(stdlib_root()):
-        if not is_held_out(relative):
-            continue
-        text = read_source(path)
-        if text is not None:
-            for head in heads_of(text, relative):
+        if is_held_out(relative):
+            for head in heads_of(read_source(path) or "", relative):
                 heads.setdefault(head.text, head)
     order = sorted(heads.values(), key=lambda head: (zlib.crc32(head.place.encode()), head.place))
     return tuple(order)
 
 
-def heads_of(text: str, relative: str) -> Iterator[FunctionHead]:
-    """Yields the heads in one module's source, none if it does not parse.
-
-    ``relative`` is the module's path relative to the standard library.
-    """
+def parsed(text: str) -> ast.Module:
+    """Returns a module's syntax tree, which is empty if the module does not parse."""
     try:
-        module = ast.parse(text)
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
-        return
-    lines = text.split("\n")
+        return ast.Module(body=[], type_ignores=[])
+
+
+def first_line(node: ast.FunctionDef | ast.ClassDef) -> int:
+    """Returns the number of a definition's first line, decorators included."""
+    return min([node.lineno, *(d.lineno for d in node.decorator_list)])
+
+
+def heads_of(text: str, relative: str) -> Iterator[FunctionHead]:
+    """Yields the heads in one module's source; ``relative`` is its path in the standard library."""
+    module, lines = parsed(text), text.split("\n")
     for node in module.body:
         owner = node if isinstance(node, ast.ClassDef) else None
         for function in [node] if owner is None else owner.body:
-            if isinstance(function, ast.FunctionDef):
-                yield from _head(module, lines, function, owner, relative)
-
-
-def _head(
-    module: ast.Module,
-    lines: list[str],
-    function: ast.FunctionDef,
-    owner: ast.ClassDef | None,
-    relative: str,
-) -> Iterator[FunctionHead]:
-    docstring = ast.get_docstring(function)
-    # A function without statements after its docstring has no body to generate.
-    if not docstring or len(function.body) < 2:
-        return
-    first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
-    parts = lines[first - 1 : function.body[0].end_lineno]
-    if owner is not None:
-        ends = [base.end_lineno or 0 for base in owner.bases]
-        ends += [keyword.end_lineno or 0 for keyword in owner.keywords]
-        parts = [*lines[owner.lineno - 1 : max(owner.lineno, *ends, 0)], *parts]
-    imports = imports_used(module, function)
-    text = "\n".join([*imports, "", "", *parts] if imports else parts) + "\n"
-    if MIN_CHARS <= len(text) <= MAX_CHARS and text.isascii():
-        name = function.name if owner is None else f"{owner.name}.{function.name}"
-        yield FunctionHead(place=f"{relative}:{name}", text=text)
+            # A function without statements after its docstring has no body to generate.
+            if not isinstance(function, ast.FunctionDef) or len(function.body) < 2:
+                continue
+            if not ast.get_docstring(function):
+                continue
+            name, parts = function.name, []
+            if owner is not None:
+                name = f"{owner.name}.{name}"
+                ends = [part.end_lineno or 0 for part in (*owner.bases, *owner.keywords)]
+                parts = lines[owner.lineno - 1 : max(owner.lineno, *ends, 0)]
+            parts = [*parts, *lines[first_line(function) - 1 : function.body[0].end_lineno]]
+            imports = imports_used(module, function)
+            head = "\n".join([*imports, "", "", *parts] if imports else parts) + "\n"
+            if MIN_CHARS <= len(head) <= MAX_CHARS and head.isascii():
+                yield FunctionHead(f"{relative}:{name}", head)
 
 
 def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
@@ -106,8 +92,7 @@ def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
 HELD_OUT_MODULUS = 20
 """About one standard-library module in this many is held out."""
 
-
-SKIPPED_FOLDERS = frozenset(
+_SKIPPED_FOLDERS = frozenset(
     [
         *("__pycache__", "_pyinstaller", "_vendor", "_vendored_packages", "benchmarks", "conftest"),
         *("encodings", "ensurepip", "extern", "idlelib", "lib-dynload", "lib2to3", "locale"),
@@ -135,7 +120,7 @@ def python_files(root: Path) -> Iterator[tuple[str, Path]]:
     """Yields (relative POSIX path, path) of a folder's Python files except tests, sorted."""
     paths = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name.lower() not in SKIPPED_FOLDERS]
+        folders[:] = [name for name in folders if name.lower() not in _SKIPPED_FOLDERS]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     for path in sorted(paths):
         if not path.name.startswith("test_") and not path.name.endswith("_test.py"):

@@ -107,17 +107,6 @@ class GroupHandle:
                 self.group.close()
 
 
-@contextmanager
-def keep_ranks(num_ranks: int, *, threads: int | None = None) -> Iterator[None]:
-    """Keeps ``num_ranks`` ranks running between executors that use them in turn (0: none)."""
-    handle = GroupHandle(num_ranks, threads=threads) if num_ranks else None
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.release()
-
-
 def _start(size: int, threads: int | None) -> RankGroup:
     store = dist.TCPStore(_ADDRESS, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     processes = Processes(address=_ADDRESS, port=store.port, size=size, threads=threads, logs=_logs)

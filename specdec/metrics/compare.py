@@ -60,23 +60,19 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> dict[str, Any]:
         )
     pairs = list(zip(runs, ar_runs, strict=bool(ar_runs)))
     if any(run.totals.clock != ar.totals.clock for run, ar in pairs):
-        pairs = []  # times of different clocks have no ratio
+        pairs, ar_runs = [], ()  # times of different clocks have no ratio
     ratios = speed_ratios(runs, ar_runs) if pairs else []
     theories = [theoretical_speedup(run, ar) for run, ar in pairs]
-    table = paired_phases(runs, ar_runs if pairs else ())
+    table = paired_phases(runs, ar_runs)
     prompts = _ratios(table).groupby("id").median()
     return {
-        "speedup_wall": _median(ratios),
+        "speedup_wall": median(ratios) if ratios else None,
         "speedup_wall_range": _range(ratios),
         "speedup_wall_interval": _interval(table.groupby("id").sum(), _pooled_ratio),
-        "speedup_theoretical": _median([theory for theory in theories if theory is not None]),
-        "speedup_prompt_median": _median(prompts.tolist()),
+        "speedup_theoretical": _middle(theories),
+        "speedup_prompt_median": None if prompts.empty else float(prompts.median()),
         "speedup_prompt_median_interval": _interval(prompts.to_frame(), np.median),
     }
-
-
-def _median(values: list[float]) -> float | None:
-    return median(values) if values else None
 
 
 def _range(values: list[float]) -> list[float] | None:
@@ -97,21 +93,19 @@ def theoretical_speedup(run: Run, ar: Run) -> float | None:
     seconds plus its drafting time (docs/metrics.md). Returns None if ``ar`` has no speed or an
     executor has no latency.
     """
-    ar_speed, totals = decode_speed(ar.results), run.totals
-    if not (totals.latency and ar.totals.latency):
-        return None
-    turns, ar_turns = _turns(totals), _turns(ar.totals)
-    tokens, ar_tokens = (sum(len(result.output) for result in r.results) for r in (run, ar))
-    if not (ar_speed and turns and ar_turns and tokens and ar_tokens):
-        return None
-    drafting_s = totals.draft_total_s - (totals.draft_hidden_s or 0.0)
-    seconds = turns / totals.latency / ar_speed + drafting_s
-    return ar_turns / ar.totals.latency / ar_speed / ar_tokens * tokens / seconds
-
-
-def _turns(totals: RunTotals) -> int:
-    """Counts the loop's decoding turns: target passes, or pipeline steps other than prefill."""
-    return totals.target_passes if totals.latency == 1 else totals.steps - totals.prefill_passes
+    speed, totals = decode_speed(ar.results), run.totals
+    ways = []  # through the target, per token
+    for each in (ar, run):
+        counts, tokens = each.totals, sum(len(result.output) for result in each.results)
+        # The loop's decoding turns: target passes, or pipeline steps other than prefill.
+        one = counts.latency == 1
+        turns = counts.target_passes if one else counts.steps - counts.prefill_passes
+        if not (counts.latency and turns and tokens):
+            return None
+        ways.append(turns / counts.latency / tokens)
+    tokens = sum(len(result.output) for result in run.results)
+    drafting_s = (totals.draft_total_s - (totals.draft_hidden_s or 0.0)) / tokens
+    return None if not speed else ways[0] / speed / (ways[1] / speed + drafting_s)
 
 
 # ---------------------------------------------------------------------- equality of tokens
@@ -153,17 +147,18 @@ def lossless_against(
     ]
     for row in rows if expected else ():
         plain = expected.get(row.id)
-        at = -1 if plain is None else first_difference(row.output, plain)
-        if at is not None:
-            ours, theirs = (o[at] if o and 0 <= at < len(o) else None for o in (row.output, plain))
+        if plain is None:
+            differing.append((row.id, -1, None, None))
+        elif (at := first_difference(row.output, plain)) is not None:
+            ours, theirs = ([*tokens, None][min(at, len(tokens))] for tokens in (row.output, plain))
             differing.append((row.id, at, ours, theirs))
     names = ("id", "position", "token", "ar_token")
-    found = sorted(dict.fromkeys(differing), key=lambda d: d[0])
+    first = sorted(dict.fromkeys(differing), key=lambda d: d[0])
     return {
-        "lossless": not found if expected else None,
+        "lossless": not first if expected else None,
         "num_compared": sum(row.id in expected for row in rows),
-        "num_differing": len({d[0] for d in found}),
-        "differing": [dict(zip(names, d, strict=True)) for d in found],
+        "num_differing": len({d[0] for d in first}),
+        "differing": [dict(zip(names, d, strict=True)) for d in first],
     }
 
 
@@ -247,13 +242,11 @@ def _interval(
 
 def _middle(values: list[Any]) -> Any:
     """Takes medians of numbers, per key in histograms; other values come from the first repeat."""
-    first = values[0]
+    first = values[0] if values else None
     if isinstance(first, dict):
         keys = dict.fromkeys(key for value in values if value for key in value)
         return {k: _middle([v[k] for v in values if v and k in v]) for k in keys}
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-    if not numbers:
-        return first
-    if all(isinstance(v, int) for v in numbers) and len(set(numbers)) == 1:
+    if all(isinstance(v, int) for v in numbers) and len(set(numbers)) <= 1:
         return first
     return median(numbers)

@@ -33,7 +33,7 @@ from specdec.models.packing import packed_bytes, round_weights
 from specdec.models.quantize import num_bytes, quantize, sharded
 from specdec.models.runner import ModelRunner, check_family
 from specdec.models.slicing import final_norm
-from specdec.models.vocabulary import Vocabulary
+from specdec.models.vocabulary import TRANSLATED, Vocabulary
 from specdec.pairs.options import ModelOptions
 from specdec.types import HiddenName, IntArray
 
@@ -41,18 +41,31 @@ if TYPE_CHECKING:
     from specdec.tensor_parallel import Collective
 
 
+_MISSING = {
+    "draft": "this strategy needs a draft model; give model.draft=PATH (same tokenizer as the"
+    " target) or a source without one, e.g. source=prompt_lookup",
+    "middle": "this strategy needs a middle model: give model.middle=PATH (model=random:"
+    " model.middle_layers=LAYERS), or use the draft",
+    TRANSLATED: "source=translated needs a draft with another tokenizer: give"
+    " model.translated=PATH, or use source=draft_model with a draft that has the target's"
+    " tokenizer",
+}
+
+
 class HuggingFacePair(ModelPair):
     """Models of transformers, loaded on first use.
 
-    Subclasses provide ``target`` and what they have of the rest: ``draft``, ``middle``, the
-    tokenizer, token samples, EAGLE heads.
+    Subclasses override ``new_model``, and what they have of the rest: the tokenizer, token samples,
+    EAGLE heads, the vocabulary of a draft with another tokenizer.
 
     Attributes:
+        names: names of the models that a strategy may use: "target", "draft", "middle".
         dtype, device: those of the options, where "auto" is replaced by this machine's value.
         heads_folder: folder of trained exit and Medusa heads; None: heads are untrained.
     """
 
     dtype: str
+    names: tuple[str, ...] = ("target", "draft")
     heads_folder: Path | None = None
 
     def __init__(self, options: ModelOptions) -> None:
@@ -60,6 +73,7 @@ class HuggingFacePair(ModelPair):
         self.dtype = "float32" if options.dtype == "auto" else options.dtype
         here = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = here if options.device == "auto" else options.device
+        self._models: dict[str, PreTrainedModel] = {}
         self._checked: set[int] = set()  # ids of models that have passed ``check_family``
 
     @property
@@ -70,22 +84,20 @@ class HuggingFacePair(ModelPair):
 
     @property
     def target(self) -> PreTrainedModel:
-        raise NotImplementedError
+        return self.model("target")
 
     @property
     def draft(self) -> PreTrainedModel:
-        raise NotImplementedError
+        return self.model("draft")
 
-    @property
-    def middle(self) -> PreTrainedModel:
-        raise UserError(
-            "this strategy needs a middle model: give model.middle=PATH (model=random:"
-            " model.middle_layers=LAYERS), or use the draft"
-        )
+    def model(self, name: str) -> PreTrainedModel:
+        if name not in self._models:
+            self._models[name] = self.new_model(name)
+        return self._models[name]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("target", "draft")
+    def new_model(self, name: str) -> PreTrainedModel:
+        """Loads or creates a model as it runs; ``UserError`` if the pair does not have it."""
+        raise UserError(_MISSING[name])
 
     def section(self) -> dict[str, Any]:
         names = {name: self.model_name(name) for name in self.names}
@@ -98,10 +110,6 @@ class HuggingFacePair(ModelPair):
         return str(
             config.name_or_path or f"{config.model_type} of {config.num_hidden_layers} layers"
         )
-
-    def model(self, name: str) -> PreTrainedModel:
-        model: PreTrainedModel = getattr(self, name)
-        return model
 
     def quantised(self, model: PreTrainedModel, name: str) -> PreTrainedModel:
         """Quantises the weights of the model ``name`` in place, for the backend that runs it."""
@@ -159,11 +167,11 @@ class HuggingFacePair(ModelPair):
 
     @cached_property
     def weight_bytes(self) -> Mapping[str, int]:
-        return {name: self._stored_bytes(name) for name in self.names}
-
-    def _stored_bytes(self, name: str) -> int:
-        bits = self.options.bits_of(name)
-        return packed_bytes(self.model(name), bits) if bits else num_bytes(self.model(name))
+        models = {name: (self.model(name), self.options.bits_of(name)) for name in self.names}
+        return {
+            name: packed_bytes(model, bits) if bits else num_bytes(model)
+            for name, (model, bits) in models.items()
+        }
 
     @cached_property
     def head_cost(self) -> float:
@@ -284,16 +292,13 @@ class HuggingFacePair(ModelPair):
         outside = [layer for layer in exits if not first < layer <= last]
         assert not outside, f"exits {outside} are not in {first} .. {last}"
         body = self.stage(first, last, meter, group, [HiddenName(layer - 1) for layer in exits])
-        heads = {}
-        for layer in exits:
-            template = self.part(layer - 1, layer)  # one layer: a rank loads no more than this
-            heads[layer] = self._exit_head(meter, template, layer)
-        return ExitStage(body=body, heads=heads)
+        return ExitStage(body=body, heads={layer: self._exit_head(meter, layer) for layer in exits})
 
-    def _exit_head(self, meter: Meter, template: PreTrainedModel, layer: int) -> ExitHead:
+    def _exit_head(self, meter: Meter, layer: int) -> ExitHead:
+        template = self.part(layer - 1, layer)  # one layer: a rank loads no more than this
         weights = HeadWeights.from_pair(self, layer=layer)
         if "output.weight" not in weights.tensors:  # the target's, which a rank may not have
-            output = self._last_layer().get_output_embeddings().weight
+            output = self.part(self.num_layers - 1, self.num_layers).get_output_embeddings().weight
             weights = replace(weights, tensors={**weights.tensors, "output.weight": output})
         model = head_model(template, weights)
         if weights.kind == "norm":
@@ -302,9 +307,6 @@ class HuggingFacePair(ModelPair):
         first = weights.layer
         runner = self._runner("exit", meter, lambda: model, first_layer=first, last_layer=first + 1)
         return TransformerHead(stage=ModelStage(runner=runner))
-
-    def _last_layer(self) -> PreTrainedModel:
-        return self.part(self.num_layers - 1, self.num_layers)
 
     def artefact(self, kind: type[A], **options: Any) -> A:
         return cast(Any, kind).from_pair(self, **options)  # type: ignore[no-any-return]
@@ -316,7 +318,7 @@ class HuggingFacePair(ModelPair):
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
         """Loads or creates the EAGLE head; ``version`` is that of an untrained one."""
-        files, last = self.eagle_files, self._last_layer()
+        files, last = self.eagle_files, self.part(self.num_layers - 1, self.num_layers)
         embedding, output = self.input_embedding(), last.get_output_embeddings()
         if files is None:
             return untrained_head(version, last.config, embedding=embedding, output=output)
@@ -332,7 +334,4 @@ class HuggingFacePair(ModelPair):
 
     def vocabulary(self, name: str) -> Vocabulary:
         """Returns the vocabulary of the target, or of the draft with another tokenizer."""
-        raise UserError(
-            f"{type(self).__name__} has no draft with another tokenizer; use model=hf or model=tiny"
-            " with model.translated=PATH, or choose another source"
-        )
+        raise UserError(_MISSING[TRANSLATED])

@@ -55,25 +55,16 @@ class LoadedPair(HuggingFacePair):
         super().__init__(ModelOptions(exact=exact))
         self.dtype = str(target.dtype).removeprefix("torch.")
         self.device = str(target.device)
-        self._models, self._eagle = models, eagle_head
+        self._models, self._eagle, self.names = models, eagle_head, tuple(models)
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
 
-    @property
-    def target(self) -> PreTrainedModel:
-        return self._models["target"]
-
-    @property
-    def draft(self) -> PreTrainedModel:
-        if "draft" not in self._models:
-            raise UserError(
-                "this strategy drafts with a draft model: pass one (draft_model=), or choose one"
-                " without, such as strategy=prompt_lookup or strategy=suffix"
-            )
-        return self._models["draft"]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._models)
+    def new_model(self, name: str) -> PreTrainedModel:
+        if name != "draft":
+            return super().new_model(name)
+        raise UserError(
+            "this strategy drafts with a draft model: pass one (draft_model=), or choose one"
+            " without, such as strategy=prompt_lookup or strategy=suffix"
+        )
 
     @property
     def heads_folder(self) -> Path | None:  # type: ignore[override]

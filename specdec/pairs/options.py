@@ -132,24 +132,24 @@ def _yaml(value: object) -> str:
     return str(value).lower()
 
 
-def with_flat_options(cls: type[Any], **narrower: Any) -> Callable[..., Any]:
-    """Makes a constructor of a pair that takes the fields of ``ModelOptions`` as keys of its own.
+def with_flat_options(cls: type[Any], into: str = "options", **narrower: Any) -> Callable[..., Any]:
+    """Makes a constructor of a pair that takes the fields of its argument ``into`` as own keys.
 
-    Configurations state them flat, in one section. An omitted field has the value of ``cls``'s
-    default for ``options``; ``narrower`` replaces the types of fields that ``cls`` restricts.
+    Configurations state them flat, in one section. An omitted field has the value of the default of
+    ``into``; ``narrower`` replaces the types of fields that ``cls`` restricts.
     """
     own = dict(inspect.signature(cls, eval_str=True).parameters)
-    default: ModelOptions = own.pop("options").default
+    default = own.pop(into).default
     fields = {
         name: field.replace(
             default=getattr(default, name), annotation=narrower.get(name, field.annotation)
         )
-        for name, field in inspect.signature(ModelOptions, eval_str=True).parameters.items()
+        for name, field in inspect.signature(type(default), eval_str=True).parameters.items()
     }
 
     def make(**keys: Any) -> Any:
         chosen = {name: keys.pop(name) for name in fields.keys() & keys.keys()}
-        return cls(**keys, options=replace(default, **chosen))
+        return cls(**keys, **{into: replace(default, **chosen)})
 
     make.__signature__ = inspect.Signature([*own.values(), *fields.values()])  # type: ignore[attr-defined]
     return make

@@ -28,7 +28,7 @@ from specdec.models.loading import (
 )
 from specdec.models.quantize import Quantization, num_bytes, quantize
 from specdec.models.slicing import layers_name
-from specdec.models.vocabulary import TRANSLATED, Vocabulary
+from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.options import ModelOptions, with_flat_options
 from specdec.parts.fields import Text, validated
@@ -80,9 +80,15 @@ class PretrainedPair(HuggingFacePair):
         target = path or target
         self._names = {"target": target, "draft": draft, "middle": middle, "translated": translated}
         self._files = {"ngram": ngram, "exit_heads": exit_heads, "eagle_head": eagle_head}
-        self.heads_folder = None if exit_heads is None else _heads_folder(exit_heads)
+        self.heads_folder = None if exit_heads is None else Path(family_path(exit_heads))
+        if self.heads_folder is not None and not self.heads_folder.is_dir():
+            raise UserError(
+                f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
+                " or use untrained heads with model.exit_heads=null"
+            )
         self._eagle = None if eagle_head is None else Path(family_path(eagle_head))
         self._infos = inspect_pair(target=target, draft=draft, middle=middle, translated=translated)
+        self.names = tuple(self._infos)
         self.info = self._infos["target"]
         if options.dtype == "auto" and self.device.startswith("cuda"):
             self.dtype = own_dtype(self.info)
@@ -100,10 +106,6 @@ class PretrainedPair(HuggingFacePair):
     def model_name(self, name: str) -> str:
         return str(self._names[name])
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._infos)
-
     def folder(self, name: str) -> Path:
         if name not in self._infos:
             raise UserError(f"this strategy needs model.{name}=PATH")
@@ -115,27 +117,8 @@ class PretrainedPair(HuggingFacePair):
         folders = [info.path for info in self._infos.values()]
         return [AutoConfig.from_pretrained(folder).get_text_config() for folder in folders]
 
-    @cached_property
-    def target(self) -> PreTrainedModel:
-        return self._load("target")
-
-    @cached_property
-    def draft(self) -> PreTrainedModel:
-        if "draft" not in self._infos:
-            raise UserError(
-                "this strategy needs a draft model; give model.draft=PATH (same tokenizer as the"
-                " target) or a source without one, e.g. source=prompt_lookup"
-            )
-        return self._load("draft")
-
-    @cached_property
-    def middle(self) -> PreTrainedModel:
-        return self._load("middle") if "middle" in self._infos else super().middle
-
-    @cached_property
-    def translated(self) -> PreTrainedModel:
-        self._translated_info()  # refuses
-        return self._load(TRANSLATED)
+    def new_model(self, name: str) -> PreTrainedModel:
+        return self._load(name) if name in self._infos else super().new_model(name)
 
     def _load(
         self,
@@ -156,17 +139,10 @@ class PretrainedPair(HuggingFacePair):
         )
         return self.quantised(loaded, name) if bits else loaded
 
-    def _translated_info(self) -> ModelInfo:
-        if TRANSLATED not in self._infos:
-            raise UserError(
-                "source=translated needs a draft with another tokenizer: give"
-                " model.translated=PATH, or use source=draft_model with a draft that has the"
-                " target's tokenizer"
-            )
-        return self._infos[TRANSLATED]
-
     def vocabulary(self, name: str) -> Vocabulary:
-        info = self.info if name == "target" else self._translated_info()
+        if name not in self._infos:
+            return super().vocabulary(name)  # raises
+        info = self._infos[name]
         ends = end_tokens(info)
         return Vocabulary(
             load_tokenizer(info.path),
@@ -189,10 +165,9 @@ class PretrainedPair(HuggingFacePair):
         return self._load("target", (first, last), group)
 
     def model_share(self, name: str, group: Collective) -> PreTrainedModel:
-        info = self._infos.get(name)
-        if info is None:
-            return super().model_share(name, group)  # raises: there is no such model
-        return self._load(name, (0, info.num_layers), group)
+        if name not in self._infos:
+            return super().new_model(name)  # raises
+        return self._load(name, (0, self._infos[name].num_layers), group)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -238,11 +213,9 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def shared_bytes(self) -> Mapping[str, int]:
-        head = None if self._eagle is None else self.eagle_files
-        if head is None:
+        if self._eagle is None or (head := self.eagle_files) is None:
             return {}
-        shared = head.num_shared(self.info.vocab_size)
-        return {"eagle": shared * torch_dtype(self.dtype).itemsize}
+        return {"eagle": head.num_shared(self.info.vocab_size) * torch_dtype(self.dtype).itemsize}
 
     @cached_property
     def eagle_files(self) -> HeadFiles | None:
@@ -260,16 +233,6 @@ class PretrainedPair(HuggingFacePair):
                 " integer tensor `tokens`), or choose source=prompt_lookup"
             )
         return _read_samples(self._ngram)
-
-
-def _heads_folder(exit_heads: str) -> Path:
-    folder = Path(family_path(exit_heads))
-    if not folder.is_dir():
-        raise UserError(
-            f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
-            " or use untrained heads with model.exit_heads=null"
-        )
-    return folder
 
 
 @cache

@@ -69,8 +69,8 @@ class RandomPair(HuggingFacePair):
                 f"model.hidden_size={hidden_size} must be a multiple of model.num_heads={num_heads}"
             )
         self._layers = {"target": num_layers, "draft": draft_layers}
-        if middle_layers is not None:
-            self._layers["middle"] = middle_layers
+        self._layers |= {} if middle_layers is None else {"middle": middle_layers}
+        self.names = tuple(self._layers)
         for name, number in self._layers.items():
             if number > num_layers:
                 raise UserError(
@@ -90,33 +90,15 @@ class RandomPair(HuggingFacePair):
             max_positions=max_positions,
         )
         self._family, self._window = family, sliding_window
-        self._options(num_layers)  # refused before models are made
+        self._window_options(num_layers)  # refused before models are made
         self._logits = (logit_scale, logit_step)
         self._eagles: dict[int, EagleHead] = {}
 
     def model_name(self, name: str) -> str:
         return f"random {self._family} of {self._layers[name]} layers"
 
-    @cached_property
-    def target(self) -> PreTrainedModel:
-        return self.quantised(self._new_model("target"), "target")
-
-    @cached_property
-    def draft(self) -> PreTrainedModel:
-        """The target's first layers, so that proposals are often right and often wrong."""
-        return self.quantised(self._new_model("draft"), "draft")
-
-    @cached_property
-    def middle(self) -> PreTrainedModel:
-        if "middle" not in self.names:
-            return super().middle
-        return self.quantised(self._new_model("middle"), "middle")
-
-    @cached_property
-    def translated(self) -> PreTrainedModel:
-        """The draft with another tokenizer: renumbered, without some tokens, with some new ones."""
-        renumbered = with_vocabulary(self._new_model("draft"), self._other[1])
-        return self.quantised(renumbered, TRANSLATED)
+    def new_model(self, name: str) -> PreTrainedModel:
+        return self.quantised(self._created(name), name)
 
     def vocabulary(self, name: str) -> Vocabulary:
         described, size = simple_tokenizer(self.vocab_size), self.vocab_size
@@ -130,19 +112,21 @@ class RandomPair(HuggingFacePair):
         num = len(described["model"]["merges"])
         return other_tokenizer(described, merges=num - num // 4, joined=num // 4)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._layers)
-
     def plain_model(self, name: str) -> PreTrainedModel:
         """Returns the model before quantisation, without caching it."""
-        if self.options.quantization == Quantization.NONE:
-            return self.model(name)
-        if name == TRANSLATED:
-            return with_vocabulary(self._new_model("draft"), self._other[1])
-        return self._new_model(name)
+        plain = self.options.quantization == Quantization.NONE
+        return self.model(name) if plain else self._created(name)
 
-    def _new_model(self, name: str) -> PreTrainedModel:
+    def _created(self, name: str) -> PreTrainedModel:
+        """Creates a model; draft and middle have the target's first layers.
+
+        So proposals are often right and often wrong. The draft with another tokenizer is
+        renumbered, without some tokens, and with some new ones.
+        """
+        if name == TRANSLATED:
+            return with_vocabulary(self._created("draft"), self._other[1])
+        if name not in self._layers:
+            return super().new_model(name)  # raises
         model = self._make(self._layers[name])
         if name != "target":
             model.load_state_dict(self.plain_model("target").state_dict(), strict=False)
@@ -159,14 +143,15 @@ class RandomPair(HuggingFacePair):
             self._eagles[version] = fit_head(head, self.target)
         return self._eagles[version]
 
-    def _options(self, num_layers: int) -> dict[str, Any] | None:
-        if self._window is None:
-            return None
-        return window_options(self._family, self._window, num_layers)
+    def _window_options(self, num_layers: int) -> dict[str, Any] | None:
+        window = self._window
+        return None if window is None else window_options(self._family, window, num_layers)
 
     def _make(self, num_layers: int) -> PreTrainedModel:
         with torch.inference_mode(False):  # decoding runs in it, but heads are fitted to this
-            model = self._make_model(num_layers=num_layers, options=self._options(num_layers))
+            model = self._make_model(
+                num_layers=num_layers, options=self._window_options(num_layers)
+            )
         scale, step = self._logits
         if self._logits != (1.0, 0.0):
 
@@ -178,10 +163,6 @@ class RandomPair(HuggingFacePair):
 
     def token_samples(self) -> IntArray:
         """Returns greedy continuations of the draft, documents separated by token 0."""
-        return self._samples
-
-    @cached_property
-    def _samples(self) -> IntArray:
         starts = torch.arange(1, min(self.vocab_size, 33), device=self.device)[:, None]
         with torch.inference_mode():
             tokens = self.draft.generate(

@@ -10,8 +10,6 @@ Shape letters: L generated tokens of a request, P recorded positions of all requ
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +22,12 @@ from specdec.clocks.meter import Meter
 from specdec.data.files import read_records
 from specdec.errors import UserError
 from specdec.executors.models import ModelPair
-from specdec.files import NOT_ARRAYS, parse_json, plain, write_bytes
+from specdec.files import ArchiveFormat
 from specdec.metrics import RequestResult, loop_share
 from specdec.models.runner import ModelRunner
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import IntArray, Lossless
 
-FORMAT = "specdec-record"
-VERSION = 1
 NUM_LOGPROBS = 32
 """K of new records: the largest number of candidates in the presets."""
 MAX_RANK = 256
@@ -40,12 +36,20 @@ MAX_RANK = 256
 _CHUNK = 512  # rows per pass; it bounds the memory of their logits
 _LENGTHS = "acc_len"  # key of a trace
 _WHOLE = ("ids", "num_prompt", "num_output", "ranks")  # arrays of whole numbers
-_ARRAYS = (*_WHOLE, "logprobs")
+FORMAT = ArchiveFormat(
+    name="specdec-record",
+    version=1,
+    arrays=(*_WHOLE, "logprobs"),
+    what="a record",
+    missing="`specdec run record=true` writes one as record.npz in its run folder",
+    other="give the record.npz of a run with record=true, or a .jsonl of acceptance lengths",
+    again="record the run again with record=true",
+)
 _MOST = 1 << 31  # largest number of tokens of a request
 _MAX_DIGITS = 18  # of an id, so that it fits 64 bits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RecordedRequest:
     """One request. Entry i is about the token after position ``num_prompt - 1 + i``.
 
@@ -184,14 +188,8 @@ def check_recordable(pair: ModelPair, name: str, claims: Lossless) -> None:
 
 def write_record(path: str | Path, record: Record) -> Path:
     requests = record.requests
-    head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "vocab_size": record.vocab_size,
-        "weight_bytes": record.weight_bytes,
-        "max_rank": MAX_RANK,
-        "about": record.about,
-    }
+    sizes = {"vocab_size": record.vocab_size, "weight_bytes": record.weight_bytes}
+    head = {**sizes, "max_rank": MAX_RANK, "about": record.about}
     arrays: dict[str, Any] = {
         "ids": np.array([r.id for r in requests], np.int64),
         "num_prompt": np.array([r.num_prompt for r in requests], np.int64),
@@ -199,48 +197,22 @@ def write_record(path: str | Path, record: Record) -> Path:
         "ranks": np.concatenate([r.ranks for r in requests]).astype(np.uint16),
         "logprobs": np.concatenate([r.logprobs for r in requests]).astype(np.float16),
     }
-    stream = io.BytesIO()
-    np.savez_compressed(stream, head=np.array(json.dumps(plain(head))), **arrays)
-    return write_bytes(path, stream.getvalue())
+    return FORMAT.write(path, head, arrays)
 
 
 def read_record(path: str | Path) -> Record:
-    name = str(path)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            head = parse_json(str(file["head"]))
-            arrays = {key: file[key] for key in _ARRAYS}
-    except FileNotFoundError as error:
-        raise UserError(
-            f"model.record={name}: no such file; `specdec run record=true` writes one as"
-            " record.npz in its run folder"
-        ) from error
-    except NOT_ARRAYS as error:
-        raise UserError(
-            f"model.record={name} is not a record ({type(error).__name__}: {error}); give the"
-            " record.npz of a run with record=true, or a .jsonl of acceptance lengths"
-        ) from error
-    if not isinstance(head, dict) or head.get("format") != FORMAT or head.get("version") != VERSION:
-        raise UserError(
-            f"model.record={name} is not a {FORMAT} of version {VERSION}; record the run again with"
-            " record=true"
-        )
+    where = f"model.record={path}"
+    head, arrays = FORMAT.read(path, where)
     for problem in _damage(head, arrays):
-        raise UserError(f"model.record={name} is damaged: {problem}; record the run again")
+        raise UserError(f"{where} is damaged: {problem}; record the run again")
     starts = np.cumsum(arrays["num_output"])[:-1]
-    columns = (
-        arrays["ids"].tolist(),
-        arrays["num_prompt"].tolist(),
-        np.split(arrays["ranks"].astype(np.int64), starts),
-        np.split(arrays["logprobs"], starts),
-    )
+    ranks = np.split(arrays["ranks"].astype(np.int64), starts)
+    logprobs = np.split(arrays["logprobs"], starts)
+    columns = (arrays["ids"].tolist(), arrays["num_prompt"].tolist(), ranks, logprobs)
     return Record(
-        requests=tuple(
-            RecordedRequest(id=i, num_prompt=num_prompt, ranks=ranks, logprobs=logprobs)
-            for i, num_prompt, ranks, logprobs in zip(*columns, strict=True)
-        ),
-        vocab_size=int(head["vocab_size"]),
-        weight_bytes=(int(head["weight_bytes"][0]), int(head["weight_bytes"][1])),
+        requests=tuple(RecordedRequest(*row) for row in zip(*columns, strict=True)),
+        vocab_size=head["vocab_size"],
+        weight_bytes=tuple(head["weight_bytes"]),
         about=head["about"],
     )
 
@@ -252,8 +224,8 @@ def _damage(head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
             yield f"it has no {key} of numbers"
         if arrays[key].ndim != 1:
             yield f"its {key} is no list"
-    ids, num_prompt, num_output = arrays["ids"], arrays["num_prompt"], arrays["num_output"]
-    ranks, logprobs, weights = arrays["ranks"], arrays["logprobs"], head.get("weight_bytes")
+    (ids, num_prompt, num_output, ranks), logprobs = (arrays[k] for k in _WHOLE), arrays["logprobs"]
+    weights = head.get("weight_bytes")
     if logprobs.dtype.kind != "f":
         yield "its log probabilities are no floating-point numbers"
     if type(head.get("vocab_size")) is not int:
@@ -262,24 +234,20 @@ def _damage(head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
         yield "its head has no two numbers weight_bytes"
     if not isinstance(head.get("about"), dict):
         yield "its head has no section about"
-    if not len(ids):
-        yield "it has no requests"
-    if len(set(ids.tolist())) != len(ids):
-        yield "a request id occurs twice"
-    if not len(ids) == len(num_prompt) == len(num_output):
-        yield "its request arrays differ in length"
+    if not 0 < len({*ids.tolist()}) == len(ids) == len(num_prompt) == len(num_output):
+        yield "it has no requests, an id twice, or request arrays of different lengths"
     if (num_prompt < 1).any() or (num_output < 1).any():
         yield "a request has no prompt or no output"
-    if not len(ranks) == len(logprobs) == num_output.sum():
+    if (
+        logprobs.ndim != 2
+        or not logprobs.size
+        or not len(ranks) == len(logprobs) == num_output.sum()
+    ):
         yield "its positions differ in number"
-    if logprobs.ndim != 2 or not logprobs.size:
-        yield "its log probabilities are not a table"
     if (ranks < 0).any() or num_prompt.max() >= _MOST:
         yield "a rank is negative, or a length above 2**31"
-    if not (logprobs <= 0).all():
-        yield "a log probability is above 0 or not a number"
-    if (logprobs[:, 1:] > logprobs[:, :-1]).any():
-        yield "candidates are not in descending order"
+    if not (logprobs <= 0).all() or (logprobs[:, 1:] > logprobs[:, :-1]).any():
+        yield "log probabilities are above 0, no numbers, or not in descending order"
 
 
 def read_traces(path: str | Path, method: str | None = None) -> Record:
@@ -294,16 +262,20 @@ def read_traces(path: str | Path, method: str | None = None) -> Record:
     """
     if not Path(path).is_file():
         raise UserError(f"model.record={path}: no such file")
-    lines = [
-        _trace(entry, number - 1, method, f"model.record={path} line {number}")
-        for number, entry in read_records(Path(path))
-    ]
-    lines = [(at, num_prompt, emitted) for at, num_prompt, emitted in lines if len(emitted)]
+    lines = {}
+    for number, entry in read_records(Path(path)):
+        at, num_prompt, emitted = _trace(
+            entry, number - 1, method, f"model.record={path} line {number}"
+        )
+        if len(emitted) and at in lines:
+            raise UserError(
+                f"model.record={path}: an id occurs twice; give every line a different one"
+            )
+        if len(emitted):
+            lines[at] = num_prompt, emitted
     if not lines:
         raise UserError(f"model.record={path} has no requests with generated tokens")
-    if len({at for at, _, _ in lines}) != len(lines):
-        raise UserError(f"model.record={path}: an id occurs twice; give every line a different one")
-    accepts = np.mean(np.concatenate([emitted for _, _, emitted in lines]) > 1)
+    accepts = np.mean(np.concatenate([emitted for _, emitted in lines.values()]) > 1)
     share = np.log(np.clip(accepts, 1e-3, 1.0))
     requests = tuple(
         RecordedRequest(
@@ -313,7 +285,7 @@ def read_traces(path: str | Path, method: str | None = None) -> Record:
             logprobs=np.full((len(emitted), 1), share),
             reach=emitted - 1,
         )
-        for at, num_prompt, emitted in lines
+        for at, (num_prompt, emitted) in lines.items()
     )
     return Record(requests=requests, about={"traces": str(path), "method": method})
 
@@ -347,5 +319,8 @@ def _trace(
         raise UserError(
             f"{where}: the id has {len(text)} digits; give a number of at most {_MAX_DIGITS}"
         )
-    number = int(text) if text.isdecimal() else number
-    return number, num_prompt, np.array(lengths[: len(generated)], np.int64)
+    return (
+        int(text) if text.isdecimal() else number,
+        num_prompt,
+        np.array(lengths[: len(generated)], np.int64),
+    )

@@ -14,7 +14,7 @@ Shape letters: P recorded positions of all requests, K candidates, n given posit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,20 +25,13 @@ from specdec.errors import UserError
 from specdec.executors.models import ModelPair
 from specdec.executors.stage import Answerer, Stage
 from specdec.models.bundled import record_path
+from specdec.pairs.options import with_flat_options
 from specdec.pairs.record import Record, RecordedRequest, read_record, read_traces
 from specdec.parts.fields import Count, Index, Share, Text, validated
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources.hashing import hash_u64
-from specdec.sources.synthetic import (
-    Decays,
-    HiddenPair,
-    Odds,
-    Shares,
-    Stays,
-    SyntheticPair,
-    VocabSize,
-)
-from specdec.types import Answers, Batch, FloatArray, HiddenName, IntArray
+from specdec.sources.synthetic import HiddenPair, SyntheticPair
+from specdec.types import Answers, Batch, BoolArray, FloatArray, HiddenName, IntArray
 
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
 SYNTHETIC = "specdec.sources.SyntheticSource"
@@ -51,6 +44,7 @@ _MIN_VOCAB = 4096  # so that all candidates of a node differ
 _TOKEN, _POSITION, _NODE, _NODE_POSITION = range(4)  # streams of the keyed hash
 
 _NO_SOURCE = "specdec.sources.NullSource"
+_CHAINS = (".Chain", ".RootOnly")  # policies without branches
 
 
 class RecordedPair(ModelPair):
@@ -114,18 +108,42 @@ class RecordedPair(ModelPair):
 
 
 class SyntheticModels(RecordedPair):
-    """Draws target tokens and the draft's ranks from an acceptance model.
+    """Draws target tokens and the draft's ranks from an acceptance model."""
 
-    Attributes:
-        covers: whose acceptance the model describes: "chain" for the token of a chain, "tree" for
-            any node of a measured tree.
-    """
+    @validated
+    def __init__(
+        self,
+        *,
+        law: SyntheticPair = SyntheticPair(),  # noqa: B008 - nothing changes it
+        num_layers: Count = 80,
+        middle_top1: Sequence[Share] = (),
+        covers: Literal["chain", "tree"] = "chain",
+        draft_name: Text | None = None,
+        origin: Text = "assumed",
+        requests: Index = 0,
+    ) -> None:
+        """Takes the keys of ``model=synthetic``, among which are those of ``law``.
 
-    covers: Literal["chain", "tree"] = "chain"
+        Args:
+            num_layers: layers of the target, the largest possible number of stages.
+            middle_top1: ``top1`` of a model between draft and target, which is right wherever the
+                draft is if its chances are larger; where both are wrong they agree. Empty: none.
+            covers: whose acceptance the model describes: "chain" for the token of a chain, "tree"
+                for any node of a measured tree.
+            draft_name: the draft with which the acceptance was measured; the profile must have its
+                time.
+            origin: origin of the values, for result files.
+            requests: number of requests that the values were fitted to, for the confidence
+                intervals of a plan; 0: not known.
+        """
+        about = {"law": origin, "draft": draft_name, "requests": requests or None}
+        super().__init__(law, num_layers=num_layers, about=about)
+        self._covers = covers
+        self.hidden_middle = replace(law, top1=middle_top1) if middle_top1 else None
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
         kind = str(policy.get("_target_"))
-        if self.covers == "tree" and not kind.endswith((".Chain", ".RootOnly")):
+        if self._covers == "tree" and not kind.endswith(_CHAINS):
             raise UserError(
                 f"the law of model=synthetic has model.covers=tree: it says how often a whole tree"
                 f" of its draft had the right token, so {kind} cannot grow another from it; use"
@@ -134,55 +152,7 @@ class SyntheticModels(RecordedPair):
         return super().fitted_source(source, policy)
 
 
-def build_synthetic(
-    *,
-    vocab_size: VocabSize = 32000,
-    num_layers: Count = 80,
-    weights: Shares = (0.4, 0.3, 0.3),
-    top1: Shares = (0.95, 0.6, 0.3),
-    decay: Decays = (2.5, 2.2, 1.8),
-    miss: Shares = (0.0, 0.0, 0.0),
-    stay: Stays = (),
-    depth: Odds = (),
-    group_shares: Sequence[Share] = (),
-    group_weights: Sequence[Shares] = (),
-    middle_top1: Sequence[Share] = (),
-    covers: Literal["chain", "tree"] = "chain",
-    draft_name: Text | None = None,
-    origin: Text = "assumed",
-    requests: Index = 0,
-    seed: Index = 0,
-) -> SyntheticModels:
-    """Builds the models of ``model=synthetic``; ``SyntheticPair`` describes the other keys.
-
-    Args:
-        num_layers: layers of the target, the largest possible number of stages.
-        middle_top1: ``top1`` of a model between draft and target, which is right wherever the draft
-            is if its chances are larger; where both are wrong they agree. Empty: there is none.
-        covers: see ``SyntheticModels``.
-        draft_name: the draft with which the acceptance was measured; the profile must have its
-            time.
-        origin: origin of the values, for result files.
-        requests: number of requests that the values were fitted to, for the confidence intervals of
-            a plan; 0: not known.
-    """
-    law = partial(
-        SyntheticPair,
-        vocab_size=vocab_size,
-        weights=weights,
-        decay=decay,
-        miss=miss,
-        stay=stay,
-        depth=depth,
-        group_shares=group_shares,
-        group_weights=group_weights,
-        seed=seed,
-    )
-    about = {"law": origin, "draft": draft_name, "requests": requests or None}
-    models = SyntheticModels(law(top1=top1), num_layers=num_layers, about=about)
-    models.covers = covers
-    models.hidden_middle = law(top1=middle_top1) if middle_top1 else None
-    return models
+build_synthetic = with_flat_options(SyntheticModels, "law")
 
 
 class SyntheticAnswerer(Answerer):
@@ -257,12 +227,16 @@ class RecordedSequences(HiddenPair):
         last = request.num_prompt + request.num_output - 1
         return np.where(positions == last, END, drawn.astype(np.int64) + 1)
 
-    def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """Returns int64[n]: the recorded positions; drawn ones beyond the end of the record."""
+    def _entries(self, request_id: int, positions: IntArray) -> tuple[IntArray, BoolArray]:
+        """Returns the entries of the record for positions, and whether it has them."""
         request = self.request(request_id)
         entry = positions - (request.num_prompt - 1)
-        drawn = self._drawn(request, hash_u64(self.seed, _POSITION, request_id, positions))
-        inside = (entry >= 0) & (entry < request.num_output)
+        return entry, (entry >= 0) & (entry < request.num_output)
+
+    def classes(self, request_id: int, positions: IntArray) -> IntArray:
+        """Returns int64[n]: the recorded positions; drawn ones beyond the end of the record."""
+        entry, inside = self._entries(request_id, positions)
+        drawn = self._drawn(request_id, hash_u64(self.seed, _POSITION, request_id, positions))
         return np.where(inside, self._first[request_id] + entry, drawn)
 
     def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
@@ -274,12 +248,11 @@ class RecordedSequences(HiddenPair):
 
         Returns None for a record, whose ranks do not depend on the root.
         """
-        request = self.request(request_id)
-        if request.reach is None:
+        reach = self.request(request_id).reach
+        if reach is None:
             return None
-        entry = positions - (request.num_prompt - 1)
-        inside = (entry >= 0) & (entry < request.num_output)
-        return np.where(inside, request.reach[np.clip(entry, 0, request.num_output - 1)], 0)
+        entry, inside = self._entries(request_id, positions)
+        return np.where(inside, reach[np.clip(entry, 0, len(reach) - 1)], 0)
 
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
@@ -287,7 +260,7 @@ class RecordedSequences(HiddenPair):
         """Returns (first token, class), int64[n] each, for nodes off the target's path."""
         streams = np.array([[_NODE], [_NODE_POSITION]])
         first, drawn = hash_u64(self.seed, streams, request_id, positions, tokens)
-        classes = self._drawn(self.request(request_id), drawn)
+        classes = self._drawn(request_id, drawn)
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
 
     def prompts(self) -> list[tuple[int, IntArray]]:
@@ -296,9 +269,9 @@ class RecordedSequences(HiddenPair):
             for i, request in self._requests.items()
         ]
 
-    def _drawn(self, request: RecordedRequest, drawn: np.ndarray) -> IntArray:
-        entry = (drawn % np.uint64(request.num_output)).astype(np.int64)
-        return self._first[request.id] + entry
+    def _drawn(self, request_id: int, drawn: np.ndarray) -> IntArray:
+        num_output = np.uint64(self.request(request_id).num_output)
+        return self._first[request_id] + (drawn % num_output).astype(np.int64)
 
 
 class ReplayModels(RecordedPair):
@@ -324,19 +297,18 @@ class ReplayModels(RecordedPair):
         return {**known, "replay": note, "record": record}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> dict[str, Any]:
-        target, reason = source.get("_target_"), ""
+        target = source.get("_target_")
         if target == _NO_SOURCE:
             return dict(source)
-        if target not in (DRAFT_MODEL, SYNTHETIC):
-            reason = f"{target} proposes from tokens, which a record does not contain"
-        elif source.get("guess_draw"):
+        reason = f"{target} proposes from tokens, which a record does not contain"
+        if target in (DRAFT_MODEL, SYNTHETIC):
             reason = "source.guess_draw=true needs the target's draws and the draft's distribution"
-        if reason:
+        if target not in (DRAFT_MODEL, SYNTHETIC) or source.get("guess_draw"):
             raise UserError(
                 f"model=replay replays a recorded draft: {reason}; use source=draft_model"
             )
         kind = str(policy.get("_target_"))
-        if self.hidden.chain_only and not kind.endswith((".Chain", ".RootOnly")):
+        if self.hidden.chain_only and not kind.endswith(_CHAINS):
             raise UserError(
                 f"the record is a trace of accepted lengths without a tree's other branches:"
                 f" {kind} cannot be replayed from it; use policy=chain, or a record.npz"

@@ -8,7 +8,8 @@ Shape letters: V vocabulary, S rows of a table (token t has row t modulo S), R r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -78,33 +79,28 @@ class TablePair(ModelPair):
     ) -> ModelStage:
         """Builds a slice of the target; all but the last slice return tokens as hidden states."""
         is_last = last == self.num_layers
-        runner = TableRunner(self.target_table, "target", is_last, capture)
-        return ModelStage(runner=cast("ModelRunner", runner))
+        return _stage(TableRunner(self.target_table, "target", is_last, capture))
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
         heads = {}
         for layer in exits:
             table = self.draft_table.lerp(self.target_table, 1 - self.exit_layer / layer)
-            runner = TableRunner(table, "exit")
-            heads[layer] = TransformerHead(stage=ModelStage(runner=cast("ModelRunner", runner)))
+            heads[layer] = TransformerHead(stage=_stage(TableRunner(table, "exit")))
         captured = [HiddenName(layer - 1) for layer in exits]
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
 
     def artefact(self, kind: type[A], **options: Any) -> A:
         """Builds a stand-in of the class from the draft's table; exit heads have no weights."""
-        if issubclass(kind, HeadWeights):
-            return cast("A", HeadWeights("table", options["layer"], {}))
-        if issubclass(kind, MedusaHeads):
-            size = options["num_heads"]
-            layer = self.num_layers - 1
-            return cast("A", TableHeads(table=self.draft_table, num_heads=size, layer=layer))
-        if issubclass(kind, EagleRunner):
-            return cast("A", TableEagle(table=self.draft_table, layer=self.num_layers - 1))
-        if issubclass(kind, TranslatedDraft):
-            return cast("A", _translated(self.draft_table))
-        if issubclass(kind, KatzModel):
-            return cast("A", kind.from_pair(self, **options))
-        return super().artefact(kind, **options)
+        layer = self.num_layers - 1
+        makers: dict[type, Callable[..., Any]] = {
+            HeadWeights: lambda layer: HeadWeights("table", layer, {}),
+            MedusaHeads: lambda num_heads, **_: TableHeads(self.draft_table, num_heads, layer),
+            EagleRunner: lambda **_: TableEagle(self.draft_table, layer),
+            TranslatedDraft: lambda **_: _translated(self.draft_table),
+            KatzModel: lambda: KatzModel.from_pair(self),
+        }
+        make = makers.get(kind) or partial(super().artefact, kind)
+        return cast("A", make(**options))
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:
         if name != "draft":
@@ -112,13 +108,17 @@ class TablePair(ModelPair):
         return cast("ModelRunner", TableRunner(self.draft_table, "draft"))
 
     def token_samples(self) -> IntArray:
-        rng = np.random.default_rng(0)
-        noise = rng.gumbel(size=(_SAMPLE_LENGTH, _NUM_SAMPLES, self.vocab_size))
+        shape = (_SAMPLE_LENGTH, _NUM_SAMPLES, self.vocab_size)
+        noise = np.random.default_rng(0).gumbel(size=shape)
         tokens = [np.arange(_NUM_SAMPLES) % self.vocab_size]
         for step in noise:
             rows = tokens[-1] % len(self.draft_table)
             tokens.append((self.draft_table.numpy()[rows] + step).argmax(axis=1))
         return np.stack([*tokens, np.zeros(_NUM_SAMPLES, np.int64)], axis=1).ravel()
+
+
+def _stage(runner: TableRunner) -> ModelStage:
+    return ModelStage(runner=cast("ModelRunner", runner))
 
 
 def _translated(table: torch.Tensor) -> TranslatedDraft:
@@ -141,7 +141,7 @@ class TableHeads:
     head_bytes = 0
     trained = True
 
-    def __init__(self, *, table: torch.Tensor, num_heads: int, layer: int) -> None:
+    def __init__(self, table: torch.Tensor, num_heads: int, layer: int) -> None:
         self.num_heads, self.layer, self.vocab_size = num_heads, layer, table.shape[1]
         law = table.softmax(dim=1)
         rows = torch.arange(table.shape[1]) % len(table)
@@ -166,7 +166,7 @@ class TableEagle:
     weight_bytes = 0
     target_ids: torch.Tensor | None = None
 
-    def __init__(self, *, table: torch.Tensor, layer: int) -> None:
+    def __init__(self, table: torch.Tensor, layer: int) -> None:
         self.vocab_size, self.names = len(table), (HiddenName(layer),)
         self._table = table
         self._cache = TableRunner(table, "eagle")
@@ -188,12 +188,12 @@ class TableEagle:
     ) -> HeadOutput:
         """Looks up the rows' tokens and states; arguments as for ``EagleRunner.forward``."""
         tokens = torch.from_numpy(np.concatenate([part.tokens for part in rows]))
-        before = torch.zeros(len(tokens), 1, dtype=torch.float64)
+        before = torch.zeros(len(tokens), dtype=torch.int64)
         is_own = torch.ones(len(tokens), dtype=torch.bool)
         is_own[torch.from_numpy(feature_rows)] = False
-        before[~is_own] = features.double().reshape(-1, 1)
-        before[is_own] = states.double().reshape(-1, 1)
-        logits = self._table[tokens] + self._table[before[:, 0].long()] / 2
+        before[~is_own] = features.flatten().long()
+        before[is_own] = states.flatten().long()
+        logits = self._table[tokens] + self._table[before] / 2
         return HeadOutput(tokens[:, None].double(), logits[torch.from_numpy(logits_rows)])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -18,16 +19,12 @@ from rich.text import Text
 
 from specdec.files import write_json
 from specdec.metrics.results import RequestResult
-from specdec.report.plots import figure_of, png
-from specdec.report.results import ENDS_FILE, Result
+from specdec.report.results import ENDS_FILE
 
 PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 """Background colours of sources 0, 1, ...; tokens of the target have none."""
 
 _TERMINAL = ("blue", "yellow", "green", "magenta", "cyan", "bright_black")
-_FONT: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": 8.0, "va": "center"}
-_WIDE, _HIGH = 0.602 * 8.0 / 72, 1.35 * 8.0 / 72  # a character, inches; it advances 0.602 em
-_COLUMNS, _MAX_LINES = 100, 60  # longer lines are broken
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
 
 
@@ -62,10 +59,7 @@ def write_token_ends(
     """Writes ``token_ends`` of all outputs, by strategy; nothing without a tokenizer."""
     if tokenizer is None:
         return None
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens)))
-
+    decode = partial(tokenizer.decode, skip_special_tokens=True)  # as the outputs' texts are
     ends = {
         strategy: {result.id: token_ends(result.output, decode) for result in outputs}
         for strategy, outputs in results.items()
@@ -123,7 +117,6 @@ def terminal_text(result: RequestResult, ends: Sequence[int] | None) -> Text:
 
 
 def terminal_style(origin: int) -> str:
-    """Returns a source's style for rich."""
     return "" if origin < 0 else f"black on {_TERMINAL[origin % len(_TERMINAL)]}"
 
 
@@ -134,47 +127,3 @@ def html_text(result: RequestResult, ends: Sequence[int] | None) -> Markup:
         p.text if p.origin < 0 else span.format(p.origin % len(PALETTE), p.text)
         for p in pieces(result, ends)
     )
-
-
-def origins_png(result: Result) -> bytes | None:
-    """Draws the first output as fixed-width text on the colours of its sources; None without one.
-
-    The title states how many lines are not drawn.
-    """
-    from matplotlib.patches import Rectangle  # takes a second to import
-
-    for first in result.results[:1]:
-        names, ends = origin_names(result.config), result.ends.get(str(first.id))
-        parts = ((p.text.replace("\t", "    "), _color(p.origin)) for p in pieces(first, ends))
-        lines = [
-            part
-            for line in Text.assemble(*parts).split(allow_blank=True)
-            for part in line.divide(range(_COLUMNS, len(line), _COLUMNS))
-        ]
-        shown, hidden = lines[:_MAX_LINES], len(lines[_MAX_LINES:])
-        figure = figure_of(_COLUMNS * _WIDE + 0.3, len(shown) * _HIGH + 1.3)
-        ax = figure.subplots()
-        ax.set(xlim=(0, _COLUMNS * _WIDE), ylim=(len(shown) * _HIGH, 0))
-        ax.axis("off")
-        for row, line in enumerate(shown):
-            for start, end, color in line.spans:
-                place = (start * _WIDE, row * _HIGH)
-                ax.add_patch(Rectangle(place, (end - start) * _WIDE, _HIGH, color=color, lw=0))
-            ax.text(0, (row + 0.52) * _HIGH, line.plain, parse_math=False, **_FONT)
-        for origin, share in shares([first]).items():
-            label = f"{names.get(origin, f'source {origin}')} {100 * share:.0f} %"
-            look: dict[str, Any] = {
-                "fc": _color(origin) or "white",
-                "ec": "#999999",
-                "lw": 0.5,
-                "label": label,
-            }
-            ax.add_patch(Rectangle((-1, -1), 0, 0, **look))  # not in view; for the legend
-        more = f"  ({hidden} more line{'s' if hidden > 1 else ''})" if hidden else ""
-        title = f"{result.name}, prompt {first.id}{more}"
-        return png(figure, title, result.conditions, legend=[ax])
-    return None
-
-
-def _color(origin: int) -> str:
-    return "" if origin < 0 else PALETTE[origin % len(PALETTE)]

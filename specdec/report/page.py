@@ -15,10 +15,11 @@ import yaml
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_text
 from specdec.metrics import RequestResult, comparison_row
-from specdec.report.origins import PALETTE, html_text, origin_names, origins_png, shares
-from specdec.report.plots import acceptance_png, prompts_png, throughput_png, trajectory_png
+from specdec.metrics.compare import prompt_speedups
+from specdec.report.origins import PALETTE, html_text, origin_names, shares
+from specdec.report.plots import acceptance_png, comparison_png, throughput_png, trajectory_png
 from specdec.report.results import Result, baseline_of, read, read_json, styles_of
-from specdec.report.tables import TITLE_KEYS, notes_of, title_of, used_columns
+from specdec.report.tables import TITLE_KEYS, notes_of, shown_rows, title_of, used_columns
 from specdec.report.traces import rejections_png, timeline_png
 from specdec.trace.files import (
     TIMELINE_FILE,
@@ -31,7 +32,6 @@ from specdec.trace.files import (
 )
 
 _MAX_TEXTS = 24  # strategies or jobs whose texts are shown
-_MAX_PICTURES = 8  # strategies or jobs whose first text is also drawn as a picture
 _MAX_TREES_BYTES = 12_000_000
 
 
@@ -41,7 +41,7 @@ class ResultsReport:
 
     folder: Path
     results: tuple[Result, ...]  # one per strategy and run folder, with its baseline
-    rows: tuple[Mapping[str, Any], ...]  # ``metrics.comparison_row`` of complete runs
+    rows: tuple[Mapping[str, Any], ...]  # of ``tables.shown_rows``, of complete runs
     conditions: Mapping[str, Any]  # see ``_shared``
 
 
@@ -55,9 +55,11 @@ def load_report(folder: str | Path) -> ResultsReport:
         baseline = baseline_of(result, found)
         plain = [] if baseline is None else baseline.runs
         results.append(replace(result, plain=plain if len(plain) == len(result.runs) else []))
-    rows = tuple(_row(result) for result in results if result.summary is not None)
     conditions = _shared([result.conditions for result in results if result.conditions])
-    return ResultsReport(Path(folder), tuple(results), rows, conditions)
+    rows = [_row(result) for result in results if result.summary is not None]
+    return ResultsReport(
+        Path(folder), tuple(results), tuple(shown_rows(rows, conditions)), conditions
+    )
 
 
 def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -91,19 +93,24 @@ def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
     results = [result for result in report.results if result.records]
     timeline, trees = _trace(report)
     drawn: dict[str, bytes | None] = {
-        "prompts": prompts_png(results, report.conditions),
+        "prompts": _comparison(report),
         "throughput": throughput_png(results, report.conditions),
         "acceptance": acceptance_png(results, report.conditions),
         "trajectory": trajectory_png(results, report.conditions),
         **timeline,
     }
-    for i, result in enumerate(report.results[:_MAX_PICTURES], start=1):
-        drawn[f"text-{i:02d}-{result.strategy}"] = origins_png(result)
     pictures = {name: data for name, data in drawn.items() if data is not None}
     folder = report.folder / "pictures"
     paths = [write_bytes(folder / f"{name}.png", data) for name, data in pictures.items()]
     page = _page(report, pictures, trees, num_texts)
     return [write_text(report.folder / "report.html", page), *paths]
+
+
+def _comparison(report: ResultsReport) -> bytes | None:
+    styles, drawn = styles_of(report.results), [r for r in report.results if r.summary is not None]
+    points = [prompt_speedups(r.runs, r.plain if r.strategy != "ar" else ()) for r in drawn]
+    own = [styles[result.name] for result in drawn]
+    return comparison_png(report.rows, report.conditions, own, points) if drawn else None
 
 
 def text_of(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
-from statistics import median
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from specdec.metrics.compare import decode_phases, prompt_speedups, speed_ratios
 from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
-from specdec.metrics.times import all_gaps, decode_phase, decode_speed
+from specdec.metrics.times import all_gaps, decode_phase
 from specdec.report.results import Result, drafted_tokens, styles_of
-from specdec.report.styles import row_styles
-from specdec.report.tables import is_lossy, lossless_label, percent, title_of
+from specdec.report.styles import Style
+from specdec.report.tables import is_lossy, lossless_label, percent, shown_rows, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from specdec.metrics.results import RequestResult, Run
+    from specdec.metrics.results import RequestResult
 
 Row = Mapping[str, Any]
 FloatArray = npt.NDArray[np.floating[Any]]
@@ -41,47 +39,50 @@ _MAX_DOMAINS = 16
 _FEWEST_PROMPTS = 4  # of a plot over prompts
 
 
-# ---------------------------------------------------------------------- one run or comparison
-
-
 def comparison_png(
-    rows: Sequence[Row], conditions: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]
+    rows: Sequence[Row],
+    conditions: Mapping[str, Any],
+    styles: Sequence[Style],
+    points: Sequence[FloatArray],
 ) -> bytes:
-    """Plots speed-up over ``ar``, tokens per second and acceptance; ``runs`` has the repeats."""
-    figure = figure_of(11.0, 2.2 + 0.46 * len(rows))
-    speedup, speed, third = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1.0, 1.0])
-    tidy(speedup, xlabel="speed-up over ar (tokens per second of decoding, ar = 1)")
+    """Plots speed-up over ``ar``, tokens per second and acceptance.
+
+    Every row has a style and ``points``, the speed-ups of its prompts.
+    """
+    figure, rows = figure_of(11.0, 2.2 + 0.46 * len(rows)), shown_rows(rows, conditions)
+    speedup, speed, third = axes = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1, 1])
     # The numbers stand above the dots, so that they do not read as the value of the last dot.
-    _bars(speedup, rows, "speedup_wall", "{:.2f}x", above=11)
-    for y, row in enumerate(rows):
-        name, spread = row["strategy"], row.get("speedup_wall_range")
-        if row.get("speedup_wall") is None:
-            continue
-        if runs.get(name) and runs.get("ar") and name != "ar":
-            points = prompt_speedups(runs[name], runs["ar"])
-            jitter = (np.arange(len(points)) % 5 - 2) * 0.06
-            speedup.scatter(points, y + jitter, s=7, color="black", alpha=0.35, lw=0, zorder=3)
-        if spread and spread[0] < spread[1]:
-            speedup.plot(spread, [y, y], color="black", lw=1.6, solid_capstyle="butt", zorder=4)
+    _bars(speedup, rows, styles, "speedup_wall", "{:.2f}x", above=11)
+    tidy(speedup, xlabel="speed-up over ar (tokens per second of decoding, ar = 1)")
+    for y, (row, values) in enumerate(zip(rows, points, strict=True)):
+        jitter = (np.arange(len(values)) % 5 - 2) * 0.06
+        speedup.scatter(values, y + jitter, s=7, color="black", alpha=0.35, lw=0, zorder=3)
+        low, high = row.get("speedup_wall_range") or (0, 0)
+        if low < high:
+            speedup.plot([low, high], [y, y], color="black", lw=1.6, zorder=4)
     speedup.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
+    _bars(speed, rows, styles, "tokens_per_s", "{:.0f}")
     tidy(speed, xlabel="tokens per second (decoding)")
-    _bars(speed, rows, "tokens_per_s", "{:.0f}")
     name, label = "acceptance_length", "acceptance length (tokens per target pass)"
     if any(row.get("hit_rate") is not None for row in rows):
         name, label = "hit_rate", "hit rate (share of answers)"
+    _bars(third, rows, styles, name, "{:.2f}")
     tidy(third, xlabel=label)
-    _bars(third, rows, name, "{:.2f}")
-    for ax in (speedup, speed, third):
+    for ax in axes:
         ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)  # room for the numbers at the bars' ends
-    lossy = [is_lossy(row) for row in rows]
-    speedup.set_yticks(range(len(rows)), [_row_label(row) for row in rows])
-    for tick, red in zip(speedup.get_yticklabels(), lossy, strict=True):
-        tick.set_color(_BAD if red else "black")
+    loops = [
+        "" if (s := row.get("loop_share")) is None else f", loops {percent(s)}" for row in rows
+    ]
+    labels = [f"{row['strategy']}\n{lossless_label(row)}" for row in rows]
+    speedup.set_yticks(range(len(rows)), map("".join, zip(labels, loops, strict=True)))
+    red = [is_lossy(row) and not row["quantized"] for row in rows]
+    for tick, is_red in zip(speedup.get_yticklabels(), red, strict=True):
+        tick.set_color(_BAD if is_red else "black")
     speedup.set_ylim(len(rows) - 0.5, -0.5)
     legend = [
         "Bars: a colour per strategy, as in all pictures; median over repeats; black line: range"
-        " over repeats; dots: single prompts",
-        *(["red names: lossy or not lossless"] if any(lossy) else []),
+        " over repeats; dots: single prompts; below the name: whether the tokens are those of ar",
+        *(["red names: lossy or not lossless"] if any(red) else []),
         *(f"{row['strategy']}: {row['caveat']}" for row in rows if row.get("caveat")),
     ]
     text = f"{'; '.join(legend)}. Loops: share of tokens ending an 8-gram generated before."
@@ -89,123 +90,37 @@ def comparison_png(
     return png(figure, "Strategies compared", conditions)
 
 
-def _bars(ax: Axes, rows: Sequence[Row], name: str, form: str, above: int = 0) -> None:
+def _bars(
+    ax: Axes, rows: Sequence[Row], styles: Sequence[Style], name: str, form: str, above: int = 0
+) -> None:
     """Draws one horizontal bar per row and writes its value ``above`` points over its end."""
-    styles = row_styles([str(row["strategy"]) for row in rows])
-    for y, row in enumerate(rows):
-        value = row.get(name)
-        if value is not None:
-            ax.barh(y, value, height=0.62, zorder=2, **styles[str(row["strategy"])].bar())
-        missing = "" if above else "-"
-        _write(ax, missing if value is None else form.format(value), (value or 0, y), (4, above))
+    text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+    for y, (row, style) in enumerate(zip(rows, styles, strict=True)):
+        if (value := row.get(name)) is not None:
+            ax.barh(y, value, height=0.62, zorder=2, **style.bar())
+            ax.annotate(form.format(value), (value, y), (4, above), zorder=5, **text)
 
 
-def _row_label(row: Row) -> str:
-    label, loops = lossless_label(row), row.get("loop_share")
-    second = f"lossless: {label}" if label[:2] in ("ye", "NO") else label
-    second += f", loops {percent(loops)}" if loops is not None else ""
-    return f"{row['strategy']}\n{second}"
-
-
-def run_png(
-    summary: Mapping[str, Any], results: Sequence[RequestResult], conditions: Mapping[str, Any]
-) -> bytes:
-    """Plots a run: tokens over time, tokens per answer, acceptance by depth."""
-    figure = figure_of(11.0, 3.9)
-    emission, paths, depth = figure.subplots(1, 3)
-    shown, name = results[:32], str(summary.get("strategy") or "")
-    color = row_styles([name])[name].color
-    for result in (r for r in shown if r.emitted_s):
-        times = np.asarray(result.emitted_s) - result.admitted_s
-        counts = np.arange(1, len(times) + 1)
-        emission.step(times, counts, where="post", lw=0.9, alpha=0.6, color=color)
-    title = f"{len(shown)} prompt{'s' if len(shown) != 1 else ''}, one line each"
-    tidy(emission, xlabel="seconds since admission", ylabel="tokens emitted", title=title)
-    lengths, by_depth = (summary.get(n) or {} for n in ("path_lengths", "acceptance_by_depth"))
-    if len(lengths) > 1:
-        _histogram(paths, lengths, color)
-        title = "accepted path and one more token"
-        tidy(paths, xlabel="tokens decided per answer", ylabel="answers", title=title)
-    else:
-        ms = all_gaps(results) * 1e3
-        # On a simulated clock gaps may be equal up to rounding: too narrow a range for 40 bins.
-        edges = (ms.min(), max(ms.max(), ms.min() + 1.0)) if len(ms) else None
-        paths.hist(ms, bins=40, range=edges, color=color, alpha=0.85, zorder=2)
-        title = "one token per answer"
-        tidy(paths, xlabel="milliseconds between tokens", ylabel="tokens", title=title)
-    if any(by_depth.values()):
-        _histogram(depth, by_depth, color)
-        tidy(depth, xlabel="depth below the root", ylabel="accepted / judged", ylim=(0, 1))
-    else:
-        shares = summary.get("drafted_share_by_position") or {}
-        depth.plot([int(k) for k in shares], list(shares.values()), marker="o", ms=3, color=color)
-        end, label = max(map(int, shares), default=0) + 32, "position in the output (tokens)"
-        tidy(depth, xlabel=label, ylabel=_DRAFTED, xlim=(-2, end), ylim=(0, 1.02))
-    return png(figure, f"{name}, loop_share {percent(summary.get('loop_share'))}", conditions)
-
-
-def _histogram(ax: Axes, counts: Mapping[str, float], color: str) -> None:
-    ax.bar([int(k) for k in counts], list(counts.values()), color=color, alpha=0.85, zorder=2)
-    if 0 < len(counts) <= 12:
-        ax.set_xticks([int(k) for k in counts])
-
-
-# ---------------------------------------------------------------------- over prompts and positions
-
-
-def prompts_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
-    """Plots each prompt's speed-up over plain decoding, or tokens per second without a baseline."""
-    shown = [r for r in results if r.plain and r.strategy != "ar"]
-    relative = bool(shown)
-    shown = (shown or [r for r in results if r.requests])[:MAX_CURVES]
-    figure = figure_of(11.0, 1.5 + 0.42 * max(1, len(shown)))
-    ax: Axes = figure.subplots()
-    styles = styles_of(results)
-    for y, result in enumerate(shown):
-        values = prompt_speedups(result.runs, result.plain) if relative else _speeds(result.runs)
-        if not len(values):
-            continue
-        # Spread equal values vertically so that all dots stay visible.
-        offset = (np.argsort(np.argsort(values)) % 5 - 2) * 0.09
-        ax.scatter(
-            values, y + offset, s=16, alpha=0.65, lw=0, zorder=3, **styles[result.name].point()
-        )
-        middle = table_number(result, relative=relative) or float(np.median(values))
-        ax.plot(np.quantile(values, [0.25, 0.75]), [y, y], color="black", lw=1.2, zorder=4)
-        ax.plot([middle, middle], [y - 0.28, y + 0.28], color="black", lw=2.0, zorder=4)
-        text = f"{middle:.2f}x" if relative else f"{middle:.0f}"
-        _write(ax, text, (middle, y - 0.28), (0, 1), ha="center", va="bottom")
-    ax.set_yticks(range(len(shown)), [result.name for result in shown])
-    ax.set_ylim(len(shown) - 0.5, -0.65)
-    if relative:
-        ax.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
-    label = "speed-up over ar (ar = 1)" if relative else "tokens per second of decoding"
-    tidy(ax, xlabel=label, xlim=(0, ax.get_xlim()[1] * 1.05))
-    what = "Speed-up" if relative else "Speed"
-    text = f"{what}: dots are prompts, lines their middle half, thick bars the table's number"
-    return png(figure, text, conditions)
-
-
-def table_number(result: Result, *, relative: bool) -> float | None:
-    """Returns the number in the table: over all prompts together, the median over repeats."""
-    if relative:
-        known = speed_ratios(result.runs, result.plain)
-    else:
-        speeds = [decode_speed(run.results) for run in result.runs]
-        known = [speed for speed in speeds if speed is not None]
-    return median(known) if known else None
-
-
-def _speeds(runs: Sequence[Run]) -> FloatArray:
-    """float[P]: tokens per second of each prompt, with repeats pooled."""
-    table = decode_phases(runs).groupby("id").sum().query("seconds > 0")
-    return (table["tokens"] / table["seconds"]).to_numpy()
+def run_png(result: Result) -> bytes:
+    """Plots what the throughput and the acceptance pictures of a report have."""
+    figure = figure_of(11.0, 7.4)
+    time, rate, depth, position = figure.subplots(2, 2).flat
+    _throughput(time, rate, [result])
+    _acceptance(depth, position, [result])
+    loops = percent((result.summary or {}).get("loop_share"))
+    return png(figure, f"{result.name}, loop_share {loops}", result.conditions)
 
 
 def acceptance_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
     """Plots acceptance by depth below the root, and the share of drafted tokens by position."""
     figure = figure_of(11.0, 4.0)
-    depth, position = figure.subplots(1, 2)
+    axes = figure.subplots(1, 2)
+    _acceptance(*axes, results)
+    title = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
+    return png(figure, title, conditions, legend=axes)
+
+
+def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:
     for result, style in _drawn(results, plain=False):
         style |= {"ms": 3, "lw": 1.3}
         summary = result.summary or {}
@@ -220,20 +135,23 @@ def acceptance_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> 
             middles = [start + POSITION_BUCKET / 2 for start in drafted]
             position.plot(middles, list(drafted.values()), **style)
     if not depth.lines:
-        text = "one level per step: every answer is at depth 0"
+        text = "no draft tokens, or one level per step: every answer is at depth 0"
         depth.text(0.5, 0.5, text, ha="center", va="center", transform=depth.transAxes, fontsize=9)
     depth.locator_params(axis="x", integer=True)
     label, limits = "depth below the root (draft tokens)", (0, 1.02)
     tidy(depth, xlabel=label, ylabel="accepted / judged", ylim=limits)
     _by_position(position, POSITION_BUCKET, _DRAFTED, limits)
-    title = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
-    return png(figure, title, conditions, legend=(depth, position))
 
 
 def throughput_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
     """Plots tokens over time since admission, and tokens per second by position in the output."""
     figure = figure_of(11.0, 4.0)
-    time, rate = figure.subplots(1, 2)
+    axes = figure.subplots(1, 2)
+    _throughput(*axes, results)
+    return png(figure, "Throughput", conditions, legend=axes)
+
+
+def _throughput(time: Axes, rate: Axes, results: Sequence[Result]) -> None:
     for result, style in _drawn(results):
         seconds = mean_emission(result.requests)
         if len(seconds) > 1:
@@ -244,7 +162,6 @@ def throughput_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> 
             rate.plot(positions, speeds, ms=3, lw=1.3, **style)
     tidy(time, xlabel="seconds since admission", ylabel="tokens emitted (mean over prompts)")
     _by_position(rate, _RATE_TOKENS, "tokens per second", (0, None))
-    return png(figure, "Throughput", conditions, legend=(time, rate))
 
 
 def trajectory_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes | None:
@@ -257,10 +174,9 @@ def trajectory_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> 
     ]
     if max((len(table) for table, *_ in drawn), default=0) < _FEWEST_PROMPTS:
         return None
-    sums = {name: table.groupby("domain", sort=False).sum() for table, _, name in drawn}
-    shares = pd.DataFrame({name: of["drafted"] / of["tokens"] for name, of in sums.items()})
-    order = dict.fromkeys(domain for of in sums.values() for domain in of.index if domain)
-    shares = shares.reindex([*order])
+    tables = pd.concat({name: table for table, _, name in drawn}, names=["name"])
+    sums = tables[tables["domain"] != ""].groupby(["domain", "name"], sort=False).sum()
+    shares = (sums["drafted"] / sums["tokens"]).unstack(sort=False)  # [domain, strategy or job]
     panels = 2 if 1 < len(shares) <= _MAX_DOMAINS else 1
     figure = figure_of(11.0, 4.0)
     axes = figure.subplots(1, panels, squeeze=False)[0]
@@ -337,12 +253,6 @@ def tidy(ax: Axes, **labels: Any) -> None:
     ax.xaxis.label.set_fontsize(8.5)
     ax.yaxis.label.set_fontsize(8.5)
     ax.title.set_fontsize(9)
-
-
-def _write(ax: Axes, text: str, at: tuple[Any, Any], offset: tuple[int, int], **style: Any) -> None:
-    """Writes small text ``offset`` points from a position in data coordinates."""
-    style = {"va": "center", "fontsize": 8, "zorder": 5, **style}
-    ax.annotate(text, at, offset, textcoords="offset points", **style)
 
 
 def figure_of(width: float, height: float, dpi: int = _DPI) -> Figure:

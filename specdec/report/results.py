@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pandas import DataFrame
+import numpy as np
+from pandas import DataFrame, concat
 
 from specdec.errors import UserError
 from specdec.files import parse_json, parse_yaml, plain
@@ -76,8 +77,8 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         result, totals = record.result, record.totals
         if totals is not None:
             self.records[record.strategy, record.repeat, result.id] = record
-        head = {"strategy": record.strategy, "repeat": record.repeat, "prompt": record.prompt}
-        line = {**head, **result.to_json()}
+        line = {name: getattr(record, name) for name in ("strategy", "repeat", "prompt")}
+        line |= result.to_json()
         if record.category:
             line["category"] = record.category
         line["totals"] = None if totals is None else asdict(totals)
@@ -121,18 +122,19 @@ def _read(path: Path) -> tuple[list[RequestRecord], int]:
         return [], 0
     *lines, _ = path.read_bytes().split(b"\n")  # without a newline the last line is incomplete
     records, length = list[RequestRecord](), 0
-    for number, line in enumerate(lines, start=1):
+    for number, text in enumerate(lines, start=1):
+        values = None
         try:
-            values = parse_json(line) if line.strip() else None
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise _damaged(path, number) from error
-        try:
-            records += [] if values is None else [_record(values)]
+            if text.strip():
+                values = parse_json(text)
+                records.append(_record(values))
         except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
-            raise _damaged(path, number) from error
-        length += len(line) + 1
+            if values is None and number == len(lines):
+                break
+            raise UserError(
+                f"{str(path)!r} line {number} is damaged; move the file away to start anew"
+            ) from error
+        length += len(text) + 1
     return records, length
 
 
@@ -143,10 +145,6 @@ def _record(line: dict[str, Any]) -> RequestRecord:
     own |= {k: line.pop(k) for k in ("cpu", "disturbed", "category") if k in line}
     totals = None if totals is None else RunTotals.from_json(totals)
     return RequestRecord(result=RequestResult.from_json(line), totals=totals, **own)
-
-
-def _damaged(path: Path, number: int) -> UserError:
-    return UserError(f"{str(path)!r} line {number} is damaged; move the file away to start anew")
 
 
 # ---------------------------------------------------------------------- folders
@@ -193,8 +191,11 @@ def read(folder: str | Path) -> list[Result]:
     if not base.is_dir():
         raise UserError(f"{base} is not a folder: name the output_dir of a run")
     files = (SUMMARY_FILE, COMPARISON_FILE, REQUESTS_FILE)
-    folders = [config.parent for config in sorted(base.rglob(CONFIG_FILE))]
-    folders = [folder for folder in folders if any((folder / name).is_file() for name in files)]
+    folders = [
+        config.parent
+        for config in sorted(base.rglob(CONFIG_FILE))
+        if any((config.parent / name).is_file() for name in files)
+    ]
     if not folders:
         raise UserError(
             f"{base} holds no results: name the output_dir of specdec run, run -m or compare"
@@ -223,10 +224,12 @@ def styles_of(results: Iterable[Result]) -> dict[str, Style]:
     return row_styles({result.name: result.strategy for result in results})
 
 
-def frame(*folders: str | Path | Result) -> DataFrame:
-    """Returns a pandas frame with one row per strategy and run folder.
+Source = str | Path | Result
+"""A folder for ``read``, or a ``Result`` (of ``specdec.compare``)."""
 
-    Each argument is a folder for ``read``, or a ``Result`` (of ``specdec.compare``).
+
+def frame(*sources: Source) -> DataFrame:
+    """Returns a pandas frame with one row per strategy and run folder.
 
     Columns: ``folder``, ``name``, ``strategy``, ``complete``; every configuration key as
     ``config.<key>``; every metric of docs/metrics.md by its name. Histograms are mappings.
@@ -240,44 +243,47 @@ def frame(*folders: str | Path | Result) -> DataFrame:
             **_flat(result.config, "config."),
             **{k: v for k, v in (result.summary or {}).items() if k != "conditions"},
         }
-        for result, head in _results(folders)
+        for result, head in _results(sources)
     )
 
 
-def prompt_frame(*folders: str | Path | Result) -> DataFrame:
-    """Returns a pandas frame with one row per finished prompt and repeat; arguments as ``frame``.
+def prompt_frame(*sources: Source) -> DataFrame:
+    """Returns a pandas frame with one row per finished prompt and repeat.
 
-    Columns: ``folder``, ``name``, ``strategy``, ``repeat``, ``prompt``; ``num_prompt``,
-    ``new_tokens``, ``finish_reason``, ``text``; ``tokens_per_s`` (decoding), ``ttft_ms``;
-    ``acceptance_length`` (tokens decided per answer), ``drafted_share`` (of its tokens that a
-    source proposed); the raw counts (``answers``, ``accepted``, ``hits``, ``misses``, ...).
+    Columns: ``folder``, ``name``, ``strategy``, ``repeat``, and those of ``prompt_metrics``.
     """
-    return DataFrame([{**head, **prompt_metrics(r)} for r, head in _prompts(folders)])
+    return DataFrame([{**head, **prompt_metrics(r)} for r, head in _prompts(sources)])
 
 
-def token_frame(*folders: str | Path | Result) -> DataFrame:
-    """Returns a pandas frame with one row per generated token; arguments as ``frame``.
+def token_frame(*sources: Source) -> DataFrame:
+    """Returns a pandas frame with one row per generated token.
 
     Columns: ``folder``, ``name``, ``strategy``, ``repeat``, ``prompt``, ``position`` (0 the first
     generated token), ``token``, ``origin`` (index of the source that proposed it, -1 the target),
     ``emitted_s`` (since the prompt was admitted).
     """
-    return DataFrame(
-        {
-            **head,
-            "prompt": r.id,
-            **{"position": position, "token": token, "origin": origin},
-            "emitted_s": at - r.admitted_s,
-        }
-        for r, head in _prompts(folders)
-        for position, (token, origin, at) in enumerate(
-            zip(r.output, r.origins, r.emitted_s, strict=True)
+    frames = [
+        DataFrame(
+            {
+                **head,
+                "prompt": r.id,
+                "position": range(len(r.output)),
+                "token": r.output,
+                "origin": r.origins,
+                "emitted_s": np.asarray(r.emitted_s) - r.admitted_s,
+            }
         )
-    )
+        for r, head in _prompts(sources)
+    ]
+    return concat(frames, ignore_index=True) if frames else DataFrame()
 
 
 def prompt_metrics(result: RequestResult) -> dict[str, Any]:
-    """Returns one prompt's columns of ``prompt_frame``; undefined values are None."""
+    """Returns one prompt's ``prompt`` (id), sizes, speeds, raw counts and text.
+
+    ``acceptance_length`` is in tokens decided per answer; ``drafted_share`` is the share of its
+    tokens that a source proposed. Undefined values are None.
+    """
     c, phase, count = result.counters, decode_phase(result), len(result.output)
     return {
         "prompt": result.id,
@@ -348,7 +354,7 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a file; returns None if it does not exist. Damaged files are a UserError."""
+    """Returns a file's content, None if it does not exist; UserError if it is damaged."""
     if not path.is_file():
         return None
     try:
@@ -365,17 +371,14 @@ def read_object(path: Path) -> dict[str, Any] | None:
     raise UserError(f"{path} is damaged (it is no JSON object): delete it and run it again")
 
 
-def _results(sources: Iterable[str | Path | Result]) -> Iterator[tuple[Result, dict[str, Any]]]:
+def _results(sources: Iterable[Source]) -> Iterator[tuple[Result, dict[str, Any]]]:
     """Yields each result with the first columns of its rows."""
     for source in sources:
         for r in [source] if isinstance(source, Result) else read(source):
             yield r, {"folder": r.folder.as_posix(), "name": r.name, "strategy": r.strategy}
 
 
-def _prompts(
-    sources: Iterable[str | Path | Result],
-) -> Iterator[tuple[RequestResult, dict[str, Any]]]:
-    """Yields each finished request with the first columns of its rows."""
+def _prompts(sources: Iterable[Source]) -> Iterator[tuple[RequestResult, dict[str, Any]]]:
     for result, head in _results(sources):
         for record in result.records:
             yield record.result, head | {"repeat": record.repeat}

@@ -9,7 +9,7 @@ its text again; here both are counted as they were generated.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import time
 from typing import Any
@@ -30,10 +30,7 @@ _TASK_OF = {category: task for task, categories in TASKS.items() for category in
 
 
 def answers_of(
-    prompts: Mapping[int, Prompt],
-    repeats: Sequence[Sequence[RequestResult]],
-    strategy: str,
-    decode: Callable[[Sequence[int]], str],
+    prompts: Mapping[int, Prompt], repeats: Sequence[Sequence[RequestResult]], strategy: str
 ) -> list[Answer]:
     """Builds a strategy's answers, one per question, with a choice per repeat.
 
@@ -41,37 +38,37 @@ def answers_of(
     by the run's clock, prefill included. Prompts without ``question_id`` have no answer.
     """
     turns: list[dict[int, list[RequestResult]]] = [{} for _ in repeats]
-    for found, results in zip(turns, repeats, strict=True):
+    for questions, results in zip(turns, repeats, strict=True):
         for result in sorted(results, key=lambda r: r.id):
-            found.setdefault(result.id % TURN_IDS, []).append(result)
-
-    def choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
-        lengths = []  # tokens emitted by each step, without those cut at the end of an answer
-        for turn in turns:
-            lengths += turn.counters.decided
-            if turn.counters.decided:
-                lengths[-1] -= turn.counters.cut_tokens
-        return {
-            "index": index,
-            "turns": [decode(turn.output) for turn in turns],
-            "decoding_steps": [turn.counters.answers for turn in turns],
-            "new_tokens": [len(turn.output) for turn in turns],
-            "wall_time": [turn.emitted_s[-1] - turn.admitted_s for turn in turns],
-            "accept_lengths": lengths,
-        }
-
+            questions.setdefault(result.id % TURN_IDS, []).append(result)
     return [
         {
             "question_id": prompt.question_id,
             "category": prompt.category,
             "answer_id": f"{strategy}-{prompt.question_id}",
             "model_id": strategy,
-            "choices": [choice(i, found[at]) for i, found in enumerate(turns)],
+            "choices": [_choice(i, questions[at]) for i, questions in enumerate(turns)],
             "tstamp": time(),
         }
         for at, prompt in prompts.items()
-        if prompt.question_id is not None and all(at in found for found in turns)
+        if prompt.question_id is not None and all(at in questions for questions in turns)
     ]
+
+
+def _choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
+    lengths = []  # tokens emitted by each step, without those cut at the end of an answer
+    for turn in turns:
+        lengths += turn.counters.decided
+        if turn.counters.decided:
+            lengths[-1] -= turn.counters.cut_tokens
+    return {
+        "index": index,
+        "turns": [turn.text for turn in turns],
+        "decoding_steps": [turn.counters.answers for turn in turns],
+        "new_tokens": [len(turn.output) for turn in turns],
+        "wall_time": [turn.emitted_s[-1] - turn.admitted_s for turn in turns],
+        "accept_lengths": lengths,
+    }
 
 
 def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Path | None:
@@ -101,13 +98,11 @@ def by_category(
 def _table(answers: Sequence[Answer]) -> pd.DataFrame:
     """Returns a row per question and repeat; questions without a category are left out."""
     rows = [
-        {
-            "question": answer["question_id"],
-            "repeat": choice["index"],
-            "task": task_of(answer["category"]),
-            "speed": sum(choice["new_tokens"]) / max(sum(choice["wall_time"]), 1e-9),
-            "lengths": choice["accept_lengths"],
-        }
+        (
+            *(answer["question_id"], choice["index"], task_of(answer["category"])),
+            sum(choice["new_tokens"]) / max(sum(choice["wall_time"]), 1e-9),
+            choice["accept_lengths"],
+        )
         for answer in answers
         if answer["category"]
         for choice in answer["choices"]
@@ -118,13 +113,13 @@ def _table(answers: Sequence[Answer]) -> pd.DataFrame:
 
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
     speeds = group.groupby("repeat")[["speed", "ar_speed"]].mean()
-    questions = group.xs(0, level="repeat")["lengths"]
-    lengths = [length for question in questions for length in question]
+    lengths = group.xs(0, level="repeat")["lengths"]
+    accepted = lengths.explode().dropna()
     compared = group["ar_speed"].notna().all()
     return {
-        "num_questions": len(questions),
+        "num_questions": len(lengths),
         "tokens_per_s": float(speeds["speed"].median()),
-        "accept_length": sum(lengths) / len(lengths) if lengths else None,
+        "accept_length": float(accepted.mean()) if len(accepted) else None,
         "speedup": float((speeds["speed"] / speeds["ar_speed"]).median()) if compared else None,
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,8 +21,6 @@ _FEW_PROMPTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A table column."""
-
     heading: str
     about: str  # unit or explanation
     cell: Callable[[Row], str]  # formats a row's cell
@@ -47,42 +45,43 @@ def lossless_label(row: Row) -> str:
     lossless = row.get("lossless")
     if lossless is None:
         return "in distribution" if row.get("claims") == "distribution" else NONE
-    return "yes" if lossless else f"NO ({row.get('num_differing', '?')} differ)"
+    word = "ties?" if row.get("quantized") else "NO"
+    return "yes" if lossless else f"{word} ({row.get('num_differing', '?')} differ)"
 
 
-def speedup_label(row: Row) -> str:
-    """Formats the median speed-up and, with several repeats, minimum and maximum."""
+def _speedup(row: Row) -> str:
     value, spread = row.get("speedup_wall"), row.get("speedup_wall_range")
-    if value is None:
-        return NONE
-    if spread and row.get("repeats", 1) > 1:
-        return f"{value:.2f}x ({spread[0]:.2f}-{spread[1]:.2f})"
-    return f"{value:.2f}x"
+    shown = spread and row.get("repeats", 1) > 1
+    text = f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread and shown else ""
+    return NONE if value is None else f"{value:.2f}x{text}"
 
 
-def metric(heading: str, about: str, key: str, digits: int = 2) -> Column:
-    """Makes the column of a number of the row."""
+def _metric(heading: str, about: str, key: str, digits: int = 2) -> Column:
     return Column(heading, about, lambda row: number(row.get(key), digits))
 
 
-def share(heading: str, about: str, key: str, digits: int = 0) -> Column:
-    """Makes the column of a fraction of the row."""
+def _share(heading: str, about: str, key: str, digits: int = 0) -> Column:
     return Column(heading, about, lambda row: percent(row.get(key), digits))
 
 
+def _name(row: Row) -> str:
+    return f"{row['strategy']} *" if row.get("fastest") else str(row["strategy"])
+
+
 COLUMNS = (
-    Column("strategy", "", lambda r: str(r["strategy"]), left=True),
+    Column("strategy", "", _name, left=True),
     Column("lossless", "tokens compared with ar", lossless_label, left=True),
-    metric("tokens/s", "decoding only", "tokens_per_s", 1),
-    Column("vs ar", "median (range of repeats)", speedup_label),
-    metric("TBT ms", "mean between tokens", "tbt_ms_mean"),
-    metric("accept len", "emitted per target pass", "acceptance_length"),
-    share("hit rate", "of level-per-step answers", "hit_rate"),
-    metric("target", "passes", "target_passes", 0),
-    metric("draft", "passes", "draft_passes", 0),
-    share("overhead", "outside model calls", "overhead_share", 1),
+    _metric("tokens/s", "decoding only", "tokens_per_s", 1),
+    Column("vs ar", "median (range of repeats)", _speedup),
+    _metric("TTFT ms", "mean time to the first token", "ttft_ms", 1),
+    _metric("TBT ms", "mean between tokens", "tbt_ms_mean"),
+    _metric("accept len", "emitted per target pass", "acceptance_length"),
+    _share("hit rate", "of level-per-step answers", "hit_rate"),
+    _metric("target", "passes", "target_passes", 0),
+    _metric("draft", "passes", "draft_passes", 0),
+    _share("overhead", "outside model calls", "overhead_share", 1),
     Column("runtime", "runs the models", lambda r: str(r.get("runtime") or NONE), left=True),
-    share("loops", "loop_share", "loop_share"),
+    _share("loops", "loop_share", "loop_share"),
 )
 
 CATEGORIES = (
@@ -148,26 +147,51 @@ def title_of(conditions: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def shown_rows(rows: Sequence[Row], conditions: Mapping[str, Any]) -> list[Row]:
+    """Adds ``fastest`` and ``quantized`` (the target's weights), which cells and notes read.
+
+    A quantised target's logits depend on the number of rows in a pass, so that a near tie may fall
+    the other way: a differing token is not a proof of a fault.
+    """
+    best = best_row(rows)
+    quantized = conditions.get("quantization") in ("int8", "int4")
+    return [{**row, "fastest": row is best, "quantized": quantized} for row in rows]
+
+
+def best_row(rows: Sequence[Row]) -> Row | None:
+    """Returns the row with the highest speed-up among several that are not lossy, ``ar`` too."""
+    kept = [r for r in rows if r.get("speedup_wall") is not None and not is_lossy(r)]
+    return max(kept, key=lambda row: row["speedup_wall"]) if len(kept) > 1 else None
+
+
+def is_lossy(row: Row) -> bool:
+    return row.get("lossless") is False or row.get("claims") == "lossy"
+
+
 def print_table(
-    rows: Sequence[Row], conditions: Mapping[str, Any], console: Console | None = None
+    rows: Sequence[Row],
+    conditions: Mapping[str, Any],
+    console: Console | None = None,
+    *,
+    advice: Sequence[str] = (),
 ) -> None:
-    """Prints the comparison; the fastest lossless row is marked with an asterisk.
+    """Prints the comparison, notes and advice.
 
     A narrow terminal gets several tables that each repeat the first column.
     """
-    console = console or Console()
+    console, rows = console or Console(), shown_rows(rows, conditions)
     show = partial(console.print, highlight=False, soft_wrap=True)
     show(title_of(conditions))
     _print_blocks(rows, used_columns(rows), console)
     if categories := category_columns(rows):
         show(f"\n{CATEGORIES}")
         _print_blocks(rows, categories, console)
-    for line in notes_of(rows):
+    for line in (*notes_of(rows), *advice):
         show(line)
 
 
 def _print_blocks(rows: Sequence[Row], columns: Sequence[Column], console: Console) -> None:
-    (first, *others), best = columns, best_row(rows)
+    first, *others = columns
     longest = {c: max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns}
     blocks = [[first]]
     for column in others:  # of padding two characters, and one between columns
@@ -178,37 +202,62 @@ def _print_blocks(rows: Sequence[Row], columns: Sequence[Column], console: Conso
     for block in blocks:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
         for column in block:
-            justify: Literal["left", "right"] = "left" if column.left else "right"
-            table.add_column(column.heading, justify=justify, no_wrap=True)
+            table.add_column(
+                column.heading, justify="left" if column.left else "right", no_wrap=True
+            )
         for row in rows:
-            style = "bold" if row is best else ("red" if row.get("lossless") is False else None)
-            name, *cells = (column.cell(row) for column in block)
-            table.add_row(f"{name} *" if row is best else name, *cells, style=style)
+            wrong = row.get("lossless") is False and not row.get("quantized")
+            style = "bold" if row.get("fastest") else "red" if wrong else None
+            table.add_row(*(column.cell(row) for column in block), style=style)
         # rich assumes 80 characters for files and pipes and would truncate the cells.
         width = max(console.width, 4 + sum(longest[c] + 3 for c in block))
         Console(file=console.file, width=width, force_terminal=console.is_terminal).print(table)
 
 
-def is_lossy(row: Row) -> bool:
-    return row.get("lossless") is False or row.get("claims") == "lossy"
+def markdown_table(
+    rows: Sequence[Row], conditions: Mapping[str, Any], *, advice: Sequence[str] = ()
+) -> str:
+    rows = shown_rows(rows, conditions)
+    columns = used_columns(rows)
+    lines = [f"# Comparison: {title_of(conditions)}", "", *markdown_lines(columns, rows), ""]
+    lines += [f"- {note}" for note in (*notes_of(rows), *advice)]
+    if categories := category_columns(rows):
+        lines += ["", "## By category", "", CATEGORIES, "", *markdown_lines(categories, rows)]
+    meanings = "; ".join(f"{c.heading}: {c.about}" for c in columns if c.about)
+    lines += ["", f"Columns: {meanings}."]
+    return "\n".join([*lines, *conditions_lines(conditions)]) + "\n"
 
 
-def best_row(rows: Sequence[Row]) -> Row | None:
-    """Returns the row with the highest speed-up over ``ar`` among those that are not lossy."""
-    timed = [row for row in rows if row.get("speedup_wall") is not None and row["strategy"] != "ar"]
-    kept = [row for row in timed if not is_lossy(row)]
-    return max(kept, key=lambda row: row["speedup_wall"], default=None)
+def conditions_lines(conditions: Mapping[str, Any]) -> list[str]:
+    items = [f"- {key}: {_inline(value)}" for key, value in conditions.items()]
+    return ["", "## Conditions", "", *items]
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_inline(item)}" for key, item in value.items())
+    return str(value)
+
+
+# ---------------------------------------------------------------------- notes
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    """Returns the notes below the table: differing prompts, caveats, loops."""
+    """Returns the notes below a table of ``shown_rows``."""
     notes = []
+    if any(row.get("fastest") for row in rows):
+        notes.append("*: the fastest lossless row.")
     for row in rows:
         for token in (row.get("differing") or ())[:3]:
             text = "prompt {id}, token {position}: {token} instead of {ar_token}"
             if token["position"] < 0:
                 text = "prompt {id} has no answer to compare"
             notes.append(f"{row['strategy']} differs from ar: {text.format(**token)}")
+    if any(row.get("quantized") and row.get("lossless") is False for row in rows):
+        notes.append(
+            "ties?: quantised passes of one and of more rows are not bitwise equal, so these tokens"
+            " may be ties; `specdec verify` tells ties from faults."
+        )
     notes += [
         f"{row['strategy']} DOES NOT COUNT: {percent(row['overrun_share'], 1)} of its paced work"
         " took longer than the profile says (2 % are allowed); raise clock.scale."
@@ -216,15 +265,12 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         if row.get("paced_counts") is False
     ]
     notes += [f"{row['strategy']}: {row['caveat']}." for row in rows if row.get("caveat")]
-    if disturbed := [row for row in rows if row.get("disturbed")]:
-        counts = [
-            f"{row['strategy']} {row['disturbed']} of {row['num_prompts'] * row.get('repeats', 1)}"
-            for row in disturbed
-        ]
-        notes.append(
-            f"DISTURBED measurements: {', '.join(counts)} ({disturbed[0]['disturbed_because']})."
-            " The times may be wrong: end other work on this machine and measure again."
-        )
+    if disturbed := [
+        f"{row['strategy']} {row['disturbed']} of {row['num_prompts'] * row.get('repeats', 1)}"
+        for row in rows
+        if row.get("disturbed")
+    ]:
+        notes.append(f"DISTURBED by other work on this machine: {', '.join(disturbed)} times.")
     by_ends: dict[str, list[str]] = {}  # ends of the buckets of context lengths -> rows
     for row in rows:
         drafted: Mapping[str, float] = row.get("drafted_share_by_context") or {}
@@ -256,26 +302,3 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
             " flatter every speculative method: compare under sampling=t06 or no_repeat4 too."
         )
     return notes
-
-
-def markdown_table(rows: Sequence[Row], conditions: Mapping[str, Any]) -> str:
-    columns = used_columns(rows)
-    lines = [f"# Comparison: {title_of(conditions)}", ""]
-    lines += markdown_lines(columns, rows)
-    lines += ["", *(f"- {note}" for note in notes_of(rows))]
-    if categories := category_columns(rows):
-        lines += ["", "## By category", "", CATEGORIES, "", *markdown_lines(categories, rows)]
-    meanings = "; ".join(f"{c.heading}: {c.about}" for c in columns if c.about)
-    lines += ["", f"Columns: {meanings}."]
-    return "\n".join([*lines, *conditions_lines(conditions)]) + "\n"
-
-
-def conditions_lines(conditions: Mapping[str, Any]) -> list[str]:
-    items = [f"- {key}: {_inline(value)}" for key, value in conditions.items()]
-    return ["", "## Conditions", "", *items]
-
-
-def _inline(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_inline(item)}" for key, item in value.items())
-    return str(value)

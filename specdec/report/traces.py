@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from specdec.report.plots import figure_of, png
+from specdec.report.plots import figure_of, png, tidy
 from specdec.trace.recorder import Judgement
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[in
 def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
     """Returns a pandas frame with one row per decided token of a ``trees.json``.
 
-    Columns: those of ``Judgement``, ``reason`` (one of ``REASONS``), ``bin`` and ``target_bin``
-    (the ranks' bins). It is empty for files of earlier versions.
+    Columns: those of ``Judgement``, ``reason`` (one of ``REASONS``) and ``bin`` (of the rank). It
+    is empty for files of earlier versions.
     """
     rows = [
         row
@@ -150,11 +150,9 @@ def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=[*Judgement._fields])
     cases = [table["in_tree"] == True, table["candidates"] == 0, table["rank"] == 0]  # noqa: E712
     table["reason"] = np.select(cases, [_ACCEPTED, _NO_PROPOSAL, _NO_CANDIDATE], _NO_ROOM)
-    for column, rank in (("bin", "rank"), ("target_bin", "top_target_rank")):
-        ranks = table[rank].astype(float).replace(0, np.inf)
-        edges = [0.0, *_EDGES, np.finfo(float).max, np.inf]
-        table[column] = pd.cut(ranks, edges, labels=list(RANKS))
-    return table
+    ranks = table["rank"].astype(float).replace(0, np.inf)
+    edges = [0.0, *_EDGES, np.finfo(float).max, np.inf]
+    return table.assign(bin=pd.cut(ranks, edges, labels=list(RANKS)))
 
 
 def rejection_metrics(trees: Mapping[str, Any]) -> dict[str, float]:
@@ -167,28 +165,21 @@ def rejection_metrics(trees: Mapping[str, Any]) -> dict[str, float]:
     if table.empty:
         return {}
     shares = table["reason"].value_counts(normalize=True).reindex([*REASONS], fill_value=0.0)
-    means = _rejected(table)[["top_target_prob", "top_prob"]].astype(float).mean()
+    rejected = table[(table["candidates"] > 0) & (table["reason"] != _ACCEPTED)]
+    means = rejected[["top_target_prob", "top_prob"]].astype(float).mean()
     means.index = pd.Index(["target_prob_of_rejected", "draft_prob_of_rejected"])
     return pd.concat([shares.rename(REASONS), means]).dropna().to_dict()
-
-
-def _rejected(table: pd.DataFrame) -> pd.DataFrame:
-    return table[(table["candidates"] > 0) & (table["reason"] != _ACCEPTED)]
 
 
 def rejections_png(
     trees: Mapping[str, Any], *, title: str = "Why draft tokens were rejected"
 ) -> bytes | None:
-    """Plots the draft's ranks of the target's tokens, the reasons, and any known target ranks.
-
-    Returns None without judged tokens.
-    """
+    """Plots the draft's ranks of the target's tokens, and the reasons; None if none was judged."""
     table = judgements(trees)
     if table.empty:
         return None
-    target_bins = _rejected(table)["target_bin"].value_counts(sort=False)[list(RANKS[:-1])]
     figure = figure_of(13.0, 3.9)
-    ranks, reasons, *target = figure.subplots(1, 3 if target_bins.any() else 2)
+    ranks, reasons = figure.subplots(1, 2)
     proposed = table[table["candidates"] > 0]
     counts = pd.crosstab(proposed["bin"], proposed["in_tree"].astype(bool), dropna=False)
     counts = counts.reindex(index=list(RANKS), columns=[True, False], fill_value=0)
@@ -196,7 +187,7 @@ def rejections_png(
     ranks.bar(RANKS, counts[False], bottom=counts[True], color=_PALE, label="not in the tree")
     ranks.legend(fontsize=8, frameon=False)
     ranks.set_ylim(0, 1.08 * max(1, counts.sum(axis=1).max()))  # margins may end at an empty bar
-    ranks.set(xlabel="the draft's rank of the target's token", ylabel="tokens")
+    tidy(ranks, xlabel="the draft's rank of the target's token", ylabel="tokens")
     numbers = table["reason"].value_counts().reindex([*REASONS]).dropna()
     labels = [reason.replace(" that the ", "\nthat the ") for reason in numbers.index]
     colors = [_BLUE if reason == _ACCEPTED else _RED for reason in numbers.index]
@@ -205,13 +196,5 @@ def rejections_png(
     reasons.bar_label(bars, texts, fontsize=8, padding=3)
     reasons.margins(x=0.25)
     reasons.invert_yaxis()
-    reasons.set(xlabel="tokens", title="what became of the target's token")
-    for ax in target:
-        ax.bar(target_bins.index.astype(str), target_bins, color=_RED)
-        mean = _rejected(table)["top_target_prob"].astype(float).mean()
-        label = "the target's rank of the draft's first choice"
-        ax.set(xlabel=label, ylabel="rejections", title=f"mean probability {mean:.2f}")
-    for ax in (ranks, reasons, *target):
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.tick_params(labelsize=8)
+    tidy(reasons, xlabel="tokens", title="what became of the target's token")
     return png(figure, title)

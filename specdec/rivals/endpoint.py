@@ -39,39 +39,27 @@ Url = Annotated[
 class EndpointOptions:
     """How a server is called.
 
-    Attributes:
-        base_url: address up to and including the version, as OpenAI's clients take it.
-        model: name of the model there; None for the first that the server lists.
-        prompt: "ids" sends token ids and requests those of the output (vLLM); "text" sends text,
-            which must encode to the same ids, and encodes the output.
-        extra: further fields of every request.
-        api_key_env: environment variable that contains the key; None sends no key.
-        timeout_s: seconds without an answer before a request fails.
+    ``prompt`` "ids" sends token ids and requests those of the output (vLLM); "text" sends text,
+    which must encode to the same ids, and encodes the output.
     """
 
-    base_url: Url
-    model: Text | None = None
+    base_url: Url  # up to and including the version, as OpenAI's clients take it
+    model: Text | None = None  # name there; None for the first that the server lists
     prompt: Literal["ids", "text"] = "text"
-    extra: dict[str, Any] = field(default_factory=dict)
-    api_key_env: Text | None = None
-    timeout_s: Positive = 120.0
+    extra: dict[str, Any] = field(default_factory=dict)  # further fields of every request
+    api_key_env: Text | None = None  # environment variable of the key; None sends no key
+    timeout_s: Positive = 120.0  # without an answer before a request fails
 
 
 @dataclass(slots=True)
 class _Answer:
-    """Collects what a server sends for one request.
+    """Collects what a server sends for one request."""
 
-    Attributes:
-        chunks: (seconds from the start of the request, text, token ids or None if not sent).
-        counted: output tokens by the server's count; None if it is not sent.
-        drafts: llama.cpp's counts of draft tokens and accepted ones; None if not sent.
-        stopped: whether an end token ended the output.
-    """
-
+    # (seconds from the start of the request, text, token ids or None if not sent)
     chunks: list[tuple[float, str, Sequence[int] | None]] = field(default_factory=list)
-    counted: int | None = None
-    drafts: tuple[int, ...] | None = None
-    stopped: bool = False
+    counted: int | None = None  # output tokens by the server's count; None if not sent
+    drafts: tuple[int, ...] | None = None  # llama.cpp's draft tokens and accepted ones
+    stopped: bool = False  # whether an end token ended the output
 
     def add(self, message: Mapping[str, Any], at_s: float) -> None:
         if message.get("error"):
@@ -87,12 +75,9 @@ class _Answer:
 
 
 class Endpoint:
-    """A server that decodes one prompt per call of ``generate``.
+    """A server that decodes one prompt per call of ``generate``."""
 
-    ``pids`` is None, since the server's CPU time cannot be measured.
-    """
-
-    pids = None
+    pids = None  # the server's CPU time cannot be measured
 
     def __init__(
         self,
@@ -101,10 +86,7 @@ class Endpoint:
         tokenizer: PreTrainedTokenizerBase,
         eos_ids: Collection[int],
     ) -> None:
-        """Connects to a server, which must have the target's tokenizer.
-
-        ``eos_ids`` are end tokens, which the server's text leaves out.
-        """
+        """Connects to a server, which must have the target's tokenizer."""
         self._options, self._tokenizer = options, tokenizer
         self._eos_ids = sorted(eos_ids)
         self._url = options.base_url.rstrip("/")

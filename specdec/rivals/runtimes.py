@@ -30,20 +30,14 @@ _SHOWN = 400  # characters of a failed program's output that a message shows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """A runtime, its environment, and its rows NAME_METHOD; ``workers/decode_NAME.py`` runs it.
-
-    Attributes:
-        packages: pip requirements of the environment.
-        unwanted: packages that pip installs with them, which are uninstalled again.
-        dtypes: supported ``model.dtype`` -> settings that the worker receives for it. Empty for a
-            runtime that reads GGUF files, which have types of their own; models of others are
-            converted.
-    """
+    """A runtime, its environment, and its rows NAME_METHOD; ``workers/decode_NAME.py`` runs it."""
 
     title: str
-    packages: tuple[str, ...]
+    packages: tuple[str, ...]  # pip requirements of the environment
     methods: tuple[str, ...] = ("generate", "draft", "lookup")
-    unwanted: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()  # packages that pip installs with them, uninstalled again
+    # ``model.dtype`` -> settings that the worker receives for it. Empty for a runtime that reads
+    # GGUF files, which have types of their own; models of others are converted.
     dtypes: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {"float32": {}})
 
 
@@ -70,22 +64,13 @@ RUNTIMES: Mapping[str, Runtime] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalOutput:
-    """The tokens, times and counts of one prompt.
+    """The tokens, times and counts of one prompt."""
 
-    Attributes:
-        tokens: generated tokens, including the end token.
-        times_s: per token, seconds from the start of the request.
-        wall_s: of the request, prefill included.
-        rounds: target passes that produced tokens.
-        proposed: draft tokens; 0 without drafts, None if the runtime does not count them.
-        accepted: draft tokens that the target accepted.
-    """
-
-    tokens: Sequence[int]
-    times_s: Sequence[float]
-    wall_s: float
-    rounds: int
-    proposed: int | None = 0
+    tokens: Sequence[int]  # with the end token
+    times_s: Sequence[float]  # per token, from the start of the request
+    wall_s: float  # of the request, prefill included
+    rounds: int  # target passes that produced tokens
+    proposed: int | None = 0  # draft tokens; None if the runtime does not count them
     accepted: int = 0
     draft_passes: int = 0
 

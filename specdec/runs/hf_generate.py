@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
 
@@ -43,16 +43,12 @@ class HFOptions:
     max_matching_ngram: Count = 2
 
 
-@dataclass(slots=True)
 class PassLog:
-    """Counts the forward passes of one model: tokens fed per pass, and wall time, head included."""
+    """Counts the forward passes of one model until the end of ``stack``."""
 
-    rows: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    _started: float = 0.0
-
-    def watch(self, model: torch.nn.Module, stack: ExitStack) -> None:
-        """Counts by hooks until the end of the stack."""
+    def __init__(self, model: torch.nn.Module, stack: ExitStack) -> None:
+        self.rows: list[int] = []  # tokens fed per pass
+        self.seconds = self._started = 0.0  # wall time, head included
         stack.callback(model.register_forward_pre_hook(self._before).remove)
         stack.callback(model.register_forward_hook(self._after, with_kwargs=True).remove)
 
@@ -111,15 +107,14 @@ class HFBaseline(OneByOne):
             needs = "needs" if self.kind == "hf_assisted" else "has no use for"
             raise ValueError(f"{self.kind} {needs} a draft model")
         self.name = self.name or self.kind
-        options = self.options
-        neutral = GenerationConfig(
-            num_assistant_tokens=options.num_assistant_tokens,
-            num_assistant_tokens_schedule=options.schedule,
-            assistant_confidence_threshold=options.confidence_threshold,
-        )
         # Model and the settings that replace its checkpoint's, by name.
         self._models = {"target": (self.target, GenerationConfig())}
         if self.draft is not None:
+            neutral = GenerationConfig(
+                num_assistant_tokens=self.options.num_assistant_tokens,
+                num_assistant_tokens_schedule=self.options.schedule,
+                assistant_confidence_threshold=self.options.confidence_threshold,
+            )
             self._models["draft"] = (self.draft, neutral)
         if not self.weight_bytes:
             self.weight_bytes = {k: num_bytes(model) for k, (model, _) in self._models.items()}
@@ -127,7 +122,7 @@ class HFBaseline(OneByOne):
 
     def generate_one(self, prompt: TokenPrompt) -> tuple[RequestResult, RunTotals]:
         tokens, request = prompt.tokens, self.new_request(prompt)
-        logs = {name: PassLog() for name in self._models}
+        logs: dict[str, PassLog] = {}
         emissions = Emissions(request, self._origin_s)
         input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self.target.device)
         arguments: dict[str, Any] = {
@@ -148,13 +143,13 @@ class HFBaseline(OneByOne):
             for name, (model, config) in self._models.items():
                 stack.callback(setattr, model, "generation_config", model.generation_config)
                 model.generation_config = config
-                logs[name].watch(model, stack)
+                logs[name] = PassLog(model, stack)
             stack.enter_context(torch.inference_mode())
             start = perf_counter()
             request.arrival_s = request.admitted_s = start - self._origin_s
             self.target.generate(input_ids, **arguments)
             wall_s = perf_counter() - start
-        target, draft, passes = logs["target"], logs.get("draft", PassLog()), len(emissions.sizes)
+        target, draft, passes = logs["target"], logs.get("draft"), len(emissions.sizes)
         assert len(target.rows) == passes, (
             f"{self.kind}: {len(target.rows)} target passes, {passes} emissions"
         )
@@ -174,9 +169,9 @@ class HFBaseline(OneByOne):
             # The prefill's last row yields a token as a tree node does; the others are prompt rows.
             prefill_rows=len(tokens) - 1,
             target_rows=sum(fed),
-            draft_passes=len(draft.rows),
-            draft_rows=sum(draft.rows),
-            draft_total_s=draft.seconds,
+            draft_passes=len(draft.rows) if draft else 0,
+            draft_rows=sum(draft.rows) if draft else 0,
+            draft_total_s=draft.seconds if draft else 0.0,
             model_s={name: log.seconds for name, log in used.items()},
             model_calls={name: len(log.rows) for name, log in used.items()},
         )
@@ -184,22 +179,21 @@ class HFBaseline(OneByOne):
 
     def _generation_config(self) -> GenerationConfig:
         sampling, eos = self.sampling, sorted(self.stop.eos_ids)
-        settings: dict[str, Any] = {
-            "max_new_tokens": self.stop.max_new_tokens,
-            "eos_token_id": eos or None,
-            "pad_token_id": eos[0] if eos else 0,
-            "do_sample": not sampling.greedy,
-            "use_cache": True,
-        }
-        if not sampling.greedy:
-            settings |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
-            settings["top_k"] = sampling.top_k
+        names = () if sampling.greedy else ("temperature", "top_p", "top_k")
+        settings = {name: getattr(sampling, name) for name in names}
         if sampling.no_repeat_ngram:
             settings["no_repeat_ngram_size"] = sampling.no_repeat_ngram
         if self.kind == "hf_prompt_lookup":
             settings["prompt_lookup_num_tokens"] = self.options.prompt_lookup_num_tokens
             settings["max_matching_ngram_size"] = self.options.max_matching_ngram
-        return GenerationConfig(**settings)
+        return GenerationConfig(
+            max_new_tokens=self.stop.max_new_tokens,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
+            do_sample=not sampling.greedy,
+            use_cache=True,
+            **settings,
+        )
 
 
 def baseline_of_transformers(

@@ -25,13 +25,16 @@ from specdec.distributed.rank_groups import rank_logs_in
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
+from specdec.metrics.compare import prompt_speedups
 from specdec.pairs import ModelPair, PretrainedPair, build_pair
 from specdec.pairs.record import check_recordable, record_run, write_record
+from specdec.report.advice import advice_of
 from specdec.report.origins import write_token_ends
 from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import provenance
-from specdec.report.results import RequestRecord, RequestWriter, runs_of
+from specdec.report.results import RequestRecord, RequestWriter, Result, runs_of
 from specdec.report.spec_bench import Answer, answers_of, by_category, write_answers
+from specdec.report.styles import row_styles
 from specdec.report.tables import markdown_table, print_table
 from specdec.runs.cpu_times import CpuMeter, disturbance
 from specdec.runs.hf_generate import baseline_of_transformers
@@ -89,10 +92,20 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     }
     conditions = decoding.conditions(repeats=1)
     _write_provenance(cfg, output_dir)
-    write_bytes(output_dir / "run.png", run_png(summary, run.results, conditions))
+    result = Result(
+        folder=output_dir,
+        name=runner.name,
+        strategy=runner.name,
+        config=cfg,
+        records=tuple(decoding.records.values()),
+        summary=summary,
+        conditions=conditions,
+        ends={},
+    )
+    write_bytes(output_dir / "run.png", run_png(result))
     # Written last: a folder with this file is complete.
     write_json(output_dir / "summary.json", {**summary, "conditions": conditions})
-    print_table([summary], conditions)
+    print_table([summary], conditions, advice=advice_of([summary], [cfg], output_dir))
     return summary
 
 
@@ -102,12 +115,15 @@ def compare_jobs(
     repeats: int,
     progress: Progress,
     pair: ModelPair | None = None,
+    *,
+    stays: bool = True,
 ) -> dict[str, Any]:
     """Decodes the same prompts with several strategies, interleaved prompt by prompt.
 
     Interleaving spreads a machine's drift evenly over the rows; ratios are taken within a repeat.
     Each prompt is measured ``repeats`` times. Returns the content of ``comparison.json``.
-    ``pair`` has models in memory; it is built from the configuration if omitted.
+    ``pair`` has models in memory; it is built from the configuration if omitted. ``stays`` is false
+    if the folder will be deleted.
     """
     decoding = _Decoding(cfgs, output_dir, progress, pair)
     decoding.decode(repeats)
@@ -120,10 +136,13 @@ def compare_jobs(
     ]
     _write_provenance(cfgs[0], output_dir, strategies=list(runs))
     comparison = {"rows": rows, "conditions": conditions}
-    write_text(output_dir / "comparison.md", markdown_table(rows, conditions))
-    write_bytes(output_dir / "comparison.png", comparison_png(rows, conditions, runs))
+    advice = advice_of(rows, cfgs, output_dir if stays else None)
+    write_text(output_dir / "comparison.md", markdown_table(rows, conditions, advice=advice))
+    styles = row_styles([*runs]).values()
+    points = [prompt_speedups(runs[n], runs.get("ar", ()) if n != "ar" else ()) for n in runs]
+    write_bytes(output_dir / "comparison.png", comparison_png(rows, conditions, [*styles], points))
     write_json(output_dir / "comparison.json", comparison)
-    print_table(rows, conditions)
+    print_table(rows, conditions, advice=advice)
     return comparison
 
 
@@ -149,11 +168,11 @@ class _Decoding:
         self.runners: list[Runner] = []
         self.records: dict[tuple[str, int, int], RequestRecord] = {}
         self.runs: dict[str, list[Run]] = {}
-        serving = self._base.get("serving") or {}
         # Whether every request is submitted at the start, so that none is waited for.
+        serving = self._base.get("serving") or {}
         self._at_once = serving.get("arrivals", AT_ONCE) == AT_ONCE
-        note_replay(self.pair, progress.note)
-        note_unused_options(cfgs, self.pair, progress.note)
+        for note in notes_on_models(cfgs, self.pair):
+            progress.note(note)
 
     def decode(self, repeats: int) -> None:
         """Decodes all prompts, writes requests, record and token texts, and closes the runners."""
@@ -168,7 +187,7 @@ class _Decoding:
             if base.get("clock", {}).get("kind", "measured") != "simulated":
                 progress.phase("warming up", len(self.runners))
                 for runner in self.runners:
-                    warm_up(runner, self._base, self._prompts)
+                    warm_up(runner, base, self._prompts)
                     progress.advance(detail=runner.name)
             turns = sum(self._num_turns(prompt) for prompt in self._prompts)
             progress.phase("decoding", repeats * turns * len(self.runners))
@@ -180,18 +199,17 @@ class _Decoding:
         finally:
             for runner in self.runners:
                 runner.close()
-        names = [runner.name for runner in self.runners]
-        self.runs = {name: runs_of(self._records_of(name)) for name in names}
+        self.runs = {runner.name: runs_of(self._records_of(runner)) for runner in self.runners}
         results = {name: runs[0].results for name, runs in self.runs.items()}
         if base.get("record"):
-            self._write_record(results[names[0]])
+            self._write_record(results[self.runners[0].name])
         write_token_ends(self._folder, results, self.pair.tokenizer)
         for runner in self.runners:
             for line in () if runner.parts is None else runner.parts.policy.notes():
                 progress.note(line)
 
-    def _records_of(self, name: str) -> list[RequestRecord]:
-        return [record for record in self.records.values() if record.strategy == name]
+    def _records_of(self, runner: Runner) -> list[RequestRecord]:
+        return [record for record in self.records.values() if record.strategy == runner.name]
 
     def conditions(self, repeats: int) -> dict[str, Any]:
         return conditions_of(self._base, self.pair, len(self._prompts), self._cut, repeats)
@@ -202,18 +220,15 @@ class _Decoding:
         The tokens of a replay are made up: its ``loop_share`` is that of the record. ``caveat``
         says why the row is not comparable or representative, and is absent if it is.
         """
-        about, records = self.pair.about, self._records_of(runner.name)
-        metrics: dict[str, Any] = {"runtime": runner.runtime}
-        if about:
-            metrics["loop_share"] = about.get("loop_share")
-        caveats = [cfg.get("clock", {}).get("caveat")]
-        caveats.append(runner.caveat if runner.parts is None else runner.parts.source.caveat)
-        if any(caveats):
-            metrics["caveat"] = "; ".join(filter(None, caveats))
+        records, metrics = self._records_of(runner), {"runtime": runner.runtime}
+        if self.pair.about:
+            metrics["loop_share"] = self.pair.about.get("loop_share")
+        own = runner.caveat if runner.parts is None else runner.parts.source.caveat
+        if caveats := [*filter(None, (cfg.get("clock", {}).get("caveat"), own))]:
+            metrics["caveat"] = "; ".join(caveats)
         if all(record.cpu is not None for record in records):
             reasons = [record.disturbed for record in records if record.disturbed]
-            metrics["disturbed"] = len(reasons)
-            metrics["disturbed_because"] = next(iter(reasons), None)
+            metrics |= {"disturbed": len(reasons), "disturbed_because": next(iter(reasons), None)}
         return metrics
 
     def _repeat(self, repeat: int, writer: RequestWriter) -> None:
@@ -233,17 +248,16 @@ class _Decoding:
         self, runner: Runner, repeat: int, group: Sequence[TokenPrompt], writer: RequestWriter
     ) -> None:
         """Decodes the prompts that are not finished; each is written when it is."""
-        prompts = [p for p in group if (runner.name, repeat, p.id) not in self.records]
+        prompts = {p.id: p for p in group if (runner.name, repeat, p.id) not in self.records}
         if not prompts:
             return
         meter = None
         if runner.parts is None or runner.parts.clock.kind is ClockKind.MEASURED:
             on_gpu = not str(self.pair.device).startswith("cpu")
             meter = CpuMeter(runner.pids, waits=on_gpu or not self._at_once)
-        sources = {prompt.id: prompt.source for prompt in prompts}
 
         def book(result: RequestResult, totals: RunTotals) -> None:
-            cpu, source = None if meter is None else meter.stop(), sources[result.id]
+            cpu, source = None if meter is None else meter.stop(), prompts[result.id].source
             record = RequestRecord(
                 strategy=runner.name,
                 repeat=repeat,
@@ -262,7 +276,7 @@ class _Decoding:
         with timed_run():
             if meter is not None:
                 meter.start()
-            runner.run(prompts, lambda _: None, book)
+            runner.run([*prompts.values()], lambda _: None, book)
 
     def _num_turns(self, prompt: TokenPrompt) -> int:
         all_turns = self._base["data"].get("turns", "first") == "all"
@@ -278,23 +292,19 @@ class _Decoding:
             return None
         assert prompt.source is not None, "data= has sources"
         earlier = [self.records[name, repeat, first + t * TURN_IDS] for t in range(turn + 1)]
-        answers = [self._text(record.result.output) for record in earlier]
+        answers = [record.result.text for record in earlier]
         label = f"turn {turn + 2} of prompt {first} of data={self._base['data']['name']}"
         tokens, _ = _fitted(self._base, self.pair, prompt.source, label, answers)
         return TokenPrompt(prompt.id + TURN_IDS, tokens, prompt.source)
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        tokenizer: Any = self.pair.tokenizer
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
     def answers(self) -> dict[str, list[Answer]]:
         """Writes the answers in Spec-Bench's format; returns them by strategy."""
         prompts = {p.id: p.source for p in self._prompts if p.source is not None}
-        found = {}
+        answers = {}
         for name, runs in self.runs.items():
-            found[name] = answers_of(prompts, [run.results for run in runs], name, self._text)
-            write_answers(self._folder, name, found[name])
-        return found
+            answers[name] = answers_of(prompts, [run.results for run in runs], name)
+            write_answers(self._folder, name, answers[name])
+        return answers
 
     def _write_record(self, results: Sequence[RequestResult]) -> None:
         """Records the draft's ranks by one more pass per prompt, which is outside all metrics."""
@@ -474,37 +484,33 @@ def with_pair(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
     return {**cfg, "model": pair.section(), "choices": choices}
 
 
-def note_replay(pair: ModelPair, note: Callable[[str], None]) -> None:
-    """Notes that a replay has the data and sampling of its record, not the configuration's."""
+def notes_on_models(cfgs: Sequence[Mapping[str, Any]], pair: ModelPair) -> list[str]:
+    """Says what a replay plays, and which options for faster passes have no effect, by row."""
+    notes = []
     if conditions := pair.conditions():
+        # A replay has the data and sampling of its record, not the configuration's.
         about = {k: v for k, v in conditions.items() if isinstance(v, str) and k != "replay"}
         shown = ", ".join(f"{key}={value}" for key, value in about.items())
-        note(f"model={pair.option} plays what was recorded: {shown or 'an acceptance trace'}")
+        notes.append(
+            f"model={pair.option} plays what was recorded: {shown or 'an acceptance trace'}"
+        )
+    rows: dict[str, list[str]] = {}
+    for cfg in cfgs:
+        for limit in limits(cfg, pair.device):
+            rows.setdefault(limit, []).append(cfg["strategy"]["name"])
+    return [*notes, *(f"{', '.join(names)}: {limit}" for limit, names in rows.items())]
 
 
 def note_levels_on_one_stage(runners: Sequence[Runner], note: Callable[[str], None]) -> None:
     """Warns if a policy that feeds one tree level per step runs on a single stage."""
     for runner in runners:
-        if (parts := runner.parts) is None:
-            continue
-        if parts.executor.latency == parts.policy.levels_per_step == 1:
+        parts = runner.parts
+        if parts is not None and parts.executor.latency == parts.policy.levels_per_step == 1:
             note(
                 f"{runner.name} feeds one tree level per step, and on one stage a step yields one"
                 " token, as plain decoding does: use executor=pipeline with executor.stages=2 or"
                 " more, or strategy=best_first, which verifies a whole tree at once"
             )
-
-
-def note_unused_options(
-    cfgs: Sequence[Mapping[str, Any]], pair: ModelPair, note: Callable[[str], None]
-) -> None:
-    """Notes options for faster passes that have no effect, with the rows concerned."""
-    rows: dict[str, list[str]] = {}
-    for cfg in cfgs:
-        for limit in limits(cfg, pair.device):
-            rows.setdefault(limit, []).append(cfg["strategy"]["name"])
-    for limit, names in rows.items():
-        note(f"{', '.join(names)}: {limit}")
 
 
 def limits(config: Mapping[str, Any], device: str) -> list[str]:
@@ -517,18 +523,19 @@ def limits(config: Mapping[str, Any], device: str) -> list[str]:
         options.append(f"model.kernels={model['kernels']}")
     if model.get("compile"):
         options.append("model.compile=true")
+    unused = f"{', '.join(options)}: not used"
     if not options:
         return []
     if config["strategy"]["kind"] != "parts":
-        return [f"{', '.join(options)}: not used by another program, which runs its own passes"]
+        return [f"{unused} by another program, which runs its own passes"]
     notes = []
     executor, kv_tokens = config["executor"], config["serving"].get("kv_tokens")
     degrees = {key: executor.get(key) or 1 for key in ("target_degree", "draft_degree")}
-    shared = [f"executor.{key}={degree}" for key, degree in degrees.items() if degree > 1]
+    shared = ", ".join(f"executor.{key}={degree}" for key, degree in degrees.items() if degree > 1)
     if shared and executor.get("transport") == "distributed":
         notes.append(
-            f"{', '.join(options)}: not used for shares of a tensor-parallel group"
-            f" ({', '.join(shared)}), which run uncaptured and unfused"
+            f"{unused} for shares of a tensor-parallel group ({shared}), which run uncaptured and"
+            " unfused"
         )
     if captures and kv_tokens is not None:
         notes.append(

@@ -23,8 +23,8 @@ from specdec.parts.fields import Count, Share, validated
 from specdec.rivals import RUNTIMES, RivalOutput, RivalProcess
 from specdec.rivals.endpoint import Endpoint, EndpointOptions
 from specdec.rivals.runtimes import converted
-from specdec.runs.runners import OneByOne, TokenPrompt, result_of, sampling_params
-from specdec.state import TARGET_ORIGIN, RequestState, StopRules
+from specdec.runs.runners import OneByOne, TokenPrompt, emit, result_of, sampling_params
+from specdec.state import RequestState, StopRules
 from specdec.types import Lossless
 
 ROWS = {
@@ -39,30 +39,21 @@ _nats: dict[tuple[str, ...], float] = {}  # (runtime, file, type) -> nats per by
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalOptions:
-    """Settings of another runtime's speculation.
-
-    Attributes:
-        ngram: length of the n-grams that are looked up; the longest one except in llama.cpp.
-        p_min: a draft model stops below this probability (llama.cpp only).
-    """
+    """Settings of another runtime's speculation."""
 
     num_draft_tokens: Count = 4
-    ngram: Count = 3
-    p_min: Share = 0.0
+    ngram: Count = 3  # length of the n-grams that are looked up; the longest except in llama.cpp
+    p_min: Share = 0.0  # a draft model stops below this probability (llama.cpp only)
 
 
 @dataclass(kw_only=True, eq=False)
 class RivalBaseline(OneByOne):
-    """Another runtime, without stop strings and ``no_repeat_ngram``: it gets end tokens as ids.
-
-    Attributes:
-        lossy: whether it computes another function than the pair's target.
-    """
+    """Another runtime, without stop strings and ``no_repeat_ngram``: it gets end tokens as ids."""
 
     server: RivalProcess | Endpoint
     runtime: str
     caveat: str = ""
-    lossy: bool = False
+    lossy: bool = False  # whether it computes another function than the pair's target
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +65,6 @@ class RivalBaseline(OneByOne):
 
     def generate_one(self, prompt: TokenPrompt) -> tuple[RequestResult, RunTotals]:
         sampling, request = self.sampling, self.new_request(prompt)
-        state = np.random.SeedSequence([self.seed, prompt.id]).generate_state(1)
         output = self.server.generate(
             prompt.tokens.tolist(),
             max_new_tokens=self.stop.max_new_tokens,
@@ -82,25 +72,21 @@ class RivalBaseline(OneByOne):
                 "temperature": 0.0 if sampling.greedy else sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k or 0,
-                "seed": int(state[0]) >> 1,  # the runtimes take a signed 32-bit number
+                "seed": self.seed_of(prompt) >> 1,  # the runtimes take a signed 32-bit number
             },
         )
         sizes = pass_sizes(output.times_s, output.rounds)
         _count(request, sizes, output)
-        totals = RunTotals(
-            steps=len(sizes),
-            target_passes=len(sizes),
+        totals = self.new_totals(
+            len(sizes),
+            output.wall_s,
             prefill_rows=request.num_prompt - 1,
             target_rows=len(sizes) + (output.proposed or output.accepted),
             draft_passes=output.draft_passes,
             draft_rows=output.draft_passes,
-            wall_s=output.wall_s,
-            clock_s=output.wall_s,
             # The runtime reports one time: its own overhead is part of its passes.
             model_s={"target": output.wall_s},
             model_calls={"target": len(sizes)},
-            target_bytes=self.weight_bytes["target"],
-            draft_bytes=self.weight_bytes.get("draft", 0),
         )
         return result_of(request, self.tokenizer), totals
 
@@ -117,16 +103,13 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
     if not isinstance(pair, PretrainedPair):
         raise UserError(f"strategy={row} needs models from folders: model=tiny/hf")
     dtypes = runtime.dtypes or {pair.dtype: {}}
-    reasons = {
-        f"computes in {' or '.join(dtypes)}, not in model.dtype={pair.dtype}": (
-            pair.dtype not in dtypes
-        ),
-        f"runs on the CPU, not on model.device={pair.device}": pair.device != "cpu",
-    }
-    _refuse(cfg, stop, reasons)
+    types, place = " or ".join(dtypes), pair.device
+    other_type = f"computes in {types}, not in model.dtype={pair.dtype}"
+    on_gpu = f"runs on the CPU, not on model.device={place}"
+    _refuse(cfg, stop, (pair.dtype not in dtypes, other_type), (place != "cpu", on_gpu))
     names = ("target", "draft") if method == "draft" else ("target",)
-    models = {key: pair.folder(key) for key in names}
     if runtime.dtypes:
+        models = {key: pair.folder(key) for key in names}
         paths = {key: converted(name, folder) for key, folder in models.items()}
         weight_bytes = {key: pair.weight_bytes[key] for key in names}
     else:
@@ -134,10 +117,10 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
         weight_bytes = {key: path.stat().st_size for key, path in paths.items()}
     threads = torch.get_num_threads()
     server = RivalProcess(name, threads=threads)
-    message = {"method": method, "threads": threads, "options": options, **dtypes[pair.dtype]}
-    message |= {key: str(paths[key]) if key in paths else None for key in ("target", "draft")}
-    opened = server.ask("open", eos=sorted(stop.eos_ids), **message)
-    quality, own = nats_per_byte(pair, server, (name, str(paths["target"]), pair.dtype))
+    given: dict[str, Any] = {"draft": None, **{key: str(path) for key, path in paths.items()}}
+    given |= {"method": method, "threads": threads, "options": options, **dtypes[pair.dtype]}
+    opened = server.ask("open", eos=sorted(stop.eos_ids), **given)
+    quality, own = nats_per_byte(pair, server, (name, given["target"], pair.dtype))
     files = " and ".join(path.name for path in models.values())
     settings = "".join(f", {key}={value}" for key, value in strategy["options"].items())
     caveat = (
@@ -158,7 +141,7 @@ def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRule
         raise UserError(
             f"strategy={strategy['name']} needs a model with a tokenizer: model=tiny/hf"
         )
-    _refuse(cfg, stop, {})
+    _refuse(cfg, stop)
     options = EndpointOptions(**strategy["options"])
     server = Endpoint(options, tokenizer=pair.tokenizer, eos_ids=stop.eos_ids)
     unknown = "the server does not say its file, quantisation, threads or quality"
@@ -197,15 +180,12 @@ def _gguf_file(row: str, pair: PretrainedPair, key: str) -> Path:
     return path
 
 
-def _refuse(cfg: Mapping[str, Any], stop: StopRules, reasons: Mapping[str, bool]) -> None:
-    no_repeat = sampling_params(cfg["sampling"]).no_repeat_ngram
-    reasons = {
-        **reasons,
-        "has no stop_strings": bool(stop.stop_strings),
-        "has no sampling.no_repeat_ngram": bool(no_repeat),
-    }
-    for reason, is_wrong in reasons.items():
-        if is_wrong:
+def _refuse(cfg: Mapping[str, Any], stop: StopRules, *reasons: tuple[bool, str]) -> None:
+    """Refuses the configuration for the first reason that applies."""
+    no_repeat = sampling_params(cfg["sampling"]).no_repeat_ngram > 0
+    asked = (bool(stop.stop_strings), "has no stop_strings")
+    for applies, reason in (*reasons, asked, (no_repeat, "has no sampling.no_repeat_ngram")):
+        if applies:
             name = cfg["strategy"]["name"]
             raise UserError(f"strategy={name} {reason}: leave that option or this row out")
 
@@ -218,19 +198,16 @@ def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
 
 
 def _count(request: RequestState, sizes: Sequence[int], output: RivalOutput) -> None:
-    """Emits the tokens, the last of each pass as the target's own, and counts the answers.
+    """Emits the tokens of each pass and counts the answers.
 
     Drafts that were not accepted are spread evenly over the passes. If their number is unknown,
     neither proposals nor judged candidates are counted, so that rates of acceptance are undefined.
     """
-    origins = [origin for size in sizes for origin in [*[0] * (size - 1), TARGET_ORIGIN]]
-    for token, origin, at in zip(output.tokens, origins, output.times_s, strict=True):
-        if request.finished:
-            request.counters.cut_tokens += 1
-        else:
-            request.emit(token, origin, request.arrival_s + at)
     refused = max(0, (output.proposed or 0) - sum(sizes) + len(sizes))
-    for i, size in enumerate(sizes):
+    ends = np.cumsum(sizes, dtype=int).tolist()
+    for i, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        times_s = [request.arrival_s + at for at in output.times_s[end - size : end]]
+        emit(request, output.tokens[end - size : end], times_s)
         spare = refused // len(sizes) + (i < refused % len(sizes))
         judged = 0 if output.proposed is None else size - 1 + (spare > 0)
         request.counters.proposed += 0 if output.proposed is None else size - 1 + spare

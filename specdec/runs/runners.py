@@ -51,7 +51,7 @@ class Runner(ABC):
 
     name: str
     claims: Lossless  # what its verifier guarantees
-    runtime: str | None = None  # the program that runs the models, for rows and titles
+    runtime: str | None = None  # the program that runs the models, for rows
     caveat: str = ""  # of other programs: what ran there, and why rows are not comparable
     parts: Parts | None = None  # None for the decoding of other programs
     trace: RunTrace | None = None  # records the run for ``trace=true``
@@ -179,15 +179,26 @@ class PartsRunner(Runner):
                 try:
                     next(steps)
                 except StopIteration as end:
-                    totals: RunTotals = end.value
-                    return totals
+                    return end.value  # type: ignore[no-any-return]
 
     def in_steps(
         self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
     ) -> Generator[None, None, RunTotals]:
         """Runs like ``run``, but yields after each step of the loop, and returns the totals."""
-        state, none = self.parts.new_state(), self._new_totals()
+        state = self.parts.new_state()
         counts = RunBook(self.parts, state)
+        source, policy, latency = self.parts.source, self.parts.policy, self.parts.executor.latency
+        sizes, read = self._pair.weight_bytes, source.pass_bytes
+        none = RunTotals(  # the flags of this strategy without counts
+            clock=self.parts.clock.kind.value,
+            latency=latency,
+            level_per_step=latency is not None and policy.levels_per_step == 1,
+            whole_tree=policy.serial,
+            kv_budget_tokens=self.parts.serving.kv_tokens,
+            target_bytes=sizes["target"],
+            draft_bytes=sizes.get(source.model, 0) if read is None else read,
+            law=None if latency is None else source.speedup_law(policy, latency),
+        )
         if self.trace is not None:
             self.trace.begin_run(counts.reports)
         totals: list[RunTotals] = []
@@ -207,21 +218,6 @@ class PartsRunner(Runner):
         if self.trace is not None:
             self.trace.end_run(counts.reports)
         return RunTotals.merge(totals or [none])
-
-    def _new_totals(self) -> RunTotals:
-        """Creates totals with the flags of this strategy and no counts."""
-        source, policy, latency = self.parts.source, self.parts.policy, self.parts.executor.latency
-        sizes, read = self._pair.weight_bytes, source.pass_bytes
-        return RunTotals(
-            clock=self.parts.clock.kind.value,
-            latency=latency,
-            level_per_step=latency is not None and policy.levels_per_step == 1,
-            whole_tree=policy.serial,
-            kv_budget_tokens=self.parts.serving.kv_tokens,
-            target_bytes=sizes["target"],
-            draft_bytes=sizes.get(source.model, 0) if read is None else read,
-            law=None if latency is None else source.speedup_law(policy, latency),
-        )
 
     def steps(
         self,
@@ -269,12 +265,17 @@ def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) 
         output=tuple(request.output),
         origins=tuple(request.output_origins),
         finish_reason=request.finish_reason or "cancelled",
-        text="" if tokenizer is None else str(tokenizer.decode(request.output)),
+        text=text_of(request.output, tokenizer),
         emitted_s=tuple(request.emitted_s),
         arrival_s=request.arrival_s,
         admitted_s=request.admitted_s,
         counters=request.counters,
     )
+
+
+def text_of(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Decodes without special tokens such as ``<|im_end|>``; "" without a tokenizer."""
+    return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def emit(request: RequestState, tokens: Sequence[int], times_s: Sequence[float]) -> None:
@@ -323,12 +324,11 @@ class RunBook:
         """
         wall_s, parts, load = self._now() - self._wall_s, self._parts, self._state.load
         source, executor, meter = parts.source.counters, parts.executor.counters, parts.meter
-        clock_s = parts.clock.now()
         if at_end or not parts.executor.distributed:
             self._ranks, self.reports = rank_counts(parts.clock, parts.executor)
         counts = {
             "steps": self._state.step,
-            "clock_s": clock_s,
+            "clock_s": parts.clock.now(),
             "target_passes": executor.passes,
             "target_rows": executor.rows,
             "prefill_passes": executor.prefill_passes,
@@ -370,10 +370,10 @@ def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple
     counts instead; and the reports of the ranks' wall clocks, spans included.
     """
     simulated, paced = (clock.kind is k for k in (ClockKind.SIMULATED, ClockKind.PACED))
-    answers = () if simulated else executor.reports()
-    workers = [ClockReport.from_json(report["clock"]) for report in answers]
-    shared = () if simulated else executor.draft_reports()
-    followers = [ClockReport.from_json(report["clock"]) for report in shared]
+    answers, shared = ((), ()) if simulated else (executor.reports(), executor.draft_reports())
+    workers, followers = (
+        [ClockReport.from_json(report["clock"]) for report in each] for each in (answers, shared)
+    )
     own = [clock.report()] if isinstance(clock, WallClock) else []
     reports = (*own, *workers, *followers)
     busy_s = {r.rank: r.busy_s for r in workers} if workers else None

@@ -28,12 +28,15 @@ class ServingRules:
     Attributes:
         feeding: which requests share a step.
         prefill_first: a step with prompt tokens feeds no tree nodes; False: both share steps.
+        first_alone: the first token passes through an empty pipeline, as in SpecPipe, PipeDec and
+            PPSD; False: the tree grows behind the last prompt token.
         kv_tokens: tokens and tree nodes in the paged cache of a stage; None: each request has an
             unbounded cache of its own.
     """
 
     feeding: Feeding = Feeding.DYNAMIC
     prefill_first: bool = False
+    first_alone: bool = False
     kv_tokens: Count | None = None
     block_tokens: Count = 16
 
@@ -42,6 +45,7 @@ class ServingRules:
         *,
         feeding: Feeding,
         prefill: Literal["mixed", "first"],
+        first_fill: Literal["hidden", "alone"] = "hidden",
         arrivals: Text,
         rate_per_s: Positive | None,
         kv_tokens: Count | None,
@@ -57,6 +61,7 @@ class ServingRules:
         return ServingRules(
             feeding=Feeding(feeding),
             prefill_first=prefill == "first",
+            first_alone=first_fill == "alone",
             kv_tokens=kv_tokens,
             block_tokens=block_tokens,
         )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from specdec.sources.model_source import DraftModelSource
     from specdec.sources.null import NullSource
     from specdec.sources.random import RandomSource
-    from specdec.sources.suffix_source import PromptLookupSource, SuffixSource
+    from specdec.sources.suffix import PromptLookupSource, SuffixSource
     from specdec.sources.synthetic import SyntheticPair, SyntheticSource
     from specdec.sources.translated import TranslatedSource
 

@@ -10,15 +10,15 @@ import torch
 
 from specdec.clocks import Clock, ClockKind, MeasuredClock, Work
 from specdec.interfaces import TokenSource, TreePolicy
-from specdec.metrics.counters import SourceCounters
 from specdec.metrics.speedup import SpeedupLaw
+from specdec.sources.combined import WrappedSource
 from specdec.types import Candidates, Commit, Nodes, Output, Ticket
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
-class Background(TokenSource):
+class Background(WrappedSource):
     """Makes a source asynchronous: its passes run on a separate device, one after another.
 
     On a simulated or paced clock a pass is computed when it starts and takes its time on clock rank
@@ -30,10 +30,8 @@ class Background(TokenSource):
     asynchronous = True
 
     def __init__(self, *, source: TokenSource, free_rank: int) -> None:
-        self._source = source
-        self.needs, self.vocab_size = source.needs, source.vocab_size
-        self.gives_probs, self.model = source.gives_probs, source.model
-        self.caveat = source.caveat
+        super().__init__(source)
+        self.model, self.caveat = source.model, source.caveat
         self.members, self.cheap = source.members, source.cheap
         self._rank = free_rank
         self._wakeup: threading.Event | None = None
@@ -43,10 +41,6 @@ class Background(TokenSource):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draft")
         self._thread_clock: MeasuredClock | None = None
         self._run_clock: Clock | None = None
-
-    @property
-    def counters(self) -> SourceCounters:
-        return self._source.counters
 
     @property
     def pass_bytes(self) -> int | None:
@@ -60,7 +54,7 @@ class Background(TokenSource):
         return True
 
     def open(self, request: RequestState) -> None:
-        self._after_pass(partial(self._source.open, request))
+        self._after_pass(partial(super().open, request))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         ticket = self.start(state, nodes, k)
@@ -102,10 +96,10 @@ class Background(TokenSource):
         return result.result()
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        self._after_pass(partial(self._source.commit, commits, output))
+        self._after_pass(partial(super().commit, commits, output))
 
     def close(self, request_id: int) -> None:
-        self._after_pass(partial(self._source.close, request_id))
+        self._after_pass(partial(super().close, request_id))
 
     def _pass(
         self,

@@ -12,6 +12,28 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
+class WrappedSource(TokenSource):
+    """Base of a source around another one, whose properties and requests it has."""
+
+    def __init__(self, source: TokenSource) -> None:
+        self._source = source
+        self.needs, self.vocab_size = source.needs, source.vocab_size
+        self.gives_probs = source.gives_probs
+
+    @property
+    def counters(self) -> SourceCounters:  # type: ignore[override]
+        return self._source.counters
+
+    def open(self, request: RequestState) -> None:
+        self._source.open(request)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        self._source.commit(commits, output)
+
+    def close(self, request_id: int) -> None:
+        self._source.close(request_id)
+
+
 class CombinedSource(TokenSource):
     """Base of sources that open, commit and close other sources, which are not used elsewhere.
 

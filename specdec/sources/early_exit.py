@@ -27,7 +27,6 @@ from specdec.types import Candidates, Commit, Needs, Nodes, Output
 if TYPE_CHECKING:
     from specdec.executors.early_exit import FirstStage
     from specdec.executors.models import ModelPair
-    from specdec.interfaces import TreePolicy
     from specdec.state import DecodeState, RequestState
 
 
@@ -101,8 +100,7 @@ class ExitSource(ModelSource):
         known, logits = self._first_stage.logits(state, nodes, at)
         if not logits:
             return Candidates.empty(len(nodes))
-        found = self._candidates(state, nodes.where(known), torch.stack(logits), k)
-        return found.spread(known)
+        return self._candidates(state, nodes.where(known), torch.stack(logits), k).spread(known)
 
 
 class EarlyExitSource(ExitSource):
@@ -128,8 +126,14 @@ class EarlyExitSource(ExitSource):
             sample=sample,
         )
 
-    def speedup_law(self, policy: TreePolicy, latency: int) -> SpeedupLaw | None:
-        return law_of(policy, self._pair.exit_layer, self._pair.num_layers, latency)
+    def speedup_law(self, policy: Any, latency: int) -> SpeedupLaw | None:
+        """``latency`` is the number of steps from submission to answer."""
+        exit_layer, num_layers = self._pair.exit_layer, self._pair.num_layers
+        if policy.follows_exits and latency > 1:
+            law = ppsd_law(exit_layer, num_layers, latency)
+            return replace(law, alpha="hit_rate") if policy.width > 1 else law
+        gamma = policy.chain_length
+        return None if gamma is None else eesd_law(gamma, exit_layer, num_layers)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         return self._read(state, nodes, k)
@@ -158,15 +162,3 @@ def ppsd_law(exit_layer: int, num_layers: int, num_stages: int | None = None) ->
         return SpeedupLaw(plain=num_layers, accepted=exit_layer, rejected=rejected)
     steps = ceil(exit_layer * num_stages / num_layers)
     return SpeedupLaw(plain=num_stages, accepted=steps, rejected=num_stages)
-
-
-def law_of(policy: Any, exit_layer: int, num_layers: int, latency: int) -> SpeedupLaw | None:
-    """Returns the law of a strategy with one early exit; None if none applies.
-
-    ``latency`` is the number of steps from submission to answer.
-    """
-    if policy.follows_exits and latency > 1:
-        law = ppsd_law(exit_layer, num_layers, latency)
-        return replace(law, alpha="hit_rate") if policy.width > 1 else law
-    gamma = policy.chain_length
-    return None if gamma is None else eesd_law(gamma, exit_layer, num_layers)

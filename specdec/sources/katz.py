@@ -23,7 +23,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
 from specdec.sources.sampled import sampled_candidates
 from specdec.types import Candidates, FloatArray, IntArray, Nodes
 
@@ -278,8 +277,7 @@ class NGramSource(TokenSource):
             katz = pair.artefact(KatzModel)
         self.katz = katz
         self.gives_probs = sample
-        self.vocab_size: int | None = katz.vocab_size
-        self.counters = SourceCounters()
+        self.vocab_size = katz.vocab_size
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         requests = [(state.requests[request_id], ids) for request_id, ids in nodes.items]

@@ -10,7 +10,7 @@ from pydantic import Field
 from specdec.device import on_host
 from specdec.interfaces import TokenSource
 from specdec.parts.fields import PositiveShare, validated
-from specdec.sources.combined import CombinedSource
+from specdec.sources.combined import CombinedSource, WrappedSource
 from specdec.sources.sampled import sampled_candidates
 from specdec.types import Candidates, FloatArray, Nodes
 
@@ -91,14 +91,10 @@ class MixtureSource(CombinedSource):
         return _merged(proposals, weights, k)
 
 
-class _Member(TokenSource):
+class _Member(WrappedSource):
     def __init__(self, source: TokenSource, number: int) -> None:
-        self._source, self._number = source, number
-        self.needs, self.counters, self.vocab_size = (
-            source.needs,
-            source.counters,
-            source.vocab_size,
-        )
+        super().__init__(source)
+        self.gives_probs, self._number = False, number
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         candidates = self._source.expand(state, nodes, k)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -128,12 +128,6 @@ class ModelSource(TokenSource):
             self.counters.by_level[label] += 1
 
 
-class CacheRunner(Protocol):
-    """Runs passes over caches; ``forward`` of ``ModelRunner`` and ``EagleRunner`` differ."""
-
-    def new_cache(self, capacity: int, /) -> TreeCache: ...
-
-
 @dataclass(slots=True)
 class PassWork:
     """What one ``expand`` computes for one request.
@@ -164,6 +158,7 @@ class CachedModelSource(ModelSource):
     ``_can_expand`` is false get count 0. A commit moves accepted entries into the cache's prefix.
 
     Args:
+        runner: has ``new_cache``, ``forward`` and ``max_positions``.
         prefill_chunk: maximum number of prompt rows per request and pass.
         work: the kind of pass by which a latency profile prices it.
     """
@@ -174,7 +169,7 @@ class CachedModelSource(ModelSource):
     def __init__(
         self,
         *,
-        runner: CacheRunner,
+        runner: Any,  # ``forward`` of ModelRunner and EagleRunner differ
         label: str,
         needs: Needs,
         vocab_size: int | None,
@@ -183,7 +178,7 @@ class CachedModelSource(ModelSource):
         work: Work = Work.DRAFT,
     ) -> None:
         super().__init__(needs=needs, vocab_size=vocab_size, sample=sample, label=label)
-        self._runner: Any = runner
+        self._runner = runner
         self._work, self._chunk = work, prefill_chunk
         self._caches: dict[int, TreeCache] = {}
         # Logits [U] of entries computed as ancestors, whose nodes are not expanded yet.
@@ -312,67 +307,47 @@ def target_draws(state: DecodeState, nodes: Nodes) -> FloatArray:
     return uniforms[0] if len(uniforms) == 1 else np.concatenate(uniforms)
 
 
-class NearDraw:
+def near_draw(
+    transform: SamplingTransform,
+    logits: Tensor,
+    histories: Histories,
+    uniforms: FloatArray,
+    k: int,
+    *,
+    spread: float,
+) -> Candidates:
     """Ranks the draft's tokens by their probability near the target's draw u.
 
     It assumes that the edges of the draft's CDF are off by a random amount with density exp(-abs(x)
     / spread) / (2 spread). A token's score is the probability that its interval, moved by that
     amount, contains u, plus a small share of the token's own probability.
+
+    Returns the ``k`` best candidates of each node, or fewer if few pass the filters. The transform
+    is not greedy; ``uniforms``, float64[W], are the target's draws.
     """
-
-    def __init__(self, *, spread: float) -> None:
-        self._spread = spread
-
-    def candidates(
-        self,
-        transform: SamplingTransform,
-        logits: Tensor,
-        histories: Sequence[IntArray] | None,
-        uniforms: FloatArray,
-        k: int,
-    ) -> Candidates:
-        """Returns the ``k`` best candidates of each node, or fewer if few pass the filters.
-
-        The transform is not greedy; ``uniforms``, float64[W], are the target's draws.
-        """
-        ids, scores = self._scores(transform, logits, histories, uniforms)
-        k = min(k, logits.shape[1])
-        if (missing := k - scores.shape[1]) > 0:  # rows of other transforms have k columns too
-            scores = np.pad(scores, ((0, 0), (0, missing)))
-            ids = None if ids is None else np.pad(ids, ((0, 0), (0, missing)))
-        with np.errstate(divide="ignore"):
-            best = (-scores).argsort(axis=1, kind="stable")[:, :k]
-            logprobs = np.log(np.take_along_axis(scores, best, axis=1))
-        return Candidates(
-            tokens=best if ids is None else np.take_along_axis(ids, best, axis=1),
-            logprobs=logprobs,
-            counts=(logprobs > -np.inf).sum(axis=1),
-        )
-
-    def _scores(
-        self,
-        transform: SamplingTransform,
-        logits: Tensor,
-        histories: Sequence[IntArray] | None,
-        uniforms: FloatArray,
-    ) -> tuple[IntArray | None, FloatArray]:
-        """Returns token ids int64[W, S] (None for all in order) and scores float64[W, S], sum 1."""
-        law = transform.distribution(logits, histories)
-        ids, probs = (law.ids, law.values) if isinstance(law, SupportProbs) else (None, law)
-        cdf = probs.cumsum(axis=1)
-        total, draws = cdf[:, -1:], uniforms[:, None]
-        edges = cdf / total
-        edges -= draws
-        edges /= self._spread
-        # The density's integral from u to each edge, times 2; the first edge is 0.
-        integral = np.copysign(np.expm1(-np.abs(edges)), edges)
-        first = np.expm1(-draws / self._spread)
-        near = integral.copy()
-        near[:, 1:] -= integral[:, :-1]
-        near[:, :1] -= first
-        near *= (1.0 - FAR_SHARE) / (integral[:, -1:] - first)
-        near += probs * (FAR_SHARE / total)
-        return ids, near
+    law = transform.distribution(logits, histories)
+    ids, probs = (law.ids, law.values) if isinstance(law, SupportProbs) else (None, law)
+    cdf = probs.cumsum(axis=1)  # [W, S]
+    total, draws = cdf[:, -1:], uniforms[:, None]
+    edges = (cdf / total - draws) / spread
+    # The density's integral from u to each edge, times 2; the first edge is 0.
+    integral = np.copysign(np.expm1(-np.abs(edges)), edges)
+    first = np.expm1(-draws / spread)
+    scores = np.diff(integral, axis=1, prepend=first)
+    scores *= (1.0 - FAR_SHARE) / (integral[:, -1:] - first)
+    scores += probs * (FAR_SHARE / total)
+    k = min(k, logits.shape[1])
+    if (missing := k - scores.shape[1]) > 0:  # rows of other transforms have k columns too
+        scores = np.pad(scores, ((0, 0), (0, missing)))
+        ids = None if ids is None else np.pad(ids, ((0, 0), (0, missing)))
+    best = (-scores).argsort(axis=1, kind="stable")[:, :k]
+    with np.errstate(divide="ignore"):
+        logprobs = np.log(np.take_along_axis(scores, best, axis=1))
+    return Candidates(
+        tokens=best if ids is None else np.take_along_axis(ids, best, axis=1),
+        logprobs=logprobs,
+        counts=(logprobs > -np.inf).sum(axis=1),
+    )
 
 
 class DrawGuesser:
@@ -458,7 +433,7 @@ class DraftModelSource(CachedModelSource):
         guess_draw: rank candidates by the draw with which the target will select its token (Staged
             Speculative Decoding, future work 1). Lossless under ``match``.
         guess_spread: with ``guess_draw``: expected error of the draft's CDF at the draw
-            (``NearDraw``); None: ``DrawGuesser``.
+            (``near_draw``); None: ``DrawGuesser``.
         prefill_chunk: maximum number of prompt rows per request and pass.
     """
 
@@ -490,9 +465,7 @@ class DraftModelSource(CachedModelSource):
         )
         self.model = model
         self.guesser = DrawGuesser() if guess_draw and guess_spread is None else None
-        self._near = None
-        if guess_draw and guess_spread is not None:
-            self._near = NearDraw(spread=guess_spread)
+        self._spread = guess_spread if guess_draw else None
 
     def open(self, request: RequestState) -> None:
         super().open(request)
@@ -518,12 +491,11 @@ class DraftModelSource(CachedModelSource):
         histories: Histories,
         k: int,
     ) -> Candidates:
-        guesses = not transform.params.greedy
-        if guesses and self._near is not None:
+        if self._spread is not None and not transform.params.greedy:
             draws = target_draws(state, nodes)
-            return self._near.candidates(transform, logits, histories, draws, k)
+            return near_draw(transform, logits, histories, draws, k, spread=self._spread)
         candidates = super()._propose(state, nodes, logits, transform, histories, k)
-        if not guesses or self.guesser is None:
+        if self.guesser is None or transform.params.greedy:
             return candidates
         tokens, logprobs = self.guesser.rank(
             state, nodes, transform, logits, histories, candidates.tokens, candidates.logprobs

@@ -3,7 +3,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
 from specdec.types import Candidates, Nodes
 
 if TYPE_CHECKING:
@@ -14,9 +13,6 @@ class NullSource(TokenSource):
     """Proposes no candidates, for plain autoregressive decoding."""
 
     gives_probs = True  # vacuously: all of its candidates are sampled
-
-    def __init__(self) -> None:
-        self.counters = SourceCounters()
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         return Candidates.empty(len(nodes))

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Share, validated
 from specdec.sources.hashing import hash_u64, hash_uniform
 from specdec.sources.sampled import sampled_candidates
@@ -39,9 +38,7 @@ class RandomSource(TokenSource):
         silence: Share = 0.0,
     ) -> None:
         self.gives_probs = sample
-        self.vocab_size: int | None = vocab_size
-        self.counters = SourceCounters()
-        self._num_tokens = vocab_size
+        self.vocab_size = self._num_tokens = vocab_size
         self._seed = seed
         self._silence = silence
 

@@ -1,14 +1,36 @@
-"""Shape letter: W nodes."""
+"""Sources that copy from text: prompt lookup, and suffix decoding with a cache of requests.
+
+A cache is saved as an archive of arrays: ``tokens`` (all sequences, oldest first), ``lengths`` and
+``num_prompt``. Shape letters: W nodes, T tokens of a text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from specdec.errors import UserError
+from specdec.files import ArchiveFormat
+from specdec.interfaces import TokenSource
+from specdec.parts.fields import Count, Positive, Text, validated
 from specdec.tree import TokenTree
-from specdec.types import NO_NODE, Candidates
+from specdec.types import NO_NODE, Candidates, Commit, IntArray, Nodes, Output
 
+if TYPE_CHECKING:
+    from specdec.state import DecodeState, RequestState
+
+FORMAT = ArchiveFormat(
+    name="specdec-suffix-cache",
+    version=1,
+    arrays=("tokens", "lengths", "num_prompt"),
+    what="a suffix cache",
+    missing="source.save=FILE writes one at the end of a run",
+    other="give a file that source.save=FILE has written",
+    again="write it again with source.save=FILE",
+)
 _PRIOR_TRIALS = 4.0
 _PRIOR_SCALE = 2.0
 _MAX_BIN = 32
@@ -94,11 +116,6 @@ class SuffixAutomaton:
         latest = max((last[after] for after in following.values()), default=0)
         return {t: count[after] + (last[after] == latest) for t, after in following.items()}
 
-    def shorter(self, state: int) -> tuple[int, int]:
-        """Returns (state, length) of the longest suffix of the strings that occurs elsewhere."""
-        state = self.link[state]
-        return state, self.length[state] if state >= 0 else 0
-
     def suffix(self, max_length: int) -> tuple[int, int]:
         """Returns (state, length) of the longest suffix that also occurred earlier."""
         state = max(self.link[self._whole], 0)
@@ -130,13 +147,11 @@ class SuffixAutomaton:
     def _only(self, state: int, token: int) -> int:
         """Returns the state whose longest string is that of ``state`` followed by ``token``."""
         after = self.next[state][token]
-        if self.length[after] == self.length[state] + 1:
+        length = self.length[state] + 1
+        if self.length[after] == length:
             return after
-        return self._split(state, token, after)
-
-    def _split(self, state: int, token: int, after: int) -> int:
-        """Clones ``after`` for its strings that have an additional end position."""
-        clone = self._new(dict(self.next[after]), self.link[after], self.length[state] + 1)
+        # A clone is for its strings that have an additional end position.
+        clone = self._new(dict(self.next[after]), self.link[after], length)
         self.count[clone], self.last[clone] = self.count[after], self.last[after]
         while state >= 0 and self.next[state].get(token) == after:
             self.next[state][token] = clone
@@ -184,8 +199,12 @@ class TreeMatches:
     ) -> None:
         self.automaton = automaton
         self.confidence = confidence
-        self.root: Match = (0, 0)
         self._min, self._max = min_match, max_match
+        self.at_root((0, 0))
+
+    def at_root(self, root: Match) -> None:
+        """Replaces the root's match, and drops those of nodes."""
+        self.root = root
         self._nodes: dict[int, Match] = {}  # node id -> match
 
     def observe(self, token: int) -> None:
@@ -193,11 +212,6 @@ class TreeMatches:
         state, length = self.root
         if length >= self._min:
             self.confidence.observe(length, self.automaton.has(state, token))
-
-    def at_root(self, root: Match) -> None:
-        """Replaces the root's match, and drops those of nodes."""
-        self.root = root
-        self._nodes.clear()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends committed tokens to the text, which is the request's own."""
@@ -215,18 +229,13 @@ class TreeMatches:
 
     def match(self, tree: TokenTree, slot: int) -> Match:
         """Returns the longest match of a suffix of the path to the node at ``slot``."""
+        if (parent := int(tree.parents[slot])) == NO_NODE:
+            return self.root
         node_id = int(tree.ids[slot])
-        match = self._nodes.get(node_id)
-        if match is None:
-            parent = int(tree.parents[slot])
-            if parent == NO_NODE:
-                match = self.root
-            else:
-                match = self.automaton.advance(
-                    *self.match(tree, parent), int(tree.tokens[slot]), self._max
-                )
-            self._nodes[node_id] = match
-        return match
+        if node_id not in self._nodes:
+            above, token = self.match(tree, parent), int(tree.tokens[slot])
+            self._nodes[node_id] = self.automaton.advance(*above, token, self._max)
+        return self._nodes[node_id]
 
 
 def continuations(
@@ -246,29 +255,271 @@ def continuations(
         matches = [match for match in matches if match[2] >= min_match]
         if not matches:
             break
-        at = 0
-        if len(matches) > 1:
-            sure = [text.confidence(length) for text, _, length in matches]
-            at = sure.index(max(sure))
-        text, state, length = matches[at]
-        mass = remaining * text.confidence(length)
+        sure = [text.confidence(length) for text, _, length in matches]
+        at = sure.index(max(sure))
+        text, state, _ = matches[at]
+        mass = remaining * sure[at]
         remaining -= mass
         weights = text.automaton.followers(state)
         total = sum(weights.values())
         for token, weight in weights.items():
             probs[token] = probs.get(token, 0.0) + mass * weight / total
-        matches[at] = (text, *text.automaton.shorter(state))
+        state = text.automaton.link[state]  # the longest suffix that also occurs elsewhere
+        matches[at] = (text, state, text.automaton.length[state] if state >= 0 else 0)
     ranked = sorted(((p, token) for token, p in probs.items()), key=lambda c: (-c[0], c[1]))
     return ranked[:k]
 
 
-def ranked_candidates(rows: Sequence[Sequence[tuple[float, int]]], k: int) -> Candidates:
-    """Converts (probability, token) pairs of each node to ``Candidates``, at most ``k`` each."""
-    candidates = Candidates.empty(len(rows), k)
-    for row, ranked in enumerate(rows):
-        num = len(ranked)
-        if num:
-            candidates.tokens[row, :num] = [token for _, token in ranked]
-            candidates.logprobs[row, :num] = np.log([p for p, _ in ranked])
-            candidates.counts[row] = num
-    return candidates
+class CachedText(NamedTuple):
+    """Tokens of a finished request, int64[T]: ``num_prompt`` of the prompt, then the output."""
+
+    tokens: IntArray
+    num_prompt: int
+
+
+class SuffixCache:
+    """The latest finished requests, at most ``max_tokens`` tokens of them.
+
+    The automaton has at most twice as many tokens, including removed ones. Rebuilding it replaces
+    the object. ``version`` changes whenever the automaton does.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.automaton = SuffixAutomaton()
+        self.num_tokens = self.version = 0
+        self._max_tokens = max_tokens
+        self.texts: list[CachedText] = []
+
+    def add(self, text: CachedText) -> None:
+        """Adds a request, evicting the oldest ones; keeps only the last tokens of one too long."""
+        cut = max(0, len(text.tokens) - self._max_tokens)
+        if cut:
+            text = CachedText(text.tokens[cut:], max(0, text.num_prompt - cut))
+        while self.texts and self.num_tokens + len(text.tokens) > self._max_tokens:
+            self._remove(self.texts.pop(0))
+        self._append(text)
+        if self.automaton.size > 2 * self._max_tokens:  # frees the memory of removed requests
+            texts, self.texts = self.texts, []
+            self.automaton, self.num_tokens = SuffixAutomaton(), 0
+            for kept in texts:
+                self._append(kept)
+
+    def forget(self, prompt: IntArray) -> None:
+        """Removes the requests with exactly this prompt."""
+        for at in range(len(self.texts) - 1, -1, -1):
+            tokens, num_prompt = self.texts[at]
+            if np.array_equal(tokens[:num_prompt], prompt):
+                self._remove(self.texts.pop(at))
+
+    def _append(self, text: CachedText) -> None:
+        self.automaton.begin()
+        for token in text.tokens.tolist():
+            self.automaton.append(token)
+        self.texts.append(text)
+        self.num_tokens += len(text.tokens)
+        self.version += 1
+
+    def _remove(self, text: CachedText) -> None:
+        self.automaton.remove(text.tokens.tolist())
+        self.num_tokens -= len(text.tokens)
+        self.version += 1
+
+    def save(self, path: str | Path, *, vocab_size: int) -> Path:
+        arrays = {
+            "tokens": np.concatenate(
+                [np.zeros(0, np.int64), *(text.tokens for text in self.texts)]
+            ),
+            "lengths": np.array([len(text.tokens) for text in self.texts], np.int64),
+            "num_prompt": np.array([text.num_prompt for text in self.texts], np.int64),
+        }
+        arrays["tokens"] = arrays["tokens"].astype(np.int32)
+        return FORMAT.write(Path(path).expanduser(), {"vocab_size": vocab_size}, arrays)
+
+
+def read_texts(path: str | Path, *, vocab_size: int, key: str = "source.path") -> list[CachedText]:
+    """Returns the requests of a saved cache, oldest first; ``key`` names the file in messages.
+
+    Raises:
+        UserError: no such file, not a cache, another version or vocabulary, or a damaged cache.
+    """
+    at = f"{key}={path}"
+    head, arrays = FORMAT.read(path, at)
+    if head.get("vocab_size") != vocab_size:
+        raise UserError(
+            f"{at} has tokens of a vocabulary of {head.get('vocab_size')}, the target has"
+            f" {vocab_size}; use a cache that the same model family has written"
+        )
+    tokens, lengths, num_prompt = (arrays[name] for name in FORMAT.arrays)
+    if not (
+        all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values())
+        and len(lengths) == len(num_prompt)
+        and ((lengths >= 1) & (num_prompt >= 0) & (num_prompt <= lengths)).all()
+        and sum(lengths.tolist()) == len(tokens)
+        and ((tokens >= 0) & (tokens < vocab_size)).all()
+    ):
+        raise UserError(
+            f"{at} is damaged: its arrays do not fit each other or the vocabulary; {FORMAT.again}"
+        )
+    texts = np.split(tokens.astype(np.int64), np.cumsum(lengths))[:-1]
+    return list(map(CachedText, texts, num_prompt.tolist()))
+
+
+class PromptLookupSource(TokenSource):
+    """Proposes what followed earlier occurrences of the last tokens in prompt and output.
+
+    It needs no model and no corpus. Nodes without a match of ``min_match`` tokens get count 0.
+
+    Args:
+        min_match: minimum number of matching tokens.
+        max_match: maximum number; longer matches count as this length.
+    """
+
+    @validated
+    def __init__(self, *, min_match: Count = 1, max_match: Count = 16) -> None:
+        if min_match > max_match:
+            raise ValueError(
+                f"min_match={min_match} is more than max_match={max_match}; lower source.min_match"
+            )
+        self._min, self._max = min_match, max_match
+        self._own: dict[int, TreeMatches] = {}
+
+    def open(self, request: RequestState) -> None:
+        self._own[request.id] = self._matches(SuffixAutomaton(), Confidence())
+        self._own[request.id].extend(request.tokens.tolist())
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        rows = []
+        for request_id, ids in nodes.items:
+            tree = state.requests[request_id].tree
+            for slot in tree.slots(ids).tolist():
+                texts = self._texts(request_id, int(tree.depths[slot]))
+                rows.append(continuations(texts, tree, slot, k, min_match=self._min))
+        candidates = Candidates.empty(len(rows), k)
+        for row, ranked in enumerate(rows):
+            candidates.tokens[row, : len(ranked)] = [token for _, token in ranked]
+            candidates.logprobs[row, : len(ranked)] = np.log([p for p, _ in ranked])
+            candidates.counts[row] = len(ranked)
+        return candidates
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        for commit in self._new(commits):
+            self._own[commit.request].extend(commit.new_tokens)
+
+    def close(self, request_id: int) -> None:
+        self._own.pop(request_id, None)
+
+    def _matches(self, automaton: SuffixAutomaton, confidence: Confidence) -> TreeMatches:
+        return TreeMatches(automaton, confidence, min_match=self._min, max_match=self._max)
+
+    def _texts(self, request_id: int, depth: int) -> list[TreeMatches]:
+        return [self._own[request_id]]
+
+    def _new(self, commits: Sequence[Commit]) -> list[Commit]:
+        """Returns the commits of open requests that continue their texts; drops repeated ones."""
+        return [
+            commit
+            for commit in commits
+            if (own := self._own.get(commit.request)) is not None
+            and commit.prefix_len + 1 - len(commit.new_tokens) == own.automaton.size
+        ]
+
+
+class SuffixSource(PromptLookupSource):
+    """Proposes continuations of each node's longest matches, in its request and in finished ones.
+
+    This is SuffixDecoding (Oliaro et al., arXiv 2411.04975). Each of the two texts gives a node's
+    match to the continuations that followed it, by frequency and by how often matches of that
+    length were right (``suffix.continuations``). A text is used down to a depth of ``factor`` times
+    the length of the root's match in it, at most ``max_depth`` (SuffixDecoding 3.2: MAX_SPEC =
+    alpha p), so long matches make long drafts.
+
+    When a request is closed, its prompt and output enter the cache. With a verifier that is
+    lossless token for token, the output does not depend on the cache. Rejection verifiers cannot be
+    used: the cache depends on the order in which requests finish, and so would the output.
+
+    Args:
+        vocab_size: of the target, for saved caches.
+        min_match: minimum number of matching tokens.
+        max_match: maximum number; longer matches count as this length.
+        factor: draft tokens per matching token (the paper's alpha).
+        max_depth: maximum number of draft tokens.
+        max_tokens: maximum number of cached tokens; the oldest requests are evicted.
+        repeats: also propose what followed when exactly the same prompt was decoded before. False:
+            such requests are removed when the prompt is opened again, so that warm-up and repeated
+            measurements do not copy their own output.
+        path: cache that an earlier run has saved. Default: start empty.
+        save: file that the cache is written to whenever no request is open. Default: none.
+    """
+
+    @validated
+    def __init__(
+        self,
+        *,
+        vocab_size: Count,
+        min_match: Count = 1,
+        max_match: Count = 32,
+        factor: Positive = 4.0,
+        max_depth: Count = 32,
+        max_tokens: Count = 100_000,
+        repeats: bool = False,
+        path: Text | None = None,
+        save: Text | None = None,
+    ) -> None:
+        super().__init__(min_match=min_match, max_match=max_match)
+        self.vocab_size = vocab_size
+        self.cache = SuffixCache(max_tokens)
+        self._vocab_size = vocab_size
+        self._factor, self._max_depth = factor, max_depth
+        self._repeats, self._save = repeats, save
+        self._confidence = Confidence()  # of the cache, over all requests
+        self._cached: dict[int, tuple[RequestState, TreeMatches]] = {}
+        self._versions: dict[int, int] = {}  # of the cache at the last search
+        for text in [] if path is None else read_texts(path, vocab_size=vocab_size):
+            self.cache.add(text)
+
+    def open(self, request: RequestState) -> None:
+        if not self._repeats:
+            self.cache.forget(request.tokens)
+        super().open(request)
+        matches = self._matches(self.cache.automaton, self._confidence)
+        self._cached[request.id] = request, matches
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        for commit in self._new(commits):
+            matches = self._current(commit.request)
+            for token in commit.new_tokens:
+                matches.observe(token)
+                matches.follow([token])
+        super().commit(commits, output)
+
+    def close(self, request_id: int) -> None:
+        """Moves the request's text to the cache; saves it if no other request is open."""
+        if request_id not in self._cached:
+            return
+        request, own = self._cached.pop(request_id)[0], self._own[request_id]
+        self._versions.pop(request_id, None)
+        super().close(request_id)
+        self.cache.add(CachedText(request.tokens[: own.automaton.size].copy(), request.num_prompt))
+        if self._save is not None and not self._own:
+            self.cache.save(self._save, vocab_size=self._vocab_size)
+
+    def _texts(self, request_id: int, depth: int) -> list[TreeMatches]:
+        """Returns the texts whose root match is long enough for children of a node at ``depth``."""
+        texts = (self._own[request_id], self._current(request_id))
+        lengths = [max(1, int(self._factor * text.root[1])) for text in texts]
+        return [
+            text
+            for text, length in zip(texts, lengths, strict=True)
+            if depth < min(self._max_depth, length)
+        ]
+
+    def _current(self, request_id: int) -> TreeMatches:
+        """Returns the request's matches in the cache, searched again if the cache has changed."""
+        request, matches = self._cached[request_id]
+        if self._versions.get(request_id) != self.cache.version:
+            self._versions[request_id] = self.cache.version
+            matches.automaton = self.cache.automaton
+            matches.at_root((0, 0))
+            size = self._own[request_id].automaton.size
+            matches.follow(request.tokens[max(0, size - self._max) : size].tolist())
+        return matches

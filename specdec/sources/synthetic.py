@@ -13,6 +13,7 @@ nodes, V vocabulary, n positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -79,6 +80,8 @@ class HiddenPair:
         raise NotImplementedError
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class SyntheticPair(HiddenPair):
     """The rank distributions of a synthetic target and draft.
 
@@ -113,48 +116,65 @@ class SyntheticPair(HiddenPair):
         class_probs: float64[C, 64], P_c(r) at depth 0; ``class_logprobs`` is its logarithm.
     """
 
-    @validated
-    def __init__(
-        self,
-        *,
-        vocab_size: VocabSize = 32000,
-        weights: Shares = (0.4, 0.3, 0.3),
-        top1: Shares = (0.95, 0.6, 0.3),
-        decay: Decays = (2.5, 2.2, 1.8),
-        miss: Shares = (0.0, 0.0, 0.0),
-        stay: Stays = (),
-        depth: Odds = (),
-        group_shares: Sequence[Share] = (),
-        group_weights: Sequence[Shares] = (),
-        seed: Index = 0,
-    ) -> None:
-        rows = _checked_rows(
-            {"weights": weights, "top1": top1, "decay": decay, "miss": miss},
-            {"stay": stay} if stay else {},
-            group_shares,
-            group_weights,
-        )
-        self.vocab_size, self.seed = vocab_size, seed
-        self._weights = rows / rows.sum(axis=1, keepdims=True)  # [G, C]
-        self._stay = np.asarray(stay or [0.0] * len(top1), float)
-        self._group_shares = np.asarray(group_shares or [1.0], float) / sum(group_shares or [1.0])
+    vocab_size: VocabSize = 32000
+    weights: Shares = (0.4, 0.3, 0.3)
+    top1: Shares = (0.95, 0.6, 0.3)
+    decay: Decays = (2.5, 2.2, 1.8)
+    miss: Shares = (0.0, 0.0, 0.0)
+    stay: Stays = ()
+    depth: Odds = ()
+    group_shares: Sequence[Share] = ()
+    group_weights: Sequence[Shares] = ()
+    seed: Index = 0
+
+    def __post_init__(self) -> None:
+        rows = np.asarray(self._checked_weights(), float)
+        self._weights: FloatArray = rows / rows.sum(axis=1, keepdims=True)  # [G, C]
+        self._stay = np.asarray(self.stay or [0.0] * len(self.top1), float)
+        self._group_shares = np.asarray(self.group_shares or [1.0], float)
+        self._group_shares /= self._group_shares.sum()
         shares = self._weights / (1.0 - self._stay)
         self.shares: FloatArray = shares / shares.sum(axis=1, keepdims=True)
-        odds = np.asarray(depth or [0.0], float)
-        self.num_depths = len(odds)
-        tail = np.asarray(decay, float), np.asarray(miss, float)
-        by_depth = [_rank_law(_shifted(np.asarray(top1, float), o), *tail) for o in odds]
+        self.num_depths = len(self.depth or [0.0])
+        by_depth = [self._rank_law(odds) for odds in self.depth or [0.0]]
         self.class_probs: FloatArray = by_depth[0]
         if (np.diff(self.class_probs, axis=1) > 1e-12).any():
             raise ValueError(
-                f"top1={list(top1)} with decay={list(decay)} makes a later candidate more probable"
-                " than an earlier one; raise top1 or lower decay (at least 0)"
+                f"top1={list(self.top1)} with decay={list(self.decay)} makes a later candidate more"
+                " probable than an earlier one; raise top1 or lower decay (at least 0)"
             )
         with np.errstate(divide="ignore"):
             self.class_logprobs: FloatArray = np.log(self.class_probs)
         self._rank_edges = np.cumsum(by_depth, axis=2)  # [D, C, 64]
         self._class_edges = self.shares.cumsum(axis=1)[:, :-1]  # [G, C - 1]
         self._groups: dict[int, int] = {}  # request id -> its group
+
+    def _checked_weights(self) -> Sequence[Sequence[float]]:
+        """Returns the weights of each group."""
+        lists = {name: getattr(self, name) for name in ("weights", "top1", "decay", "miss")}
+        lists |= {"stay": self.stay} if self.stay else {}
+        lists |= {f"group_weights[{g}]": row for g, row in enumerate(self.group_weights)}
+        if len({len(values) for values in lists.values()}) != 1:
+            raise ValueError(f"{', '.join(lists)} must have equal lengths: {lists}")
+        if len(self.group_shares) != len(self.group_weights):
+            raise ValueError(
+                f"group_shares={list(self.group_shares)} and {len(self.group_weights)}"
+                " group_weights must be as many as each other"
+            )
+        rows = self.group_weights or [self.weights]
+        if sum(self.group_shares or [1.0]) <= 0.0 or min(map(sum, rows)) <= 0.0:
+            raise ValueError(f"weights={list(self.weights)} and shares of groups must not all be 0")
+        return rows
+
+    def _rank_law(self, odds: float) -> FloatArray:
+        """Returns P_c(r), float64[C, 64], at a depth that adds ``odds`` to the log odds."""
+        top1, decay, miss = (np.asarray(v, float) for v in (self.top1, self.decay, self.miss))
+        if odds:
+            factor = np.exp(odds)
+            top1 = top1 * factor / (1.0 - top1 + top1 * factor)
+        tail = np.arange(2, MAX_RANK + 1) ** -decay[:, None]
+        tail *= ((1.0 - top1) * (1.0 - miss))[:, None] / tail.sum(axis=1, keepdims=True)
+        return np.concatenate([top1[:, None], tail], axis=1)
 
     def rank_probabilities(self) -> FloatArray:
         """Returns float64[64]: probability of each rank at depth 0, averaged over all positions."""
@@ -191,9 +211,7 @@ class SyntheticPair(HiddenPair):
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        level = int(positions[0])
-        at = level if (positions == level).all() else positions
-        first, drawn = hash_u64(self.seed, _NODE_STREAMS, request_id, at, tokens)
+        first, drawn = hash_u64(self.seed, _NODE_STREAMS, request_id, positions, tokens)
         edges = self._class_edges[self._group(request_id)]
         classes = edges.searchsorted(as_uniform(drawn), side="right")
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
@@ -206,49 +224,9 @@ class SyntheticPair(HiddenPair):
         return group
 
 
-def _checked_rows(
-    lists: dict[str, Sequence[float]],
-    optional: dict[str, Sequence[float]],
-    group_shares: Sequence[float],
-    group_weights: Sequence[Sequence[float]],
-) -> FloatArray:
-    """Returns float64[G, C], the weights of each group; raises ``ValueError`` for bad values."""
-    every = {**lists, **optional}
-    every |= {f"group_weights[{g}]": row for g, row in enumerate(group_weights)}
-    if len({len(values) for values in every.values()}) != 1:
-        raise ValueError(f"{', '.join(every)} must have equal lengths: {every}")
-    if len(group_shares) != len(group_weights):
-        raise ValueError(
-            f"group_shares={list(group_shares)} and {len(group_weights)} group_weights must be as"
-            " many as each other"
-        )
-    weights = lists["weights"]
-    rows: FloatArray = np.asarray(group_weights or [weights], float)
-    if sum(group_shares or [1.0]) <= 0.0 or (rows.sum(axis=1) <= 0.0).any():
-        raise ValueError(f"weights={list(weights)} and shares of groups must not all be 0")
-    return rows
-
-
 def _drawn(shares: FloatArray, uniform: FloatArray) -> IntArray:
     """Returns int64[n]: indices drawn with probabilities ``shares`` by uniform numbers."""
     return np.searchsorted(np.cumsum(shares)[:-1], uniform, side="right")
-
-
-def _shifted(top1: FloatArray, odds: float) -> FloatArray:
-    """Adds ``odds`` to the log odds of probabilities; exact for 0."""
-    if odds == 0.0:
-        return top1
-    factor = np.exp(odds)
-    shifted: FloatArray = top1 * factor / (1.0 - top1 + top1 * factor)
-    return shifted
-
-
-def _rank_law(top1: FloatArray, decay: FloatArray, miss: FloatArray) -> FloatArray:
-    """Returns P_c(r) of ``SyntheticPair``, float64[C, 64]."""
-    ranks = np.arange(2, MAX_RANK + 1)
-    tail = ranks ** -decay[:, None]
-    tail *= ((1.0 - top1) * (1.0 - miss))[:, None] / tail.sum(axis=1, keepdims=True)
-    return np.concatenate([top1[:, None], tail], axis=1)
 
 
 class _RequestTables:
@@ -287,26 +265,15 @@ class _RequestTables:
         if last + 1 >= len(self.tokens):
             self._extend(last + _TABLE)
 
-    def keep(self, ids: IntArray) -> None:
-        """Drops all nodes except ``ids``, int64[M]."""
-        kept = set(ids.tolist())
-        self.expanded &= kept
-        self.on_path &= kept
-
-    def true_nodes(self, slots: IntArray, positions: IntArray, tokens: IntArray) -> list[int]:
-        """Returns the indices of those ``slots`` that are on the target's own path."""
-        same = tokens == self.tokens.take(positions)
-        hits = (same | (slots == 0)).nonzero()[0]
-        return [row for row in hits.tolist() if self._is_on_path(int(slots[row]))]
-
-    def _is_on_path(self, slot: int) -> bool:
+    def is_on_path(self, slot: int) -> bool:
+        """Returns whether the node at ``slot`` is on the target's own path."""
         tree = self.request.tree
         node_id = int(tree.ids[slot])
         if slot == 0 or node_id in self.on_path:
             return True
         if tree.tokens[slot] != self.tokens[tree.positions[slot]]:
             return False
-        if not self._is_on_path(int(tree.parents[slot])):
+        if not self.is_on_path(int(tree.parents[slot])):
             return False
         self.on_path.add(node_id)
         return True
@@ -329,15 +296,13 @@ class SyntheticSource(TokenSource):
         model: Literal["draft", "middle"] = "draft",
         prefill_chunk: Count = 512,
     ) -> None:
-        hidden: HiddenPair = pair.sequences(model) if isinstance(pair, ModelPair) else pair
-        self.vocab_size: int | None = pair.vocab_size
+        self._pair: HiddenPair = pair.sequences(model) if isinstance(pair, ModelPair) else pair
+        self.vocab_size = pair.vocab_size
         self.counters = SourceCounters(by_level={model: 0})
         self._work = Work(model)
-        self._pair = hidden
         self._prefill_chunk = prefill_chunk
         self._tables: dict[int, _RequestTables] = {}
-        self._logprobs = hidden.class_logprobs
-        self._laws: dict[int, tuple[FloatArray, IntArray]] = {}
+        self._logprobs = self._pair.class_logprobs
         self._offsets = np.arange(self._logprobs.shape[1])
 
     def open(self, request: RequestState) -> None:
@@ -360,13 +325,12 @@ class SyntheticSource(TokenSource):
             catch_up += tables.request.prefix_len - tables.cached_len
             tables.cached_len = tables.request.prefix_len
         self._count(state, catch_up, len(nodes))
-        tokens, classes = parts[0]
-        if len(parts) > 1:
-            tokens = np.concatenate([tokens for tokens, _ in parts])
-            classes = np.concatenate([classes for _, classes in parts])
-        logprobs, counts = self._law(k)
+        classes = np.concatenate([classes for _, classes in parts])
+        logprobs = self._logprobs[classes, :k]
         return Candidates(
-            tokens=tokens, logprobs=logprobs.take(classes, axis=0), counts=counts.take(classes)
+            tokens=np.concatenate([tokens for tokens, _ in parts]),
+            logprobs=logprobs,
+            counts=(logprobs > -np.inf).sum(axis=1),
         )
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
@@ -380,17 +344,12 @@ class SyntheticSource(TokenSource):
                     tables.cached_len += 1
                 position += 1
             if len(tables.expanded) + len(tables.on_path) > _MAX_STALE:
-                tables.keep(commit.kept_ids)
+                kept = set(commit.kept_ids.tolist())
+                tables.expanded &= kept
+                tables.on_path &= kept
 
     def close(self, request_id: int) -> None:
         self._tables.pop(request_id, None)
-
-    def _law(self, k: int) -> tuple[FloatArray, IntArray]:
-        """Returns log probabilities float64[C, k] and counts int64[C] of the first k candidates."""
-        if k not in self._laws:
-            logprobs = np.ascontiguousarray(self._logprobs[:, :k])
-            self._laws[k] = logprobs, (logprobs > -np.inf).sum(axis=1)
-        return self._laws[k]
 
     def _propose(
         self, tables: _RequestTables, slots: IntArray, k: int
@@ -400,7 +359,8 @@ class SyntheticSource(TokenSource):
         positions, node_tokens = tree.positions.take(slots), tree.tokens.take(slots)
         tables.reserve(int(positions.max()))
         first, classes = self._pair.node_keys(tables.request.id, positions, node_tokens)
-        true_rows = tables.true_nodes(slots, positions, node_tokens)
+        maybe = (slots == 0) | (node_tokens == tables.tokens.take(positions))
+        true_rows = [row for row in maybe.nonzero()[0].tolist() if tables.is_on_path(slots[row])]
         for row in true_rows:
             position = int(positions[row])
             classes[row] = tables.classes[position]
@@ -415,15 +375,11 @@ class SyntheticSource(TokenSource):
         return tokens, classes
 
     def _count(self, state: DecodeState, catch_up: int, num_nodes: int) -> None:
-        counters = self.counters
-        counters.catch_up_rows += catch_up
-        while catch_up > self._prefill_chunk:
-            self._pass(state, self._prefill_chunk)
-            catch_up -= self._prefill_chunk
-        self._pass(state, catch_up + num_nodes)
-
-    def _pass(self, state: DecodeState, num_rows: int) -> None:
-        self.counters.passes += 1
-        self.counters.rows += num_rows
-        self.counters.by_level[self._work.value] += 1
-        state.clock.charge(CONTROLLER, self._work, num_rows)
+        self.counters.catch_up_rows += catch_up
+        full = max(catch_up - 1, 0) // self._prefill_chunk  # the last chunk is in the nodes' pass
+        rest = catch_up - full * self._prefill_chunk + num_nodes
+        for num_rows in (*[self._prefill_chunk] * full, rest):
+            self.counters.passes += 1
+            self.counters.rows += num_rows
+            self.counters.by_level[self._work.value] += 1
+            state.clock.charge(CONTROLLER, self._work, num_rows)

@@ -185,7 +185,8 @@ class TokenTree:
         if (extra := num - self._candidates.shape[1]) > 0:
             columns = np.tile(_NO_CANDIDATE, (len(self._nodes), extra, 1))
             self._candidates = np.concatenate([self._candidates, columns], axis=1)
-        new = np.tile(_NO_CANDIDATE, (len(slots), self._candidates.shape[1], 1))
+        new = np.empty((len(slots), *self._candidates.shape[1:]), np.int64)
+        new[:] = _NO_CANDIDATE
         new[:, :num, _TOKEN] = tokens
         is_valid = np.arange(num) < counts[:, None]
         logprobs = np.where(is_valid, candidates.logprobs[rows], -np.inf)
@@ -300,9 +301,14 @@ class TokenTree:
 
         Row 0 has the nodes themselves. Paths that are shorter than the longest end with
         ``NO_NODE``.
+
+        Raises:
+            RuntimeError: the slots of some parents form a cycle.
         """
         above, paths = self.parents[slots], [self.ids[slots]]
         while (inside := above >= 0).any():
+            if len(paths) > self._size:
+                raise RuntimeError("the parents of a tree's nodes form a cycle")
             paths.append(np.where(inside, self.ids[above], NO_NODE))
             above = np.where(inside, self.parents[above], NO_NODE)
         return np.array(paths)

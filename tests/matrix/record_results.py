@@ -124,7 +124,8 @@ def types_of(path: Path) -> dict[str, str]:
 def _leaves(value: Any, place: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            name = "*" if _DATA.match(str(key)) else str(key)
+            # Strategies that a plan leaves out are data too.
+            name = "*" if _DATA.match(str(key)) or place == "left_out" else str(key)
             yield from _leaves(inner, f"{place}.{name}" if place else name)
         if not value:
             yield place, "empty"

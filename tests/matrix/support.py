@@ -1,4 +1,4 @@
-"""Writes docs/support.md: which combinations run, which are refused, and why.
+"""Writes docs/support.md: which combinations are refused, and why.
 
     make support        (or: python -m tests.matrix.support)
 
@@ -7,16 +7,23 @@ runs every cell of the composition matrix and writes the page only if all of the
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
+from itertools import product
 from pathlib import Path
 
 from specdec.config.options import options
-from tests.matrix.cells import MAX_NEW_TOKENS, PROMPTS, Cell, all_cells, executors
+from tests.matrix.cells import AXES, MAX_NEW_TOKENS, PROMPTS, all_cells, executors
 from tests.matrix.outcomes import Kind, Outcome, check, composed
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
+_AXES = AXES[:-1]  # whether a cell is refused does not depend on its sampling
+_DETAIL = re.compile(r"\b[A-Z]\w*[a-z]\w*|\[[\d, ]+\]")  # class names and layers in a message
+
+Parts = tuple[str, ...]  # source, policy, verifier, executor
+Box = tuple[tuple[str, ...], ...]  # options of each: all combinations of them
 
 
 def survey() -> list[Outcome]:
@@ -26,82 +33,85 @@ def survey() -> list[Outcome]:
 
 def page(outcomes: Sequence[Outcome]) -> str:
     """The page's text; it depends on the outcomes and on nothing else."""
-    lines = [_head(outcomes)]
-    reasons: dict[str, int] = {}
-    groups: dict[str, list[str]] = {}
-    for verifier in options("verifier"):
-        found = {o.cell: o for o in outcomes if o.cell.verifier == verifier}
-        groups.setdefault(_table(found, reasons), []).append(verifier)
-    for table, verifiers in groups.items():
-        title = ", ".join(f"`verifier={name}`" for name in verifiers)
-        lines += [f"## {title}\n", table]
-    lines.append("## Why a combination is refused\n\nWhat the command line says:\n")
-    lines += [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join(lines) + "\n"
+    refused: dict[Parts, str] = {}
+    for outcome in outcomes:
+        if outcome.kind is Kind.REFUSED:
+            refused[tuple(getattr(outcome.cell, axis) for axis in _AXES)] = outcome.reason
+    by_reason: dict[str, list[Parts]] = {}
+    for parts, reason in refused.items():
+        by_reason.setdefault(_DETAIL.sub("X", reason), []).append(parts)
+    rows = [
+        [*map(_options, box, _values()), refused[members[0]].replace("|", "\\|")]
+        for members in by_reason.values()
+        for box in _boxes(members, refused)
+    ]
+    lines = ["| " + " | ".join((*_AXES, "message")) + " |", "| --- " * 5 + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return _head(outcomes) + "\n" + "\n".join(lines) + "\n"
 
 
 def _head(outcomes: Sequence[Outcome]) -> str:
     refused = sum(o.kind is Kind.REFUSED for o in outcomes)
-    prompts = f"{len(PROMPTS)} prompts of {', '.join(str(len(p.tokens)) for p in PROMPTS)} tokens"
+    lengths = " and ".join(str(len(p.tokens)) for p in PROMPTS)
     return f"""\
 # Which parts go together
 
-Written by `make support` from the composition matrix (`tests/matrix`); do not edit. The matrix is
-every source x policy x verifier x executor x sampling in `conf/`: {len(outcomes)} cells, of which
-{len(outcomes) - refused} run and {
-        refused
-    } are refused when they are composed, with the reason. None is skipped.
-Each runs {prompts} in one batch for {MAX_NEW_TOKENS} tokens, in float64, on tiny random models.
-A sample in which every option runs on every executor that has processes also runs on these.
+Any source, policy, verifier and executor may be combined on the command line:
 
-- **exact**: every token equals plain decoding by transformers' own forward, with the same seed.
-- **distribution**: under sampling, every token is distributed as under the target, so it need not
-  equal plain decoding (greedily it does: exact). The matrix checks that the output is the same on
-  every executor and in every batch, and possible; `specdec verify` tests the distribution.
-- **lossy**: runs, and is labelled lossy wherever results are printed.
-- a number: refused, for the reason under that number below.
+    specdec run source=suffix policy=chain executor=pipeline executor.stages=4 clock=simulated
 
-Executors: {", ".join(f"`{name}`" for name in executors())}. Samplings: {
-        ", ".join(f"`{name}`" for name in options("sampling"))
-    }. Where they make no
-difference they are not named; that is everywhere unless a table says otherwise.
+A combination runs unless it is in the table below. Then the command ends with the message before
+anything is decoded. What runs gives the tokens of plain decoding with `verifier=match` (greedily
+with `verifier=rejection` too, whose sampled tokens are equal in distribution); results of the other
+verifiers are labelled lossy.
+
+This page is written by `make support`, which composes every source x policy x verifier x executor x
+sampling of `conf/` ({len(outcomes):,} cells, {refused:,} refused). Each of the others decodes
+{len(PROMPTS)} prompts ({lengths} tokens) in one batch for {MAX_NEW_TOKENS} tokens with tiny random
+models in float64 and is compared with plain decoding; under `rejection` with the other executors,
+and `specdec verify` tests the distribution. Part of the cells also runs on executors of several
+processes.
+
+## Refused
+
+A row refuses all combinations of its options. "all but" lists those that are not meant. Messages
+are examples: they name the parts of the command.
 """
 
 
-def _table(found: Mapping[Cell, Outcome], reasons: dict[str, int]) -> str:
-    """One verifier's table, sources down and policies across; numbers new reasons."""
-    policies = list(options("policy"))
-    lines = [
-        "| source | " + " | ".join(policies) + " |",
-        "| --- |" + " --- |" * len(policies),
-    ]
-    here: dict[tuple[str, str], list[Outcome]] = {}
-    for cell, outcome in found.items():
-        here.setdefault((cell.source, cell.policy), []).append(outcome)
-    for source in options("source"):
-        cells = (here.get((source, policy), []) for policy in policies)
-        texts = [_text(outcomes, ("executor", "sampling"), reasons) for outcomes in cells]
-        lines.append(f"| {source} | " + " | ".join(texts) + " |")
-    return "\n".join(lines) + "\n"
+def _values() -> list[tuple[str, ...]]:
+    return [tuple(options(axis)) if axis != "executor" else executors() for axis in _AXES]
 
 
-def _text(here: Sequence[Outcome], axes: tuple[str, ...], reasons: dict[str, int]) -> str:
-    """What to print for outcomes that differ in ``axes`` only; names the axes that matter."""
-    kinds = {o.kind for o in here}
-    refusals = {o.reason for o in here if o.kind is Kind.REFUSED}
-    if kinds <= {Kind.EXACT, Kind.DISTRIBUTION}:
-        return str(Kind.DISTRIBUTION if Kind.DISTRIBUTION in kinds else Kind.EXACT)
-    if len(kinds) == 1 and len(refusals) <= 1:
-        for reason in refusals:
-            return str(reasons.setdefault(reason, len(reasons) + 1))
-        return str(kinds.pop())
-    axis, *rest = axes
-    names = dict.fromkeys(getattr(o.cell, axis) for o in here)
-    parts = {n: [o for o in here if getattr(o.cell, axis) == n] for n in names}
-    texts = {n: _text(part, tuple(rest) or axes, reasons) for n, part in parts.items()}
-    if len({*texts.values()}) == 1:
-        return next(iter(texts.values()))
-    return "; ".join(f"{name}: {text}" for name, text in texts.items())
+def _boxes(members: Sequence[Parts], refused: Collection[Parts]) -> list[Box]:
+    """Boxes of refused combinations that contain the members, as few as splits by source allow."""
+
+    def is_refused(box: Box) -> bool:
+        return all(parts in refused for parts in product(*box))
+
+    box = tuple(
+        tuple(value for value in values if value in {parts[axis] for parts in members})
+        for axis, values in enumerate(_values())
+    )
+    if not is_refused(box):
+        axis = next(axis for axis, values in enumerate(box) if len(values) > 1)
+        halves = [[parts for parts in members if parts[axis] == value] for value in box[axis]]
+        return [found for half in halves for found in _boxes(half, refused)]
+    for axis, values in enumerate(_values()):  # "all" reads better than all but those met elsewhere
+        larger = (*box[:axis], values, *box[axis + 1 :])
+        if is_refused(larger):
+            box = larger
+    return [box]
+
+
+def _options(chosen: Sequence[str], values: Sequence[str]) -> str:
+    """The options as text; those left out where these are fewer."""
+    if len(chosen) == len(values):
+        return "all"
+    others = [value for value in values if value not in chosen]
+    if len(others) < len(chosen):
+        return "all but " + ", ".join(others)
+    return ", ".join(chosen)
 
 
 def main() -> int:

@@ -15,10 +15,11 @@ FILE is YAML, from anywhere:
         new: "ints[3, new] = ints[3, start - 1] + 1"
         verify: [chain]                # commands, in turn until one fails
         no_effect: why it changes no output   # only of mutants that must survive
+        missed: why it is not found           # only of mutants that do, and change output
 
 The code itself is certified once per command. RESULTS is JSON and is continued: mutants that were
 found are not run again, the others are, since the checks may have changed. Exit status: 0 if every
-mutant was found but those with ``no_effect``, 1 if not, 2 if FILE cannot be used.
+mutant was found but those with ``no_effect`` or ``missed``, 1 if not, 2 if FILE cannot be used.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Mutant:
         old, new: text that occurs once in the file, and what replaces it.
         verify: commands that may find it, by name.
         no_effect: why it cannot change any output; empty if it must be found.
+        missed: why the certificate does not find it, although it changes output.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Mutant:
     new: str
     verify: tuple[str, ...]
     no_effect: str = ""
+    missed: str = ""
 
     def applied(self, root: Path) -> str:
         """The changed text of the file.
@@ -307,8 +310,9 @@ def result_of(found: Certificate) -> str:
 
 
 def as_expected(entry: Mapping[str, Any], mutant: Mutant) -> bool:
-    """Whether a mutant was found, or survived and has no effect."""
-    return bool(entry["result"] == ("survived" if mutant.no_effect else "found"))
+    """Whether a mutant was found, or survived and has no effect or is known to be missed."""
+    survives = bool(mutant.no_effect or mutant.missed)
+    return bool(entry["result"] == ("survived" if survives else "found"))
 
 
 def report(
@@ -319,21 +323,22 @@ def report(
     for name, entry in entries.items():
         yield f"{name:<{width}}  {line_of(entry, mutants[name])}"
     found = [entry for entry in entries.values() if entry["result"] == "found"]
-    equal = sum(
-        entry["result"] == "survived" and bool(mutants[name].no_effect)
-        for name, entry in entries.items()
-    )
+    survived = [mutants[name] for name, e in entries.items() if e["result"] == "survived"]
+    equal = sum(bool(mutant.no_effect) for mutant in survived)
+    missed = sum(bool(mutant.missed) for mutant in survived)
     raised = sum(entry["raised"] for entry in found)
     yield (
         f"{len(found)} of {len(entries)} mutants found ({raised} by an error of the changed code);"
-        f" {equal} survived that have no effect; {len(entries) - len(found) - equal} left"
+        f" {equal} survived that have no effect, {missed} are known to be missed;"
+        f" {len(entries) - len(found) - equal - missed} left"
     )
 
 
 def line_of(entry: Mapping[str, Any], mutant: Mutant) -> str:
     """A mutant's outcome, and what found it."""
     line = f"{entry['result']:<9}  {entry['seconds']:>6.1f} s  {entry['command']}"
-    what = ", ".join(entry["checks"]) or (mutant.no_effect and "no effect") or entry["detail"]
+    why = (mutant.no_effect and "no effect") or (mutant.missed and "missed") or entry["detail"]
+    what = ", ".join(entry["checks"]) or why
     return f"{line}: {what}" + (" (error)" if entry["raised"] else "")
 
 

@@ -108,7 +108,7 @@ def test_streamed_text_is_whole_and_never_half_a_character() -> None:
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": list(text.encode())}
 
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], **options: bool) -> str:
             return bytes("\u20ac".encode()[i % 3] for i in range(len(ids))).decode(errors="replace")
 
     class Pair(RandomPair):

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
-from experiments.pipelines.batch_ratios import remarks
+from experiments.pipelines.batch_curves import (
+    add_ratios,
+    crossovers,
+    curves_markdown,
+    curves_png,
+)
 from specdec.cli.batch_sizes import compose_curves
 from specdec.metrics import RunTotals, summarise
-from specdec.runs.batch_sizes import add_ratios, crossovers, curves_markdown, curves_png
 from strategies.specpipe_db import _FittedCost
 from tests.unit.test_metrics import make_result
 
@@ -63,8 +67,7 @@ def test_ratios_and_crossovers() -> None:
         "specpipe behind elsewhere": 2,
         "specpipe_db behind elsewhere": None,
     }
-    crossed = crossovers(rows, None)
-    page = curves_markdown(rows, {"clock": "simulated"}, crossed, "elsewhere", remarks(rows))
+    page = curves_markdown(rows, {"clock": "simulated"}, "elsewhere")
     assert "`elsewhere` is cross-profile" in page
     assert "batch 4, throughput: 2.00x over ar on the same profile, 1.33x cross-profile" in page
     assert "cross-profile; the paper 1.64-2.08x over PP-vLLM" in page

@@ -148,5 +148,3 @@ def test_fit_prompt_drops_the_oldest_tokens_and_counts_them() -> None:
         fit_prompt([], max_len=4)
     with pytest.raises(UserError, match="max_new_tokens"):
         fit_prompt([1], max_len=0)
-    with pytest.raises(ValueError, match="'right'"):
-        fit_prompt([1], max_len=1, truncation="right")

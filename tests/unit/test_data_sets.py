@@ -162,7 +162,8 @@ def test_provenance_hashes_templates_and_files(
     assert files["gsm8k"]["file"] == "gsm8k/test.jsonl"
     assert len(files["gsm8k"]["sha256"]) == 64
     entry = SETS["gsm8k"]
-    place = replace(entry.places[0], message="Solve: {question}")
+    place = entry.places[0]
+    place = replace(place, texts=place.texts._replace(message="Solve: {question}"))
     changed = replace(entry, places=(place, *entry.places[1:]))
     monkeypatch.setitem(sets_module.SETS, "gsm8k", changed)
     after = data_provenance("gsm8k", data_dir=data_dir)

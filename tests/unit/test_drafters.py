@@ -115,7 +115,7 @@ def test_a_draft_with_all_merges_is_the_same_draft(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", page.PAGES)
 def test_the_pages_have_the_tables_of_the_stored_results(name: str) -> None:
-    text = (page.DOCS / name).read_text("utf-8")
+    text = (page.ROOT / name).read_text("utf-8")
     assert page.rendered(text) == text
     assert text.count("<!-- end -->") == sum(
         text.count(f"<!-- {table} -->") for table in page.TABLES

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from specdec.certify.laws import (
+    ORDERS,
     log_evidence,
     partitions,
+    place_evidence,
+    places,
     wide_evidence,
     wide_pair,
     wide_tables,
@@ -93,3 +96,30 @@ def test_tables_with_fewer_rows_than_tokens() -> None:
     assert samples.max() < 70
     with pytest.raises(UserError, match="at most as many rows as columns"):
         TablePair(target=[[0.0]] * 2, draft=[[0.0]] * 2)
+
+
+def evidence_of_places(uniforms: np.ndarray) -> dict[str, float]:
+    """Tokens at ``uniforms``[N, T] of the CDF of a law that depends on the token before."""
+    rng = np.random.default_rng(8)
+    laws = [np.array([0.5, 0.2, 0.2, 0.1]), np.array([0.1, 0.3, 0.1, 0.5])]
+    draft, outputs = np.array([0.2, 0.2, 0.3, 0.3]), []
+    for row in uniforms:
+        before, found = 0, []
+        for uniform in row:
+            law = laws[before % 2]
+            before = int(law.cumsum().searchsorted(uniform, side="right"))
+            found.append(places(law, draft, before, rng))
+        outputs.append(np.array(found))
+    return dict(place_evidence(outputs))
+
+
+def test_places_find_draws_that_are_shared_or_not_uniform() -> None:
+    """Shared by two consecutive tokens, each of which has the right law by itself."""
+    rng = np.random.default_rng(7)
+    honest = rng.random((300, 4))
+    assert max(evidence_of_places(honest).values()) < math.log(1e4)
+    shared = evidence_of_places(honest[:, [0, 0, 2, 2]])
+    assert shared[f"place by {ORDERS[0]}, given that of the token before"] > math.log(1e9)
+    assert shared[f"place by {ORDERS[0]}"] < math.log(1e4)
+    skewed = evidence_of_places(honest**1.6)
+    assert skewed[f"place by {ORDERS[0]}"] > math.log(1e9)

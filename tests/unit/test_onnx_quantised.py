@@ -85,10 +85,14 @@ def test_planted_faults_are_refused(monkeypatch, where, name, fault):
     ("kind", "bits"), [("int4", (4, 4)), ("int8", (8, 8)), ("draft_int4", (None, 4))]
 )
 def test_models_of_a_pair(kind, bits):
+    """In int4 the output head and the down projections have 8 bits."""
     pair, plain = build_random(**PAIR, quantization=kind), build_random(**PAIR)
     for name, expected in zip(("target", "draft"), bits, strict=True):
-        weight, before = (p.model(name).get_output_embeddings().weight for p in (pair, plain))
-        assert torch.equal(weight, before if expected is None else rounded(before, expected))
+        models = pair.model(name), plain.model(name)
+        for matrix in ("lm_head", "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"):
+            weight, before = (model.get_submodule(matrix).weight for model in models)
+            own = expected if matrix.endswith("up_proj") else expected and 8
+            assert torch.equal(weight, before if own is None else rounded(before, own))
         assert (pair.weight_bytes[name] < plain.weight_bytes[name]) == (expected is not None)
         names = {node.op_type for node in _nodes(pair, name)}
         assert ("MatMulNBits" in names) == (expected is not None)

@@ -60,8 +60,8 @@ def test_replayed_hit_rate_is_near_the_real_one() -> None:
     """Steps per token and hit rate within 5 %, where a rank off by one is far outside.
 
     Both decode the same prompts, so only the draws off the target's path differ; the measured
-    differences at width 64 are in docs/replay.md. A miss costs the whole pipeline, so the bound on
-    steps is the stricter one.
+    differences at width 64 are in experiments/log/2026-11-27-replay.md. A miss costs the whole
+    pipeline, so the bound on steps is the stricter one.
     """
     cfg = run_job_of(WORDS).config
     pair, prompts, _ = prepare(cfg)

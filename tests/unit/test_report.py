@@ -12,9 +12,11 @@ from rich.console import Console
 
 from specdec.files import plain, write_json
 from specdec.metrics import Run, RunTotals, comparison_row
+from specdec.report.advice import advice_of
 from specdec.report.plots import comparison_png
 from specdec.report.provenance import provenance, redact
 from specdec.report.results import RequestRecord, RequestWriter, read_requests
+from specdec.report.styles import row_styles
 from specdec.report.tables import best_row, markdown_table, notes_of, print_table
 from specdec.types import Lossless
 from tests.unit.test_metrics import make_result, timed_run
@@ -129,8 +131,51 @@ def test_few_prompts_are_noted_with_their_intervals() -> None:
 def test_a_comparison_as_markdown_and_picture() -> None:
     rows, runs = make_rows()
     page = markdown_table(rows, {"clock": "measured"})
-    assert all(f"| {name} |" in page for name in runs)
-    assert comparison_png(rows, {"clock": "measured"}, runs).startswith(b"\x89PNG")
+    assert "| speculative * |" in page
+    assert "- *: the fastest lossless row." in page
+    assert "| TTFT ms |" in page
+    assert all(f"| {name} " in page for name in runs)
+    styles, points = [*row_styles([*runs]).values()], [np.ones(3)] * len(runs)
+    assert comparison_png(rows, {"clock": "measured"}, styles, points).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("quantization", "label"), [("int4", "ties?"), ("draft_int4", "NO")])
+def test_differing_tokens_of_a_quantised_target_may_be_ties(quantization: str, label: str) -> None:
+    """The column said NO of tokens that ``specdec verify`` calls ties."""
+    rows, _ = make_rows()
+    page = markdown_table(rows, {"quantization": quantization})
+    assert f"| {label} (4 differ) |" in page
+    assert ("`specdec verify` tells ties from faults" in page) == (label == "ties?")
+
+
+def chain_row(strategy: str, passes: int, target_s: float, **keys: object) -> dict[str, object]:
+    """One prompt of 41 tokens, whose first one took a second."""
+    row = {"strategy": strategy, "clock": "measured", "latency": 1, "num_prompts": 1}
+    row |= {"ttft_ms": 1e3, "target_passes": passes + 1, "model_s": {"target": 1.0 + target_s}}
+    return row | {"model_calls": {}, "lossless": True, **keys}
+
+
+def test_advice_follows_from_the_cost_of_passes() -> None:
+    """Twelve rows at 2.1 passes of one, of which 40 % are accepted: Theorem 3.8 says two drafts."""
+    plain = chain_row("ar", 40, 40.0, rows_per_target_pass=1.0)
+    row = chain_row("speculative", 25, 25 * 2.1, rows_per_target_pass=12.0, acceptance_length=1.6)
+    row["acceptance_rate_verified"] = 0.4
+    configs: list[dict[str, object]] = [{}, {"policy": {"gamma": 11}}]
+    size, following = advice_of([plain, row], configs, Path("out/c"))
+    assert size == (
+        "speculative: a pass of 12 rows costs 2.1 passes of one row and emits 1.6 tokens: shorter"
+        " drafts may help: policy.gamma=2."
+    )
+    assert following.startswith("Next: specdec report out/c")
+    configs[1] = {"policy": {"bs": 12}}
+    assert "policy.bs=6." in advice_of([plain, row], configs, None)[0]
+    cheap = {**row, "model_s": {"target": 26.0}}
+    assert advice_of([plain, cheap], configs, None) == [], "its passes cost what one row does"
+    (missing,) = advice_of([row], [{}], None)
+    assert "'strategies=[ar,speculative]'" in missing
+    wrong = {**row, "lossless": False}
+    verify = advice_of([plain, wrong], [{}, {"choices": {"model": "hf"}}], Path("c"))[-1]
+    assert verify == "Next: specdec verify strategy=speculative model=hf, same options."
 
 
 def test_provenance_leaks_neither_secrets_nor_folders() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
-from specdec.metrics.compare import comparison_row, prompt_speedups
 from specdec.metrics.rates import drafted_by_context, drafted_by_position
 from specdec.report.origins import (
     TextPiece,
@@ -23,10 +22,10 @@ from specdec.report.origins import (
     token_ends,
 )
 from specdec.report.page import load_report
-from specdec.report.plots import mean_emission, rate_by_position, table_number
+from specdec.report.plots import mean_emission, rate_by_position
 from specdec.report.tables import notes_of, title_of
 from tests.unit.test_metrics import make_result
-from tests.unit.test_results import comparison, sweep  # noqa: F401 - fixtures
+from tests.unit.test_results import sweep  # noqa: F401 - a fixture
 
 BYTES = [b" caf", b"\xc3", b"\xa9", b" <b>", b"\xe2\x82", b"\xac", b"\n  x"]
 
@@ -116,23 +115,6 @@ def test_a_sweeps_page_compares_jobs_with_their_baseline(
     assert "2.00x" in page
     for name in ("prompts", "throughput", "acceptance"):
         assert (sweep / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_plot_per_prompt_shows_the_number_of_the_table(
-    comparison: Path,  # noqa: F811
-) -> None:
-    """Medians over prompts stood in the plot, and another figure for the same row in the table."""
-    lines = (comparison / "requests.jsonl").read_text().splitlines()
-    slow = json.loads(lines[-1])  # the second prompt of speculative: not as fast as the first
-    slow["emitted_s"] = [3 * at for at in slow["emitted_s"]]
-    (comparison / "requests.jsonl").write_text("\n".join([*lines[:-1], json.dumps(slow)]) + "\n")
-    report = load_report(comparison)
-    plain, ours = report.results
-    speeds = prompt_speedups(ours.runs, plain.runs)
-    row = comparison_row("speculative", ours.runs, plain.runs)
-    assert table_number(ours, relative=True) == row["speedup_wall"]
-    assert row["speedup_wall"] != pytest.approx(float(np.median(speeds)), rel=0.05)
-    assert table_number(ours, relative=False) == row["tokens_per_s"]
 
 
 def test_a_sweeps_header_states_what_varies(sweep: Path) -> None:  # noqa: F811

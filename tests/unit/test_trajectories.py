@@ -97,7 +97,6 @@ def test_counts_of_a_trace() -> None:
     table = judgements(trees)
     assert table["reason"].tolist() == list(REASONS)
     assert table["bin"].tolist() == ["1", "3-4", "none", "none"]
-    assert table["target_bin"].dropna().tolist() == ["2"]
     assert rejection_metrics(trees) == {
         **dict.fromkeys(("share_accepted", "share_no_room"), 0.25),
         **dict.fromkeys(("share_not_a_candidate", "share_no_proposal"), 0.25),

@@ -22,6 +22,7 @@ from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.policies import FixedWidth, chain
+from specdec.sampling import transform
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import Background, DraftModelSource
 from specdec.state import DecodeState, StopRules
@@ -201,6 +202,25 @@ def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> 
     shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert shown.count("KeyError: 14 (source DraftModelSource.broken,") == 1
     assert "tracebacks are in verify.json" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+def test_the_configured_law_shows_what_small_models_do_not(
+    verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the configured vocabulary alone, which no small model and no table has."""
+    cfg = config("strategy=speculative", f"verifier={verifier}", "model.vocab_size=777")
+    (honest,) = certify(cfg, checks=["configured_law"]).checks
+    assert honest.passed, honest
+    original = transform._weights
+
+    def cold(values: Any, temperature: float) -> Any:
+        return original(values, temperature * (0.7 if values.shape[1] == 777 else 1.0))
+
+    monkeypatch.setattr(transform, "_weights", cold)
+    report = certify(cfg, checks=["sampler", "configured_law"])
+    assert report.failed == ("configured_law",), report.checks
 
 
 # Answers and passes that come apart from their nodes.

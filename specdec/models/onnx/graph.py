@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from specdec.attention.tree_attention import ScoreOptions
 from specdec.models.exits import ReducedOutput
 from specdec.models.onnx.support import head_size
-from specdec.models.packing import BLOCK, packed
+from specdec.models.packing import BLOCK, bits_of, packed
 from specdec.models.runner import ModelSlice
 from specdec.models.slicing import final_norm, layers_name
 from specdec.types import HiddenName
@@ -184,28 +184,30 @@ class GraphWriter:
 
     def linear(self, name: str, parts: Sequence[nn.Linear], value: str) -> str:
         """Multiplies by the concatenated weights of several layers that read the same value."""
-        product = self.product(f"{name}.weight", parts, value)
+        product = self.product(name, parts, value)
         if parts[0].bias is None:
             return product
         bias = torch.cat([part.bias for part in parts])
         return self.op("Add", product, self.weight(f"{name}.bias", bias))
 
     def product(self, name: str, parts: Sequence[nn.Linear], value: str) -> str:
-        known = name in self.weights
+        matrix = f"{name}.weight"
+        known = matrix in self.weights
         weight = Tensor() if known else torch.cat([part.weight for part in parts])
         if self.bits is None:
-            return self.op("MatMul", value, name if known else self.weight(name, weight.T))
+            return self.op("MatMul", value, matrix if known else self.weight(matrix, weight.T))
+        bits = bits_of(name, self.bits)
         if not known:
-            self.weights[name], self.weights[f"{name}.scales"] = packed(weight, self.bits)
+            self.weights[matrix], self.weights[f"{matrix}.scales"] = packed(weight, bits)
         return self.op(
             QUANTISED,
             value,
-            name,
-            f"{name}.scales",
+            matrix,
+            f"{matrix}.scales",
             domain=_MICROSOFT,
             K=parts[0].in_features,
             N=sum(part.out_features for part in parts),
-            bits=self.bits,
+            bits=bits,
             block_size=BLOCK,
             accuracy_level=4,  # activations are rounded to 8 bits: the fast kernels
         )

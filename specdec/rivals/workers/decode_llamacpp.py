@@ -43,7 +43,6 @@ def open_(
 
 
 def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
-    """Decodes one prompt; the reply has the fields of ``specdec.rivals.RivalOutput``."""
     body = {"prompt": prompt, "n_predict": max_new_tokens, "return_tokens": True, **sampling}
     body |= {"ignore_eos": not STATE["eos"], "stream": True, "timings_per_token": True, **PLAIN}
     *parts, end = _answers(body)

@@ -52,7 +52,6 @@ def open_(
 
 
 def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
-    """Decodes one prompt; the reply has the fields of ``specdec.rivals.RivalOutput``."""
     method, options = STATE["method"], STATE["options"]
     config = genai.GenerationConfig()
     config.max_new_tokens = max_new_tokens
@@ -115,8 +114,7 @@ class _Times(genai.StreamerBase):  # type: ignore[misc]
         self.times += [time.perf_counter() - self.start] * count
         return genai.StreamingStatus.RUNNING
 
-    def end(self) -> None:
-        """Does nothing."""
+    def end(self) -> None: ...
 
 
 if __name__ == "__main__":

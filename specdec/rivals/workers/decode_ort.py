@@ -1,4 +1,4 @@
-"""Decodes with ONNX Runtime GenAI, run by that runtime's own Python."""
+"""Decodes with ONNX Runtime GenAI, run by that runtime's own Python; see ``RivalOutput``."""
 
 import json
 import runpy
@@ -52,7 +52,6 @@ def _config(model: str, folder: str, name: str, threads: int) -> dict[str, Any]:
 
 
 def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
-    """Decodes one prompt; the reply has the fields of ``specdec.rivals.RivalOutput``."""
     parameters = genai.GeneratorParams(STATE["model"])
     search: dict[str, Any] = {"do_sample": bool(sampling["temperature"])}
     if search["do_sample"]:

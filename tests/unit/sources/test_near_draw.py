@@ -9,7 +9,7 @@ import torch
 from specdec.api import Decoder
 from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams, SamplingTransform
-from specdec.sources.model_source import FAR_SHARE, NearDraw
+from specdec.sources.model_source import FAR_SHARE, near_draw
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def test_scores_are_the_probability_that_the_moved_interval_contains_the_draw(
     transform, logits = SamplingTransform(params), _logits()
     draws = np.random.default_rng(1).random(ROWS)
     draws[:3] = 0.0, 1.0 - 2.0**-53, 0.5
-    found = NearDraw(spread=spread).candidates(transform, logits, None, draws, k)
+    found = near_draw(transform, logits, None, draws, k, spread=spread)
     probs = np.asarray(transform.probs(logits))
     for row in range(ROWS):
         scores = _expected(probs[row], draws[row], spread)
@@ -61,7 +61,7 @@ def test_rows_have_as_many_columns_as_were_asked_for() -> None:
     """Candidates of requests with other parameters are joined with them."""
     draws = np.full(ROWS, 0.5)
     narrow = SamplingTransform(SamplingParams(temperature=1.0, top_k=3))
-    found = NearDraw(spread=0.2).candidates(narrow, _logits(), None, draws, 7)
+    found = near_draw(narrow, _logits(), None, draws, 7, spread=0.2)
     assert found.tokens.shape == found.logprobs.shape == (ROWS, 7)
     assert (found.counts == 3).all()
 
@@ -69,14 +69,14 @@ def test_rows_have_as_many_columns_as_were_asked_for() -> None:
 def test_a_small_spread_takes_the_drafts_token_at_the_draw() -> None:
     transform, logits = SamplingTransform(FILTERED), _logits()
     draws = np.random.default_rng(1).random(ROWS)
-    found = NearDraw(spread=1e-9).candidates(transform, logits, None, draws, 1)
+    found = near_draw(transform, logits, None, draws, 1, spread=1e-9)
     assert (found.tokens[:, 0] == transform.sample(logits, draws)).all()
 
 
 def test_a_large_spread_takes_the_most_probable_tokens() -> None:
     transform, logits = SamplingTransform(PLAIN), _logits()
     draws = np.random.default_rng(1).random(ROWS)
-    found = NearDraw(spread=1e6).candidates(transform, logits, None, draws, 5)
+    found = near_draw(transform, logits, None, draws, 5, spread=1e6)
     tokens, logprobs = transform.top(logits, 5)
     assert (found.tokens == tokens).all()
     np.testing.assert_allclose(found.logprobs, logprobs, atol=1e-5)

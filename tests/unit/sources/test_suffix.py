@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from specdec.sources import SuffixSource
-from specdec.sources.suffix import SuffixAutomaton
-from specdec.sources.suffix_cache import CachedText, SuffixCache
+from specdec.sources.suffix import CachedText, SuffixAutomaton, SuffixCache
 
 from .support import VOCAB, commit, expand, make_request, make_state, open_request
 

@@ -107,7 +107,7 @@ def compared(parts: Parts) -> list[int]:
     Returns:
         The number compared, by depth.
     """
-    translation, draft = model().translation, toys.pair().translated
+    translation, draft = model().translation, toys.pair().model("translated")
 
     def logits_of(request: RequestState, slot: int) -> torch.Tensor:
         tokens = draft_tokens(request.path_tokens(slot), request.num_prompt)

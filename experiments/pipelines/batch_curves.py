@@ -1,13 +1,17 @@
-"""Plots throughput against time between tokens over batch sizes (SpecPipe Fig. 16 and 17)."""
+"""``specdec compare 'batch_size=[...]'``: throughput against time between tokens over batch sizes.
+
+SpecPipe (2504.04104 v2), Fig. 16 and 17, and the ratios of its section 4.4.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from experiments.reproduce.stated import read_paper
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
 from specdec.report.plots import figure_of, png, tidy
@@ -16,9 +20,10 @@ from specdec.report.styles import row_styles
 from specdec.report.tables import (
     COLUMNS,
     NONE,
+    Column,
     conditions_lines,
     markdown_lines,
-    metric,
+    number,
     percent,
     title_of,
     used_columns,
@@ -28,7 +33,7 @@ from specdec.runs.jobs import Progress, compare_jobs
 Row = dict[str, Any]
 
 _COLUMNS = tuple(
-    metric(heading, "", key, digits)
+    Column(heading, "", lambda row, key=key, digits=digits: number(row.get(key), digits))
     for heading, key, digits in (
         *(("batch", "batch_size", 0), ("tokens/s", "throughput_tokens_per_s", 1)),
         *(("TBT ms", "tbt_ms_mean", 1), ("p50", "tbt_ms_p50", 1), ("p95", "tbt_ms_p95", 1)),
@@ -39,6 +44,7 @@ _COLUMNS = tuple(
         ("TBT x cross", "tbt_over_cross", 2),
     )
 )
+_STATED_SIZES = (4, 8)  # batch sizes of the paper's ratios
 
 
 def curve_jobs(
@@ -48,16 +54,14 @@ def curve_jobs(
     progress: Progress,
     *,
     cross: str | None = None,
-    remarks: Callable[[Sequence[Row]], list[str]] | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Compares the same strategies at every batch size and draws the curves.
 
     Args:
         cfgs: batch size -> one resolved configuration per row.
-        folder: receives a comparison's folder per batch size, and comparison.json (whose content
-            is returned), .md and .png of all. Complete batch sizes are not run again.
+        folder: receives a comparison's folder per batch size, and comparison.json, .md and .png of
+            all. Complete batch sizes are not run again.
         cross: name of the row that is ``ar`` on another profile.
-        remarks: makes further lines of comparison.md from the rows.
     """
     rows: list[Row] = []
     conditions: dict[str, Any] = {}
@@ -74,14 +78,11 @@ def curve_jobs(
         rows += [{**row, "batch_size": size} for row in comparison["rows"]]
     conditions["batch_size"] = list(cfgs)
     add_ratios(rows, cross)
+    write_text(folder / "comparison.md", curves_markdown(rows, conditions, cross))
+    write_bytes(folder / "comparison.png", curves_png(rows, conditions))
     crossed = crossovers(rows, cross)
     result = {"rows": rows, "conditions": conditions, "crossovers": crossed}
-    lines = [] if remarks is None else remarks(rows)
-    page = curves_markdown(rows, conditions, crossed, cross, lines)
-    write_text(folder / "comparison.md", page)
-    write_bytes(folder / "comparison.png", curves_png(rows, conditions))
     write_json(folder / "comparison.json", result)
-    return result
 
 
 def add_ratios(rows: Sequence[Row], cross: str | None) -> None:
@@ -119,10 +120,7 @@ def crossovers(rows: Sequence[Row], cross: str | None) -> dict[str, int | None]:
 
 
 def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
-    """Plots throughput against time between tokens, and its p99 over batch sizes, as PNG.
-
-    The axes are those of Fig. 16 and 17 of SpecPipe (arXiv 2504.04104 v2).
-    """
+    """Plots throughput against time between tokens, and its p99 over batch sizes, as PNG."""
     figure = figure_of(11.0, 4.8)
     speed, tail = figure.subplots(1, 2)
     table = pd.DataFrame(rows)
@@ -153,14 +151,8 @@ def curves_png(rows: Sequence[Row], conditions: Mapping[str, Any]) -> bytes:
     return png(figure, f"Batch sizes compared, loop_share {loops}", conditions)
 
 
-def curves_markdown(
-    rows: Sequence[Row],
-    conditions: Mapping[str, Any],
-    crossed: Mapping[str, int | None],
-    cross: str | None,
-    remarks: Sequence[str] = (),
-) -> str:
-    """Formats the page: every row at every batch size, ratios and conditions."""
+def curves_markdown(rows: Sequence[Row], conditions: Mapping[str, Any], cross: str | None) -> str:
+    """Formats the page: every row at every batch size, ratios beside the paper's, conditions."""
     columns = [COLUMNS[0], *used_columns(rows, _COLUMNS), COLUMNS[-1]]
     names = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = [f"# Batch sizes compared: {title_of(conditions)}", ""]
@@ -171,6 +163,18 @@ def curves_markdown(
             f"`{cross}` is cross-profile: another engine's stage times, so the ratios over it"
             " (x cross) mix strategy and engine, as the paper's do."
         )
-    lines += ["", *remarks, "", "From which batch size on throughput is behind:", ""]
-    lines += [f"- {what}: {NONE if at is None else at}" for what, at in crossed.items()]
+    lines.append("")
+    claims = read_paper("specpipe").items["fig16"].claims
+    for row in rows:
+        if row["strategy"] == "specpipe_db" and row["batch_size"] in _STATED_SIZES:
+            lines += [
+                f"- specpipe_db at batch {row['batch_size']}, {metric}:"
+                f" {number(row[f'{metric}_over_ar'])}x over ar on the same profile,"
+                f" {number(row[f'{metric}_over_cross'])}x cross-profile; the paper"
+                f" {claims[metric].stated} over PP-vLLM"
+                for metric in ("throughput", "tbt")
+            ]
+    lines += ["", "From which batch size on throughput is behind:", ""]
+    crossed = crossovers(rows, cross).items()
+    lines += [f"- {what}: {NONE if at is None else at}" for what, at in crossed]
     return "\n".join([*lines, *conditions_lines(conditions)]) + "\n"
