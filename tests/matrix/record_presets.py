@@ -113,7 +113,8 @@ def pair() -> RandomPair:
 @cache
 def _resolved(preset: str) -> dict[str, Any]:
     clock = ["clock=simulated", f"clock.profile={PROFILE}"]
-    config = run_job_of([f"strategy={preset}", "model=random", *clock, f"seed={SEED}"]).config
+    model = ["model=random", f"model.middle_layers={MODEL['middle_layers']}"]
+    config = run_job_of([f"strategy={preset}", *model, *clock, f"seed={SEED}"]).config
     config["model"].update(MODEL)
     if (config["executor"].get("stages") or 0) > STAGES:
         config["executor"]["stages"] = STAGES

@@ -103,7 +103,7 @@ def composed(preset: str, run: Run) -> dict[str, Any]:
     if run.model == "tiny":
         words += ["model=tiny"]
     else:
-        words += ["model=random"]
+        words += ["model=random", "model.middle_layers=1"]
     if not run.processes:
         words += ["clock=simulated", f"clock.profile={PROFILE}"]
     config = run_job_of(words).config
@@ -169,7 +169,8 @@ def references(samplings: Sequence[str]) -> dict[str, str]:
 
 def configs() -> dict[str, dict[str, Any]]:
     """Preset -> the differences of its configuration from that of ``ar``, whose own is whole."""
-    flat = {preset: _flat(run_job_of([f"strategy={preset}"]).config) for preset in presets()}
+    middle = "model.middle=bundled:draft"  # which pipespec needs
+    flat = {p: _flat(run_job_of([f"strategy={p}", middle]).config) for p in presets()}
     return {
         preset: {k: v for k, v in values.items() if preset == "ar" or v != flat["ar"].get(k, "")}
         for preset, values in flat.items()
