@@ -23,7 +23,7 @@ from specdec.pairs import ModelPair, build_pair
 from specdec.report import results
 from specdec.report.results import Result
 from specdec.runs.jobs import compare_jobs, stop_rules, with_pair
-from specdec.runs.runners import PartsRunner, TokenPrompt, text_of
+from specdec.runs.runners import PartsRunner, TokenPrompt, decoded
 from specdec.state import DecodeState, RequestState
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Generation:
     """Result of ``generate`` for one prompt.
 
     Attributes:
-        text: the decoded output; empty for pairs without a tokenizer.
+        text: the decoded output without special tokens; empty for pairs without a tokenizer.
         tokens: output tokens.
         origins: for each token the index of the source that proposed it; -1 for none.
         finish_reason: eos, stop_string, length or cancelled.
@@ -89,7 +89,7 @@ class _Progress:
         first, self._num_tokens = self._num_tokens, len(request.output)
         if first == self._num_tokens:
             return None
-        text = text_of(request.output, self._tokenizer)
+        text = decoded(request.output, self._tokenizer)
         new = text[len(self._text) :]
         if request.finish_reason is None and text.endswith(_INCOMPLETE):
             new = ""

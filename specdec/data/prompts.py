@@ -41,8 +41,8 @@ def load_prompts(
         raise UserError(f"data={request.name} has no prompts{where}")
     if request.reader is None and request.name not in OWN:
         prompts = [replace(p, text=p.text.rstrip("\n")) for p in prompts]
-    for prompt in prompts if tokenizer is not None else ():
-        if not tokenizer.encode(prompt.text):
+    for prompt in prompts:
+        if tokenizer is not None and not tokenizer.encode(prompt.text):
             raise UserError(f"prompt {prompt.name} ({prompt.source}) has no tokens; remove it")
     return prompts
 
@@ -113,7 +113,7 @@ def _from_own_file(request: Request) -> Iterator[Prompt]:
     if request.name == "jsonl" and template is None:
         field, hint = request.field or "prompt", "choose one with data.field"
         records = (
-            r._replace(fields={"text": text_field(r.fields, field, where=r.where, hint=hint)})
+            replace(r, fields={"text": text_field(r.fields, field, where=r.where, hint=hint)})
             for r in records
         )
     template = template or "{text}"
@@ -127,19 +127,13 @@ def _of_records(
         fields = record.fields
         turns, question = fields.get("turns"), fields.get("question_id")
         # Further turns of a dialogue, for templates that contain the first one.
-        is_dialogue = _FIRST_TURN in forms.template and isinstance(turns, list)
-        (text, message), *later = (
-            tuple(
-                fill(
-                    form.replace(_FIRST_TURN, f"{{turns.{i}}}"),
-                    fields,
-                    where=record.where,
-                    hint=hint,
-                )
-                for form in forms
-            )
-            for i in range(max(1, len(turns)) if is_dialogue else 1)
-        )
+        further = turns[1:] if _FIRST_TURN in forms.template and isinstance(turns, list) else []
+        filled = [
+            fill(form.replace(_FIRST_TURN, f"{{turns.{i}}}"), fields, where=record.where, hint=hint)
+            for i in range(1 + len(further))
+            for form in forms
+        ]
+        (text, message), *later = zip(filled[::2], filled[1::2], strict=True)
         yield Prompt(
             id=record.index,
             text=text,

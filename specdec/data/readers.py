@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdec.data.files import find_file, open_text, read_json, read_records, read_text
 from specdec.data.stdlib import function_heads
 from specdec.errors import UserError
 
 
-class DataRecord(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DataRecord:
     index: int  # position in the whole set, from 0
     where: str  # file and line, for messages ("question.jsonl line 3")
     fields: dict[str, Any]
@@ -69,7 +71,7 @@ def instructions(path: Path, _subset: str | None) -> Iterator[DataRecord]:
     """Reads Alpaca's array; ``text`` is the instruction, followed by its input if it has one."""
     for record in json_array(path, None):
         parts = (str(record.fields.get(key) or "") for key in ("instruction", "input"))
-        yield record._replace(fields={"text": "\n\n".join(filter(None, parts))})
+        yield replace(record, fields={"text": "\n\n".join(filter(None, parts))})
 
 
 def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:

@@ -120,9 +120,11 @@ def data_provenance(
             place, path = place_of(each, subset=subset, data_dir=data_dir)
             files[each] = {"file": place.file, "sha256": sha256_of(path)}
     digest = hashlib.sha256(repr(sorted(templates.items())).encode()).hexdigest()
-    facts = {"data": name, "templates": templates, "templates_sha256": digest, "files": files}
-    version = {"python": ".".join(map(str, sys.version_info[:3]))}
-    return facts | (version if "stdlib" in templates else {})
+    facts: dict[str, object] = {"data": name, "templates": templates, "templates_sha256": digest}
+    facts["files"] = files
+    if "stdlib" in templates:
+        facts["python"] = ".".join(map(str, sys.version_info[:3]))
+    return facts
 
 
 _USERS = {

@@ -68,7 +68,8 @@ def heads_of(text: str, relative: str) -> Iterator[FunctionHead]:
             name, parts = function.name, []
             if owner is not None:
                 name = f"{owner.name}.{name}"
-                ends = [part.end_lineno or 0 for part in (*owner.bases, *owner.keywords)]
+                heads: list[ast.expr | ast.keyword] = [*owner.bases, *owner.keywords]
+                ends = [part.end_lineno or 0 for part in heads]
                 parts = lines[owner.lineno - 1 : max(owner.lineno, *ends, 0)]
             parts = [*parts, *lines[first_line(function) - 1 : function.body[0].end_lineno]]
             imports = imports_used(module, function)

@@ -67,7 +67,7 @@ def _better_size(row: Row, plain: Row, policy: Mapping[str, Any]) -> tuple[float
         size = policy.get(key)
         if isinstance(size, int) and size > 1 and cost > tokens:
             text += f" and emits {tokens:.1f} tokens: smaller trees may help: policy.{key}="
-            return cost / tokens, f"{text}{size // 2}."
+            return cost / tokens, f"{text}{max(1, int(min(size, num_rows)) // 2)}."
     return 0.0, ""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -59,7 +58,10 @@ def write_token_ends(
     """Writes ``token_ends`` of all outputs, by strategy; nothing without a tokenizer."""
     if tokenizer is None:
         return None
-    decode = partial(tokenizer.decode, skip_special_tokens=True)  # as the outputs' texts are
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))  # as in ``text``
+
     ends = {
         strategy: {result.id: token_ends(result.output, decode) for result in outputs}
         for strategy, outputs in results.items()

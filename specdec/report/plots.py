@@ -114,8 +114,8 @@ def run_png(result: Result) -> bytes:
 def acceptance_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
     """Plots acceptance by depth below the root, and the share of drafted tokens by position."""
     figure = figure_of(11.0, 4.0)
-    axes = figure.subplots(1, 2)
-    _acceptance(*axes, results)
+    axes = depth, position = figure.subplots(1, 2)
+    _acceptance(depth, position, results)
     title = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
     return png(figure, title, conditions, legend=axes)
 
@@ -146,8 +146,8 @@ def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:
 def throughput_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
     """Plots tokens over time since admission, and tokens per second by position in the output."""
     figure = figure_of(11.0, 4.0)
-    axes = figure.subplots(1, 2)
-    _throughput(*axes, results)
+    axes = time, rate = figure.subplots(1, 2)
+    _throughput(time, rate, results)
     return png(figure, "Throughput", conditions, legend=axes)
 
 

@@ -180,7 +180,7 @@ def print_table(
     A narrow terminal gets several tables that each repeat the first column.
     """
     console, rows = console or Console(), shown_rows(rows, conditions)
-    show = partial(console.print, highlight=False, soft_wrap=True)
+    show = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     show(title_of(conditions))
     _print_blocks(rows, used_columns(rows), console)
     if categories := category_columns(rows):

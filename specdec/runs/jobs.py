@@ -220,7 +220,8 @@ class _Decoding:
         The tokens of a replay are made up: its ``loop_share`` is that of the record. ``caveat``
         says why the row is not comparable or representative, and is absent if it is.
         """
-        records, metrics = self._records_of(runner), {"runtime": runner.runtime}
+        records = self._records_of(runner)
+        metrics: dict[str, Any] = {"runtime": runner.runtime}
         if self.pair.about:
             metrics["loop_share"] = self.pair.about.get("loop_share")
         own = runner.caveat if runner.parts is None else runner.parts.source.caveat

@@ -265,7 +265,7 @@ def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) 
         output=tuple(request.output),
         origins=tuple(request.output_origins),
         finish_reason=request.finish_reason or "cancelled",
-        text=text_of(request.output, tokenizer),
+        text=decoded(request.output, tokenizer),
         emitted_s=tuple(request.emitted_s),
         arrival_s=request.arrival_s,
         admitted_s=request.admitted_s,
@@ -273,7 +273,7 @@ def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) 
     )
 
 
-def text_of(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
+def decoded(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Decodes without special tokens such as ``<|im_end|>``; "" without a tokenizer."""
     return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 

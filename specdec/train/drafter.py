@@ -25,17 +25,11 @@ from specdec.train.losses import Goal, LossOptions
 
 
 class Drafter(nn.Module, ABC):
-    """Modules to train for a target, which they are passed and do not contain.
+    """Modules to train for a target, which they are passed and do not contain."""
 
-    Attributes:
-        name: of its record, ``training-NAME.json`` or ``training.json`` if empty.
-        layers: numbers of target layers after which it reads the residual stream.
-        num_drafts: K of ``right``.
-    """
-
-    name = ""
-    layers: frozenset[int] = frozenset()
-    num_drafts = 1
+    name = ""  # of its record, ``training-NAME.json`` or ``training.json`` if empty
+    layers: frozenset[int] = frozenset()  # after which it reads the target's residual stream
+    num_drafts = 1  # K of ``right``
 
     @abstractmethod
     def loss(
@@ -65,16 +59,12 @@ class Drafter(nn.Module, ABC):
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """The section ``output``.
+    """The section ``output``."""
 
-    Attributes:
-        matrix: "shared": the target's output matrix, or its rows of ``vocabulary``, which are
-            stored once per folder and not trained; "own": every head trains a copy.
-        vocabulary: number of tokens that can be drafted, the most frequent ones in the training
-            answers; None for all.
-    """
-
+    # "shared": the target's output matrix, or its rows of ``vocabulary``, which are stored once per
+    # folder and not trained; "own": every head trains a copy.
     matrix: Literal["shared", "own"] = "shared"
+    # Number of tokens that can be drafted, the most frequent ones in the training answers.
     vocabulary: Count | None = None
 
 

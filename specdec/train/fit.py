@@ -34,32 +34,21 @@ _LOG_ROWS = 200  # of the curve of a whole run
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPlan:
-    """The section ``plan``.
-
-    Attributes:
-        batch: windows per step. ``length``: tokens per window.
-        epochs: passes over the training answers, if ``max_steps`` is None.
-        warmup_steps: steps of linear increase of the rate.
-        decay_from: share of the run after which the rate decreases to zero.
-        optimizer: "adamw", or "muon": Muon for the matrices, AdamW for tables and norms.
-        clip: largest norm of the gradient.
-        checkpoint_minutes: time between checkpoints.
-        stop_minutes: time after which this command ends with a checkpoint; None: it trains to the
-            end.
-    """
+    """The section ``plan``."""
 
     learning_rate: Positive
-    batch: Count
-    length: Count
-    epochs: Positive = 1.0
+    batch: Count  # windows per step
+    length: Count  # tokens per window
+    epochs: Positive = 1.0  # passes over the training answers, if ``max_steps`` is None
     max_steps: Count | None = None
-    warmup_steps: Index = 40
-    decay_from: Share = 0.5
+    warmup_steps: Index = 40  # of linear increase of the rate
+    decay_from: Share = 0.5  # share of the run after which the rate decreases to zero
     weight_decay: NotNegative = 0.0
-    clip: Positive = 1.0
+    clip: Positive = 1.0  # largest norm of the gradient
+    # "muon": Muon for the matrices, AdamW for tables and norms.
     optimizer: Literal["adamw", "muon"] = "adamw"
-    checkpoint_minutes: Positive = 5.0
-    stop_minutes: Positive | None = None
+    checkpoint_minutes: Positive = 5.0  # between checkpoints
+    stop_minutes: Positive | None = None  # after which this command ends with a checkpoint
 
     def steps(self, windows: Windows) -> int:
         if self.max_steps is not None:

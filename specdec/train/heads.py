@@ -102,7 +102,8 @@ class StreamHeads(Drafter):
         self,
         target: FrozenModel,
         specs: Sequence[tuple[str, int, int]],
-        outputs: list[OutputMatrix],
+        options: OutputOptions,
+        ids: Tensor | None,
     ) -> None:
         """``specs`` are (kind, layers before the head, positions beyond the next token)."""
         super().__init__()
@@ -112,7 +113,9 @@ class StreamHeads(Drafter):
             if layer > target.num_layers:
                 raise UserError(f"layers: {layer} of a target of {target.num_layers} layers")
         self.heads = [_Head(target, *spec) for spec in specs]
-        self.outputs = outputs if len(outputs) > 1 else outputs * len(specs)
+        count = len(specs) if options.matrix == "own" else 1
+        outputs = [OutputMatrix(target, options, ids) for _ in range(count)]
+        self.outputs = outputs if count > 1 else outputs * len(specs)
         self.modules_of_heads = nn.ModuleList([*self.heads, *outputs])
         self.layers = frozenset(layer for _, layer, _ in specs)
         self.name = self.heads[0].file
@@ -178,9 +181,7 @@ class ExitDrafter(StreamHeads):
         layers = tuple(sorted({max(1, depth // 4), max(1, depth // 2)}))
         if spec.layers is not None:
             layers = spec.layers
-        heads = [(spec.head, layer, 0) for layer in layers]
-        count = len(heads) if options.matrix == "own" else 1
-        super().__init__(target, heads, [OutputMatrix(target, options, ids) for _ in range(count)])
+        super().__init__(target, [(spec.head, layer, 0) for layer in layers], options, ids)
 
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
         return {
@@ -194,8 +195,7 @@ class MedusaDrafter(StreamHeads):
         self, target: FrozenModel, spec: MedusaSpec, options: OutputOptions, ids: Tensor | None
     ) -> None:
         heads = [("medusa", target.num_layers, number) for number in range(1, spec.heads + 1)]
-        count = len(heads) if options.matrix == "own" else 1
-        super().__init__(target, heads, [OutputMatrix(target, options, ids) for _ in range(count)])
+        super().__init__(target, heads, options, ids)
         self.num_drafts = spec.heads
 
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:

@@ -44,27 +44,20 @@ SPECS: Mapping[str, type] = {
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """Keys of every trainer, apart from sections and groups.
-
-    Attributes:
-        answers: JSON lines of the target's answers (``texts.read_answers``); None: the target
-            answers the prompts of ``data`` into WORK_DIR/answers.jsonl.
-        max_new_tokens, answer_batch: of answers that the target writes.
-        held_out: texts that are not trained on, and on which agreement is measured.
-        shard: whether the target's layers are spread over all devices by accelerate.
-        estimate_only: whether to end after the estimate of time and memory.
-    """
+    """Keys of every trainer, apart from sections and groups."""
 
     output_dir: Text
     work_dir: Text | None = None
+    # JSON lines of the target's answers (``texts.read_answers``); None: the target answers the
+    # prompts of ``data`` into WORK_DIR/answers.jsonl.
     answers: Text | None = None
-    max_new_tokens: Count = 256
+    max_new_tokens: Count = 256  # of answers that the target writes
     answer_batch: Count = 16
-    held_out: Count = 32
+    held_out: Count = 32  # texts that are not trained on, and on which agreement is measured
     seed: Index = 0
     threads: Threads | None = None
-    shard: bool = False
-    estimate_only: bool = False
+    shard: bool = False  # whether accelerate spreads the target's layers over all devices
+    estimate_only: bool = False  # whether to end after the estimate of time and memory
 
 
 SECTIONS: Mapping[str, type] = {"plan": TrainPlan, "loss": LossOptions, "output": OutputOptions}
@@ -137,7 +130,13 @@ def train(
     ids = draft_ids(windows.counts(), output, frozen.vocab_size)
     ids = None if ids is None else ids.to(frozen.device)
     torch.manual_seed(shared.seed)
-    drafter = _drafter(kind, frozen, spec, output, ids, shared.seed, tokenizer).to(frozen.device)
+    made: dict[str, Callable[[], Drafter]] = {
+        "eagle3": lambda: EagleDrafter(frozen, spec, output, ids, shared.seed),
+        "medusa": lambda: MedusaDrafter(frozen, spec, output, ids),
+        "exit": lambda: ExitDrafter(frozen, spec, output, ids),
+        "draft": lambda: DraftModel(frozen, spec, tokenizer),
+    }
+    drafter = made[kind]().to(frozen.device)
     about = {"kind": kind, "target": _fingerprint(target), "seed": shared.seed}
     about |= {"output": options, "spec": asdict(spec)}
     fit = Fit(
@@ -176,24 +175,6 @@ def train(
     for name, agreement in found.items():
         report(1.0, f"{out}, {name}: {agreement}")
     return found
-
-
-def _drafter(
-    kind: str,
-    target: FrozenModel,
-    spec: Any,
-    output: OutputOptions,
-    ids: torch.Tensor | None,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Drafter:
-    made: dict[str, Callable[[], Drafter]] = {
-        "eagle3": lambda: EagleDrafter(target, spec, output, ids, seed),
-        "medusa": lambda: MedusaDrafter(target, spec, output, ids),
-        "exit": lambda: ExitDrafter(target, spec, output, ids),
-        "draft": lambda: DraftModel(target, spec, tokenizer),
-    }
-    return made[kind]()
 
 
 def _texts(

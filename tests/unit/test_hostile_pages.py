@@ -113,14 +113,6 @@ def report_of(folder: Path) -> str:
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def pages(comparison: Path, tmp_path: Path) -> tuple[str, str]:  # noqa: F811
-    """The same report of harmless and of hostile texts."""
-    plain = write_run(tmp_path / "plain", comparison, ["harmless"] * len(HOSTILE), "name")
-    hostile = write_run(tmp_path / NAME, comparison, HOSTILE, NAME)
-    return report_of(plain), report_of(hostile)
-
-
 def test_the_parser_would_see_it() -> None:
     """Control: the same texts without escapes add elements and attributes."""
     found = Elements("<p>" + "".join(HOSTILE) + "</p>").found
@@ -129,34 +121,34 @@ def test_the_parser_would_see_it() -> None:
     assert found["svg", "onload"]
 
 
-class TestReport:
-    @pytest.mark.slow
-    def test_hostile_text_adds_no_element_and_no_attribute(self, pages: tuple[str, str]) -> None:
-        plain, hostile = map(Elements, pages)
-        assert hostile.found == plain.found
-        assert hostile.scripts == []
-        assert all(link.startswith("data:image/png;base64,") for link in hostile.links)
-        assert not any(n.startswith("on") for _, *names in hostile.found for n in names)
-        for text in (NAME, HOSTILE[1]):
-            assert text in hostile.text
-
-    @pytest.mark.slow
-    def test_the_frame_with_the_trees(self, pages: tuple[str, str]) -> None:
-        (plain,), (hostile,) = (Elements(page).frames for page in pages)
-        assert Elements(hostile).found == Elements(plain).found
-        assert len(Elements(hostile).scripts) == 1
-
-
-class TestTrees:
-    def test_tokens_stay_in_the_data_of_the_script(self) -> None:
-        plain, hostile = Elements(tree_page(trees_of(["x"] * 9))), Elements(page_of_trees())
-        assert hostile.found == plain.found
-        (script,) = hostile.scripts
-        start = script.index("const data = ") + len("const data = ")
-        data, _ = json.JSONDecoder().raw_decode(script[start:])
-        assert list(data["text"].values()) == HOSTILE
-        assert "<" not in script[start : script.index("\n", start)]
+@pytest.mark.slow
+def test_hostile_text_adds_no_element_and_no_attribute(
+    comparison: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Reports of harmless and of hostile texts have the same elements, trees included."""
+    harmless = ["harmless"] * len(HOSTILE)
+    plain, hostile = (
+        Elements(report_of(write_run(tmp_path / name, comparison, texts, name)))
+        for name, texts in (("name", harmless), (NAME, HOSTILE))
+    )
+    assert hostile.found == plain.found
+    assert hostile.scripts == []
+    assert all(link.startswith("data:image/png;base64,") for link in hostile.links)
+    assert not any(n.startswith("on") for _, *names in hostile.found for n in names)
+    for text in (NAME, HOSTILE[1]):
+        assert text in hostile.text
+    (frame,), (hostile_frame,) = plain.frames, hostile.frames
+    assert Elements(hostile_frame).found == Elements(frame).found
+    assert len(Elements(hostile_frame).scripts) == 1
 
 
-def page_of_trees() -> str:
-    return tree_page(trees_of(HOSTILE, NAME), title=NAME)
+def test_tokens_stay_in_the_data_of_the_script() -> None:
+    plain = Elements(tree_page(trees_of(["x"] * 9)))
+    hostile = Elements(tree_page(trees_of(HOSTILE, NAME), title=NAME))
+    assert hostile.found == plain.found
+    (script,) = hostile.scripts
+    start = script.index("const data = ") + len("const data = ")
+    data, _ = json.JSONDecoder().raw_decode(script[start:])
+    assert list(data["text"].values()) == HOSTILE
+    assert "<" not in script[start : script.index("\n", start)]

@@ -104,13 +104,15 @@ def test_table_shows_every_column_and_marks_the_best_lossless_row() -> None:
         stream = StringIO()
         console = Console(file=stream, width=width, force_terminal=terminal, color_system=None)
         held = {"clock": "simulated", "clock_profile": "uniform_30ms", "clock_scale": 2.0}
-        print_table(rows, {**held, "data": "stdlib"}, console)
+        advice = ["specdec compare 'strategies=[ar,x]'"]  # no markup of rich
+        print_table(rows, {**held, "data": "stdlib"}, console, advice=advice)
         text = stream.getvalue()
         assert text.startswith("simulated time on uniform_30ms x 2, data=stdlib")
         headings = ("lossless", "tokens/s", "vs ar", "TBT ms", "accept len", "target", "loops")
         assert all(heading in text for heading in headings)
         assert "\u2026" not in text, "a cell was cut"
         assert "speculative *" in text
+        assert advice[0] in text
         assert "NO (4 differ)" in text
         assert "LOSSY" in text
         assert "prompt 0, token 9: None instead of 9" in text
