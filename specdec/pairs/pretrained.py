@@ -161,13 +161,12 @@ class PretrainedPair(HuggingFacePair):
             return self.target
         return self._load("target", (first, last))
 
-    def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
-        return self._load("target", (first, last), group)
-
-    def model_share(self, name: str, group: Collective) -> PreTrainedModel:
+    def share(
+        self, name: str, group: Collective, layers: tuple[int, int] | None = None
+    ) -> PreTrainedModel:
         if name not in self._infos:
             return super().new_model(name)  # raises
-        return self._load(name, (0, self._infos[name].num_layers), group)
+        return self._load(name, layers or (0, self._infos[name].num_layers), group)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
