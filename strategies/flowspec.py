@@ -87,14 +87,14 @@ class FlowSpec(TreePolicy):
     idle_depth: Index = 1
 
     def __post_init__(self) -> None:
-        self.grown_segment = self.grown_segment or max(self.nodes, self.grown_nodes)
+        self._later_segment = self.grown_segment or max(self.nodes, self.grown_nodes)
         self._rounds: defaultdict[int, _DraftRound] = defaultdict(_DraftRound)
 
     def open(self, request: RequestState) -> None:
         self._rounds[request.id] = _DraftRound()
 
     def max_cached_nodes(self, in_flight: int) -> int:
-        return 1 + max(self.segment, self.grown_segment) * in_flight
+        return 1 + max(self.segment, self._later_segment) * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         requests = ready_requests(state, serial=False)
@@ -148,5 +148,5 @@ class FlowSpec(TreePolicy):
         waits = np.isin(tree.ids, now.chosen) & (tree.submitted_at < 0)
         waits[0] = tree.submitted_at[0] < 0
         slots = np.flatnonzero(waits)
-        num = self.grown_segment if now.judged else self.segment
+        num = self._later_segment if now.judged else self.segment
         return slots[top_set(tree.scores[slots], num)]
