@@ -8,6 +8,7 @@ Liu et al. 2024, arXiv 2406.03853). PPSD states no details, so this is our inter
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _STREAM = 0x75  # key that separates these draws from other uses of the hash
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class ThompsonChain(TreePolicy):
     """Submits a chain whose length is drawn from the acceptance so far (Thompson sampling).
 
@@ -41,10 +44,10 @@ class ThompsonChain(TreePolicy):
 
     value_dependent = False
 
-    @validated
-    def __init__(self, *, max_gamma: DraftCount = 10, seed: int = 0) -> None:
-        self.max_gamma = max_gamma
-        self._seed = seed
+    max_gamma: DraftCount = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
         self._outcomes: dict[int, list[int]] = {}  # request -> [accepted, rejected]
         self._submitted: dict[int, int] = {}  # request -> draft tokens awaiting their answer
 
@@ -80,9 +83,9 @@ class ThompsonChain(TreePolicy):
     def _length(self, request_id: int, position: int) -> int:
         accepted, rejected = self._outcomes[request_id]
         indices = np.arange(1, self.max_gamma)
-        bits = hash_uniform(self._seed, _STREAM, request_id, position)
+        bits = hash_uniform(self.seed, _STREAM, request_id, position)
         rng = np.random.default_rng(int(float(bits) * 2**53))
         rates = rng.beta(1 + accepted, 1 + rejected, len(indices))
-        draws = hash_uniform(self._seed, _STREAM + 1, request_id, position, indices)
+        draws = hash_uniform(self.seed, _STREAM + 1, request_id, position, indices)
         stops = np.flatnonzero(draws >= rates)
         return 1 + (int(stops[0]) if len(stops) else len(indices))

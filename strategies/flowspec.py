@@ -53,6 +53,8 @@ class _DraftRound:
     judged: bool = False
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class FlowSpec(TreePolicy):
     """Submits the best nodes of a tree to a pipeline in segments, and grows it after every commit.
 
@@ -75,34 +77,24 @@ class FlowSpec(TreePolicy):
     value_dependent = True
     serial = False
 
-    @validated
-    def __init__(
-        self,
-        *,
-        nodes: NodeCount,
-        segment: DraftCount,
-        width: DraftCount,
-        children: Count,
-        depth: Count,
-        grown_nodes: NodeCount,
-        grown_segment: DraftCount | None = None,
-        idle_depth: Index = 1,
-    ) -> None:
-        self.nodes = nodes
-        self.segment = segment
-        self.width = width
-        self.children = children
-        self.depth = depth
-        self.grown_nodes = grown_nodes
-        self.grown_segment = grown_segment or max(nodes, grown_nodes)
-        self.idle_depth = idle_depth
+    nodes: NodeCount
+    segment: DraftCount
+    width: DraftCount
+    children: Count
+    depth: Count
+    grown_nodes: NodeCount
+    grown_segment: DraftCount | None = None
+    idle_depth: Index = 1
+
+    def __post_init__(self) -> None:
+        self._later_segment = self.grown_segment or max(self.nodes, self.grown_nodes)
         self._rounds: defaultdict[int, _DraftRound] = defaultdict(_DraftRound)
 
     def open(self, request: RequestState) -> None:
         self._rounds[request.id] = _DraftRound()
 
     def max_cached_nodes(self, in_flight: int) -> int:
-        return 1 + max(self.segment, self.grown_segment) * in_flight
+        return 1 + max(self.segment, self._later_segment) * in_flight
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         requests = ready_requests(state, serial=False)
@@ -156,5 +148,5 @@ class FlowSpec(TreePolicy):
         waits = np.isin(tree.ids, now.chosen) & (tree.submitted_at < 0)
         waits[0] = tree.submitted_at[0] < 0
         slots = np.flatnonzero(waits)
-        num = self.grown_segment if now.judged else self.segment
+        num = self._later_segment if now.judged else self.segment
         return slots[top_set(tree.scores[slots], num)]

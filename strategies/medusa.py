@@ -45,8 +45,6 @@ from specdec.verifiers.walk import accept_child, follow
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
     from specdec.executors.models import ModelPair
-    from specdec.state import DecodeState, RequestState
-    from specdec.types import IntArray
 
 
 @dataclass(slots=True)
@@ -183,6 +181,8 @@ class MedusaSource(ModelSource):
         return super()._transform(sampling)
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class TypicalVerifier(Verifier):
     """Typical acceptance (Medusa, Cai et al. 2024, section 2.3.1); lossy.
 
@@ -199,15 +199,8 @@ class TypicalVerifier(Verifier):
     needs = Needs(target_probs=True)
     lossless = Lossless.LOSSY
 
-    @validated
-    def __init__(
-        self,
-        *,
-        epsilon: PositiveShare = 0.09,
-        delta: Annotated[float, Field(gt=0)] = 0.3,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
+    epsilon: PositiveShare = 0.09
+    delta: Annotated[float, Field(gt=0)] = 0.3
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
         return [self._follow(request) for request in requests]

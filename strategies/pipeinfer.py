@@ -46,6 +46,8 @@ class _Speculation:
     fruitless: int = 0
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class PipeInfer(TreePolicy):
     """Begins a run of up to ``tokens`` chain tokens in every step.
 
@@ -64,14 +66,12 @@ class PipeInfer(TreePolicy):
     value_dependent = False
     serial = False
 
-    @validated
-    def __init__(
-        self, *, tokens: DraftCount, cutoff: Share, recovery: NotNegative, decay: NotNegative
-    ) -> None:
-        self.tokens = tokens
-        self.cutoff = cutoff
-        self.recovery = recovery
-        self.decay = decay
+    tokens: DraftCount
+    cutoff: Share
+    recovery: NotNegative
+    decay: NotNegative
+
+    def __post_init__(self) -> None:
         self._requests: defaultdict[int, _Speculation] = defaultdict(_Speculation)
 
     def open(self, request: RequestState) -> None:

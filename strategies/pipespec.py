@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _NO_TOKEN = -1  # prediction after a node beyond a model's positions, which any token equals
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class FreeChain(FreePasses):
     """Runs each model of a ``ModelChain`` whenever the one before it has produced a new token.
 
@@ -45,14 +47,15 @@ class FreeChain(FreePasses):
             never waits, and the others wait for one.
     """
 
-    @validated
-    def __init__(self, *, ahead: DraftCount, least: Index = 1) -> None:
-        if least > ahead:
+    ahead: DraftCount
+    least: Index = 1
+
+    def __post_init__(self) -> None:
+        if self.least > self.ahead:
             raise ValueError(
-                f"policy.least={least} tokens never come with policy.ahead={ahead}: raise ahead"
+                f"policy.least={self.least} tokens never come with policy.ahead={self.ahead}: raise"
+                " ahead"
             )
-        self.ahead = ahead
-        self.least = least
         self._num_levels = 1
         self._chains: dict[int, _Chain] = {}
 

@@ -12,6 +12,7 @@ into ``match``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -43,6 +44,8 @@ class RelaxedVerifier(Verifier):
         return int(children[np.lexsort((-tree.logprobs[children], -probs))[0]])
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class StrictVerifier(Verifier):
     """Accepts children within the target's nucleus (SpecPipe 3.4 (2)).
 
@@ -57,9 +60,7 @@ class StrictVerifier(Verifier):
     needs = Needs(target_probs=True)
     lossless = Lossless.LOSSY
 
-    @validated
-    def __init__(self, *, top_p: PositiveShare = 0.9) -> None:
-        self.top_p = top_p
+    top_p: PositiveShare = 0.9
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
         return [follow(r, accept_child(r.tree, partial(self._choose, r.tree))) for r in requests]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specdec.interfaces import Events, TokenSource, TreePolicy
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class PipelineBestFirst(TreePolicy):
     """Submits the ``width`` most probable unsubmitted nodes per step, whatever their level.
 
@@ -42,11 +45,9 @@ class PipelineBestFirst(TreePolicy):
     value_dependent = True
     serial = False
 
-    @validated
-    def __init__(self, *, width: DraftCount, children: Count, draft_passes: Count = 2) -> None:
-        self.width = width
-        self.children = children
-        self.draft_passes = draft_passes
+    width: DraftCount
+    children: Count
+    draft_passes: Count = 2
 
     def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.width * in_flight

@@ -60,6 +60,8 @@ class _WidthLevel:
     num_columns: int
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class AdaptiveWidth(TreePolicy):
     """Submits one level per step and request; the requests share a node budget per step.
 
@@ -87,24 +89,18 @@ class AdaptiveWidth(TreePolicy):
     serial = False
     levels_per_step = 1
 
-    @validated
-    def __init__(
-        self,
-        *,
-        width: DraftCount,
-        children: Count,
-        latency: int = 1,
-        profile: LatencyProfile | None = None,
-    ) -> None:
-        self.width = width
-        self.children = children
-        self._latency = latency
-        self._expected_idle = self._idle = _PRIOR_MISSES * (latency - 1)
+    width: DraftCount
+    children: Count
+    latency: int = 1
+    profile: LatencyProfile | None = None
+
+    def __post_init__(self) -> None:
+        self._expected_idle = self._idle = _PRIOR_MISSES * (self.latency - 1)
         self._num_output: dict[int, int] = {}
         self._calibration = RankCalibration()
         self._omitted: FloatArray | None = None  # [width], mean per request by nodes per request
         self._cost: _ProfiledCost | _FittedCost = (
-            _FittedCost() if profile is None else _ProfiledCost(profile)
+            _FittedCost() if self.profile is None else _ProfiledCost(self.profile)
         )
 
     def open(self, request: RequestState) -> None:
@@ -170,9 +166,9 @@ class AdaptiveWidth(TreePolicy):
         mean = self._mean_omitted(omitted[np.minimum(sizes, len(probs)) - len(levels)], levels)
         step = self._cost.table(num_roots + int(sizes[-1]))[num_roots + sizes]
         correction = self._idle / self._expected_idle if self._expected_idle else 1.0
-        value = step * (num_live + (self._latency - 1) * correction * mean)
+        value = step * (num_live + (self.latency - 1) * correction * mean)
         num = int(min(sizes[value.argmin()], len(probs)))
-        self._expected_idle += (self._latency - 1) * float(omitted[num - len(levels)])
+        self._expected_idle += (self.latency - 1) * float(omitted[num - len(levels)])
         taken = np.bincount(owners[order[:num]], minlength=len(levels))
         for level, count in zip(levels, taken.tolist(), strict=True):
             picks, tree = level.picks[:count], level.request.tree
@@ -193,7 +189,7 @@ class AdaptiveWidth(TreePolicy):
         each = omitted / len(levels)
         if self._omitted is None:
             self._omitted = each
-        self._omitted = self._omitted + (each - self._omitted) / (_MEAN_LEVELS * self._latency)
+        self._omitted = self._omitted + (each - self._omitted) / (_MEAN_LEVELS * self.latency)
         return self._omitted * len(levels)
 
 
@@ -245,15 +241,6 @@ class _FittedCost:
         return line
 
 
-@dataclass(frozen=True, slots=True)
-class _CalibratedLevel:
-    """A submitted level whose nodes are not decided yet; see ``RankCalibration.add_level``."""
-
-    position: int
-    ids: IntArray
-    shares: FloatArray
-
-
 class RankCalibration:
     """Ratio of observed to predicted nodes on the target's path, by the node's rank in its level.
 
@@ -268,7 +255,8 @@ class RankCalibration:
     def __init__(self) -> None:
         self._observed = np.full(_BINS, _PRIOR)
         self._predicted = np.full(_BINS, _PRIOR)
-        self._pending: dict[int, deque[_CalibratedLevel]] = {}
+        # By request, its submitted levels that are not decided yet: position, ids, shares.
+        self._pending: dict[int, deque[tuple[int, IntArray, FloatArray]]] = {}
 
     def open(self, request_id: int) -> None:
         self._pending[request_id] = deque()
@@ -280,7 +268,7 @@ class RankCalibration:
 
         ``ids``, int64[W], are most probable first, as are their ``shares``, float64[W].
         """
-        self._pending[request_id].append(_CalibratedLevel(position, ids, shares))
+        self._pending[request_id].append((position, ids, shares))
 
     def corrected(self, shares: FloatArray) -> FloatArray:
         """Returns float64[W]: shares of a level, best first, times the correction of their bins."""
@@ -294,11 +282,11 @@ class RankCalibration:
             pending = self._pending[commit.request]
             hit = commit.kind is CommitKind.HIT
             path = np.append(commit.retired_ids, commit.root_id) if hit else commit.retired_ids
-            while pending and pending[0].position <= commit.prefix_len:
-                level = pending.popleft()
-                bins = _bins(len(level.ids))
-                self._predicted += np.bincount(bins, level.shares, _BINS)
-                self._observed += np.bincount(bins[np.isin(level.ids, path)], minlength=_BINS)
+            while pending and pending[0][0] <= commit.prefix_len:
+                _, ids, shares = pending.popleft()
+                bins = _bins(len(ids))
+                self._predicted += np.bincount(bins, shares, _BINS)
+                self._observed += np.bincount(bins[np.isin(ids, path)], minlength=_BINS)
             if not hit:
                 pending.clear()
 

@@ -16,7 +16,7 @@ Shape letters: W nodes, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, TypeAlias, cast
 
 import numpy as np
@@ -392,6 +392,8 @@ class CachedSource(WrappedSource):
         super().close(request_id)
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class StagedTree(TreePolicy):
     """Extends an inner policy's tree by chains of a cheaper source below its most probable leaves.
 
@@ -408,23 +410,17 @@ class StagedTree(TreePolicy):
 
     value_dependent = True  # the guesses are not samples of the draft's distribution
 
-    @validated
-    def __init__(
-        self,
-        *,
-        inner: TreePolicy,
-        extend_leaves: _Extension,
-        extend_depth: _Extension,
-    ) -> None:
-        if not inner.serial:
+    inner: TreePolicy
+    extend_leaves: _Extension
+    extend_depth: _Extension
+
+    def __post_init__(self) -> None:
+        if not self.inner.serial:
             raise ValueError(
-                f"policy.inner={type(inner).__name__} submits at every step, but a staged tree is"
-                " submitted whole: set policy.inner._target_ to Chain, Static, BestFirst (of"
+                f"policy.inner={type(self.inner).__name__} submits at every step, but a staged tree"
+                " is submitted whole: set policy.inner._target_ to Chain, Static, BestFirst (of"
                 " specdec.policies), or FixedWidth with policy.inner.levels_per_step=null"
             )
-        self.inner = inner
-        self.extend_leaves = extend_leaves
-        self.extend_depth = extend_depth
 
     def open(self, request: RequestState) -> None:
         self.inner.open(request)

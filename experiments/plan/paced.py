@@ -27,9 +27,9 @@ from typing import Any
 from experiments.reproduce.rendering import grid
 from specdec.cli.main import main as command
 from specdec.files import write_json, write_text
+from specdec.planning.answer import PRESET, write_parts
 from specdec.planning.candidates import PLAIN, Candidate, Times
 from specdec.planning.job import NoProgress, plan_request, searched
-from specdec.planning.report import PRESET, write_parts
 from specdec.planning.search import Search
 from specdec.report.provenance import provenance
 

@@ -29,8 +29,8 @@ Examples
 
 
 def main(arguments: Arguments) -> int:
+    from specdec.planning.answer import PRESET, TABLE_FILE
     from specdec.planning.job import SEARCH_FILE, check_job, plan_job, plan_request
-    from specdec.planning.report import PRESET, TABLE_FILE
 
     request = plan_request(arguments.overrides, arguments.config_dirs)
     folder = output_folder(request.output_dir, "plan")

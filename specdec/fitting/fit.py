@@ -20,9 +20,8 @@ from specdec.fitting.estimate import (
     observe,
     predicted,
 )
-from specdec.fitting.model import AcceptanceModel
+from specdec.fitting.model import AcceptanceModel, RankTail, class_decays, fit_tail, tail_of
 from specdec.fitting.requests import AcceptanceLog, RequestLog, with_draft_tokens
-from specdec.fitting.tails import RankTail, class_decays, fit_tail, tail_of
 
 _LEAST = 20  # verified draft tokens, fewer are refused
 

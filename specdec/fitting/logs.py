@@ -25,6 +25,7 @@ import torch
 from specdec.data.files import read_text
 from specdec.errors import UserError
 from specdec.files import parse_json
+from specdec.fitting.model import RankVector, rank_vector
 from specdec.fitting.requests import (
     AcceptanceLog,
     RequestLog,
@@ -34,7 +35,6 @@ from specdec.fitting.requests import (
     of_rates,
     of_totals,
 )
-from specdec.fitting.tails import RankVector, rank_vector
 from specdec.types import IntArray
 
 Lengths = Literal["auto", "emitted", "accepted"]

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from specdec.errors import UserError
-from specdec.fitting.tails import RankVector
+from specdec.fitting.model import RankVector
 from specdec.types import FloatArray, IntArray
 
 _ADAPTIVE_START = 5  # draft tokens of the first pass of transformers' assisted generation

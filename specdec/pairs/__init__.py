@@ -7,9 +7,8 @@ from specdec.lazy import lazy_exports
 if TYPE_CHECKING:
     from specdec.executors.models import ModelPair
     from specdec.pairs.huggingface import HuggingFacePair
-    from specdec.pairs.loaded import LoadedPair
     from specdec.pairs.options import ModelOptions, build_pair
-    from specdec.pairs.pretrained import PretrainedPair
+    from specdec.pairs.pretrained import LoadedPair, PretrainedPair
     from specdec.pairs.random import RandomPair
     from specdec.pairs.table import TablePair
 

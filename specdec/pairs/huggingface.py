@@ -186,11 +186,10 @@ class HuggingFacePair(ModelPair):
         """Returns a model with at least these layers of the target, its norm and its output."""
         return self.target
 
-    def share(self, first: int, last: int, group: Collective) -> PreTrainedModel:
-        """Returns this rank's tensor-parallel share of target layers ``first`` .. ``last``."""
-        return self.model_share("target", group)
-
-    def model_share(self, name: str, group: Collective) -> PreTrainedModel:
+    def share(
+        self, name: str, group: Collective, layers: tuple[int, int] | None = None
+    ) -> PreTrainedModel:
+        """Returns this rank's tensor-parallel share of a model, or of at least these layers."""
         return sharded(self.plain_model(name), group, self.options.format_of(name))
 
     def stage(
@@ -206,24 +205,20 @@ class HuggingFacePair(ModelPair):
         If a ``group`` of tensor-parallel ranks shares the layers, all its ranks must run the same
         batches in the same order.
         """
-        return ModelStage(
-            runner=self._runner(
-                "target",
-                meter,
-                lambda: self.part(first, last) if group is None else self.share(first, last, group),
-                group,
-                exact=self.options.exact,
-                first_layer=first,
-                last_layer=last,
-                capture=capture,
-            )
-        )
+
+        def load() -> PreTrainedModel:
+            layers = first, last
+            return self.part(*layers) if group is None else self.share("target", group, layers)
+
+        bounds = {"first_layer": first, "last_layer": last, "capture": capture}
+        exact = self.options.exact
+        return ModelStage(runner=self._runner("target", meter, load, group, exact=exact, **bounds))
 
     def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
         """Builds a runner of a whole model, or of this rank's share in a ``group``."""
         if group is None:
             return self._runner(name, meter, lambda: self.model(name))
-        return self._runner(name, meter, lambda: self.model_share(name, group), group)
+        return self._runner(name, meter, lambda: self.share(name, group), group)
 
     def _runner(
         self,

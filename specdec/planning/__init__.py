@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from specdec.planning.answer import Plan, Recommendation
-    from specdec.planning.check import PlanVerdict, check_run, units_of_run
+    from specdec.planning.answer import Plan, PlanVerdict, Recommendation, check_run, units_of_run
     from specdec.planning.job import plan
     from specdec.planning.options import PlanOptions
 

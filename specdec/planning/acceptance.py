@@ -12,7 +12,7 @@ from scipy.special import expit, logit
 
 from specdec.errors import UserError
 from specdec.fitting import AcceptanceModel, ReadOptions, fit_logs, read_log
-from specdec.fitting.tails import RankTail, class_decays
+from specdec.fitting.model import RankTail, class_decays
 from specdec.models.bundled import record_path
 from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import Record, RecordedRequest, read_record, read_traces

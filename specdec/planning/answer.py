@@ -1,17 +1,20 @@
-"""The answer of a finished search: ranking, what decides it, and what would change it."""
+"""The answer of a finished search: ranking, what decides it, what would change it; its check."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from specdec.errors import UserError
+from specdec.files import write_json, write_text
 from specdec.planning.acceptance import Acceptance
 from specdec.planning.candidates import (
     OTHER_PROGRAM,
@@ -22,11 +25,21 @@ from specdec.planning.candidates import (
     Unit,
     effective,
     interval,
+    label,
 )
-from specdec.planning.chains import chain_cell, crossover, engine_flags
-from specdec.planning.machines import DoesNotFit
+from specdec.planning.machines import DoesNotFit, chain_cell, crossover, engine_flags
 from specdec.planning.search import Search
+from specdec.profiling.trees import as_yaml
+from specdec.report.results import read_requests
 
+PRESET = "planned"
+RESULT_FILE = "plan.json"
+"""This file is written last, so a folder that has it has a whole plan."""
+
+TABLE_FILE = "plan.txt"
+_SHOWN = 8  # rows of the ranking
+_WIDTH = 110
+_EXECUTOR_KEYS = ("stages", "target_degree", "draft_degree", "shared", "replicas")
 _BATCHES = (1, 4, 16, 64)
 _FEW_UNITS = 4  # units (batches of prompts) at batch sizes that are not ranked
 _SHORT = 32  # tokens per prompt when sizes are screened
@@ -275,15 +288,15 @@ def _sentences(changes: Sequence[Mapping[str, Any]], name: str, hit_rate: float)
         if not rows:
             continue
         others = []
-        below = [row for row in reversed(rows) if row["value"] < here]
-        for side in (below, [row for row in rows if row["value"] > here]):
-            nearest = here
-            for row in side:
-                if row["name"] != name:
-                    at, not_at = form.format(row["value"]), form.format(nearest)
-                    others.append(f"{row['label']} is first at {at}{of_time} (not at {not_at})")
-                    break
-                nearest = row["value"]
+        for side in (
+            [row for row in reversed(rows) if row["value"] < here],
+            [row for row in rows if row["value"] > here],
+        ):
+            values = [form.format(value) for value in (here, *(row["value"] for row in side))]
+            at = next((at for at, row in enumerate(side) if row["name"] != name), None)
+            if at is not None:
+                first = f"{side[at]['label']} is first at {values[at + 1]}{of_time}"
+                others.append(f"{first} (not at {values[at]})")
         low, high = (form.format(row["value"]) for row in (rows[0], rows[-1]))
         if others:
             yield f"{what}: {'; '.join(others)} (tried {low} to {high}{unit})"
@@ -336,3 +349,200 @@ def _notes(search: Search, acceptance: Acceptance) -> Iterator[str]:
     others = {k for k, why in search.left_out.items() if why != OTHER_PROGRAM}
     if others := others - {*search.unknown}:
         yield f"{len(others)} presets were not simulated: plan.json says why, each"
+
+
+# The files of a plan.
+
+
+def write_plan(folder: Path, plan: Plan, winner: Candidate, provenance: Mapping[str, Any]) -> None:
+    write_parts(folder, winner, plan.best.tokens_per_s)
+    write_text(folder / TABLE_FILE, table(plan))
+    write_json(folder / RESULT_FILE, {**asdict(plan), "provenance": provenance})
+
+
+def write_parts(folder: Path, winner: Candidate, tokens_per_s: float) -> None:
+    """Writes preset and profile for ``--config-dir DIR strategy=planned``."""
+    choices, layout, node = winner.config["choices"], winner.layout, winner.config["executor"]
+    groups = {part: choices[part] for part in ("source", "policy", "verifier", "executor")}
+    if len(node) > 1 and choices["executor"] == "local":
+        groups["executor"] = "pipeline"
+    groups |= {"serving": choices["serving"]} if "serving" in choices else {}
+    title = f"{winner} on {layout}, by specdec plan"
+    preset: dict[str, Any] = {
+        "defaults": [{f"override /{group}": choice} for group, choice in groups.items()],
+        "strategy": {"name": PRESET, "title": title, "kind": "parts", "baseline": False},
+    }
+    if winner.sizes:
+        preset["policy"] = dict(winner.sizes)
+    if len(node) > 1:
+        preset["executor"] = {key: node[key] for key in _EXECUTOR_KEYS if key in node}
+    text = f"{winner.name} on {layout}, {tokens_per_s:.1f} tokens/s expected."
+    head = f"# @package _global_\n# By `specdec plan`: {text}\n"
+    write_text(folder / "strategy" / f"{PRESET}.yaml", head + as_yaml(preset))
+    clock = winner.config["clock"]
+    profile = {"note": clock["note"], "stages": layout.stages, "costs": clock["costs"]}
+    head = f"# Times of the first choice of a plan, on {layout}.\n"
+    write_text(folder / "profile" / f"{PRESET}.yaml", head + as_yaml(profile))
+
+
+def table(plan: Plan) -> str:
+    lines = [
+        f"plan for {plan.objective}: batch {plan.batch}, context {plan.context},"
+        f" {plan.devices} device{'s' * (plan.devices > 1)}; simulated time on {plan.machine}",
+        f"acceptance: {plan.acceptance}",
+        *_ranking(plan),
+        *_chains(plan),
+    ]
+    texts = [f"decides: {text}" for text in plan.decides]
+    texts += [f"changes it: {text}" for text in plan.changes_text]
+    row = "at batch {batch}: {label}, {tokens_per_s:.1f} tokens/s ({gain:.2f}x)"
+    texts += [row.format(**of_batch) for of_batch in plan.by_batch]
+    texts += [f"{engine}: {flags}" for engine, flags in plan.engines.items()]
+    texts += [f"note: {text}" for text in plan.notes]
+    wrapper = textwrap.TextWrapper(
+        _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    lines += [line for text in texts for line in wrapper.wrap(text)]
+    return "\n".join(lines) + "\n"
+
+
+def _ranking(plan: Plan) -> list[str]:
+    """Returns the best of each preset; its share of being first is that of all its sizes."""
+    shares: dict[str, float] = {}
+    shown = []
+    for choice in plan.choices:
+        if choice.strategy not in shares:
+            shown.append(choice)
+        shares[choice.strategy] = shares.get(choice.strategy, 0.0) + choice.first
+    plain = [choice for choice in shown[_SHOWN - 1 :] if choice.is_plain]
+    shown = [*shown[: _SHOWN - len(plain)], *plain]  # plain decoding in any case
+    rows = [("strategy", "layout", "tokens/s (95 %)", "gain (95 %)", "first", "GB/device")]
+    for c in shown:
+        speed, gain = c.tokens_per_s_interval, c.gain_interval
+        size = "?"
+        if c.memory_gb is not None:
+            size = f"{c.memory_gb:{'.1f' if c.memory_gb >= 1 else '.2g'}}"
+            size += f" of {plan.memory_limit_gb:g}"
+        row = (
+            *(label(c.strategy, c.sizes), c.layout),
+            f"{c.tokens_per_s:.1f} ({speed[0]:.1f}-{speed[1]:.1f})",
+            f"{c.gain:.2f} ({gain[0]:.2f}-{gain[1]:.2f})",
+            *(f"{100 * shares[c.strategy]:.0f} %", size),
+        )
+        rows.append(row)
+    return _aligned(rows, left=2)
+
+
+def _chains(plan: Plan) -> list[str]:
+    if not plan.chains:
+        return []
+    batches = sorted({cell["batch"] for cell in plan.chains})
+    rows = [["context", *(f"batch {b}" for b in batches), "plain best from"]]
+    for context in dict.fromkeys(cell["context"] for cell in plan.chains):
+        cells = {
+            cell["batch"]: f"{cell['draft_tokens']} ({cell['gain']:.2f}x)"
+            for cell in plan.chains
+            if cell["context"] == context
+        }
+        start = plan.crossover.get(context)
+        limit = "-" if start is None else f"batch {start}"
+        rows.append([str(context), *(cells.get(b, "does not fit") for b in batches), limit])
+    title = "draft tokens of the best chain drafted before each pass (gain over plain decoding), by"
+    return [f"{title} formula:", *_aligned([r if plan.crossover else r[:-1] for r in rows], left=0)]
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Pads columns to equal widths; the first ``left`` ones are left-justified."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{{:{'<' if at < left else '>'}{width}}}" for at, width in enumerate(widths)]
+    return [" " + "  ".join(forms).format(*row) for row in rows]
+
+
+# The check of a plan with a real run of its first choice.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A metric of plan and run; ``low`` to ``high`` is the 95 % interval of such a run."""
+
+    name: str
+    planned: float
+    low: float
+    high: float
+    measured: float
+
+    @property
+    def is_inside(self) -> bool:
+        return self.low <= self.measured <= self.high
+
+    def __str__(self) -> str:
+        where = "inside" if self.is_inside else "OUTSIDE"
+        return (
+            f"{self.name}: planned {self.planned:.3f} ({self.low:.3f} to {self.high:.3f}), run"
+            f" {self.measured:.3f}, {where}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanVerdict:
+    """The result of a check; ``warnings`` say which input is wrong."""
+
+    figures: tuple[Figure, ...]
+    warnings: tuple[str, ...]
+
+
+def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
+    """Compares a run of the first choice with ``Plan.expected``.
+
+    The intervals are those of as many prompts as the run has, drawn anew (bootstrap over the plan's
+    prompts, with the law's own uncertainty). Those of times are widened by the error of the
+    machine's times. A warning blames the law or record if acceptance is outside, and the profile if
+    the time per answer is.
+    """
+    units = [Unit(**values) for values in expected["units"]]
+    num = effective(effective(len(units), expected["requests"]), len(run))
+
+    def figure(name: str, above: str, below: str, scale: float = 1.0, error: float = 0.0) -> Figure:
+        planned, measured = (Times.ratio(of, above, below, scale) for of in (units, run))
+        low, high = interval(planned.resampled(num))
+        bounds = {"low": low * (1.0 - error), "high": high * (1.0 + error)}
+        return Figure(name=name, planned=planned.mean, measured=measured.mean, **bounds)
+
+    error = float(expected["error"])
+    time = figure("ms per token", "seconds", "tokens", 1e3, error)
+    emitted = figure("tokens per answer", "emitted", "answers")
+    hits = figure("hit rate", "hits", "answers")
+    answer = figure("ms per answer", "seconds", "later_answers", 1e3, error)
+    warnings = []
+    outside = [f for f in (emitted, hits) if not f.is_inside]
+    if outside:
+        warnings.append(
+            f"WARNING: acceptance disagrees with the law ({outside[0]}): plan again with a"
+            " record or log of this workload"
+        )
+    # A time per answer depends on the profile alone if answers are of whole trees, which have no
+    # hits. Otherwise it includes refills after misses, so it tells nothing if the hits disagree.
+    if not answer.is_inside and (not outside or not any(unit.hits for unit in units)):
+        warnings.append(
+            f"WARNING: times disagree with the profile by {answer.measured / answer.planned:.2f}"
+            f" ({answer}): measure the profile again, or correct the described machine"
+        )
+    if not time.is_inside and not warnings:
+        warnings.append(f"WARNING: {time}: the plan does not hold for this run")
+    return PlanVerdict(figures=(time, emitted, hits, answer), warnings=tuple(warnings))
+
+
+def units_of_run(folder: Path) -> list[Unit]:
+    """Reads the requests of a complete run that decoded one request at a time."""
+    if not (folder / "summary.json").is_file():
+        raise UserError(
+            f"check={folder} has no summary.json: give the folder of a complete `specdec run`, or"
+            " check=true to run the first choice here"
+        )
+    records = read_requests(folder / "requests.jsonl")
+    units = [Unit.of([r.result], r.totals) for r in records if r.totals is not None]
+    if not units or len(units) < len(records):
+        raise UserError(
+            f"check={folder} has requests that shared steps: check with a run of batch_size=1"
+        )
+    return units

@@ -15,14 +15,20 @@ from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.files import parse_json, write_json
 from specdec.planning.acceptance import Acceptance, acceptance_of, of_record
-from specdec.planning.answer import Plan, conclude
+from specdec.planning.answer import (
+    PRESET,
+    RESULT_FILE,
+    Plan,
+    PlanVerdict,
+    check_run,
+    conclude,
+    units_of_run,
+    write_plan,
+)
 from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, Candidate, Simulator, presets
-from specdec.planning.chains import chain_cell
-from specdec.planning.check import PlanVerdict, check_run, units_of_run
-from specdec.planning.machines import Machine, Profiled, machine_of
+from specdec.planning.machines import Machine, Profiled, chain_cell, machine_of
 from specdec.planning.measuring import ModelsHere, calibrated, measured_here
 from specdec.planning.options import MEASURED, PlanOptions, split_words
-from specdec.planning.report import PRESET, RESULT_FILE, write_plan
 from specdec.planning.search import Search
 from specdec.report.provenance import provenance
 from specdec.runs.jobs import Progress, run_job

@@ -183,8 +183,8 @@ class Adaptive(TreePolicy):
             return
         arm, gain, cost = ended.arm, num_tokens - ended.num_tokens, now - ended.began_s
         self._total_s += cost
-        if arm != self._best(record):
-            lost = cost - gain / max(self._rate(record, None), 1e-9)
+        if arm != (best := self._best(record)):
+            lost = cost - gain / max(self._rate(record, best), 1e-9)
             self._lost_s = max(0.0, self._lost_s + lost)
         record.gains[arm].add(gain)
         self._gains[arm].add(gain)
@@ -215,10 +215,8 @@ class Adaptive(TreePolicy):
     def _best(self, record: _Record) -> int:
         return max(range(len(self.rounds)), key=lambda arm: (self._rate(record, arm), -arm))
 
-    def _rate(self, record: _Record, arm: int | None) -> float:
-        """Returns the expected tokens per second of an arm; None: of the best arm."""
-        if arm is None:
-            arm = self._best(record)
+    def _rate(self, record: _Record, arm: int) -> float:
+        """Returns the expected tokens per second of an arm."""
         cost = self._costs[arm].value
         return self._gain(record, arm) / cost if cost > 0.0 else 0.0
 

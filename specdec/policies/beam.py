@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class BestOfBeam(TreePolicy):
     """Expands the ``width`` best nodes of each level, then submits the ``nodes`` best of all.
 
@@ -36,19 +39,10 @@ class BestOfBeam(TreePolicy):
 
     value_dependent = True
 
-    @validated
-    def __init__(
-        self,
-        *,
-        nodes: Annotated[int, Field(ge=2), expects("it must be at least 2: root and a child")],
-        width: DraftCount,
-        children: Count,
-        depth: Count,
-    ) -> None:
-        self.nodes = nodes
-        self.width = width
-        self.children = children
-        self.depth = depth
+    nodes: Annotated[int, Field(ge=2), expects("it must be at least 2: root and a child")]
+    width: DraftCount
+    children: Count
+    depth: Count
 
     def max_cached_nodes(self, in_flight: int) -> int:
         return self.nodes

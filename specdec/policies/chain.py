@@ -8,14 +8,13 @@ import numpy as np
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import DraftCount, validated
 from specdec.policies.tree_growth import (
-    NO_SLOTS,
     expand,
     last_position,
     ready_requests,
     unsubmitted,
 )
 from specdec.tree import TokenTree
-from specdec.types import IntArray, Nodes
+from specdec.types import Nodes
 
 if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
@@ -65,8 +64,9 @@ def grow_chains(
         expand(state, source, tips, children)
         longer = []
         for request, num_missing, tail in growing:
-            tail = _take_first(request.tree, tail)
-            if len(tail):
+            untaken = np.flatnonzero(request.tree.candidate_logprobs[tail[0]] > -np.inf)
+            if len(untaken):
+                tail = request.tree.take(tail, untaken[:1])
                 longer.append((request, num_missing - 1, tail))
         growing = longer
 
@@ -76,12 +76,6 @@ def first_path(tree: TokenTree) -> list[int]:
     while len(tree) > 1 and len(children := tree.children(path[-1])):
         path.append(int(children[0]))
     return path
-
-
-def _take_first(tree: TokenTree, tail: IntArray) -> IntArray:
-    """Turns the first untaken candidate of ``tail``, int64[1], into a node, if there is one."""
-    columns = np.flatnonzero(tree.candidate_logprobs[tail[0]] > -np.inf)
-    return tree.take(tail, columns[:1]) if len(columns) else NO_SLOTS
 
 
 class RootOnly(TreePolicy):

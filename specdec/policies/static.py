@@ -4,6 +4,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from specdec.state import DecodeState, RequestState
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class Static(TreePolicy):
     """Level ``l`` has the first ``branching[l]`` candidates of every node of the level above.
 
@@ -50,23 +53,18 @@ class Static(TreePolicy):
         branching: children per node, level by level from the root down; not empty.
     """
 
-    @validated
-    def __init__(
-        self,
-        *,
-        branching: Sequence[Count] = (1, 1, 3, 1, 1, 1, 1, 1),
-        draft_overlap: Literal["none", "rule", "full"] = "none",
-        guesses: Count = 20,
-    ) -> None:
-        if not branching:
+    branching: Sequence[Count] = (1, 1, 3, 1, 1, 1, 1, 1)
+    draft_overlap: Literal["none", "rule", "full"] = "none"
+    guesses: Count = 20
+
+    def __post_init__(self) -> None:
+        if not self.branching:
             raise ValueError(
-                f"policy.branching={branching!r} must list the children per level, with at least"
-                " one entry, e.g. [1,1,3,1]; to decode without drafts use policy=root_only"
+                f"policy.branching={self.branching!r} must list the children per level, with at"
+                " least one entry, e.g. [1,1,3,1]; to decode without drafts use policy=root_only"
             )
-        self.branching = tuple(branching)
-        self.draft_overlap = draft_overlap
-        self.guesses = guesses
-        self.value_dependent = draft_overlap == "rule"
+        self.branching = tuple(self.branching)
+        self.value_dependent = self.draft_overlap == "rule"
         self._ahead: dict[int, tuple[int, IntArray]] = {}  # request -> (level, its node ids)
         self._submitted_s: dict[int, float] = {}  # request -> when its last tree was submitted
         self._complete: set[int] = set()  # requests whose tree is completely drafted

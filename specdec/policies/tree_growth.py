@@ -9,6 +9,7 @@ Shape letters: N nodes, W selected nodes, K candidates per node.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -221,6 +222,8 @@ def draft_passes(profile: LatencyProfile | None, *, stages: int = 1, rows: int =
     return stages * target_ms / draft_ms if target_ms and draft_ms else None
 
 
+@validated
+@dataclass(eq=False, kw_only=True)
 class FixedWidth(TreePolicy):
     """Gives each level the ``width`` candidates of highest cumulative probability.
 
@@ -249,32 +252,25 @@ class FixedWidth(TreePolicy):
         depth: levels below the root; serial form only.
     """
 
-    @validated
-    def __init__(
-        self,
-        *,
-        width: DraftCount,
-        children: Count,
-        levels_per_step: Count | None = 1,
-        depth: Count | None = None,
-    ) -> None:
-        if levels_per_step is not None and depth is not None:
+    width: DraftCount
+    children: Count
+    levels_per_step: Count | None = 1
+    depth: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.levels_per_step is not None and self.depth is not None:
             raise ValueError(
-                f"policy.depth={depth} has no effect with policy.levels_per_step="
-                f"{levels_per_step}; remove it, or set policy.levels_per_step=null"
+                f"policy.depth={self.depth} has no effect with policy.levels_per_step="
+                f"{self.levels_per_step}; remove it, or set policy.levels_per_step=null"
             )
-        if levels_per_step is None and depth is None:
+        if self.levels_per_step is None and self.depth is None:
             raise ValueError(
                 "policy.levels_per_step=null submits whole trees and needs policy.depth; set it"
                 " to the number of levels"
             )
-        self.width = width
-        self.children = children
-        self.levels_per_step = levels_per_step
-        self.depth = depth
-        self.serial = levels_per_step is None
+        self.serial = self.levels_per_step is None
         self.follows_exits = not self.serial
-        self.value_dependent = width > 1 or children > 1
+        self.value_dependent = self.width > 1 or self.children > 1
 
     def max_cached_nodes(self, in_flight: int) -> int:
         if self.depth is not None:

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from specdec.sources.katz import KatzModel, NGramSource
     from specdec.sources.mixture import MixtureSource
     from specdec.sources.model_source import DraftModelSource
-    from specdec.sources.null import NullSource
-    from specdec.sources.random import RandomSource
+    from specdec.sources.random import NullSource, RandomSource
     from specdec.sources.suffix import PromptLookupSource, SuffixSource
     from specdec.sources.synthetic import SyntheticPair, SyntheticSource
     from specdec.sources.translated import TranslatedSource

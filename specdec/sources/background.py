@@ -40,7 +40,7 @@ class Background(WrappedSource):
         self._deferred: list[Callable[[], None]] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draft")
         self._thread_clock: MeasuredClock | None = None
-        self._run_clock: Clock | None = None
+        self._run_clock: Clock
 
     @property
     def pass_bytes(self) -> int | None:
@@ -89,7 +89,8 @@ class Background(WrappedSource):
 
     def poll(self, ticket: Ticket) -> Candidates | None:
         result = self._results[ticket]
-        if not result.done() or _is_later(ticket, self._run_clock):
+        planned = ticket.due_s is not None and ticket.due_s > self._run_clock.now()
+        if planned or not result.done():
             return None
         del self._results[ticket]
         self._catch_up()
@@ -140,8 +141,3 @@ class Background(WrappedSource):
             calls, self._deferred = self._deferred, []
             for call in calls:
                 call()
-
-
-def _is_later(ticket: Ticket, clock: Clock | None) -> bool:
-    """Whether a pass whose end is planned on the clock has not ended yet."""
-    return clock is not None and ticket.due_s is not None and ticket.due_s > clock.now()

@@ -40,7 +40,8 @@ class _Level:
     """The continuations of all contexts of one length.
 
     Attributes:
-        keys: int64[G], sorted ``context id * V + token``; only seen n-grams.
+        keys: int64[G], sorted ``context id * V + token``; only seen n-grams. The id of a context is
+            its index in the keys of the order below (the token itself for bigrams).
         tokens: int64[G].
         probs: float64[G], discounted.
         starts: int64[C + 1], index of the first continuation of each of C contexts.
@@ -55,7 +56,7 @@ class _Level:
 
 
 class KatzModel:
-    """Katz back-off over token ids, counted from token sequences; create it by ``from_tokens``.
+    """Katz back-off over token ids, counted from documents that are one after the other.
 
     Every distribution sums to 1 and gives every token a positive probability, except where all V
     tokens were seen after a context. Where discounting leaves no mass (all counts above the
@@ -63,88 +64,59 @@ class KatzModel:
 
     Args:
         order: n >= 1, the longest n-gram.
-        keys: per order m = 1 .. n: int64[G_m] sorted ``id(first m-1 tokens) * V + token``, where
-            the id is the index in the keys of order m - 1 (the token itself for m = 2).
-        counts: per order: int64[G_m], positive.
+        separator: the token between documents. An n-gram may begin with it (a document's start) or
+            end with it (its end), but none reaches across it.
     """
 
     def __init__(
-        self, *, order: int, vocab_size: int, keys: Sequence[IntArray], counts: Sequence[IntArray]
+        self, tokens: IntArray, *, order: int, vocab_size: int, separator: int | None
     ) -> None:
-        if order < 1 or vocab_size < 1:
-            raise ValueError(f"order={order} and vocab_size={vocab_size} must be at least 1")
-        if not len(keys[0]):
+        tokens, size = np.asarray(tokens, np.int64).ravel(), vocab_size
+        if order < 1 or size < 1:
+            raise ValueError(f"order={order} and vocab_size={size} must be at least 1")
+        if not len(tokens):
             raise ValueError("an n-gram model needs at least one token to count")
-        self.order = order
-        self.vocab_size = vocab_size
-        self._keys = list(keys)
-        self._counts = list(counts)
-        self._levels: list[_Level] = []
-        self._derive()
-        self._ranking = np.argsort(-self._unigrams, kind="stable")
-
-    # Building.
-
-    @classmethod
-    def from_tokens(
-        cls, tokens: IntArray, *, order: int, vocab_size: int, separator: int | None
-    ) -> KatzModel:
-        """Counts the n-grams, up to ``order``, of documents that are one after the other.
-
-        An n-gram may begin with the separator (a document's start) or end with it (its end), but
-        none reaches across it.
-        """
-        tokens = np.asarray(tokens, np.int64).ravel()
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        if not 0 <= tokens.min() <= tokens.max() < size:
             raise ValueError(
-                f"tokens {tokens.min()}..{tokens.max()} are outside the vocabulary of {vocab_size};"
+                f"tokens {tokens.min()}..{tokens.max()} are outside the vocabulary of {size};"
                 " count with the tokenizer of the model that is to be drafted for"
             )
-        unigrams = np.bincount(tokens, minlength=vocab_size)
-        seen = np.flatnonzero(unigrams)
-        keys, counts = [seen], [unigrams[seen]]
+        self.order, self.vocab_size = order, size
+        seen, num = np.unique(tokens, return_counts=True)
+        root = self._level(seen, num, 1, np.full(len(seen), 1 / size))
+        self._levels = [root]
+        self._unigrams = np.full(size, root.alphas[0] / size)
+        self._unigrams[root.tokens] = root.probs
+        self._ranking = np.argsort(-self._unigrams, kind="stable")
         inner = np.ones(len(tokens), np.bool_) if separator is None else tokens != separator
         ids = tokens  # id of the (m-1)-gram that ends here, -1 where it reaches over a separator
+        lower, below = self._unigrams, np.zeros(size, np.int64)  # of the n-grams one order down
         for m in range(2, order + 1):
             before, new = ids[:-1], tokens[m - 1 :]
             fits = before >= 0
             if m > 2:
                 fits &= inner[m - 2 : -1]
-            gram_keys, inverse, num = np.unique(
-                before[fits] * vocab_size + new[fits], return_inverse=True, return_counts=True
+            keys, inverse, num = np.unique(
+                before[fits] * size + new[fits], return_inverse=True, return_counts=True
             )
             ids = np.full(len(new), -1, np.int64)
             ids[fits] = inverse
-            keys.append(gram_keys)
-            counts.append(num)
-        return cls(order=order, vocab_size=vocab_size, keys=keys, counts=counts)
+            context, suffix = np.divmod(keys, size)
+            # The suffix of a seen n-gram was seen too, so its probability is in the table below.
+            if m > 2:
+                suffix = np.searchsorted(self._levels[-1].keys, below[context] * size + suffix)
+            level = self._level(keys, num, len(below), lower[suffix])
+            self._levels.append(level)
+            lower, below = level.probs, suffix
 
     @classmethod
     def from_pair(cls, pair: Any) -> KatzModel:
         """Counts trigrams of the token samples of a model pair, once per pair."""
         if pair not in _COUNTED:
-            _COUNTED[pair] = cls.from_tokens(
+            _COUNTED[pair] = cls(
                 pair.token_samples(), order=3, vocab_size=pair.vocab_size, separator=0
             )
         return _COUNTED[pair]
-
-    def _derive(self) -> None:
-        size = self.vocab_size
-        root = self._level(self._keys[0], self._counts[0], 1, np.full(len(self._keys[0]), 1 / size))
-        self._unigrams = np.full(size, root.alphas[0] / size)
-        self._unigrams[root.tokens] = root.probs
-        self._levels.append(root)
-        lower, below = self._unigrams, np.zeros(size, np.int64)  # of the n-grams one order down
-        for m in range(2, self.order + 1):
-            keys = self._keys[m - 1]
-            context, token = np.divmod(keys, size)
-            # The suffix of a seen n-gram was seen too, so its probability is in the table below.
-            suffix = token
-            if m > 2:
-                suffix = np.searchsorted(self._keys[m - 2], below[context] * size + token)
-            level = self._level(keys, self._counts[m - 1], len(below), lower[suffix])
-            self._levels.append(level)
-            lower, below = level.probs, suffix
 
     def _level(
         self, keys: IntArray, counts: IntArray, num_contexts: int, lower: FloatArray
@@ -154,15 +126,6 @@ class KatzModel:
         context, token = np.divmod(keys, size)
         total = np.bincount(context, counts, num_contexts)
         seen = np.bincount(context, minlength=num_contexts)
-        if not len(keys):
-            ones = np.ones(num_contexts)
-            return _Level(
-                keys=keys,
-                tokens=token,
-                probs=ones[:0],
-                starts=np.zeros(num_contexts + 1, np.int64),
-                alphas=ones,
-            )
         probs = discounts(counts) * counts / total[context]
         left = 1.0 - np.bincount(context, probs, num_contexts)
         spent = (left < _NOTHING_LEFT)[context]
@@ -220,7 +183,8 @@ class KatzModel:
         chain: list[tuple[_Level, slice, float]] = []
         for length in range(1, len(tail) + 1):
             index, *following = tail[-length:]
-            for keys, token in zip(self._keys[1:], following, strict=False):
+            for level, token in zip(self._levels[1:], following, strict=False):
+                keys = level.keys
                 key = index * self.vocab_size + token
                 index = int(keys.searchsorted(key))
                 if index == len(keys) or keys[index] != key:

@@ -75,6 +75,15 @@ class RandomSource(TokenSource):
         return 0 if silent else len(tokens)
 
 
+class NullSource(TokenSource):
+    """Proposes no candidates, for plain autoregressive decoding."""
+
+    gives_probs = True  # vacuously: all of its candidates are sampled
+
+    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
+        return Candidates.empty(len(nodes))
+
+
 def _digest(path: IntArray) -> np.uint64:
     places = hash_u64(0, np.arange(len(path)), path)
     return np.bitwise_xor.reduce(places)

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from itertools import compress
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -80,7 +81,6 @@ class TranslatedSource(CachedModelSource):
         self._texts.pop(request_id, None)
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """Returns bool[W]: whether the draft can continue the nodes' texts."""
         text, most = self._texts[request.id], self._runner.max_positions
         ends = text.ends(request.tree, ids)
         return np.array([text.can_draft(end, most) for end in ends], np.bool_)
@@ -102,8 +102,7 @@ class TranslatedSource(CachedModelSource):
         return self._model.shared_logits(logits)
 
 
-@dataclass(frozen=True, slots=True)
-class TextEnd:
+class TextEnd(NamedTuple):
     """Where a target node's text ends in the trie.
 
     Attributes:
@@ -117,8 +116,7 @@ class TextEnd:
     leaf: int
 
 
-@dataclass(frozen=True, slots=True)
-class _TrieNode:
+class _TrieNode(NamedTuple):
     parent: int
     token: int
     position: int
@@ -149,8 +147,6 @@ class DraftText:
         self.final: list[int] = list(tail.tokens[:num])
         self.root = self._end_of(self._end, replace(tail, tokens=tail.tokens[num:]))
 
-    # Places.
-
     def ends(self, tree: TokenTree, ids: IntArray) -> list[TextEnd]:
         slots = tree.slots(ids)
         assert (slots >= 0).all(), f"nodes {ids} are not in the tree"
@@ -158,23 +154,18 @@ class DraftText:
 
     def _text_end(self, tree: TokenTree, slot: int) -> TextEnd:
         """Finds the end of a target node's text, from the nearest ancestor with a known one."""
-        missing: list[int] = []
-        found: TextEnd | None = None
-        ids, parents, tokens = tree.ids, tree.parents, tree.tokens
-        while slot > 0 and (found := self._ends.get(int(ids[slot]))) is None:
-            missing.append(slot)
-            slot = int(parents[slot])
-        end = self.root if found is None else found
-        for below in reversed(missing):
-            end = self._below(end, int(tokens[below]))
-            self._ends[int(ids[below])] = end
-        return end
+        if slot == 0:
+            return self.root
+        node = int(tree.ids[slot])
+        if node not in self._ends:
+            above = self._text_end(tree, int(tree.parents[slot]))
+            self._ends[node] = self._below(above, int(tree.tokens[slot]))
+        return self._ends[node]
 
     def can_draft(self, end: TextEnd, max_positions: int) -> bool:
         """Whether the draft can continue a text: it has tokens, and no character is unfinished."""
-        if end.tail.rest or not end.tail.tokens:
-            return False
-        return self._nodes[end.leaf].position < max_positions
+        whole = bool(end.tail.tokens) and not end.tail.rest
+        return whole and self._nodes[end.leaf].position < max_positions
 
     def _below(self, end: TextEnd, token: int) -> TextEnd:
         return self._end_of(end.anchor, self._translation.extended(end.tail, token))
@@ -238,8 +229,7 @@ class DraftText:
         retired = self._path(end.anchor)
         tokens = [self._nodes[node].token for node in retired]
         kept = commit.keeps(np.array(list(self._ends), np.int64)).tolist()
-        ends = zip(list(self._ends.items()), kept, strict=True)
-        self._ends = {node: end for (node, end), keep in ends if keep}
+        self._ends = dict(compress(self._ends.items(), kept))
         self.final.extend(tokens)
         self._end = end.anchor
         live = self._live(retired)

@@ -24,8 +24,8 @@ from specdec.fitting import (
     tail_of,
 )
 from specdec.fitting.estimate import measured, predicted
+from specdec.fitting.model import rank_vector
 from specdec.fitting.requests import with_draft_tokens
-from specdec.fitting.tails import rank_vector
 
 TRACES = Path(os.environ.get("SPECDEC_DATA", "")) / "acceptance_traces"
 

@@ -24,9 +24,19 @@ from specdec.planning.candidates import (
     interval,
     presets,
 )
-from specdec.planning.chains import chain_cell, crossover, engine_flags, round_ms
 from specdec.planning.job import NoProgress, plan_request
-from specdec.planning.machines import DoesNotFit, Layout, Machine, Profiled, layouts, machine_of
+from specdec.planning.machines import (
+    DoesNotFit,
+    Layout,
+    Machine,
+    Profiled,
+    chain_cell,
+    crossover,
+    engine_flags,
+    layouts,
+    machine_of,
+    round_ms,
+)
 from specdec.planning.measuring import calibrated, typical
 from specdec.planning.options import PlanOptions
 from specdec.planning.search import Search

@@ -156,7 +156,7 @@ def test_a_share_that_is_read_equals_one_cut_in_memory(
         group = Collective(rank=rank, size=3)
         read = load_model(tmp_path, layers=(0, 2), group=group, quantization=kind)
         _check_equal(read, sharded(model, group, kind))
-        _check_equal(read, pretrained(tmp_path, quantization=kind).share(0, 2, group))
+        _check_equal(read, pretrained(tmp_path, quantization=kind).share("target", group, (0, 2)))
 
 
 def _check_equal(found: PreTrainedModel, expected: PreTrainedModel) -> None:

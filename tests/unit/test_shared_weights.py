@@ -42,7 +42,9 @@ def parts_of(pair: PretrainedPair, kind: str):
     if kind == "stage":
         return pair.stage(1, 3, Meter()).runner.backend.layers.model
     group = Collective(rank=1, size=2)  # each row has a group of its own
-    return pair.share(0, LAYERS, group) if kind == "share" else pair.model_share("draft", group)
+    if kind == "share":
+        return pair.share("target", group, (0, LAYERS))
+    return pair.share("draft", group)
 
 
 @pytest.mark.parametrize("kind", ["stage", "share", "draft"])
@@ -70,7 +72,7 @@ def test_overlapping_stages_share_their_common_layers(folder):
     wide, narrow = (pair.part(first, LAYERS) for first in (1, 2))
     assert memory([wide, narrow]) == memory([wide])
     assert torch.equal(wide.lm_head.weight, narrow.lm_head.weight)
-    shares = [pair.share(0, LAYERS, Collective(rank=rank, size=2)) for rank in range(2)]
+    shares = [pair.share("target", Collective(rank=rank, size=2), (0, LAYERS)) for rank in range(2)]
     first, second = (share.model.layers[0].mlp.up_proj.weight for share in shares)
     assert not torch.equal(first, second)
 

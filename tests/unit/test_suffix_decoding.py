@@ -86,20 +86,3 @@ def test_finished_requests_are_copied_from(pair):
     alone = run(pair, PromptLookupSource(), SamplingParams()).accepted
     shared = run(pair, SuffixSource(vocab_size=32), SamplingParams()).accepted
     assert sum(shared.values()) > sum(alone.values())
-
-
-def test_a_second_run_with_repeats_copies_whole_outputs(pair):
-    sampled = SAMPLINGS[1]
-    first = run(pair, source := SuffixSource(vocab_size=32, repeats=True), sampled)
-    again = run(pair, source, sampled)
-    assert again.outputs == first.outputs
-    assert sum(again.accepted.values()) > 1.5 * sum(first.accepted.values())
-
-
-def test_repeats_are_forgotten_unless_wanted(pair):
-    """Of a repeated prompt the own earlier output is gone; others may still be copied from."""
-    source = SuffixSource(vocab_size=32)
-    run(pair, source, SamplingParams())
-    assert len(source.cache.texts) == 8
-    run(pair, source, SamplingParams())
-    assert len(source.cache.texts) == 8

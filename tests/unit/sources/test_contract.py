@@ -41,7 +41,7 @@ from .support import (
 )
 
 MODEL = tiny_model()
-KATZ = KatzModel.from_tokens(
+KATZ = KatzModel(
     np.random.default_rng(0).integers(0, VOCAB, 900), order=3, vocab_size=VOCAB, separator=0
 )
 TEMPERATE = SamplingParams(temperature=0.7, top_k=10, top_p=0.9)

@@ -76,7 +76,7 @@ class BruteKatz:
 def case(request):
     rng = np.random.default_rng(request.param)
     tokens = zipf_tokens(rng, 3000, 60)
-    model = KatzModel.from_tokens(tokens, order=request.param, vocab_size=60, separator=0)
+    model = KatzModel(tokens, order=request.param, vocab_size=60, separator=0)
     seen = [tokens[i : i + 3] for i in rng.integers(0, 2990, 60)]
     made = [rng.integers(0, 60, rng.integers(0, 5)) for _ in range(60)]
     return model, BruteKatz(tokens, request.param, 60, 0), [*seen, *made]
@@ -127,11 +127,11 @@ def test_missing_counts_of_counts_lower_the_threshold():
 
 def test_ngrams_do_not_reach_over_separators():
     tokens = np.array([5, 6, 0, 7, 8, 0, 5, 6, 0, 7, 8])
-    model = KatzModel.from_tokens(tokens, order=3, vocab_size=9, separator=0)
+    model = KatzModel(tokens, order=3, vocab_size=9, separator=0)
     after = model.probs([np.array([6, 0])])
     assert (after == model.probs([np.array([0])])).all()  # 6 0 7 was not counted
     assert model.top([np.array([5, 6])], 1)[0].item() == 0  # but 5 6 0 was: the end of a document
-    joined = KatzModel.from_tokens(tokens, order=3, vocab_size=9, separator=None)
+    joined = KatzModel(tokens, order=3, vocab_size=9, separator=None)
     assert joined.probs([np.array([6, 0])])[0, 7] > after[0, 7]
 
 
@@ -139,7 +139,7 @@ def test_hashless_keys_with_a_large_vocabulary():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 150_000, 5000)
     tokens[2500:] = tokens[:2500]
-    model = KatzModel.from_tokens(tokens, order=5, vocab_size=150_000, separator=None)
+    model = KatzModel(tokens, order=5, vocab_size=150_000, separator=None)
     found = model.top([tokens[i : i + 4] for i in range(100)], 1)[0][:, 0]
     assert (found == tokens[4:104]).all()
 
@@ -150,15 +150,13 @@ def test_hashless_keys_with_a_large_vocabulary():
 )
 def test_bad_input_is_refused(tokens, order, complaint):
     with pytest.raises(ValueError, match=complaint):
-        KatzModel.from_tokens(np.array(tokens, np.int64), order=order, vocab_size=9, separator=0)
+        KatzModel(np.array(tokens, np.int64), order=order, vocab_size=9, separator=0)
 
 
 def test_source_reads_path_and_committed_tokens():
     """A context is the path and, above the root, committed tokens; also near the start."""
     rng = np.random.default_rng(3)
-    model = KatzModel.from_tokens(
-        zipf_tokens(rng, 2000, VOCAB), order=4, vocab_size=VOCAB, separator=0
-    )
+    model = KatzModel(zipf_tokens(rng, 2000, VOCAB), order=4, vocab_size=VOCAB, separator=0)
     source, state = NGramSource(katz=model), make_state()
     a = open_request(state, source, make_request(3, [4, 5, 6, 7]))
     b = open_request(state, source, make_request(8, [9]))
@@ -177,9 +175,7 @@ def test_source_reads_path_and_committed_tokens():
 
 def test_sampled_candidates_come_with_their_distribution():
     rng = np.random.default_rng(3)
-    model = KatzModel.from_tokens(
-        zipf_tokens(rng, 2000, VOCAB), order=3, vocab_size=VOCAB, separator=0
-    )
+    model = KatzModel(zipf_tokens(rng, 2000, VOCAB), order=3, vocab_size=VOCAB, separator=0)
     source, state = NGramSource(katz=model, sample=True), make_state()
     open_request(state, source, make_request(3, [4, 5]))
     got = expand(state, source, {3: [0]}, 5)

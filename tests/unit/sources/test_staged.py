@@ -39,7 +39,7 @@ def katz_of_draft() -> KatzModel:
     with torch.inference_mode():
         starts = torch.arange(VOCAB)[:, None]
         tokens = MODEL.generate(starts, max_new_tokens=40, do_sample=False, pad_token_id=0)
-    return KatzModel.from_tokens(tokens.numpy().ravel(), order=3, vocab_size=VOCAB, separator=None)
+    return KatzModel(tokens.numpy().ravel(), order=3, vocab_size=VOCAB, separator=None)
 
 
 KATZ = katz_of_draft()
