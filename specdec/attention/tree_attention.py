@@ -265,6 +265,7 @@ Storage: TypeAlias = Contiguous | Paged
 
 
 EMPTY: IntArray = np.zeros(0, np.int64)
+_SEES_ITSELF: BoolArray = np.ones((1, 1), np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -406,17 +407,19 @@ class TreeCache:
         self.node_positions = np.concatenate([self.node_positions, positions])
         if not old and len(ids) == 1:  # plain decoding
             assert positions[0] == self.cached_len, f"{ids} does not continue the cached prefix"
-            return np.ones((1, 1), np.bool_)
+            return _SEES_ITSELF
         order = ids.argsort()
-        assert (np.diff(ids[order]) > 0).all(), f"one of {tree.node_ids} has an entry already"
-        at = order.take(ids[order].searchsorted(tree.paths), mode="clip")
+        known = ids.take(order)
+        assert True not in (known[1:] == known[:-1]), f"one of {tree.node_ids} has an entry already"
+        at = order.take(known.searchsorted(tree.paths), mode="clip")
         visible = np.zeros((len(positions), len(ids)), np.bool_)
-        levels, rows = (ids[at] == tree.paths).nonzero()
-        visible[rows, at[levels, rows]] = True
+        levels, rows = (ids.take(at) == tree.paths).nonzero()
+        entries = at[levels, rows]
+        visible[rows, entries] = True
         # A path has one node per position behind the prefix; what is missing is not in the cache.
-        is_whole = np.count_nonzero(visible, axis=1) == positions - self.cached_len + 1
-        assert is_whole.all(), f"some of {tree.node_ids} do not continue the cached paths"
-        assert not np.triu(visible[:, old:], 1).any(), f"children before parents: {tree.node_ids}"
+        is_whole = np.add.reduce(visible, 1) == positions - self.cached_len + 1
+        assert False not in is_whole, f"some of {tree.node_ids} do not continue the cached paths"
+        assert False not in (entries <= old + rows), f"children before parents: {tree.node_ids}"
         return visible
 
     # Shrinking.
