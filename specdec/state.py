@@ -295,7 +295,9 @@ class DecodeState:
             retired = np.concatenate([_ROOT, tree.live_slots(verdict.accepted_ids)])
         last = int(retired[-1])
         child = tree.child(last, verdict.next_token)
-        assert False not in tree.answered.take(retired), f"a node of request {request.id} has no answer"
+        assert False not in tree.answered.take(retired), (
+            f"a node of request {request.id} has no answer"
+        )
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
         next_position = int(tree.positions[last]) + 1
         hidden = tree.hidden_rows(retired_ids)

@@ -337,10 +337,6 @@ class TreeCache:
         """Returns keys and values of all slots, [L, 2, G, C, D]; a copy if storage is paged."""
         return self._kv.contents()
 
-    def writer(self, rows: Rows) -> Store:
-        """Returns write and read access for the pass over ``rows``."""
-        return self.slot_writer(rows.start, rows.end)
-
     def slot_writer(self, start: int, end: int) -> Store:
         """Returns access for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
         return self._kv.writer(start, end)
@@ -661,7 +657,7 @@ class RequestPart:
 
     @cached_property
     def store(self) -> Store:
-        return self.rows.cache.writer(self.rows)
+        return self.rows.cache.slot_writer(self.rows.start, self.rows.end)
 
     def mask(self, window: int | None, folds: int = 1) -> Tensor | None:
         """Returns the additive mask [folds R, n]; None if every row sees every slot.

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from specdec.attention.backends import auto_attention
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.exits import ExitHead, ExitStage, NormHead, TransformerHead
+from specdec.executors.exits import ExitHead, ExitStage, NormHead
 from specdec.executors.models import A, ModelPair
 from specdec.executors.stage import ModelStage
 from specdec.models.config_values import config_value
@@ -290,7 +290,9 @@ class HuggingFacePair(ModelPair):
             heads[layer] = self._exit_head(meter, template, layer)
         return ExitStage(body=body, heads=heads)
 
-    def _exit_head(self, meter: Meter, template: PreTrainedModel, layer: int) -> ExitHead:
+    def _exit_head(
+        self, meter: Meter, template: PreTrainedModel, layer: int
+    ) -> ExitHead | ModelStage:
         weights = HeadWeights.from_pair(self, layer=layer)
         if "output.weight" not in weights.tensors:  # the target's, which a rank may not have
             output = self._last_layer().get_output_embeddings().weight
@@ -301,7 +303,7 @@ class HuggingFacePair(ModelPair):
             return NormHead(norm=final_norm(model), output=output, meter=meter)
         first = weights.layer
         runner = self._runner("exit", meter, lambda: model, first_layer=first, last_layer=first + 1)
-        return TransformerHead(stage=ModelStage(runner=runner))
+        return ModelStage(runner=runner)
 
     def _last_layer(self) -> PreTrainedModel:
         return self.part(self.num_layers - 1, self.num_layers)
