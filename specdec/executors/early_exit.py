@@ -154,12 +154,16 @@ class FirstStage:
         return self._packed(len(self._segments) - 1, batch, prompts)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        for part in (*(segment.stage for segment in self._segments), *self._hidden, *self._logits):
-            part.commit(commits)
+        for segment in self._segments:
+            segment.stage.commit(commits)
+        for results in (*self._hidden, *self._logits):
+            results.commit(commits)
 
     def close(self, request_id: int) -> None:
-        for part in (*(segment.stage for segment in self._segments), *self._hidden, *self._logits):
-            part.close(request_id)
+        for segment in self._segments:
+            segment.stage.close(request_id)
+        for results in (*self._hidden, *self._logits):
+            results.close(request_id)
 
     def _missing(self, number: int, request: RequestState, slots: IntArray) -> IntArray:
         """Returns sorted int64 slots: ``slots`` and ancestors that have not passed the segment."""
