@@ -249,8 +249,9 @@ class DecodeState:
             if (request := self.requests.get(request_id)) is None:
                 continue
             tree, slots = request.tree, request.tree.slots(ids)
-            if (live := slots >= 0).any():
-                part = candidates.take(rows.start + np.flatnonzero(live))
+            live = np.flatnonzero(slots >= 0)
+            if len(live):
+                part = candidates.take(rows.start + live)
                 tree.set_candidates(slots[live], part, slice(None))
                 tree.drop_known_children(slots[live])
 
@@ -299,8 +300,9 @@ class DecodeState:
             retired = np.concatenate([_ROOT, tree.live_slots(verdict.accepted_ids)])
         last = int(retired[-1])
         child = tree.child(last, verdict.next_token)
-        answered = tree.answered.take(retired).tolist()
-        assert all(answered), f"a node of request {request.id} has no answer"
+        assert False not in tree.answered.take(retired), (
+            f"a node of request {request.id} has no answer"
+        )
         retired_ids, retired_tokens = tree.ids[retired], tree.tokens[retired]
         next_position = int(tree.positions[last]) + 1
         hidden = tree.hidden_rows(retired_ids)

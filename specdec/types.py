@@ -283,7 +283,8 @@ class TreeRows:
     @property
     def depths(self) -> IntArray:
         """int64[W], distance from the root at submission."""
-        return (self.paths != NO_NODE).sum(axis=0) - 1
+        depths: IntArray = np.add.reduce(self.paths != NO_NODE) - 1
+        return depths
 
     @property
     def positions(self) -> IntArray:

@@ -265,6 +265,7 @@ Storage: TypeAlias = Contiguous | Paged
 
 
 EMPTY: IntArray = np.zeros(0, np.int64)
+_SEES_ITSELF: BoolArray = np.ones((1, 1), np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -336,10 +337,6 @@ class TreeCache:
         """Returns keys and values of all slots, [L, 2, G, C, D]; a copy if storage is paged."""
         return self._kv.contents()
 
-    def writer(self, rows: Rows) -> Store:
-        """Returns write and read access for the pass over ``rows``."""
-        return self.slot_writer(rows.start, rows.end)
-
     def slot_writer(self, start: int, end: int) -> Store:
         """Returns access for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
         return self._kv.writer(start, end)
@@ -406,17 +403,19 @@ class TreeCache:
         self.node_positions = np.concatenate([self.node_positions, positions])
         if not old and len(ids) == 1:  # plain decoding
             assert positions[0] == self.cached_len, f"{ids} does not continue the cached prefix"
-            return np.ones((1, 1), np.bool_)
+            return _SEES_ITSELF
         order = ids.argsort()
-        assert (np.diff(ids[order]) > 0).all(), f"one of {tree.node_ids} has an entry already"
-        at = order.take(ids[order].searchsorted(tree.paths), mode="clip")
+        known = ids.take(order)
+        assert True not in (known[1:] == known[:-1]), f"one of {tree.node_ids} has an entry already"
+        at = order.take(known.searchsorted(tree.paths), mode="clip")
         visible = np.zeros((len(positions), len(ids)), np.bool_)
-        levels, rows = (ids[at] == tree.paths).nonzero()
-        visible[rows, at[levels, rows]] = True
+        levels, rows = (ids.take(at) == tree.paths).nonzero()
+        entries = at[levels, rows]
+        visible[rows, entries] = True
         # A path has one node per position behind the prefix; what is missing is not in the cache.
-        is_whole = np.count_nonzero(visible, axis=1) == positions - self.cached_len + 1
-        assert is_whole.all(), f"some of {tree.node_ids} do not continue the cached paths"
-        assert not np.triu(visible[:, old:], 1).any(), f"children before parents: {tree.node_ids}"
+        is_whole = np.add.reduce(visible, 1) == positions - self.cached_len + 1
+        assert False not in is_whole, f"some of {tree.node_ids} do not continue the cached paths"
+        assert False not in (entries <= old + rows), f"children before parents: {tree.node_ids}"
         return visible
 
     # Shrinking.
@@ -658,7 +657,7 @@ class RequestPart:
 
     @cached_property
     def store(self) -> Store:
-        return self.rows.cache.writer(self.rows)
+        return self.rows.cache.slot_writer(self.rows.start, self.rows.end)
 
     def mask(self, window: int | None, folds: int = 1) -> Tensor | None:
         """Returns the additive mask [folds R, n]; None if every row sees every slot.

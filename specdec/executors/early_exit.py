@@ -53,14 +53,6 @@ class Segment:
     stages: int
 
 
-class _Results:
-    """Hidden states [E] and exit logits [V] of live nodes after one segment."""
-
-    def __init__(self) -> None:
-        self.hidden: NodeMap[torch.Tensor] = NodeMap()
-        self.logits: NodeMap[torch.Tensor] = NodeMap()
-
-
 class FirstStage:
     """The target's first layers with one or more exits, and their results for live nodes.
 
@@ -75,7 +67,8 @@ class FirstStage:
 
     def __init__(self, *, segments: Sequence[Segment], clock: Clock) -> None:
         self._segments = tuple(segments)
-        self._results = [_Results() for _ in self._segments]
+        self._hidden: list[NodeMap[torch.Tensor]] = [NodeMap() for _ in self._segments]
+        self._logits: list[NodeMap[torch.Tensor]] = [NodeMap() for _ in self._segments]
         self._clock = clock
         self.layers = tuple(segment.layer for segment in self._segments)
         self.counters = SourceCounters()
@@ -112,10 +105,10 @@ class FirstStage:
         )
 
     def open(self, request_id: int, max_len: int) -> None:
-        for segment, results in zip(self._segments, self._results, strict=True):
+        for segment in self._segments:
             segment.stage.open(request_id, max_len)
-            results.hidden.open(request_id)
-            results.logits.open(request_id)
+        for results in (*self._hidden, *self._logits):
+            results.open(request_id)
 
     def logits(
         self, state: DecodeState, nodes: Nodes, at: int = 0
@@ -139,7 +132,7 @@ class FirstStage:
                 self._compute(number, batch, {}, wants_exits=number == at)
                 self.counters.passes += 1
                 self.counters.rows += batch.num_nodes
-        rows = self._results[at].logits.get(nodes)
+        rows = self._logits[at].get(nodes)
         available = np.array([row is not None for row in rows], np.bool_)
         return available, [row for row in rows if row is not None]
 
@@ -161,16 +154,16 @@ class FirstStage:
         return self._packed(len(self._segments) - 1, batch, prompts)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        for segment, results in zip(self._segments, self._results, strict=True):
+        for segment in self._segments:
             segment.stage.commit(commits)
-            results.hidden.commit(commits)
-            results.logits.commit(commits)
+        for results in (*self._hidden, *self._logits):
+            results.commit(commits)
 
     def close(self, request_id: int) -> None:
-        for segment, results in zip(self._segments, self._results, strict=True):
+        for segment in self._segments:
             segment.stage.close(request_id)
-            results.hidden.close(request_id)
-            results.logits.close(request_id)
+        for results in (*self._hidden, *self._logits):
+            results.close(request_id)
 
     def _missing(self, number: int, request: RequestState, slots: IntArray) -> IntArray:
         """Returns sorted int64 slots: ``slots`` and ancestors that have not passed the segment."""
@@ -192,7 +185,7 @@ class FirstStage:
         Returns:
             Request -> hidden states of its prompt rows after this segment.
         """
-        clock, segment, results = self._clock, self._segments[number], self._results[number]
+        clock, segment = self._clock, self._segments[number]
         before = self._packed(number - 1, batch, prompts) if number else None
         clock.start(CONTROLLER)
         out = segment.stage.run(batch, before, wants_exits=wants_exits)
@@ -204,14 +197,15 @@ class FirstStage:
             start = 0
             for rows in batch.trees:
                 stop = start + len(rows.node_ids)
-                results.logits.update(rows.request, rows.node_ids, logits[start:stop])
+                self._logits[number].update(rows.request, rows.node_ids, logits[start:stop])
                 start = stop
         passed, start = {}, 0
         for item in row_items(batch):
             middle, stop = start + len(item.prefill_tokens), start + item.num_rows
             passed[item.request] = out.hidden[start:middle]
             if item.tree is not None:
-                results.hidden.update(item.request, item.tree.node_ids, out.hidden[middle:stop])
+                states = out.hidden[middle:stop]
+                self._hidden[number].update(item.request, item.tree.node_ids, states)
             start = stop
         return passed
 
@@ -224,7 +218,7 @@ class FirstStage:
             if item.prefill is not None:
                 parts.append(prompts[item.request])
             if item.tree is not None:
-                hidden = self._results[number].hidden[item.request]
+                hidden = self._hidden[number][item.request]
                 parts.append(torch.stack([hidden.pop(i) for i in item.tree.node_ids.tolist()]))
         return torch.cat(parts)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,28 +28,17 @@ from specdec.executors.stage import (
 from specdec.types import Batch, Commit, HiddenName
 
 
-class ExitHead:
+class ExitHead(Stage):
     """Computes logits from hidden states after the exit layer. The base class has no cache."""
 
-    def open(self, request_id: int, max_len: int) -> None:
-        """Allocates the head's cache of a request."""
-
-    def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
+    def run(
+        self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
+    ) -> StageOutput:
         """Returns logits [W, V] in the order of ``batch.trees`` from packed hidden states [R, E].
 
-        Without ``wants_logits`` it only updates its cache and returns None.
+        Without ``wants_logits`` it only updates its cache.
         """
         raise NotImplementedError
-
-    def paged(self, num_blocks: int, block_tokens: int) -> ExitHead:
-        """Returns the same head with its cache, if any, in a pool of blocks."""
-        return self
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Applies commits to the cache."""
-
-    def close(self, request_id: int) -> None:
-        """Frees the request's cache."""
 
 
 class NormHead(ExitHead):
@@ -58,47 +48,34 @@ class NormHead(ExitHead):
         self._output = output
         self._meter = meter
 
-    def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
-        if not wants_logits or not batch.trees:
-            return None
+    def run(
+        self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
+    ) -> StageOutput:
+        if hidden is None or not wants_logits or not batch.trees:
+            return StageOutput()
         rows = to_device(tree_row_index(row_items(batch)), hidden.device)
         with torch.inference_mode(), self._meter.model("exit"):
-            logits: torch.Tensor = self._output(self._norm(hidden[rows]))
-        return logits
-
-
-class TransformerHead(ExitHead):
-    """An exit head of one decoder layer with its own cache, a norm and an output matrix."""
-
-    def __init__(self, *, stage: ModelStage) -> None:
-        self._stage = stage
-        self.open = stage.open  # type: ignore[method-assign]
-        self.commit = stage.commit  # type: ignore[method-assign]
-        self.close = stage.close  # type: ignore[method-assign]
-
-    def run(self, batch: Batch, hidden: torch.Tensor, *, wants_logits: bool) -> torch.Tensor | None:
-        return self._stage.run(batch, hidden, wants_logits=wants_logits).logits
-
-    def paged(self, num_blocks: int, block_tokens: int) -> TransformerHead:
-        """Uses a separate pool, since the number of layers differs from the stage's."""
-        return TransformerHead(stage=self._stage.paged(num_blocks, block_tokens))
+            return StageOutput(logits=self._output(self._norm(hidden[rows])))
 
 
 class ExitStage(Stage):
-    def __init__(self, *, body: ModelStage, heads: Mapping[int, ExitHead]) -> None:
+    def __init__(self, *, body: ModelStage, heads: Mapping[int, ExitHead | ModelStage]) -> None:
         """``heads`` maps the number of target layers before an exit (PPSD's E) to its head.
 
+        A transformer head is a ``ModelStage`` of one decoder layer with the head's norm and output
+        matrix, and has its own pool if it is paged, since its number of layers differs.
         ``body`` must capture the output of the layer before each exit.
         """
         self.body = self.layers = body
         self._heads = dict(sorted(heads.items()))
-        self._parts: tuple[ModelStage | ExitHead, ...] = (body, *self._heads.values())
+        self._parts: tuple[Stage, ...] = (body, *self._heads.values())
 
     def paged(self, num_blocks: int | None, block_tokens: int) -> ExitStage:
         if num_blocks is None:
             return self
-        heads = {e: head.paged(num_blocks, block_tokens) for e, head in self._heads.items()}
-        return ExitStage(body=self.body.paged(num_blocks, block_tokens), heads=heads)
+        size = num_blocks, block_tokens
+        heads: dict[int, Any] = {layer: head.paged(*size) for layer, head in self._heads.items()}
+        return ExitStage(body=self.body.paged(*size), heads=heads)
 
     @property
     def num_exits(self) -> int:
@@ -114,9 +91,9 @@ class ExitStage(Stage):
         out = self.body.run(batch, hidden)
         exits = {}
         for layer, head in self._heads.items():
-            logits = head.run(batch, out.captured[HiddenName(layer - 1)], wants_logits=wants_exits)
-            if logits is not None:
-                exits[layer] = logits
+            found = head.run(batch, out.captured[HiddenName(layer - 1)], wants_logits=wants_exits)
+            if found.logits is not None:
+                exits[layer] = found.logits
         return replace(out, exit_logits=exits)
 
     def commit(self, commits: Sequence[Commit]) -> None:

@@ -19,7 +19,7 @@ import torch
 from specdec.attention.tree_attention import BlockPool, CacheSpec, Paged, Rows, TreeCache
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.exits import ExitStage, TransformerHead
+from specdec.executors.exits import ExitStage
 from specdec.executors.models import A, ModelPair
 from specdec.executors.stage import ModelStage
 from specdec.models.eagle_runner import EagleRunner, HeadOutput
@@ -85,7 +85,7 @@ class TablePair(ModelPair):
         heads = {}
         for layer in exits:
             table = self.draft_table.lerp(self.target_table, 1 - self.exit_layer / layer)
-            heads[layer] = TransformerHead(stage=_stage(TableRunner(table, "exit")))
+            heads[layer] = _stage(TableRunner(table, "exit"))
         captured = [HiddenName(layer - 1) for layer in exits]
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
 

@@ -71,12 +71,12 @@ def shard_modules(
         outputs, inputs = weight.T.shape if transposed else weight.shape
         share: ColumnLinear | RowLinear
         if style in (COLUMN, GATHERED):
-            pieces = _column_pieces(model, path, outputs, style, group, group_size)
+            pieces = _pieces(model, path, outputs, style, group, group_size)
             own = {"weight": Cut(int(transposed), pieces), "bias": Cut(0, pieces)}
             share = ColumnLinear(module, own)
             share.gathered = (group, outputs) if style == GATHERED else None
         else:
-            pieces = _row_pieces(model, path, inputs, style, group, group_size)
+            pieces = _pieces(model, path, inputs, style, group, group_size)
             whole = whole_groups(pieces, inputs, group_size(inputs))
             own = {"weight": Cut(int(not transposed), pieces if whole is None else whole.pieces)}
             share = RowLinear(module, own, None if whole is None else whole.source)
@@ -86,53 +86,28 @@ def shard_modules(
     return cuts
 
 
-def _column_pieces(
+def _pieces(
     model: PreTrainedModel,
     path: str,
-    outputs: int,
+    total: int,
     style: str,
     group: Collective,
     group_size: Callable[[int], int],
 ) -> tuple[Piece, ...]:
-    if style == GATHERED:
-        return (even(outputs, rank=group.rank, size=group.size),)
-    if not _is_attention(path):  # the inputs of a layer that is cut by rows
-        unit = group_size(outputs) or 1
-        return (even(outputs, rank=group.rank, size=group.size, unit=unit),)
-    num_heads, num_kv_heads, heads = _heads(model, group)
-    parent = model.get_submodule(path.rpartition(".")[0])
-    if hasattr(parent, "num_key_value_groups"):
-        parent.num_key_value_groups = heads.group_size
-    if path.endswith(_KEY_VALUE):
-        return tuple(piece.times(outputs // num_kv_heads) for piece in heads.key_value)
-    return tuple(piece.times(outputs // num_heads) for piece in heads.query)
-
-
-def _row_pieces(
-    model: PreTrainedModel,
-    path: str,
-    inputs: int,
-    style: str,
-    group: Collective,
-    group_size: Callable[[int], int],
-) -> tuple[Piece, ...]:
-    if style == ROW and _is_attention(path):
-        num_heads, _, heads = _heads(model, group)
-        return tuple(piece.times(inputs // num_heads) for piece in heads.query)
-    unit = group_size(inputs) or 1
-    return (even(inputs, rank=group.rank, size=group.size, unit=unit),)
-
-
-def _is_attention(path: str) -> bool:
-    return "attn" in path or "attention" in path
-
-
-def _heads(model: PreTrainedModel, group: Collective) -> tuple[int, int, HeadSplit]:
-    config = model.config.get_text_config()
-    num_heads = int(config.num_attention_heads)
-    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
-    split = HeadSplit.of(num_heads, num_kv_heads, rank=group.rank, size=group.size)
-    return num_heads, num_kv_heads, split
+    """Returns the share of ``total`` outputs (column styles) or inputs (row styles) of a layer."""
+    if style in (COLUMN, ROW) and ("attn" in path or "attention" in path):
+        config = model.config.get_text_config()
+        num_heads = int(config.num_attention_heads)
+        num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
+        heads = HeadSplit.of(num_heads, num_kv_heads, rank=group.rank, size=group.size)
+        parent = model.get_submodule(path.rpartition(".")[0])
+        if hasattr(parent, "num_key_value_groups"):
+            parent.num_key_value_groups = heads.group_size
+        if path.endswith(_KEY_VALUE):
+            return tuple(piece.times(total // num_kv_heads) for piece in heads.key_value)
+        return tuple(piece.times(total // num_heads) for piece in heads.query)
+    unit = 1 if style == GATHERED else group_size(total) or 1
+    return (even(total, rank=group.rank, size=group.size, unit=unit),)
 
 
 def planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from specdec.device import Probs
@@ -35,29 +34,10 @@ from specdec.types import (
     IntArray,
 )
 
-_CAPACITY = 64  # nodes that a new tree has room for
-_NODE = np.dtype(
-    [
-        ("ids", np.int64),
-        ("tokens", np.int64),
-        ("parents", np.int64),
-        ("positions", np.int64),
-        ("submitted_at", np.int64),
-        ("origins", np.int64),
-        ("answers", np.int64),
-        ("logprobs", np.float64),
-        ("scores", np.float64),
-        ("expanded", np.bool_),
-        ("answered", np.bool_),
-    ],
-    align=True,
-)
-"""A field for each column of the tree."""
-
-# Nodes and candidates are stored as rows of integers: numpy copies records field by field.
-_NEW_NODE = np.zeros(_NODE.itemsize // 8, np.int64)
-for _field in ("parents", "submitted_at", "answers"):
-    _NEW_NODE.view(_NODE)[_field] = -1
+_CAPACITY = 64  # slots of a new tree
+_IDS, _PARENTS, _ANSWERS = 0, 2, 6  # of the integer columns
+_ANSWERED = 1  # of the flags
+_NEW_NODE = np.array([[0], [0], [-1], [0], [-1], [0], [-1]])  # values of the integer columns
 _NO_CANDIDATE = np.array([0.0, -np.inf, 0.0]).view(np.int64)  # 0.0 has the bits of the integer 0
 _TOKEN, _LOGPROB, _ORIGIN = range(3)  # of a candidate
 
@@ -102,9 +82,10 @@ class TokenTree:
 
     def __init__(self, *, token: int, position: int, root_id: int = 0) -> None:
         """Creates a tree with only a root, at absolute position ``position``."""
-        self._nodes = np.zeros((_CAPACITY, len(_NEW_NODE)), np.int64)
-        self._candidates = np.zeros((_CAPACITY, 0, len(_NO_CANDIDATE)), np.int64)
-        self._fields = _fields_of(self._nodes)
+        self._ints = np.zeros((len(_NEW_NODE), 0), np.int64)
+        self._floats = np.zeros((2, 0))
+        self._flags = np.zeros((2, 0), np.bool_)
+        self._candidates = np.zeros((0, 0, len(_NO_CANDIDATE)), np.int64)
         self._size = 0
         self.draft_probs: dict[int, Probs] = {}
         self.target_probs: dict[int, Probs] = {}
@@ -137,8 +118,8 @@ class TokenTree:
     def copy(self) -> Self:
         """Returns an independent copy that shares the rows of probabilities and hidden states."""
         tree = copy(self)
-        tree._nodes, tree._candidates = self._nodes.copy(), self._candidates.copy()
-        tree._fields = _fields_of(tree._nodes)
+        tree._ints, tree._floats = self._ints.copy(), self._floats.copy()
+        tree._flags, tree._candidates = self._flags.copy(), self._candidates.copy()
         tree._resize(self._size)
         tree.draft_probs, tree.target_probs = dict(self.draft_probs), dict(self.target_probs)
         tree.hidden = dict(self.hidden)
@@ -147,10 +128,9 @@ class TokenTree:
     # Growth.
 
     def reset(self, *, token: int, position: int) -> int:
-        self._size = 0
         for rows in (self.draft_probs, self.target_probs, self.hidden):
             rows.clear()
-        self._claim(1)
+        self._claim(0, 1)
         self.tokens[0], self.positions[0] = token, position
         return self.root_id
 
@@ -166,7 +146,7 @@ class TokenTree:
         ``parents`` are slots, int64[W]; siblings must have different tokens (not checked).
         """
         new = slice(self._size, self._size + len(tokens))
-        self._claim(len(tokens))
+        self._claim(new.start, new.stop)
         self.tokens[new], self.parents[new], self.logprobs[new] = tokens, parents, logprobs
         self.positions[new] = self.positions[parents] + 1
         self.scores[new] = self.scores[parents] + logprobs
@@ -183,7 +163,7 @@ class TokenTree:
         tokens, counts = candidates.tokens[rows], candidates.counts[rows]
         num = tokens.shape[1]
         if (extra := num - self._candidates.shape[1]) > 0:
-            columns = np.tile(_NO_CANDIDATE, (len(self._nodes), extra, 1))
+            columns = np.tile(_NO_CANDIDATE, (len(self._candidates), extra, 1))
             self._candidates = np.concatenate([self._candidates, columns], axis=1)
         new = np.empty((len(slots), *self._candidates.shape[1:]), np.int64)
         new[:] = _NO_CANDIDATE
@@ -204,6 +184,8 @@ class TokenTree:
 
         A node may have children before it is expanded, and siblings must differ.
         """
+        if slots[0] == self._size - 1 and len(slots) == 1:
+            return  # the last node
         chosen = np.zeros(self._size, np.bool_)
         chosen[slots] = True
         children = 1 + chosen.take(self.parents[1:]).nonzero()[0]
@@ -226,12 +208,12 @@ class TokenTree:
     def set_answers(self, answers: Answers) -> None:
         """Stores the target's answers with their nodes; answers of pruned nodes are dropped."""
         slots = self.slots(answers.node_ids)
-        live = slots >= 0
-        self.answers[slots[live]] = answers.tokens[live]
-        self.answered[slots[live]] = True
+        # The spare slot takes those of pruned nodes.
+        self._ints[_ANSWERS, slots] = answers.tokens
+        self._flags[_ANSWERED, slots] = True
         if answers.probs is not None:
-            rows = zip(answers.node_ids.tolist(), answers.probs, live.tolist(), strict=True)
-            self.target_probs.update((node_id, row) for node_id, row, alive in rows if alive)
+            rows = zip(answers.node_ids.tolist(), answers.probs, slots.tolist(), strict=True)
+            self.target_probs.update((node_id, row) for node_id, row, slot in rows if slot >= 0)
         if answers.hidden:
             self.set_hidden(answers.node_ids, answers.hidden)
 
@@ -256,11 +238,13 @@ class TokenTree:
     def live_slots(self, ids: IntArray) -> IntArray:
         """Returns int64[W], the slots of ``ids``, which must all be in the tree."""
         slots = self.slots(ids)
-        assert (slots >= 0).all(), f"nodes {ids} are not in the tree"
+        assert NO_NODE not in slots, f"nodes {ids} are not in the tree"
         return slots
 
     def hidden_rows(self, ids: IntArray) -> dict[HiddenName, torch.Tensor]:
         """Returns name -> [W, E], copies of the states that all nodes ``ids``, int64[W], have."""
+        if not self.hidden:
+            return {}
         rows = [self.hidden.get(node_id, {}) for node_id in ids.tolist()]
         return {
             name: torch.stack([row[name] for row in rows])
@@ -270,6 +254,8 @@ class TokenTree:
 
     def child(self, slot: int, token: int) -> int:
         """Returns the slot of the child of ``slot`` with this token, or ``NO_NODE``."""
+        if self._size == 1:
+            return NO_NODE
         matches = (self.parents == slot) & (self.tokens == token)
         first = int(matches.argmax())
         return first if matches[first] else NO_NODE
@@ -301,17 +287,11 @@ class TokenTree:
 
         Row 0 has the nodes themselves. Paths that are shorter than the longest end with
         ``NO_NODE``.
-
-        Raises:
-            RuntimeError: the slots of some parents form a cycle.
         """
-        above, paths = self.parents[slots], [self.ids[slots]]
-        while (inside := above >= 0).any():
-            if len(paths) > self._size:
-                raise RuntimeError("the parents of a tree's nodes form a cycle")
-            paths.append(np.where(inside, self.ids[above], NO_NODE))
-            above = np.where(inside, self.parents[above], NO_NODE)
-        return np.array(paths)
+        root, levels = int(self.positions[0]), [slots]
+        for _ in range(max(self.positions[slots].tolist(), default=root) - root):
+            levels.append(self._ints[_PARENTS].take(levels[-1]))  # of ``NO_NODE``: ``NO_NODE``
+        return self._ints[_IDS].take(np.array(levels))
 
     def with_missing_ancestors(
         self, slots: IntArray, has: Callable[[IntArray], BoolArray]
@@ -353,7 +333,8 @@ class TokenTree:
         renumber = np.full(self._size, NO_NODE, np.int64)
         renumber[keep] = np.arange(len(keep))
         base = float(self.scores[slot])
-        self._nodes[: len(keep)] = self._nodes.take(keep, axis=0)
+        for columns in (self._ints, self._floats, self._flags):
+            columns[:, : len(keep)] = columns.take(keep, axis=1)
         self._candidates[: len(keep)] = self._candidates.take(keep, axis=0)
         self._resize(len(keep))
         self.parents[:] = renumber.take(self.parents)
@@ -364,31 +345,37 @@ class TokenTree:
         self.target_probs = {i: p for i, p in self.target_probs.items() if i in live}
         self.hidden = {i: h for i, h in self.hidden.items() if i in live}
 
-    def _claim(self, num: int) -> None:
-        """Adds ``num`` nodes without tokens and parents."""
-        need, capacity = self._size + num, len(self._nodes)
-        if need > capacity:
-            extra = max(need, 2 * capacity) - capacity
-            nodes, candidates = self._nodes[:1], self._candidates[:1]  # their contents are replaced
-            self._nodes = np.concatenate([self._nodes, nodes.repeat(extra, axis=0)])
-            self._candidates = np.concatenate([self._candidates, candidates.repeat(extra, axis=0)])
-            self._fields = _fields_of(self._nodes)
-        new = slice(self._size, need)
-        self._nodes[new], self._candidates[new] = _NEW_NODE, _NO_CANDIDATE
-        self._resize(need)
-        self.ids[new] = np.arange(self.next_id, self.next_id + num)
-        self.next_id += num
+    def _claim(self, start: int, stop: int) -> None:
+        """Puts new nodes, without tokens and parents, into the slots ``start`` .. ``stop`` - 1.
+
+        They become the last ones. The slot ``NO_NODE``, which is the last of the capacity, is
+        spare: its id and parent are ``NO_NODE``.
+        """
+        if (extra := stop + 1 - self._ints.shape[1]) > 0:
+            more = (0, max(extra, self._ints.shape[1], _CAPACITY))
+            self._ints = np.pad(self._ints, ((0, 0), more))
+            self._floats = np.pad(self._floats, ((0, 0), more))
+            self._flags = np.pad(self._flags, ((0, 0), more))
+            self._candidates = np.pad(self._candidates, (more, (0, 0), (0, 0)))
+            self._ints[[_IDS, _PARENTS], -1] = NO_NODE
+            self._size = 0
+        self._ints[:, start:stop] = _NEW_NODE
+        self._floats[:, start:stop] = 0.0
+        self._flags[:, start:stop] = False
+        self._candidates[start:stop] = _NO_CANDIDATE
+        if stop != self._size:
+            self._resize(stop)
+        self.ids[start:] = np.arange(self.next_id, self.next_id + stop - start)
+        self.next_id += stop - start
 
     def _resize(self, size: int) -> None:
         """Makes the columns views of the first ``size`` nodes; they are read far more often."""
         self._size = size
-        for name, field in self._fields.items():
-            setattr(self, name, field[:size])
-
-
-def _fields_of(nodes: IntArray) -> dict[str, npt.NDArray[Any]]:
-    records = nodes.view(_NODE)[:, 0]
-    return {name: records[name] for name in _NODE.names or ()}
+        ints = self._ints[:, :size]
+        self.ids, self.tokens, self.parents, self.positions = ints[:4]
+        self.submitted_at, self.origins, self.answers = ints[4:]
+        self.logprobs, self.scores = self._floats[:, :size]
+        self.expanded, self.answered = self._flags[:, :size]
 
 
 def _pairs(slots: IntArray, tokens: IntArray) -> IntArray:

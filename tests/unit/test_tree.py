@@ -359,12 +359,3 @@ def test_top_selections_break_ties_by_index(values: list[float], num: int) -> No
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:num]
     assert top_stable(array, num).tolist() == order
     assert top_set(array, num).tolist() == sorted(order)
-
-
-def test_parents_that_form_a_cycle_are_an_error() -> None:
-    """Slots that were not renumbered may point at one another; a walk to the root would not end."""
-    tree = TokenTree(token=1, position=0)
-    tree.append(np.zeros(2, np.int64), np.array([2, 3]), np.zeros(2))
-    tree.parents[1:] = 2, 1
-    with pytest.raises(RuntimeError, match="cycle"):
-        tree.paths(np.array([1]))

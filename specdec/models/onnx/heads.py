@@ -13,7 +13,7 @@ draft vocabulary, V vocabulary, K heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -238,17 +238,17 @@ class OnnxMedusa:
             raise UserError(
                 f"model.backend=onnx cannot run Medusa heads: {reason}; use model.backend=eager"
             )
-        self._heads = [_Session(_head_graph(target, head)) for head in heads]
+        self._heads = [new_session(_head_graph(target, head)) for head in heads]
         self._has_output = [head.output is not None for head in heads]
         self._places = [head.places for head in heads]
-        self._output = None if all(self._has_output) else _Session(_output_graph(target))
+        self._output = None if all(self._has_output) else new_session(_output_graph(target))
 
     def logits(self, number: int, hidden: Tensor) -> Tensor:
         """Returns [R, V] of head ``number`` (1 .. K) for hidden [R, E] on the host, R >= 1."""
-        found = self._heads[number - 1].run(hidden.numpy())
+        found = _run(self._heads[number - 1], hidden.numpy())
         if not self._has_output[number - 1]:
             assert self._output is not None, "a head has an output matrix, or shares the target's"
-            found = self._output.run(found)
+            found = _run(self._output, found)
         logits, places = torch.from_numpy(found), self._places[number - 1]
         return logits if places is None else spread(logits, places)
 
@@ -279,11 +279,6 @@ def _output_graph(target: PreTrainedModel) -> Graph:
     return writer.finish()
 
 
-class _Session:
-    def __init__(self, graph: Graph) -> None:
-        self._session = new_session(graph)
-
-    def run(self, hidden: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        inputs: Mapping[str, Any] = {"hidden": hidden}
-        found: np.ndarray[Any, Any] = self._session.run(["result"], inputs)[0]
-        return found
+def _run(session: Any, hidden: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = session.run(["result"], {"hidden": hidden})[0]
+    return found
