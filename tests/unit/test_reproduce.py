@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -194,11 +195,26 @@ def test_every_item_says_what_it_can() -> None:
         if item.builder:
             module, _, function = item.builder.partition(":")
             assert callable(getattr(importlib.import_module(module), function)), name
-        named = {*item.config.get("ratios", {}), *item.config.get("values", {})}
+        named = {
+            c for key in ("ratios", "long", "also", "values") for c in item.config.get(key, {})
+        }
         named |= {*item.config.get("computed", {}), *item.config.get("changes", {})}
         assert named <= set(item.stated.claims), name
         assert set(item.config.get("drafts", ())) <= set(known_drafts()), name
         assert item.size["quick"] <= item.size["full"], name
+
+
+def test_counted_simulations_are_of_drafts_and_data_fixed_beforehand() -> None:
+    """A stored figure counts only if the item's YAML names its data and drafts; changes are dated."""
+    for name, item in ITEMS.items():
+        for change in item.fixed.get("changes", ()):
+            assert re.match(r"20\d\d-\d\d-\d\d: .{10}", change), f"{name}: {change}"
+        assert set(item.fixed.get("counts", ())) <= set(known_drafts()), name
+        read = results.read_item(item)
+        kinds = {kind_of(item.stated.claims[m.claim], m) for m in read[0].measures} if read else ()
+        if "calibrated" in kinds and item.paper.name != "open":
+            assert item.fixed["data"], name
+            assert item.fixed["counts"], name
 
 
 def test_what_has_no_run_says_why_and_all_else_has_a_result() -> None:
