@@ -205,7 +205,7 @@ def test_every_item_says_what_it_can() -> None:
 
 
 def test_counted_simulations_are_of_drafts_and_data_fixed_beforehand() -> None:
-    """A stored figure counts only if the item's YAML names its data and drafts; changes are dated."""
+    """A figure counts only if the YAML names its data and drafts; changes are dated."""
     for name, item in ITEMS.items():
         for change in item.fixed.get("changes", ()):
             assert re.match(r"20\d\d-\d\d-\d\d: .{10}", change), f"{name}: {change}"
