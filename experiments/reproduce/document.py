@@ -31,7 +31,7 @@ from experiments.reproduce.rendering import (
     span_text,
 )
 from experiments.reproduce.results import read_item
-from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Paper, Sentence
+from experiments.reproduce.stated import COUNTED, KINDS, ROOT, Paper, Sentence, own_yaml
 from specdec.files import write_text
 
 _HEAD = """\
@@ -107,7 +107,7 @@ def write_document(items: Mapping[str, Item], root: Path = ROOT) -> tuple[Path, 
     lines = ["# Reproduction of the papers", "", *head, "", *kinds, "", *_prose(_MARKS)]
     for paper in papers:
         lines += _opening(paper, _by_claim(paper.name, items, results))
-    lines += _summary(items, results)
+    lines += [*_claims(items, results), *_summary(items, results)]
     for paper in papers:
         of_paper = [item for item in items.values() if item.paper is paper]
         lines += [f"## {paper.title} ({paper.reference})", ""]
@@ -160,6 +160,26 @@ def _opening(paper: Paper, figures: Figures) -> list[str]:
                 lines += _prose(text, bullet="- ")
             lines.append("")
     return lines
+
+
+def _claims(items: Mapping[str, Item], results: Results) -> list[str]:
+    """README's table: ``claims.yaml`` with the figures of the results."""
+    papers = dict.fromkeys(item.paper.name for item in items.values())
+    found = {f"{p}/{name}": at for p in papers for name, at in _by_claim(p, items, results).items()}
+    rows = []
+    for row in own_yaml("claims.yaml"):
+        item, findings = found[row["of"]]
+        claim = item.stated.claims[row["of"].rpartition("/")[2]]
+        outcome, _, shown = claim_verdict(claim, findings.measures)
+        counted = bool(shown) and kind_of(claim, shown[0]) in COUNTED
+        said = {"outside": "does not hold", "inside": "holds"}.get(outcome, outcome)
+        texts = (filled(row[key], found) for key in ("here", "real"))
+        page = f"[page](../experiments/{item.paper.name}/results/{item.name}.md)"
+        stated = row.get("stated", claim.stated.replace("-", " to "))
+        rows.append([row["name"], stated, *texts, said if counted else "not tested", page])
+    headings = ("claim", "the paper says", "here, simulated with measured hits")
+    more = ("here, measured or in real processes", "verdict", "figures")
+    return ["## One claim per paper", "", *grid((*headings, *more), rows), ""]
 
 
 def _summary(items: Mapping[str, Item], results: Mapping[str, Any]) -> list[str]:

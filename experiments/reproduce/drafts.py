@@ -71,11 +71,13 @@ class Draft:
 
 
 def known_bands() -> Mapping[str, Mapping[str, str]]:
-    return own_yaml("bands.yaml")
+    bands: Mapping[str, Mapping[str, str]] = own_yaml("bands.yaml")
+    return bands
 
 
 def known_drafts() -> Mapping[str, Mapping[str, Any]]:
-    return own_yaml("drafts.yaml")
+    known: Mapping[str, Mapping[str, Any]] = own_yaml("drafts.yaml")
+    return known
 
 
 def drafts(names: Sequence[str], item: Item, lab: Lab, findings: Findings) -> Iterator[Draft]:

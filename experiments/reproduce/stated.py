@@ -182,16 +182,14 @@ def _claim(where: str, key: str, values: Mapping[str, Any], section: str) -> Cla
 
 
 @cache
-def own_yaml(name: str) -> Mapping[str, Mapping[str, Any]]:
+def own_yaml(name: str) -> Any:
     """The content of a YAML file beside this module."""
-    content: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
-        Path(__file__).with_name(name).read_text(encoding="utf-8")
-    )
-    return content
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 def known_windows() -> Mapping[str, Mapping[str, Any]]:
-    return own_yaml("windows.yaml")
+    windows: Mapping[str, Mapping[str, Any]] = own_yaml("windows.yaml")
+    return windows
 
 
 def _window(where: str, low: float | None, high: float | None, given: Any) -> Window:
