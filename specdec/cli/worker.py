@@ -36,7 +36,11 @@ def main(arguments: Arguments) -> int:
     # Imported here: torch and transformers take seconds to import.
     from specdec.distributed.torchrun import run_under_launcher
 
-    return run_under_launcher(lambda: execute(job, folder), threads=config.get("threads"))
+    return run_under_launcher(
+        lambda: execute(job, folder),
+        threads=config.get("threads"),
+        timeout_s=config["executor"].get("timeout_s"),
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
