@@ -134,7 +134,8 @@ def test_hosts_reach_one_another_and_have_names(build: Callable[[int], list[Host
         assert server.wait(30) == 0
 
 
-def test_everything_is_removed_after_a_failure(_allowed: None) -> None:
+@pytest.mark.usefixtures("_allowed")
+def test_everything_is_removed_after_a_failure() -> None:
     def breaks() -> int:
         with hosts(2) as built:
             process = built[1].start(["sleep", "600"], Path(os.devnull))
