@@ -116,6 +116,7 @@ def cluster(build: Callable[[int], list[Host]], tmp_path: Path) -> Iterator[Clus
         f"NodeName={h.host_name} NodeAddr={h.address} CPUs=4 State=UNKNOWN" for h in built
     )
     made.config.write_text(CONFIG.format(address=built[0].address, folder=folder, nodes=nodes))
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
@@ -131,7 +132,10 @@ def cluster(build: Callable[[int], list[Host]], tmp_path: Path) -> Iterator[Clus
             wait_until((folder / "munge.socket").exists, "munged", 20.0)
             built[0].start(["slurmctld", "-D", "-i"], folder / "slurmctld.log", environ)
             for host in built:
-                words = ["slurmd", "-D", "-N", host.host_name]
+                (folder / f"spool-{host.host_name}").mkdir()
+                # ``ip netns exec`` mounts /sys anew, without the control groups that slurmd asks for.
+                mount = "mount -t tmpfs none /sys/fs/cgroup && exec"
+                words = ["sh", "-c", f"{mount} slurmd -D -N {host.host_name}"]
                 host.start(words, folder / f"slurmd-{host.host_name}.log", environ)
             try:
                 wait_until(lambda: "idle" in made.run("sinfo", "-h", "-o", "%T %D"), "idle", 40.0)
