@@ -68,7 +68,7 @@ class Host:
             return subprocess.Popen(
                 self.command(words),
                 cwd=ROOT,
-                env={**environment(), "GLOO_SOCKET_IFNAME": "eth0", **(environ or {})},
+                env={**environment(), **(environ or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

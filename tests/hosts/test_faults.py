@@ -32,11 +32,15 @@ Agents = list[subprocess.Popen[bytes]]
 
 @pytest.fixture
 def running(
-    build: Callable[[int], Built], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    build: Callable[[int], Built],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> tuple[Built, Agents, Path]:
-    """Three hosts with a run that has finished two prompts."""
+    """Three hosts with a run that has finished two prompts; its parameter is the timeout."""
+    timeout_s = getattr(request, "param", TIMEOUT_S)
     job, folder = tmp_path / "job.yaml", tmp_path / "hosts"
-    write_job(job, capsys, *LONG, *WORDS, f"executor.timeout_s={TIMEOUT_S}")
+    write_job(job, capsys, *LONG, *WORDS, f"executor.timeout_s={timeout_s}")
     built = build(3)
     agents = torchrun(built, job, folder, ranks=(1, 1, 1))
     go_on(agents, folder, START_S)
@@ -77,6 +81,7 @@ def stop_and_continue(host: Host) -> None:
     host.signal(signal.SIGCONT, host.workers())
 
 
+@pytest.mark.parametrize("running", [20], indirect=True)
 def test_a_run_survives_what_loses_nothing(
     running: tuple[Built, Agents, Path], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The batch script of docs/distributed.md, run by Slurm on two hosts."""
+"""The batch script of docs/hosts.md, run by Slurm on two hosts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SlurmdSpoolDir={folder}/spool-%n
 {nodes}
 PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
 """
-# As in docs/distributed.md; two nodes with two tasks each.
+# As in docs/hosts.md; two nodes with two tasks each.
 BATCH = """\
 #!/bin/bash
 #SBATCH --nodes=2 --ntasks=4 --ntasks-per-node=2 --output={folder}/job-%j.log
@@ -67,7 +67,7 @@ class Cluster:
         done = subprocess.run(
             self.hosts[0].command(words),
             cwd=ROOT,
-            env={**environment(), "SLURM_CONF": str(self.config), "GLOO_SOCKET_IFNAME": "eth0"},
+            env={**environment(), "SLURM_CONF": str(self.config)},
             capture_output=True,
             text=True,
             timeout=60,
@@ -133,7 +133,7 @@ def cluster(build: Callable[[int], list[Host]], tmp_path: Path) -> Iterator[Clus
             built[0].start(["slurmctld", "-D", "-i"], folder / "slurmctld.log", environ)
             for host in built:
                 (folder / f"spool-{host.host_name}").mkdir()
-                # ``ip netns exec`` mounts /sys anew, without the control groups that slurmd asks for.
+                # ``ip netns exec`` mounts /sys anew, without the groups that slurmd asks for.
                 mount = "mount -t tmpfs none /sys/fs/cgroup && exec"
                 words = ["sh", "-c", f"{mount} slurmd -D -N {host.host_name}"]
                 host.start(words, folder / f"slurmd-{host.host_name}.log", environ)
