@@ -81,7 +81,7 @@ class Host:
 
     def limit(self, rate: str) -> None:
         """Limits both directions of the link, e.g. to ``100mbit``."""
-        shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
+        shape = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "200ms"]
         inside = ["ip", "netns", "exec", self.name, "tc", "qdisc", "replace", "dev", "eth0", *shape]
         for words in (inside, ["tc", "qdisc", "replace", "dev", self.cable, *shape]):
             subprocess.run(words, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""The batch script of docs/hosts.md, run by Slurm on two hosts."""
+"""The batch script of docs/distributed.md, run by Slurm on two hosts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SlurmdSpoolDir={folder}/spool-%n
 {nodes}
 PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
 """
-# As in docs/hosts.md; two nodes with two tasks each.
+# As in docs/distributed.md; two nodes with two tasks each.
 BATCH = """\
 #!/bin/bash
 #SBATCH --nodes=2 --ntasks=4 --ntasks-per-node=2 --output={folder}/job-%j.log
