@@ -37,7 +37,6 @@ JOBS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
         (2, 1, 1, 1),
         ("strategy=specpipe", *TREE, "executor.stages=4", "sampling=t08"),
     ),
-    "specpipe_two_hosts": ((2, 1), ("strategy=specpipe", *TREE, "executor.stages=2")),
     "ppsd": (
         (2, 1, 1, 1),
         ("strategy=ppsd", "executor=pipeline", "executor.stages=4", "model.exit_layer=1"),
