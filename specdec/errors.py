@@ -15,13 +15,15 @@ class UserError(ValueError):
 class RankFailure(RuntimeError):
     """A rank died, timed out or raised; all other ranks have been terminated.
 
-    ``rank`` is the one that failed first, or None if that is unknown.
+    ``rank`` is the one that failed first, or None if that is unknown; ``host`` is the name of its
+    machine, if there are several.
     """
 
-    def __init__(self, *, rank: int | None, cause: str) -> None:
+    def __init__(self, *, rank: int | None, cause: str, host: str = "") -> None:
         self.rank = rank
         self.cause = cause
         subject = "a rank" if rank is None else f"rank {rank}"
+        subject += f" on {host}" if host else ""
         super().__init__(
             f"{subject} of the distributed executor failed: {cause}. All ranks have been ended;"
             " finished prompts are in the run folder; rerun the same command to continue"

@@ -48,4 +48,8 @@ def main(arguments: Arguments) -> int:
     # Imported here: torch and transformers take seconds to import.
     from specdec.distributed.torchrun import run_under_launcher
 
-    return run_under_launcher(lambda: execute(job, folder), threads=config.get("threads"))
+    return run_under_launcher(
+        lambda: execute(job, folder),
+        threads=config.get("threads"),
+        timeout_s=config["executor"].get("timeout_s"),
+    )

@@ -72,7 +72,11 @@ class RankGroup:
         self._report_ids = itertools.count()
         self._failures = FailureDetector(store=store, size=size, processes=processes)
         self._inbox = Inbox(range(1, size))
-        self.wait_for([started_key(rank) for rank in range(1, size)])
+        started = [started_key(rank) for rank in range(1, size)]
+        self._hosts: list[str] = []  # of ranks 1 .. size - 1, if a launcher has started them
+        self.wait_for(started)
+        if processes is None:
+            self._hosts = [store.get(key).decode() for key in started]
         self.connections = self._connect(loopback)
         self._links = {
             rank: ControlLink(self.connections.peer(rank, max_pending=_MAX_PENDING))
@@ -259,6 +263,9 @@ class RankGroup:
 
     def _kill_with(self, error: BaseException) -> BaseException:
         self.kill()
+        if isinstance(error, RankFailure) and error.rank and self._hosts:
+            host = self._hosts[error.rank - 1]
+            return RankFailure(rank=error.rank, cause=error.cause, host=host)
         return error
 
 

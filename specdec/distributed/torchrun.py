@@ -22,11 +22,14 @@ _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "S
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def run_under_launcher(job: Callable[[], object], *, threads: int | None) -> int:
+def run_under_launcher(
+    job: Callable[[], object], *, threads: int | None, timeout_s: float | None = None
+) -> int:
     """Joins the group that the environment describes; rank 0 runs the job, the others serve it.
 
     Returns rank 0's exit status; other ranks' processes exit here. The executors of the job use
-    the launcher's ranks, with ``threads`` torch threads each (default 1).
+    the launcher's ranks, with ``threads`` torch threads each (default 1). Ranks that cannot reach
+    rank 0's machine for ``timeout_s`` end.
 
     Raises:
         UserError: the environment describes no ranks, or the job raised it.
@@ -42,7 +45,7 @@ def run_under_launcher(job: Callable[[], object], *, threads: int | None) -> int
     loopback = os.environ["MASTER_ADDR"] in _LOOPBACK
     if rank > 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
-        status = serve(store, rank, size, loopback=loopback)
+        status = serve(store, rank, size, loopback=loopback, timeout_s=timeout_s)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # immediately: rank 0 waits for the connection to close

@@ -15,7 +15,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeAlias
 
@@ -61,10 +61,32 @@ def gloo_group(store: dist.Store, index: int, size: int, *, loopback: bool) -> G
     """Connects the processes that share ``store``.
 
     ``loopback`` says whether all of them are on this machine. If not, the environment variable
-    GLOO_SOCKET_IFNAME names the network interface (default: that of the host name).
+    GLOO_SOCKET_IFNAME names the network interface (default: the one towards MASTER_ADDR, since
+    many machines resolve their own name to a loopback address).
     """
-    with _loopback_interface() if loopback and not os.environ.get(_INTERFACE) else nullcontext():
-        return dist.ProcessGroupGloo(store, index, size, CONNECT_TIMEOUT)
+    if loopback and not os.environ.get(_INTERFACE):
+        with _loopback_interface():
+            return dist.ProcessGroupGloo(store, index, size, CONNECT_TIMEOUT)
+    gloo: Any = dist.ProcessGroupGloo
+    if not os.environ.get(_INTERFACE) and (address := _address_towards_master()):
+        options = gloo._Options()
+        options._timeout = CONNECT_TIMEOUT
+        options._devices = [gloo.create_device(hostname=address)]
+        return gloo(store, index, size, options)
+    return gloo(store, index, size, CONNECT_TIMEOUT)
+
+
+def _address_towards_master() -> str:
+    """Returns this machine's address on the route to MASTER_ADDR; "" if it is a loopback one."""
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    with suppress(OSError):
+        family, kind, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            address = str(probe.getsockname()[0])
+        if not address.startswith("127.") and address != "::1":
+            return address
+    return ""
 
 
 @contextmanager

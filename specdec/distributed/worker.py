@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import threading
 import time
 import traceback
@@ -51,11 +52,24 @@ _MAX_PENDING = 16
 class Worker:
     """Models, sessions and connections of a rank's process."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, loopback: bool) -> None:
-        """Joins the group; blocks until all ranks have."""
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        loopback: bool,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Joins the group; blocks until all ranks have.
+
+        The process ends when the store, which is on rank 0's machine, does not answer for
+        ``timeout_s`` (None: waits for ever): nothing else says that the link to it is gone.
+        """
         self.rank = rank
+        self._unanswered = 0  # heartbeat intervals since the store has answered
         self._store = store
-        store.set(started_key(rank), str(os.getpid()))
+        store.set(started_key(rank), socket.gethostname())
         self.connections = Connections(store, rank, size, loopback=loopback)
         self.link = ControlLink(self.connections.peer(0, max_pending=_MAX_PENDING))
         self._pairs: dict[str, ModelPair] = {}
@@ -65,6 +79,8 @@ class Worker:
         self._loading = ""
         self._on_gpu = False
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
+        if timeout_s is not None:
+            threading.Thread(target=self._watch_store, args=(timeout_s,), daemon=True).start()
 
     def serve(self) -> None:
         """Handles rank 0's messages until STOP; raises ``PeerLost`` if a connection breaks."""
@@ -170,7 +186,23 @@ class Worker:
             number += 1
             with suppress(RuntimeError):
                 self._store.set(heartbeat_key(self.rank), json.dumps([number, doing]))
+                self._store.check([heartbeat_key(self.rank)])  # ``set`` waits for no answer
+                self._unanswered = 0
             threading.Event().wait(HEARTBEAT_S)
+
+    def _watch_store(self, timeout_s: float) -> None:
+        """Ends the process; runs in its own thread, since all others may wait for the network.
+
+        Intervals are counted, not seconds, so that a process that was stopped goes on.
+        """
+        while self._unanswered * HEARTBEAT_S <= timeout_s:
+            threading.Event().wait(HEARTBEAT_S)
+            self._unanswered += 1
+        _log(
+            f"rank {self.rank} on {socket.gethostname()} ends: rank 0's machine has not answered"
+            f" for executor.timeout_s={timeout_s:g} s"
+        )
+        os._exit(1)
 
 
 def _log(text: str) -> None:
@@ -178,14 +210,16 @@ def _log(text: str) -> None:
     print(f"{NOTE}{now} {text}", flush=True)  # noqa: T201 - standard output is the log
 
 
-def serve(store: dist.Store, rank: int, size: int, *, loopback: bool) -> int:
+def serve(
+    store: dist.Store, rank: int, size: int, *, loopback: bool, timeout_s: float | None = None
+) -> int:
     """Runs a rank (arguments as in ``Worker``) until rank 0 stops it; returns its exit status.
 
     A failure is written to the store for rank 0 (``failed_key``) as ``kind`` ("user",
     "raised" or "lost"), ``text`` and ``peer``; the status is then 1.
     """
     try:
-        Worker(store, rank, size, loopback=loopback).serve()
+        Worker(store, rank, size, loopback=loopback, timeout_s=timeout_s).serve()
     except BaseException as error:
         kind = "lost" if isinstance(error, PeerLost) else "raised"
         if isinstance(error, UserError):
