@@ -273,7 +273,8 @@ def distribution(subject: Subject) -> Check:
         shapes |= {n: {"policy": policy, "serving": serving} for n, policy in _SHAPES.items()}
     vocabs = (_WIDE_VOCAB, _FULL_VOCAB) if subject.full else (_WIDE_VOCAB,)
     per_shape = len(_SMALL_TABLES) * (1 + len(TARGET_TABLE) + NUM_PLACE_TESTS)
-    per_shape += len(vocabs) * len(_WIDE_SAMPLINGS) * 7 * 4  # rows and all together, partitions
+    # Rows and all together, partitions.
+    per_shape += len(vocabs) * len(_WIDE_SAMPLINGS) * (7 * 4 + NUM_PLACE_TESTS)
     found, farthest = Evidence(num_tests=len(shapes) * per_shape), 0.0
     for name, changes in shapes.items():
         try:
@@ -341,12 +342,8 @@ def _test_small(
     # Given the tokens before them, tokens are independent, so e-values of rows multiply.
     found.logs.append((f"{name}, the token after each", sum(values)))
     if not np.isinf(values).any():
-        rng = np.random.default_rng(subject.seed)
-        outputs = [
-            np.array([places(target[a], draft[a], b, rng) for a, b in zip(*both, strict=True)])
-            for both in zip(before, tokens, strict=True)
-        ]
-        found.logs += [(f"{name}, {test}", value) for test, value in place_evidence(outputs)]
+        laws = list(zip(target, draft, strict=True))
+        found.logs += _place_tests(name, laws, before, tokens, subject.seed)
     counts = np.stack(rows)
     return float(
         np.abs(counts - target * counts.sum(axis=1, keepdims=True)).sum() / 2 / counts.sum()
@@ -362,10 +359,31 @@ def _test_wide(
     samplings = list(_WIDE_SAMPLINGS.items())
     for label, params in samplings[-1:] if changes else samplings:
         tokens = _decoded(subject, pair, start, params, _WIDE_TOKENS, changes, batch_size)
-        found.logs += [
-            (f"{name}, {vocab_size} tokens, {label}, {kind}", value)
-            for kind, value in wide_evidence(tables, params, start, tokens)
-        ]
+        where = f"{name}, {vocab_size} tokens, {label}"
+        values = dict(wide_evidence(tables, params, start, tokens))
+        found.logs += [(f"{where}, {kind}", value) for kind, value in values.items()]
+        if not np.isinf(list(values.values())).any():
+            laws = [
+                (reference_probs(t, params), reference_probs(d, params)) for t, d in tables.values()
+            ]
+            before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1)
+            found.logs += _place_tests(where, laws, before, tokens, subject.seed)
+
+
+def _place_tests(
+    name: str,
+    laws: Sequence[tuple[FloatArray, FloatArray]],
+    before: IntArray,
+    tokens: IntArray,
+    seed: int,
+) -> list[tuple[str, float]]:
+    """Tests the places of ``tokens``[N, T] in the laws (target, draft) after those ``before``."""
+    rng = np.random.default_rng(seed)
+    outputs = [
+        np.array([places(*laws[a % len(laws)], b, rng) for a, b in zip(*both, strict=True)])
+        for both in zip(before, tokens, strict=True)
+    ]
+    return [(f"{name}, {test}", value) for test, value in place_evidence(outputs)]
 
 
 def wide_tables(vocab_size: int, seed: int = 0) -> dict[str, tuple[FloatArray, FloatArray]]:

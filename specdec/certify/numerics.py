@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,8 @@ _NUM_PROMPTS = 3
 ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
 _MAX_NEW_TOKENS = 24
 _MAX_PROMPT_TOKENS = 64
-_LAW_REQUESTS, _LAW_TOKENS = (
-    36,
-    10,
-)  # of each sampling; half of them for large models, or over processes
+_LAW_REQUESTS = 36  # of each sampling; half as many of large models, or over processes
+_LAW_TOKENS = 10
 _SMALL_BYTES = 1 << 27  # of weights
 _LONG_PROMPT = 330
 _LAW_BATCH = 6
@@ -231,7 +230,10 @@ class _Configured:
             limit = min(cfg["data"]["limit"] or _NUM_PROMPTS, _NUM_PROMPTS)
             cfg["data"] = {**cfg["data"], "limit": limit}
             cfg["max_new_tokens"] = min(int(cfg["max_new_tokens"]), _MAX_NEW_TOKENS)
-            pair, prompts, _ = prepare(cfg)
+            try:
+                pair, prompts, _ = prepare(cfg)
+            except UserError as refusal:
+                raise CannotCompose(str(refusal)) from refusal
             assert isinstance(pair, HuggingFacePair)
             subject.notes["configured"] = cls(cfg, pair, prompts, stop_rules(cfg, pair))
         found = subject.notes["configured"]
@@ -269,10 +271,8 @@ class _Configured:
         """
         runner = self.pair.runner("target", Meter())
         cache, found = runner.new_cache(len(tokens)), []
-        for start in (
-            (0, *range(first, len(tokens), size)) if first else range(0, len(tokens), size)
-        ):
-            stop = first if start < first else start + size
+        starts = [*([0] if first else []), *range(first, len(tokens), size), len(tokens)]
+        for start, stop in pairwise(starts):
             part = np.array(tokens[start:stop])
             output = runner.forward([cache.rows(prefix_tokens=part)])
             assert output.logits is not None
