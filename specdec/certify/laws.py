@@ -280,8 +280,8 @@ def distribution(subject: Subject) -> Check:
         try:
             for label, small in _SMALL_TABLES.items():
                 if not (exact and found.biased()):  # the tests to come cannot take it back
-                    far = _test_small(subject, f"{name}, {label}", *small, changes, found)
-                    farthest = max(farthest, far)
+                    distance = _test_small(subject, f"{name}, {label}", *small, changes, found)
+                    farthest = max(farthest, distance)
             for vocab_size in vocabs if exact else ():
                 if not found.biased():
                     _test_wide(subject, vocab_size, name, changes, found)
@@ -378,11 +378,13 @@ def _place_tests(
     seed: int,
 ) -> list[tuple[str, float]]:
     """Tests the places of ``tokens``[N, T] in the laws (target, draft) after those ``before``."""
-    rng = np.random.default_rng(seed)
-    outputs = [
-        np.array([places(*laws[a % len(laws)], b, rng) for a, b in zip(*both, strict=True)])
-        for both in zip(before, tokens, strict=True)
-    ]
+    rng, outputs = np.random.default_rng(seed), list[FloatArray]()
+    for row in np.stack([before % len(laws), tokens], axis=2).tolist():
+        found = []
+        for state, token in row:
+            target, draft = laws[state]
+            found.append(places(target, draft, token, rng))
+        outputs.append(np.array(found))
     return [(f"{name}, {test}", value) for test, value in place_evidence(outputs)]
 
 
