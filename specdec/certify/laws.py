@@ -40,12 +40,11 @@ from specdec.state import StopRules
 from specdec.types import FloatArray, IntArray, Lossless
 
 Table = tuple[tuple[float, ...], ...]
-"""Logits of the next token (column) after each token (row), [V, V]."""
+"""Logits of the next token (column) after each token (row, by its id modulo their number)."""
 
 FALSE_ALARM = 1e-6
 """Chance that a lossless strategy fails a check of laws, over all tests of the check."""
 
-_SMALL_TOKENS = 3  # deep enough for the branches of SpecInfer's tree
 _WIDE_VOCAB = 8168  # not a multiple of the block size in which a row is summed
 _FULL_VOCAB = 40_040  # with depth=full
 _WIDE_REQUESTS = 600
@@ -90,15 +89,22 @@ CROWDED_TABLES: tuple[Table, Table] = (
 of the siblings after them then decide; with the opposed draft nearly all tests are certain.
 """
 
+ONE_LAW_TABLES: tuple[Table, Table] = (
+    (tuple(math.log(share / 100) for share in (30, 25, 20, 15, 10)),),
+    (tuple(math.log(share / 100) for share in (10, 15, 20, 25, 30)),),
+)
+"""All tokens have one law, so draws that are used again in a later step give the same tokens."""
+
 _STARTS = (0, 2, 0, 1, 0, 2)  # rows of the prompts' last tokens: each is needed often enough
-# Name -> ((target, draft), parameters, number of requests).
+# Name -> ((target, draft), parameters, number of requests, tokens of each).
 _SMALL_TABLES = {
     "opposed draft, t=0.8 top_k=4 top_p=0.95": (
         (TARGET_TABLE, OPPOSED_TABLE),
         SamplingParams(temperature=0.8, top_k=4, top_p=0.95),
-        500,
+        *(400, 3),
     ),
-    "crowded draft, t=1": (CROWDED_TABLES, SamplingParams(temperature=1.0), 1500),
+    "crowded draft, t=1": (CROWDED_TABLES, SamplingParams(temperature=1.0), 1500, 3),
+    "one law, t=1": (ONE_LAW_TABLES, SamplingParams(temperature=1.0), 300, 7),
 }
 _WIDE_SAMPLINGS = {
     "t=1": SamplingParams(temperature=1.0),
@@ -324,6 +330,7 @@ def _test_small(
     tables: tuple[Table, Table],
     params: SamplingParams,
     num_requests: int,
+    num_tokens: int,
     changes: dict[str, Any],
     found: Evidence,
 ) -> float:
@@ -334,9 +341,11 @@ def _test_small(
     pair = TablePair(target=tables[0], draft=tables[1])
     start = np.resize(_STARTS, subject.times * num_requests)
     batch_size = 8 * _BATCH if changes else _BATCH
-    tokens = _decoded(subject, pair, start, params, _SMALL_TOKENS, changes, batch_size)
-    before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1)
-    rows = [np.bincount(tokens[before == row], minlength=len(target)) for row in range(len(target))]
+    tokens = _decoded(subject, pair, start, params, num_tokens, changes, batch_size)
+    before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1) % len(target)
+    rows = [
+        np.bincount(tokens[before == row], minlength=target.shape[1]) for row in range(len(target))
+    ]
     values = [log_evidence(counts, law) for counts, law in zip(rows, target, strict=True)]
     found.logs += [(f"{name}, the token after {row}", value) for row, value in enumerate(values)]
     # Given the tokens before them, tokens are independent, so e-values of rows multiply.
