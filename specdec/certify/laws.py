@@ -104,7 +104,7 @@ _SMALL_TABLES = {
         *(400, 3),
     ),
     "crowded draft, t=1": (CROWDED_TABLES, SamplingParams(temperature=1.0), 1500, 3),
-    "one law, t=1": (ONE_LAW_TABLES, SamplingParams(temperature=1.0), 300, 7),
+    "one law, t=1": (ONE_LAW_TABLES, SamplingParams(temperature=1.0), 700, 7),
 }
 _WIDE_SAMPLINGS = {
     "t=1": SamplingParams(temperature=1.0),
@@ -285,6 +285,8 @@ def distribution(subject: Subject) -> Check:
     for name, changes in shapes.items():
         try:
             for label, small in _SMALL_TABLES.items():
+                if changes and small[0] is ONE_LAW_TABLES:
+                    continue  # of the configured policy alone
                 if not (exact and found.biased()):  # the tests to come cannot take it back
                     distance = _test_small(subject, f"{name}, {label}", *small, changes, found)
                     farthest = max(farthest, distance)
