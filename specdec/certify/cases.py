@@ -133,7 +133,7 @@ def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
     """
     ids, length = count(base.id + 1), len(output)
     places = sorted({output.index(token) for token in set(output)})
-    for at in places[:: 1 + len(places) // 12]:
+    for at in places[:: 1 + len(places) // 8]:
         stop = StopRules(max_new_tokens=length, eos_ids=frozenset([output[at]]))
         yield replace(base, id=next(ids), label=f"{base.label}, EOS is token {at}", stop=stop)
     texts: dict[str, tuple[Callable[[Sequence[int]], str], tuple[tuple[int, int], ...]]] = {
@@ -148,7 +148,7 @@ def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
             starts = range(first, len(text) - size + 1)
             strings = [text[start : start + size] for start in starts]
             whole = list(dict.fromkeys(s for s in strings if "\ufffd" not in s))
-            for string in whole[:: 1 + len(whole) // 9]:
+            for string in whole[:: 1 + len(whole) // 6]:
                 stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=decode)
                 label = f"{base.label}, {name}, stop string {string!a}"
                 yield replace(base, id=next(ids), label=label, stop=stop)

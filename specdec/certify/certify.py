@@ -20,7 +20,7 @@ from specdec.certify.parity import (
 )
 from specdec.certify.report import Check, Crash, Report, error_text
 from specdec.certify.sampler import sampler
-from specdec.certify.subject import Build, Subject, rank_groups
+from specdec.certify.subject import Build, Subject, hang_limit, rank_groups
 from specdec.compose.workbench import compose
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.errors import UserError
@@ -45,6 +45,8 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
 """Check functions by name, in the order in which they run (docs/verify.md describes them)."""
 
 DEPTHS = ("standard", "full")
+_HANG_S = 120.0  # without a step; a step of small models takes milliseconds
+_WITH_CONFIGURED_MODELS = ("numerics", "configured_law", "exact_dtype")
 _ROLES = ("scheduler", "policy", "source", "verifier", "executor")
 
 
@@ -83,16 +85,19 @@ def certify(
             outcomes.append(_run_check(name, subject, crashes))
             if on_check is not None:
                 on_check(outcomes[-1])
-            if fail_fast and outcomes[-1].passed is False:
-                break
+            hung = any(name in crash.checks for crash in crashes.found if crash.hung)
+            if hung or (fail_fast and outcomes[-1].passed is False):
+                break  # what hangs once would hang in every check
     return Report(
         subject.name, subject.claims, tuple(outcomes), perf_counter() - start, crashes.found
     )
 
 
 def _run_check(name: str, subject: Subject, crashes: Crashes) -> Check:
+    seconds = _HANG_S * (10 if name in _WITH_CONFIGURED_MODELS else 1)
     try:
-        return CHECKS[name](subject)
+        with hang_limit(seconds):
+            return CHECKS[name](subject)
     except CannotCompose:
         raise
     except Exception as error:  # a strategy that raises is not lossless, whatever it raises

@@ -40,12 +40,11 @@ from specdec.state import StopRules
 from specdec.types import FloatArray, IntArray, Lossless
 
 Table = tuple[tuple[float, ...], ...]
-"""Logits of the next token (column) after each token (row), [V, V]."""
+"""Logits of the next token (column) after each token (row, by its id modulo their number)."""
 
 FALSE_ALARM = 1e-6
 """Chance that a lossless strategy fails a check of laws, over all tests of the check."""
 
-_SMALL_TOKENS = 3  # deep enough for the branches of SpecInfer's tree
 _WIDE_VOCAB = 8168  # not a multiple of the block size in which a row is summed
 _FULL_VOCAB = 40_040  # with depth=full
 _WIDE_REQUESTS = 600
@@ -90,22 +89,30 @@ CROWDED_TABLES: tuple[Table, Table] = (
 of the siblings after them then decide; with the opposed draft nearly all tests are certain.
 """
 
+ONE_LAW_TABLES: tuple[Table, Table] = (
+    (tuple(math.log(share / 100) for share in (30, 25, 20, 15, 10)),),
+    (tuple(math.log(share / 100) for share in (10, 15, 20, 25, 30)),),
+)
+"""All tokens have one law, so draws that are used again in a later step give the same tokens."""
+
 _STARTS = (0, 2, 0, 1, 0, 2)  # rows of the prompts' last tokens: each is needed often enough
-# Name -> ((target, draft), parameters, number of requests).
+# Name -> ((target, draft), parameters, number of requests, tokens of each).
 _SMALL_TABLES = {
     "opposed draft, t=0.8 top_k=4 top_p=0.95": (
         (TARGET_TABLE, OPPOSED_TABLE),
         SamplingParams(temperature=0.8, top_k=4, top_p=0.95),
-        500,
+        *(400, 3),
     ),
-    "crowded draft, t=1": (CROWDED_TABLES, SamplingParams(temperature=1.0), 1500),
+    "crowded draft, t=1": (CROWDED_TABLES, SamplingParams(temperature=1.0), 1500, 3),
+    "one law, t=1": (ONE_LAW_TABLES, SamplingParams(temperature=1.0), 700, 7),
 }
 _WIDE_SAMPLINGS = {
     "t=1": SamplingParams(temperature=1.0),
     "t=1.2 top_k=1000 top_p=0.99": SamplingParams(temperature=1.2, top_k=1000, top_p=0.99),
 }
+_CHAIN = "a chain of 6"
 _SHAPES: dict[str, dict[str, Any]] = {
-    "a chain of 6": {"_target_": "specdec.policies.Chain", "gamma": 6},
+    _CHAIN: {"_target_": "specdec.policies.Chain", "gamma": 6},
     "a tree of 4, 2": {"_target_": "specdec.policies.Static", "branching": [4, 2]},
 }
 _HEAD = 8  # tokens with half of the mass
@@ -273,15 +280,18 @@ def distribution(subject: Subject) -> Check:
         shapes |= {n: {"policy": policy, "serving": serving} for n, policy in _SHAPES.items()}
     vocabs = (_WIDE_VOCAB, _FULL_VOCAB) if subject.full else (_WIDE_VOCAB,)
     per_shape = len(_SMALL_TABLES) * (1 + len(TARGET_TABLE) + NUM_PLACE_TESTS)
-    per_shape += len(vocabs) * len(_WIDE_SAMPLINGS) * 7 * 4  # rows and all together, partitions
+    # Rows and all together, partitions.
+    per_shape += len(vocabs) * len(_WIDE_SAMPLINGS) * (7 * 4 + NUM_PLACE_TESTS)
     found, farthest = Evidence(num_tests=len(shapes) * per_shape), 0.0
     for name, changes in shapes.items():
         try:
             for label, small in _SMALL_TABLES.items():
+                if changes and small[0] is ONE_LAW_TABLES:
+                    continue  # shows faults of sources, whatever the policy
                 if not (exact and found.biased()):  # the tests to come cannot take it back
-                    far = _test_small(subject, f"{name}, {label}", *small, changes, found)
-                    farthest = max(farthest, far)
-            for vocab_size in vocabs if exact else ():
+                    distance = _test_small(subject, f"{name}, {label}", *small, changes, found)
+                    farthest = max(farthest, distance)
+            for vocab_size in vocabs if exact and name != _CHAIN else ():
                 if not found.biased():
                     _test_wide(subject, vocab_size, name, changes, found)
         except UserError:
@@ -323,6 +333,7 @@ def _test_small(
     tables: tuple[Table, Table],
     params: SamplingParams,
     num_requests: int,
+    num_tokens: int,
     changes: dict[str, Any],
     found: Evidence,
 ) -> float:
@@ -333,20 +344,18 @@ def _test_small(
     pair = TablePair(target=tables[0], draft=tables[1])
     start = np.resize(_STARTS, subject.times * num_requests)
     batch_size = 8 * _BATCH if changes else _BATCH
-    tokens = _decoded(subject, pair, start, params, _SMALL_TOKENS, changes, batch_size)
-    before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1)
-    rows = [np.bincount(tokens[before == row], minlength=len(target)) for row in range(len(target))]
+    tokens = _decoded(subject, pair, start, params, num_tokens, changes, batch_size)
+    before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1) % len(target)
+    rows = [
+        np.bincount(tokens[before == row], minlength=target.shape[1]) for row in range(len(target))
+    ]
     values = [log_evidence(counts, law) for counts, law in zip(rows, target, strict=True)]
     found.logs += [(f"{name}, the token after {row}", value) for row, value in enumerate(values)]
     # Given the tokens before them, tokens are independent, so e-values of rows multiply.
     found.logs.append((f"{name}, the token after each", sum(values)))
     if not np.isinf(values).any():
-        rng = np.random.default_rng(subject.seed)
-        outputs = [
-            np.array([places(target[a], draft[a], b, rng) for a, b in zip(*both, strict=True)])
-            for both in zip(before, tokens, strict=True)
-        ]
-        found.logs += [(f"{name}, {test}", value) for test, value in place_evidence(outputs)]
+        laws = list(zip(target, draft, strict=True))
+        found.logs += _place_tests(name, laws, before, tokens, subject.seed)
     counts = np.stack(rows)
     return float(
         np.abs(counts - target * counts.sum(axis=1, keepdims=True)).sum() / 2 / counts.sum()
@@ -362,10 +371,33 @@ def _test_wide(
     samplings = list(_WIDE_SAMPLINGS.items())
     for label, params in samplings[-1:] if changes else samplings:
         tokens = _decoded(subject, pair, start, params, _WIDE_TOKENS, changes, batch_size)
-        found.logs += [
-            (f"{name}, {vocab_size} tokens, {label}, {kind}", value)
-            for kind, value in wide_evidence(tables, params, start, tokens)
-        ]
+        where = f"{name}, {vocab_size} tokens, {label}"
+        values = dict(wide_evidence(tables, params, start, tokens))
+        found.logs += [(f"{where}, {kind}", value) for kind, value in values.items()]
+        if not np.isinf(list(values.values())).any():
+            laws = [
+                (reference_probs(t, params), reference_probs(d, params)) for t, d in tables.values()
+            ]
+            before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1)
+            found.logs += _place_tests(where, laws, before, tokens, subject.seed)
+
+
+def _place_tests(
+    name: str,
+    laws: Sequence[tuple[FloatArray, FloatArray]],
+    before: IntArray,
+    tokens: IntArray,
+    seed: int,
+) -> list[tuple[str, float]]:
+    """Tests the places of ``tokens``[N, T] in the laws (target, draft) after those ``before``."""
+    rng, outputs = np.random.default_rng(seed), list[FloatArray]()
+    for row in np.stack([before % len(laws), tokens], axis=2).tolist():
+        found = []
+        for state, token in row:
+            target, draft = laws[state]
+            found.append(places(target, draft, token, rng))
+        outputs.append(np.array(found))
+    return [(f"{name}, {test}", value) for test, value in place_evidence(outputs)]
 
 
 def wide_tables(vocab_size: int, seed: int = 0) -> dict[str, tuple[FloatArray, FloatArray]]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from specdec.certify.cases import GREEDY, Case
 from specdec.certify.laws import NUM_PLACE_TESTS, ORDERS, Evidence, place_evidence, places
 from specdec.certify.oracle import (
-    plain_decode,
     processed,
     reference_probs,
     reference_reason,
@@ -55,10 +55,8 @@ _NUM_PROMPTS = 3
 ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
 _MAX_NEW_TOKENS = 24
 _MAX_PROMPT_TOKENS = 64
-_LAW_REQUESTS, _LAW_TOKENS = (
-    36,
-    10,
-)  # of each sampling; half of them for large models, or over processes
+_LAW_REQUESTS = 30  # of each sampling; half as many of large models, or over processes
+_LAW_TOKENS = 10
 _SMALL_BYTES = 1 << 27  # of weights
 _LONG_PROMPT = 330
 _LAW_BATCH = 6
@@ -112,13 +110,6 @@ class SingleToken:
                 self._cache = getattr(out, name)
                 self.rows.append(out.logits[0, -1].to(torch.float64).cpu().numpy())
         return self.rows[-1]
-
-
-def batching_error(
-    model: PreTrainedModel, tokens: tuple[int, ...], rows: list[FloatArray]
-) -> float:
-    """Returns the largest difference of the logits of one pass over all tokens from ``rows``."""
-    return float(np.abs(_whole_pass(model, tokens) - np.stack(rows[: len(tokens)])).max())
 
 
 def _whole_pass(model: PreTrainedModel, tokens: tuple[int, ...]) -> FloatArray:
@@ -231,7 +222,10 @@ class _Configured:
             limit = min(cfg["data"]["limit"] or _NUM_PROMPTS, _NUM_PROMPTS)
             cfg["data"] = {**cfg["data"], "limit": limit}
             cfg["max_new_tokens"] = min(int(cfg["max_new_tokens"]), _MAX_NEW_TOKENS)
-            pair, prompts, _ = prepare(cfg)
+            try:
+                pair, prompts, _ = prepare(cfg)
+            except UserError as refusal:
+                raise CannotCompose(str(refusal)) from refusal
             assert isinstance(pair, HuggingFacePair)
             subject.notes["configured"] = cls(cfg, pair, prompts, stop_rules(cfg, pair))
         found = subject.notes["configured"]
@@ -248,8 +242,9 @@ class _Configured:
         if self.pair.options.bits_of("target") is None:
             single = SingleToken(self.pair.target)
             single(tokens)
-            error = batching_error(self.pair.target, tokens, single.rows)
-            return Passes(np.stack(single.rows), np.full(len(tokens), error))
+            rows = np.stack(single.rows)
+            error = np.abs(_whole_pass(self.pair.target, tokens) - rows).max()
+            return Passes(rows, np.full(len(tokens), error))
         rows = self._session_rows(tokens, 1)
         sizes = (*ROW_COUNTS, len(tokens))
         changed = {size: np.abs(self._session_rows(tokens, size) - rows).max(1) for size in sizes}
@@ -269,10 +264,8 @@ class _Configured:
         """
         runner = self.pair.runner("target", Meter())
         cache, found = runner.new_cache(len(tokens)), []
-        for start in (
-            (0, *range(first, len(tokens), size)) if first else range(0, len(tokens), size)
-        ):
-            stop = first if start < first else start + size
+        starts = [*([0] if first else []), *range(first, len(tokens), size), len(tokens)]
+        for start, stop in pairwise(starts):
             part = np.array(tokens[start:stop])
             output = runner.forward([cache.rows(prefix_tokens=part)])
             assert output.logits is not None
@@ -376,7 +369,7 @@ def _law_cases(subject: Subject, given: _Configured) -> list[Case]:
     room = min(room, given.cfg.get("serving", {}).get("kv_tokens") or room)
     text = np.concatenate([prompt.tokens for prompt in given.prompts])
     text = np.tile(text, 1 + (_LONG_PROMPT + 97) // len(text))
-    cases = []
+    cases = list[Case]()
     for name, params in samplings.items():
         eos = frozenset(last[-1:]) if params.processors else given.stop.eos_ids
         stop = StopRules(max_new_tokens=_LAW_TOKENS, eos_ids=eos)
@@ -508,17 +501,6 @@ def _measured(passes: Sequence[Passes]) -> str:
     )
 
 
-def plain_output(subject: Subject, single: SingleToken, case: Case) -> Decoded:
-    return plain_decode(
-        single,
-        seed=subject.seed,
-        prompt_id=case.id,
-        prompt=case.prompt,
-        sampling=case.sampling,
-        stop=case.stop,
-    )
-
-
 def _compare(
     subject: Subject,
     case: Case,
@@ -578,9 +560,10 @@ def exact_dtype(subject: Subject) -> Check:
         return Check("exact_dtype", None, "model.exact=false: rounding may decide between tokens")
     if subject.claims is Lossless.LOSSY:
         return Check("exact_dtype", None, "a lossy output has no reference")
-    data = {**subject.cfg["data"], "limit": NUM_EXACT_PROMPTS}
-    pair, prompts, _ = prepare({**subject.cfg, "data": data, "max_new_tokens": 1})
-    assert isinstance(pair, HuggingFacePair)
+    given = _Configured.of(subject, "exact_dtype")
+    if isinstance(given, Check):
+        return given
+    pair = given.pair
     room = (pair.max_positions or NUM_EXACT_TOKENS + _MAX_EXACT_PROMPT) - 1
     longest = min(_MAX_EXACT_PROMPT, max(1, room - NUM_EXACT_TOKENS))
     stop = StopRules(max_new_tokens=min(NUM_EXACT_TOKENS, room - longest))
@@ -595,7 +578,7 @@ def exact_dtype(subject: Subject) -> Check:
             params,
             stop,
         )
-        for prompt in prompts[:NUM_EXACT_PROMPTS]
+        for prompt in given.prompts[:NUM_EXACT_PROMPTS]
         for number, params in enumerate(samplings)
     ]
     with subject.built(plain_config(subject.cfg), pair) as parts:

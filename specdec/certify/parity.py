@@ -17,8 +17,8 @@ from specdec.certify.cases import (
     parity_cases,
     random_prompt,
 )
-from specdec.certify.numerics import SingleToken, distance, plain_output
-from specdec.certify.oracle import LogitsOf, processed, reference_draw, target_draw
+from specdec.certify.numerics import SingleToken, distance
+from specdec.certify.oracle import LogitsOf, plain_decode, processed, reference_draw, target_draw
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import (
     MAX_POSITIONS,
@@ -274,8 +274,15 @@ def _difference(subject: Subject, case: Case, decoded: Decoded | None) -> str | 
     pair = subject.pair("long")
     assert isinstance(pair, RandomPair)
     single = SingleToken(pair.target)
-    expected, rows = plain_output(subject, single, case), single.rows
-    return difference(subject, lambda tokens: rows[len(tokens) - 1], case, decoded, expected.output)
+    expected = plain_decode(
+        single,
+        seed=subject.seed,
+        prompt_id=case.id,
+        prompt=case.prompt,
+        sampling=case.sampling,
+        stop=case.stop,
+    ).output
+    return difference(subject, lambda t: single.rows[len(t) - 1], case, decoded, expected)
 
 
 def decode_in_full_cache(

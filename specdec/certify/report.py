@@ -60,6 +60,10 @@ class Crash:
     traceback: str  # as Python prints it
 
     @property
+    def hung(self) -> bool:
+        return self.error.startswith(TimeoutError.__name__)
+
+    @property
     def where(self) -> str:
         """Names part, request and step in parentheses, as far as they are known."""
         known = [

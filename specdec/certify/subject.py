@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ import torch
 from specdec.certify.cases import Case, Decoded
 from specdec.certify.oracle import Oracle
 from specdec.compose.workbench import Parts, compose
+from specdec.distributed.group import RankGroup
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
 from specdec.models.inspection import CERTIFIED, inspect_model
@@ -225,8 +229,46 @@ def decode_steps(
         on_finish=finished,
     )
     for commits in steps:
+        made_progress()
         assert state.step <= limit, f"no end after {state.step} steps for {tokens} tokens"
         yield commits
+
+
+@contextmanager
+def hang_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block after ``seconds`` without a call of ``made_progress``.
+
+    It needs a timer of Unix and the main thread; elsewhere there is no limit.
+    """
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, partial(_hung, seconds))
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def made_progress() -> None:
+    """Starts the time of ``hang_limit`` anew, if there is one."""
+    if hasattr(signal, "setitimer") and (seconds := signal.getitimer(signal.ITIMER_REAL)[1]):
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+
+
+def _hung(seconds: float, _number: int, frame: FrameType | None) -> None:
+    waited = ""
+    while frame is not None:
+        if frame.f_code is RankGroup.wait_for.__code__:
+            ranks = {key.rpartition("/")[2] for key in frame.f_locals["keys"]}
+            waited = f", waiting for rank {', '.join(sorted(ranks))}"
+        frame = frame.f_back
+    raise TimeoutError(f"no progress for {seconds:g} s{waited}")
 
 
 def rank_groups(cfg: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -6,6 +6,8 @@ One-line faults are in tests/planted/mutants.yaml.
 from __future__ import annotations
 
 import re
+import sys
+import time
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -178,6 +180,21 @@ def test_a_breakdown_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (crash["request"], crash["step"]) == (11, 0)
     assert crash["traceback"].splitlines()[-1] == "IndexError: planted"
     assert 'raise IndexError("planted")' in crash["traceback"]
+
+
+def test_what_hangs_is_a_failed_check_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: every other check would hang too."""
+
+    def endless(self, state, requests):  # type: ignore[no-untyped-def]
+        while True:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(MatchVerifier, "verify", endless)
+    monkeypatch.setattr(sys.modules["specdec.certify.certify"], "_HANG_S", 1.0)
+    report = certify(config("strategy=speculative"), checks=["greedy_parity", "stop_rules"])
+    (check,) = report.checks
+    assert check.passed is False
+    assert check.detail.startswith("raised TimeoutError: no progress for 1 s (verifier ")
 
 
 def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
