@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
