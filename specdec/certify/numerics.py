@@ -374,7 +374,13 @@ def _law_cases(subject: Subject, given: _Configured) -> list[Case]:
         eos = frozenset(last[-1:]) if params.processors else given.stop.eos_ids
         stop = StopRules(max_new_tokens=_LAW_TOKENS, eos_ids=eos)
         # Several at once fill whole passes of prompt tokens, beside nodes of trees.
-        lengths = [_LONG_PROMPT] * (1 if cases else 4) + 20 * [4, 40, 9, 70, 23]
+        lengths = [_LONG_PROMPT] * (1 if cases and not params.processors else 4) + 20 * [
+            4,
+            40,
+            9,
+            70,
+            23,
+        ]
         for i in range(number):
             length = max(1, min(lengths[i // 2], room))
             start = 7 * (i // 2) % 97
