@@ -336,12 +336,16 @@ def numerics(subject: Subject) -> Check:
 
 @dataclass(frozen=True)
 class _Favoured:
-    """A processor that makes ``ids`` about as probable as the best token; written in place."""
+    """Makes ``ids``, and a token that depends on the whole history, nearly as probable as the best.
+
+    It writes into the scores, as transformers' interface allows.
+    """
 
     ids: tuple[int, ...]
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        scores[:, list(self.ids)] = scores.max(dim=1, keepdim=True).values - 0.5
+        ids = [*self.ids, int(input_ids.sum()) % scores.shape[1]]
+        scores[:, ids] = scores.max(dim=1, keepdim=True).values - 0.5
         return scores
 
 
