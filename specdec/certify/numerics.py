@@ -336,12 +336,16 @@ def numerics(subject: Subject) -> Check:
 
 @dataclass(frozen=True)
 class _Favoured:
-    """A processor that makes ``ids`` about as probable as the best token; written in place."""
+    """Makes ``ids``, and a token that depends on the whole history, nearly as probable as the best.
+
+    It writes into the scores, as transformers' interface allows.
+    """
 
     ids: tuple[int, ...]
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        scores[:, list(self.ids)] = scores.max(dim=1, keepdim=True).values - 0.5
+        ids = [*self.ids, int(input_ids.sum()) % scores.shape[1]]
+        scores[:, ids] = scores.max(dim=1, keepdim=True).values - 0.5
         return scores
 
 
@@ -374,7 +378,13 @@ def _law_cases(subject: Subject, given: _Configured) -> list[Case]:
         eos = frozenset(last[-1:]) if params.processors else given.stop.eos_ids
         stop = StopRules(max_new_tokens=_LAW_TOKENS, eos_ids=eos)
         # Several at once fill whole passes of prompt tokens, beside nodes of trees.
-        lengths = [_LONG_PROMPT] * (1 if cases else 4) + 20 * [4, 40, 9, 70, 23]
+        lengths = [_LONG_PROMPT] * (1 if cases and not params.processors else 4) + 20 * [
+            4,
+            40,
+            9,
+            70,
+            23,
+        ]
         for i in range(number):
             length = max(1, min(lengths[i // 2], room))
             start = 7 * (i // 2) % 97

@@ -167,7 +167,7 @@ class TableEagle:
     target_ids: torch.Tensor | None = None
 
     def __init__(self, table: torch.Tensor, layer: int) -> None:
-        self.vocab_size, self.names = len(table), (HiddenName(layer),)
+        self.vocab_size, self.names = table.shape[1], (HiddenName(layer),)
         self._table = table
         self._cache = TableRunner(table, "eagle")
 
@@ -193,7 +193,8 @@ class TableEagle:
         is_own[torch.from_numpy(feature_rows)] = False
         before[~is_own] = features.flatten().long()
         before[is_own] = states.flatten().long()
-        logits = self._table[tokens] + self._table[before] / 2
+        num_rows = len(self._table)
+        logits = self._table[tokens % num_rows] + self._table[before % num_rows] / 2
         return HeadOutput(tokens[:, None].double(), logits[torch.from_numpy(logits_rows)])
 
 
