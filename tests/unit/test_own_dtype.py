@@ -12,6 +12,7 @@ from specdec.models.inspection import inspect_model
 from specdec.models.loading import own_dtype
 from specdec.models.random import random_model
 from specdec.pairs.pretrained import build_pretrained
+from tests.pretrained import models_made
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,11 @@ def test_the_bytes_are_known_before_loading(tmp_path, backend, copies):
     model = random_model("llama", hidden_size=64)
     model.save_pretrained(tmp_path)
     pair = build_pretrained(target=str(tmp_path), device="cpu", dtype="float32", backend=backend)
-    size = sum(p.numel() for p in model.parameters())
+    made, size = models_made(pair), sum(p.numel() for p in model.parameters())
     assert pair.needed_bytes == copies * 4 * size
-    assert "target" not in vars(pair)
+    assert not made
+    pair.model("target")
+    assert made == ["target"]
 
 
 def test_a_type_that_cannot_run_is_named(folder, tmp_path):
