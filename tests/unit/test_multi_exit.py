@@ -23,8 +23,6 @@ from specdec.verifiers import RejectionVerifier
 from strategies.multi_exit import ExitChances, MultiExitSource, eesd_saving, ppsd_saving
 from tests.unit.test_early_exit import SIZES, assert_equal_to_plain, cases, pair, simulated
 
-pytestmark = pytest.mark.slow
-
 TURNS = (
     ServingRules(feeding=Feeding.MICRO_BATCHES),
     ServingRules(feeding=Feeding.ITERATION),

@@ -215,6 +215,22 @@ def test_rejection_refuses_children_out_of_sampling_order():
         verdicts_of(RejectionVerifier(), state, answers)
 
 
+def test_a_draft_of_a_larger_vocabulary_is_rejected_beyond_the_targets_row():
+    """Vocabularies are padded to different lengths; the first padding token is the likely slip."""
+    state, request = a_request(temperature=1.0)
+    candidates = Candidates(
+        tokens=np.array([[3]]), logprobs=np.log([[0.8]]), counts=np.array([1]),
+        probs=np.array([[0, 0, 0.2, 0.8]]),
+    )  # fmt: skip
+    request.tree.set_candidates(np.array([0]), candidates, slice(0, 1))
+    request.tree.take(np.array([0]), np.array([0]))
+    probs = np.array([[0.5, 0.3, 0.2]])
+    answers = Answers(request=0, node_ids=np.array([0]), tokens=np.array([0]), probs=probs)
+    (verdict,) = verdicts_of(RejectionVerifier(), state, answers)
+    assert verdict.next_token < 3
+    assert len(verdict.accepted_ids) == 0
+
+
 # Lossy.
 
 
