@@ -156,18 +156,23 @@ class EagleDrafter(Drafter):
             rows_A = torch.tensor([first], device=tokens_BS.device)
         weights = [self.spec.decay**number for number in range(steps)]
         total = tokens_BS.new_zeros((), dtype=torch.float32)
+        # A position is a goal of several steps: its distribution is computed once.
+        learnt_BS = torch.zeros_like(counts_BS[:, :-1])
+        at_SA = rows_A + 1 + torch.arange(steps, device=rows_A.device)[:, None]
+        learnt_BS[:, at_SA.flatten()] = counts_BS[:, at_SA.flatten() + 1]
+        row_BS = learnt_BS.flatten().cumsum(0).view_as(learnt_BS) - 1  # of the goal
+        last_NE = streams[target.num_layers][learnt_BS[:, : tokens_BS.shape[1]]]
         with target.autocast():
+            goal = goal_of(target, last_NE, head.target_ids, options)
             outputs_of = unroll(head, tokens_BS, self.features(streams), steps, rows_A)
             for number, outputs in enumerate(outputs_of):
                 outputs = outputs[:, rows_A] if number == 0 else outputs
-                at = rows_A + 1 + number  # of the target's distribution
-                b, a = counts_BS[:, at + 1].nonzero(as_tuple=True)
+                at_A = at_SA[number]
+                b, a = counts_BS[:, at_A + 1].nonzero(as_tuple=True)
                 if not len(b):
                     continue
-                last = streams[target.num_layers][b, at[a]]
-                goal = goal_of(target, last, head.target_ids, options)
-                labels = tokens_BS[b, at[a] + 1]
-                loss = goal.loss(head.logits(outputs[b, a]), labels, slice(None))
+                labels, rows = tokens_BS[b, at_A[a] + 1], row_BS[b, at_A[a]]
+                loss = goal.loss(head.logits(outputs[b, a]), labels, rows)
                 total = total + weights[number] * loss
         return total / sum(weights)
 
