@@ -1,19 +1,16 @@
 """The target's own answers to the training prompts, as one small file in the repository.
 
-    python -m experiments.smollm2.answers split PROMPTS FOLDER            one file per sampling
-    specdec run strategy=ar model=hf model.target=SMOLLM2 data=jsonl \\
-        data.path=FOLDER/greedy.jsonl data.field=text data.limit=null batch_size=48 \\
-        max_new_tokens=256 output_dir=RUNS/greedy
-    (the same with FOLDER/t06.jsonl and sampling=t06)
-    python -m experiments.smollm2.answers collect PROMPTS RUNS experiments/smollm2/answers.jsonl.gz
-    python -m experiments.smollm2.answers texts experiments/smollm2/answers.jsonl.gz PROMPTS FILE
+    python -m experiments.smollm2.writer answers ANSWERS.jsonl --prompts PROMPTS.jsonl
+    python -m experiments.smollm2.answers collect PROMPTS.jsonl ANSWERS.jsonl \\
+        experiments/smollm2/answers.jsonl.gz
+    python -m experiments.smollm2.answers texts experiments/smollm2/answers.jsonl.gz \\
+        PROMPTS.jsonl FILE
+    specdec train eagle3 model=smollm2 answers=FILE output_dir=DIR
 
-`specdec run` continues an interrupted run, so generation may stop at any time. Half of the prompts
-are answered greedily, half at temperature 0.6 (top-p 0.9, top-k 80). ``collect`` keeps what the
-project may keep: answers, and the prompts that the target wrote itself; of other prompts it keeps
-their source and sha256. ``texts`` puts prompts and answers together again, as a trainer reads
-them, one ``{"prompt", "answer", "sampling", "kind", "ended"}`` per line, and fails where a prompt
-has changed.
+Half of the prompts are answered greedily, half at temperature 0.6 (top-p 0.9). ``collect`` keeps
+what the project may keep: answers, and the prompts that the target wrote itself; of other prompts
+it keeps their source and sha256. ``texts`` puts prompts and answers together again as chats, which
+a trainer reads, and fails where a prompt has changed.
 
 An answer that loops is cut where its first repetition of 12 consecutive words is complete: loops
 are easy to draft, and a drafter trained on them looks better than it is.
@@ -57,39 +54,23 @@ def prompts_of(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in read_records(path)]
 
 
-def split(prompts: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = prompts_of(prompts)
-    for sampling in SAMPLINGS:
-        texts = [r["text"] for i, r in enumerate(rows) if sampling_of(i) == sampling]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / f"{sampling}.jsonl").write_text(lines, encoding="utf-8")
-        print(f"{sampling}: {len(texts)} prompts")
-
-
-def answered(rows: list[dict[str, Any]], runs: Path) -> Iterator[dict[str, Any]]:
-    """Every prompt that has an answer, with it, in the order of the prompts."""
-    found: dict[int, tuple[str, dict[str, Any]]] = {}
-    for sampling in SAMPLINGS:
-        numbers = [i for i in range(len(rows)) if sampling_of(i) == sampling]
-        path = runs / sampling / "requests.jsonl"
-        for _, record in read_records(path) if path.exists() else ():
-            found[numbers[record["id"]]] = sampling, record
+def answered(rows: list[dict[str, Any]], answers: Path) -> Iterator[dict[str, Any]]:
+    """Yields every prompt that has an answer, with it, in the order of the prompts."""
+    found = {record["id"]: record for record in prompts_of(answers)}
     for number in sorted(found):
-        sampling, record = found[number]
-        text = record["text"].removesuffix("<|im_end|>")
+        text = found[number]["text"]
         cut = without_loop(text)
         row = {key: rows[number][key] for key in ("kind", "source", "sha256")}
         if row["kind"] == "chat":
             row["prompt"] = rows[number]["text"]
-        ended = record["finish_reason"] == "eos" and cut == text
-        yield {**row, "sampling": sampling, "ended": ended, "answer": cut}
+        ended = found[number]["finish_reason"] == "eos" and cut == text
+        yield {**row, "sampling": sampling_of(number), "ended": ended, "answer": cut}
 
 
-def collect(prompts: Path, runs: Path, file: Path) -> None:
+def collect(prompts: Path, answers: Path, file: Path) -> None:
     count: Counter[str] = Counter()
     with gzip.GzipFile(file, "wb", mtime=0) as out:
-        for row in answered(prompts_of(prompts), runs):
+        for row in answered(prompts_of(prompts), answers):
             count.update({row["kind"]: 1, row["sampling"]: 1, "not ended": not row["ended"]})
             count["characters"] += len(row["answer"])
             out.write(json.dumps(row).encode() + b"\n")
@@ -106,8 +87,9 @@ def texts(answers: Path, prompts: Path, file: Path) -> None:
             if made is None or made["sha256"] != row["sha256"]:
                 sys.exit(f"{row['source']}: not among the prompts, or changed; install its version")
             prompt = made["text"]
-        kept = {key: row[key] for key in ("answer", "sampling", "kind", "ended")}
-        lines.append(json.dumps({"prompt": prompt, **kept}) + "\n")
+        answer = row["answer"] + ("<|im_end|>" if row["ended"] else "")
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": turns}) + "\n")
     file.write_text("".join(lines), encoding="utf-8")
     print(f"{len(lines)} answers in {file}")
 
@@ -117,8 +99,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = {
-        "split": (split, ("prompts", "folder")),
-        "collect": (collect, ("prompts", "runs", "file")),
+        "collect": (collect, ("prompts", "answers", "file")),
         "texts": (texts, ("answers", "prompts", "file")),
     }
     parsers = parser.add_subparsers(dest="command", required=True)

@@ -62,7 +62,7 @@ class Cluster:
         self.hosts, self.folder = built, folder
         self.config = folder / "slurm.conf"
 
-    def run(self, *words: str) -> str:
+    def run(self, *words: str, seconds: float = 60) -> str:
         """Runs one of Slurm's commands on the first host."""
         done = subprocess.run(
             self.hosts[0].command(words),
@@ -70,7 +70,7 @@ class Cluster:
             env={**environment(), "SLURM_CONF": str(self.config)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=seconds,
         )
         assert done.returncode == 0, f"{words}: {done.stdout} {done.stderr} {logs(self.folder)}"
         return done.stdout
@@ -175,3 +175,21 @@ def test_a_cancelled_job_keeps_its_prompts_and_resumes(
     one = tmp_path / "one"
     assert main(["run", *MANY, f"data.limit={len(found)}", *WORDS, f"output_dir={one}"]) == 0
     assert found == outputs(one)
+
+
+def test_submitit_runs_the_jobs_of_a_sweep(cluster: Cluster, tmp_path: Path) -> None:
+    """Hydra's launcher for Slurm: each job of ``-m`` is a batch job, with one process's tokens."""
+    words = [*MODEL, "strategy=suffix"]
+    out = tmp_path / "sweep"
+    sweep = [
+        *("specdec", "run", "-m", *words, "seed=0,1", f"output_dir={out}"),
+        *("hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=5"),
+        *("hydra.launcher.cpus_per_task=1", f"hydra.launcher.submitit_folder={tmp_path / 'jobs'}"),
+    ]
+    done = cluster.run(sys.executable, "-m", "specdec.cli.main", *sweep[1:], seconds=180)
+    assert " 0 failed" in done
+    for seed in (0, 1):
+        one = tmp_path / f"one{seed}"
+        assert main(["run", *words, f"seed={seed}", f"output_dir={one}"]) == 0
+        assert outputs(out / f"seed={seed}") == outputs(one)
+    assert cluster.run("squeue", "-h") == ""
