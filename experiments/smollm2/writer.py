@@ -4,9 +4,10 @@
     python -m experiments.smollm2.writer answers ANSWERS.jsonl --prompts PROMPTS.jsonl
 
 ``turns`` are user messages, which the target writes after its template's empty user turn;
-``answers`` are those to the prompts of ``experiments.smollm2.prompts``, in their order, alternately
-greedy and at temperature 0.6 (``answers.sampling_of``). A text that has ended leaves its slot of
-the batch to the next prompt. Texts in the file stay, so that a command that was stopped goes on.
+``answers`` are those to the prompts of ``experiments.smollm2.prompts`` of up to 320 tokens, in
+their order, alternately greedy and at temperature 0.6 (``answers.sampling_of``). A text that has
+ended leaves its slot of the batch to the next prompt. Texts in the file stay, so that a command
+that was stopped goes on.
 
 The passes are in bfloat16, three times as fast on a CPU that has its instructions, and the 40 most
 probable logits are computed again in float32 from the last hidden state. Texts therefore differ
@@ -34,8 +35,8 @@ from experiments.smollm2.prompts import USER_TURN
 from specdec.models.bundled import installed_path
 
 TOP = 40
-SLOTS, LENGTH = 96, 1024
-MAX_PROMPT, MAX_NEW = 640, 256
+SLOTS, LENGTH = 96, 640
+MAX_PROMPT, MAX_NEW = 320, 256
 
 
 @dataclass(slots=True)
