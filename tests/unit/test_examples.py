@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.main import main
+from specdec.models.bundled import PACKAGES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
@@ -85,3 +86,15 @@ def test_the_verifier_does_what_it_says(beside: None) -> None:
     assert wide.metrics["acceptance_length"] > one.metrics["acceptance_length"]
     with pytest.raises(specdec.UserError, match=r"verifier\.k=0"):
         generate("verifier=topk", "verifier.k=0")
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_example_with_a_real_model_runs(
+    beside: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SPECDEC_CACHE", raising=False)
+    if not PACKAGES["smollm2"].path.is_file():
+        pytest.skip("specdec models install smollm2")
+    runpy.run_path(str(EXAMPLES / "real_model.py"), run_name="__main__")
+    assert re.search(r"echo +True.*numerics +passed", capsys.readouterr().out, re.DOTALL)
