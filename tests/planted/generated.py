@@ -41,7 +41,7 @@ IGNORED += ["unit/test_" + name for name in ("cli*", "data*", "doctor*", "endpoi
 IGNORED += ["unit/test_" + name for name in ("plan*", "profile*", "report*", "rivals*", "train*")]
 IGNORED += ["unit/test_" + name for name in ("reproduce*", "hostile*", "repo_rules*", "gpu_exp*")]
 FAST = ["-m", "fast", "-q", "-p", "no:cacheprovider", "--no-header"]
-CPU_S, WALL_S = 60, 7200  # per run of tests; the last for those that wait for ever
+CPU_S, WALL_S = 60, 300  # per run of tests; the last for those that wait for ever
 FIRST_TESTS, MOST_TESTS = 16, 300  # the others run where the first ones find nothing
 COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
