@@ -77,8 +77,6 @@ OnStep = Callable[[Step], bool | None]
 
 
 class _Progress:
-    """Splits a request's output into the new tokens and the new text of each step."""
-
     def __init__(self, pair: ModelPair) -> None:
         self._tokenizer = pair.tokenizer
         self._num_tokens = 0
@@ -242,7 +240,6 @@ class Decoder:
                     pass
 
     def close(self) -> None:
-        """Releases the executor's memory and ends its ranks."""
         self._runner.close()
 
     def __enter__(self) -> Self:
@@ -253,7 +250,6 @@ class Decoder:
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """Marks the decoder busy: the states of two prompts with one id would be mixed up."""
         self._busy, self._raised = True, None
         try:
             yield
@@ -263,7 +259,6 @@ class Decoder:
 
     @contextmanager
     def _whole_steps(self) -> Iterator[None]:
-        """Marks the decoder broken if a step is interrupted: rows would remain in flight."""
         try:
             yield
         except BaseException:
@@ -275,7 +270,6 @@ class Decoder:
             return next(steps, None) is not None
 
     def _report(self, state: DecodeState) -> None:
-        """Calls ``on_step``; its exception is raised after the requests have ended."""
         for request in state.requests.values():
             if self._on_step is None:
                 break
@@ -327,7 +321,6 @@ class Decoder:
 
 
 def _is_prompt(item: object) -> bool:
-    """Whether an item of a list is a prompt of a batch rather than a token."""
     return isinstance(item, str | list | tuple) or bool(getattr(item, "shape", ()))
 
 

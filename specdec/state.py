@@ -69,7 +69,6 @@ class StopRules:
             )
 
     def reason(self, output: Sequence[int]) -> str | None:
-        """Returns "eos", "stop_string" or "length" if ``output`` is complete, otherwise None."""
         if output[-1] in self.eos_ids:
             return "eos"
         if self.stop_strings and self.decode is not None:
@@ -173,7 +172,6 @@ class RequestState:
         self.finish_reason = self.stop.reason(self.output)
 
     def cancel(self) -> None:
-        """Ends the request; the scheduler closes it on every part in the next step."""
         if not self.finished:
             self.finish_reason = "cancelled"
 
@@ -235,7 +233,6 @@ class DecodeState:
             request.counters.proposed += len(slots) - (0 in slots.tolist())
 
     def copy(self, nodes: Nodes) -> DecodeState:
-        """Copies the state with the current trees of ``nodes``' requests, for background work."""
         state = DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
         state.step, state.turn = self.step, self.turn
         for request_id, _ in nodes.items:
@@ -244,7 +241,6 @@ class DecodeState:
         return state
 
     def set_candidates(self, nodes: Nodes, candidates: Candidates) -> None:
-        """Stores the candidates of nodes; those of pruned nodes and closed requests are dropped."""
         for request_id, ids, rows in nodes.packed():
             if (request := self.requests.get(request_id)) is None:
                 continue
@@ -269,10 +265,8 @@ class DecodeState:
         return [request for request in self.requests.values() if request.tree.answered[0]]
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
-        """Emits tokens, moves the roots, updates counters and ends the step.
-
-        Raises:
-            RuntimeError: after 10,000 consecutive steps without any verdict or prefill.
+        """Emits tokens, moves the roots, updates counters and ends the step; RuntimeError: 10,000
+        consecutive steps without any verdict or prefill.
         """
         live = self.requests.values()
         if len(verdicts) < len(live):

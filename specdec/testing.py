@@ -108,13 +108,9 @@ def assert_lossless_parts(
 ) -> Report:
     """Certifies parts composed in Python and returns the report.
 
-    Args:
-        build: makes new parts from a workbench. It is called several times, with different models.
-        seed: seed of the run, which keys every draw.
-        checks: names of the checks to run (default: all that need no configured model).
-
-    Raises:
-        AssertionError: as for ``assert_lossless``.
+    ``build`` makes new parts from a workbench; it is called several times, with different models.
+    ``checks`` default to all that need no configured model. AssertionError: as for
+    ``assert_lossless``.
     """
     return _asserted(certify_parts(build, seed=seed, checks=checks))
 

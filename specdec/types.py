@@ -60,7 +60,6 @@ class Nodes:
             start = stop
 
     def where(self, mask: BoolArray) -> Nodes:
-        """Returns the nodes whose entry in ``mask``, bool[W], is true, without empty requests."""
         selected = [(request_id, ids[mask[rows]]) for request_id, ids, rows in self.packed()]
         return Nodes(tuple(item for item in selected if len(item[1])))
 
@@ -96,7 +95,6 @@ class Candidates:
 
     @staticmethod
     def joined(parts: Sequence[Candidates]) -> Candidates:
-        """Concatenates rows of parts with the same K, no origins, and probs in all or none."""
         if len(parts) == 1:
             return parts[0]
         assert all(part.origins is None for part in parts), "origins would be lost"
@@ -295,7 +293,6 @@ class TreeRows:
         return self.take(mask.nonzero()[0])
 
     def take(self, rows: IntArray) -> TreeRows:
-        """Returns the rows with the increasing indices ``rows``, int64[K] (used for pruning)."""
         return TreeRows(
             request=self.request,
             prefix_len=self.prefix_len,
@@ -578,7 +575,6 @@ class NodeMap(Generic[Value]):
                 del values[node_id]
 
     def clear(self) -> None:
-        """Removes all values; the requests stay open."""
         for values in self._values.values():
             values.clear()
 

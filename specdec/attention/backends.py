@@ -49,9 +49,8 @@ class Attention(StrEnum):
 
 
 def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
-    """Prefers Triton, which splits the context among all multiprocessors of a GPU.
-
-    With a mask, the kernels behind ``DENSE`` use one per key/value head and block of rows.
+    """Prefers Triton, which splits the context among all multiprocessors of a GPU; with a mask, the
+    kernels behind ``DENSE`` use one per key/value head and block of rows.
     """
     if device.type == "cuda" and support.triton_problem(device, dtype) is None:
         return Attention.TRITON
@@ -59,7 +58,6 @@ def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
 
 
 def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Returns the kernel of ``model.attention=kind``; None for ``DENSE``."""
     setting = f"model.attention={kind}"
     if kind not in list(Attention):
         raise UserError(f"{setting} is unknown; choose {', '.join(Attention)}")

@@ -39,8 +39,6 @@ _REGISTERS = 64  # elements: two 512-bit registers of 16-bit numbers
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows ``start`` .. ``stop`` - 1 of one request's rows in a pass."""
-
     rows: Rows
     start: int
     stop: int
@@ -51,20 +49,15 @@ class RowRange:
 
 @dataclass(slots=True)
 class Context:
-    """The keys that the rows of one request see, by position.
+    """The keys that the rows of one request see, by position."""
 
-    Attributes:
-        positions: int64[R], absolute positions of the rows.
-        num_blocks: number of leading blocks in which the key of position ``p`` is in slot ``p`` for
-            every row that sees it.
-        num_slots: leading slots that these blocks read; the rest of the last block is padding.
-        slots: int64[R, N * B], slots of the positions from ``num_blocks`` * B on, 0 where a row has
-            no key; None if no row has keys there.
-    """
-
-    positions: Tensor
+    positions: Tensor  # int64[R], absolute positions of the rows
+    # number of leading blocks in which the key of position ``p`` is in slot ``p`` for every row
+    # that sees it
     num_blocks: int
-    num_slots: int
+    num_slots: int  # leading slots that these blocks read; the rest of the last block is padding
+    # int64[R, N * B], slots of the positions from ``num_blocks`` * B on, 0 where a row has no key;
+    # None if no row has keys there
     slots: Tensor | None = None
     _masks: dict[tuple[bool, int | None], Tensor | None] = field(default_factory=dict)
 
@@ -116,8 +109,6 @@ def context_of(part: RowRange, device: torch.device) -> Context:
 
 
 class ExactPlan(PassPlan):
-    """The plan of one exact pass: ranges of rows in packing order, then padding to ``num_rows``."""
-
     def __init__(
         self,
         *,
@@ -194,7 +185,6 @@ def _key_sets(
 def _blocks(
     key: Tensor, value: Tensor, shape: tuple[int, int], padding: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cuts [G, U * N * B - ``padding``, D] into [G, U, N, B, D] and [G, U, N, B, D + ones]."""
     groups, used, size = key.shape
     extended = value.new_ones((groups, used + padding, size + _ONES), dtype=dtype)
     extended[:, :used, :size] = value
@@ -210,17 +200,11 @@ def _blocks(
 
 @dataclass(slots=True)
 class _KeySet:
-    """Scores of all rows over some blocks.
+    """Scores of all rows over some blocks."""
 
-    Attributes:
-        scores: [G, U, N, M, B]; rows of padding have zeros.
-        rows: [G, U, N, R / U, P, B], a view of ``scores`` without the padding.
-        values: [G, U, N, B, D + ones].
-    """
-
-    scores: Tensor
-    rows: Tensor
-    values: Tensor
+    scores: Tensor  # [G, U, N, M, B]; rows of padding have zeros
+    rows: Tensor  # [G, U, N, R / U, P, B], a view of ``scores`` without the padding
+    values: Tensor  # [G, U, N, B, D + ones]
 
     @staticmethod
     def of(query: Tensor, keys: Tensor, values: Tensor, softcap: float | None) -> _KeySet:

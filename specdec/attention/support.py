@@ -60,7 +60,6 @@ def compile_problem(device: torch.device | str) -> str | None:
 
 
 def require(problem: str | None, setting: str) -> None:
-    """Raises a ``UserError`` if ``setting`` (key=value) has a problem."""
     if problem is not None:
         raise UserError(f"{setting} cannot run here: {problem}")
 

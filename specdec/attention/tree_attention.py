@@ -50,8 +50,7 @@ _FIRST_BLOCKS = 64  # blocks that a new pool allocates
 _LEAST_GROWTH = 128  # slots
 _GROWTH = 1 / 32  # share of the capacity; small, because requests reserve what they need
 
-Pair = tuple[Tensor, Tensor]
-"""Keys and values."""
+Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,6 @@ class CacheSpec:
     device: torch.device
 
     def empty(self, num_slots: int) -> Tensor:
-        """Returns an uninitialised tensor [L, 2, G, num_slots, D]."""
         shape = (self.num_layers, 2, self.num_kv_heads, num_slots, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
@@ -88,9 +86,8 @@ class Contiguous:
     def __init__(
         self, *, make: Callable[[int], Tensor], capacity: int, growth: float = _GROWTH
     ) -> None:
-        """``make`` maps a number of slots to a tensor [L, 2, G, slots, D].
-
-        Full memory grows by at least the share ``growth`` of its capacity.
+        """``make`` maps a number of slots to a tensor [L, 2, G, slots, D]; full memory grows by the
+        share ``growth`` at least.
         """
         self._make = make
         self._growth = growth
@@ -117,11 +114,9 @@ class Contiguous:
         return store
 
     def buffers(self, start: int, end: int) -> Buffers:
-        """Returns memory for a pass that writes the slots ``start`` .. ``end`` - 1 itself."""
         return self.layers, _nothing
 
     def contents(self) -> Tensor:
-        """Returns all slots, [L, 2, G, C, D]; read-only, because ``Paged`` returns a copy."""
         return self.tensor
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
@@ -158,7 +153,6 @@ class BlockPool:
     """
 
     def __init__(self, *, spec: CacheSpec, num_blocks: int, block_tokens: int) -> None:
-        """Sets the maximum; memory is allocated as blocks are first used."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.peak = 0
@@ -180,7 +174,6 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def take(self, num: int) -> list[int]:
-        """Allocates blocks; a RuntimeError means that admission control allowed too many."""
         if num > len(self._free):
             raise RuntimeError(
                 f"a request needs {num} more blocks, but only {len(self._free)} of"
@@ -200,8 +193,6 @@ class BlockPool:
 
 
 class Paged:
-    """Blocks of a pool, addressed by the request's block table; methods as in ``Contiguous``."""
-
     def __init__(self, *, pool: BlockPool) -> None:
         self._pool = pool
         self._table: list[int] = []
@@ -211,13 +202,11 @@ class Paged:
         return len(self._table) * self._pool.block_tokens
 
     def reserve(self, end: int, used: int) -> None:
-        """Allocates the blocks that ``end`` slots need; unlike ``Contiguous`` it moves no data."""
         missing = -(-end // self._pool.block_tokens) - len(self._table)
         if missing > 0:
             self._table += self._pool.take(missing)
 
     def writer(self, start: int, end: int) -> Store:
-        """Gathers the slots that the pass reads, once for all layers."""
         index = self._index(np.arange(end))
         new, written = index[start:], self._pool.rows.unbind(0)
         read = self._pool.rows.index_select(3, index).unbind(0)
@@ -231,7 +220,6 @@ class Paged:
         return store
 
     def buffers(self, start: int, end: int) -> Buffers:
-        """Returns a copy of the slots; the new ones are written back after the pass."""
         index = self._index(np.arange(end))
         copy = self._pool.rows.index_select(3, index)
 
@@ -249,13 +237,11 @@ class Paged:
         rows.index_copy_(3, self._index(targets), rows.index_select(3, self._index(sources)))
 
     def trim(self, used: int) -> None:
-        """Returns the blocks beyond the first ``used`` slots to the pool."""
         kept = -(-used // self._pool.block_tokens)
         self._pool.give_back(self._table[kept:])
         del self._table[kept:]
 
     def _index(self, slots: IntArray) -> Tensor:
-        """Returns the rows of the pool, int64[n], that store ``slots``."""
         block, offset = np.divmod(slots, self._pool.block_tokens)
         rows = np.array(self._table, np.int64)[block] * self._pool.block_tokens + offset
         return to_device(rows, self._pool.rows.device)
@@ -270,25 +256,16 @@ _SEES_ITSELF: BoolArray = np.ones((1, 1), np.bool_)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The rows of one request in one forward pass; ``start`` is the slot of the first in ``cache``.
-
-    Attributes:
-        tokens: int64[R], prefix rows first, then tree nodes.
-        positions: int64[R], absolute positions.
-        node_ids: int64[W].
-        num_prefix: R - W.
-        first_masked: every row sees all slots before this one.
-        visible: bool[R, start + R - first_masked]: the slots from ``first_masked`` on that each row
-            sees.
-    """
+    """The rows of one request in one pass; ``start`` is the slot of the first in ``cache``."""
 
     cache: TreeCache
-    tokens: IntArray
-    positions: IntArray
-    node_ids: IntArray
-    num_prefix: int
+    tokens: IntArray  # int64[R], prefix rows first, then tree nodes
+    positions: IntArray  # int64[R], absolute positions
+    node_ids: IntArray  # int64[W]
+    num_prefix: int  # R - W
     start: int
-    first_masked: int
+    first_masked: int  # every row sees all slots before this one
+    # bool[R, start + R - first_masked]: the slots from ``first_masked`` on that each row sees
     visible: BoolArray
 
     def __len__(self) -> int:
@@ -317,7 +294,6 @@ class TreeCache:
     """
 
     def __init__(self, *, spec: CacheSpec, capacity: int, storage: Storage | None = None) -> None:
-        """Creates an empty cache, which grows beyond ``capacity`` slots as needed."""
         if capacity < 1:
             raise ValueError(f"cache capacity {capacity} must be at least 1 slot")
         self.spec = spec
@@ -334,15 +310,12 @@ class TreeCache:
 
     @property
     def storage(self) -> Tensor:
-        """Returns keys and values of all slots, [L, 2, G, C, D]; a copy if storage is paged."""
         return self._kv.contents()
 
     def slot_writer(self, start: int, end: int) -> Store:
-        """Returns access for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
         return self._kv.writer(start, end)
 
     def buffers(self, rows: Rows) -> Buffers:
-        """Returns memory for a pass that writes the keys and values of ``rows`` itself."""
         return self._kv.buffers(rows.start, rows.end)
 
     @property
@@ -350,7 +323,6 @@ class TreeCache:
         return len(self.node_ids)
 
     def has(self, node_ids: IntArray) -> BoolArray:
-        """Returns bool[W]: which of ``node_ids``[W] have entries in the tree region."""
         return np.isin(node_ids, self.node_ids)
 
     def key_positions(self, end: int) -> IntArray:
@@ -452,13 +424,11 @@ class TreeCache:
         self._kv.trim(self.cached_len + self.num_nodes)
 
     def truncate(self, length: int) -> None:
-        """Drops the tree region and the prefix beyond ``length`` tokens."""
         self.cached_len = min(self.cached_len, length)
         self.node_ids = self.node_positions = EMPTY
         self._kv.trim(self.cached_len)
 
     def close(self) -> None:
-        """Frees all slots; the cache must not be used afterwards."""
         self._kv.trim(0)
 
     def _adoptable(self, commit: Commit) -> IntArray:
@@ -490,18 +460,13 @@ OPAQUE = "specdec_opaque"
 
 @dataclass(slots=True)
 class ScoreOptions:
-    """How a layer computes its scores, as transformers passes it.
+    """How a layer computes its scores, as transformers passes it."""
 
-    Attributes:
-        scaling: factor of the scores; None means 1 / sqrt(D).
-        window: keys at least this many positions back are masked; None: no sliding window.
-        softcap: scores s become softcap * tanh(s / softcap); None: no cap.
-        others: further arguments of the family; checked once, when a runner is created.
-    """
-
-    scaling: float | None = None
+    scaling: float | None = None  # factor of the scores; None means 1 / sqrt(D)
+    # keys at least this many positions back are masked; None: no sliding window
     window: int | None = None
-    softcap: float | None = None
+    softcap: float | None = None  # scores s become softcap * tanh(s / softcap); None: no cap
+    # further arguments of the family; checked once, when a runner is created
     others: dict[str, Any] = field(default_factory=dict)
 
 
@@ -518,7 +483,6 @@ class PassPlan:
         self.hidden = hidden
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
-        """Stores the rows' keys and values, then attends; shapes as in ``tree_attention``."""
         raise NotImplementedError
 
 
@@ -599,13 +563,11 @@ class Visibility:
         full: bool = False,
         split: int = 0,
     ) -> None:
-        """Stores the inputs; ``mask`` builds masks on first use.
+        """Stores the inputs; ``mask`` builds masks on first use, for ``num_slots`` columns (C).
 
-        Args:
-            num_slots: C, number of columns of a mask.
-            positions, column_positions: int64[R] and int64[M], absolute positions of the rows and
-                of the entries from ``first`` on; needed for sliding windows only.
-            causal: true only if the last row's slot is also the last one.
+        ``positions`` int64[R] and ``column_positions`` int64[M] are absolute positions of the rows
+        and of the entries from ``first`` on, needed for sliding windows only. ``causal`` may be
+        true only if the last row's slot is also the last one.
         """
         self.causal, self.full, self.split = causal, full, split
         self.lengths = lengths.to(torch.int32)
@@ -660,9 +622,8 @@ class RequestPart:
         return self.rows.cache.slot_writer(self.rows.start, self.rows.end)
 
     def mask(self, window: int | None, folds: int = 1) -> Tensor | None:
-        """Returns the additive mask [folds R, n]; None if every row sees every slot.
-
-        It is built on the device from bits, because [R, n] would have to be copied from the host.
+        """Returns the additive mask [folds R, n], built on the device from bits; None if every row
+        sees every slot.
         """
         if self.within(window):
             window = None
@@ -694,14 +655,12 @@ class RequestPart:
         return self._bits[has_window]
 
     def within(self, window: int | None) -> bool:
-        """Returns whether a sliding window of this size would mask nothing."""
         return window is None or int(self.rows.positions.max()) < window
 
 
 def host_mask(rows: Rows, window: int | None) -> npt.NDArray[np.float32] | None:
-    """Returns the additive mask float32[R, n] for kernels that hide later slots themselves.
-
-    None: every row sees all slots up to its own.
+    """Returns the additive mask float32[R, n] for kernels that hide later slots themselves; None if
+    every row sees all slots up to its own.
     """
     if window is not None and int(rows.positions.max()) < window:
         window = None  # it would mask nothing
@@ -715,8 +674,6 @@ def host_mask(rows: Rows, window: int | None) -> npt.NDArray[np.float32] | None:
 
 
 class AttentionPlan(PassPlan):
-    """The plan of one pass that is neither captured nor exact."""
-
     def __init__(
         self,
         *,
@@ -751,7 +708,6 @@ class AttentionPlan(PassPlan):
     def _attend_one(
         self, part: RequestPart, query: Tensor, stored: Pair, options: ScoreOptions
     ) -> Tensor:
-        """Attends one request's rows to its cache ``stored`` [1, G, n, D]; returns [1, H, R, D]."""
         scaling, window, softcap = options.scaling, options.window, options.softcap
         if softcap is None and self._kernel is not None and part.within(window):
             return self._kernel(query, *stored, part.bits(), scaling)
@@ -814,9 +770,8 @@ def capped_attention(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Computes attention in elementary operations, because no kernel here supports soft caps.
-
-    Scores s become softcap * tanh(s / softcap) (Gemma 2) unless ``softcap`` is None.
+    """Computes attention in elementary operations, because no kernel here supports soft caps:
+    scores s become softcap * tanh(s / softcap) (Gemma 2) unless ``softcap`` is None.
     """
     scores = scores_of(query, key, scaling)
     if softcap is not None:
@@ -835,7 +790,6 @@ def scores_of(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
 
 
 def weighted_values(weights: Tensor, value: Tensor) -> Tensor:
-    """Sums the values [1, G, C, D], weighted by [1, G, P, R, C], to [1, H, R, D]."""
     output = weights @ rearrange(value, "b g c d -> b g 1 c d")
     return rearrange(output, "b g p r d -> b (g p) r d")
 

@@ -90,6 +90,5 @@ def main(arguments: Arguments) -> int:
 
 
 def _matching(names: Sequence[str]) -> list[str]:
-    """Returns the files that patterns match; other names as they are."""
     paths = [str(Path(name).expanduser()) for name in names]
     return [found for path in paths for found in (sorted(glob(path)) or [path])]

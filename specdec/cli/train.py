@@ -62,7 +62,6 @@ def main(arguments: Arguments) -> int:
 def train_config(
     kind: str, overrides: Sequence[str], extra: Sequence[Path] = ()
 ) -> Mapping[str, Any]:
-    """Composes and checks a configuration."""
     # Imported here: torch takes seconds to import.
     from specdec.train.run import GROUPS, check
 

@@ -9,8 +9,6 @@ from weakref import WeakSet
 
 
 class RunObserver(Protocol):
-    """Is notified before and after timed runs, for example to capture CUDA graphs."""
-
     def begin_timed(self) -> None: ...
 
     def end_timed(self) -> None: ...
@@ -21,12 +19,10 @@ _is_timed = False
 
 
 def observe(observer: RunObserver) -> None:
-    """Registers an observer of timed runs; only a weak reference to it is kept."""
     _observers.add(observer)
 
 
 def is_timed() -> bool:
-    """Returns whether a timed run is in progress, during which nothing may be captured."""
     return _is_timed
 
 

@@ -57,7 +57,6 @@ class Planned:
     plan: ExecutorPlan
 
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
-        """Builds the executor; ``runtime`` has a factory for each object that it may request."""
         parameters = inspect.signature(self.cls.build).parameters.values()
         requested = {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
         for name, required in requested.items():
@@ -125,7 +124,6 @@ def check_source(
 def check_executor(
     source: TokenSource, policy: TreePolicy, executor: ExecutorPlan | Executor
 ) -> None:
-    """Refuses an executor, or its plan, that does not deliver what the source needs."""
     name, needs = type(source).__name__, source.needs
     if needs.exits and (executor.latency == 1 or not policy.follows_exits):
         why = f"{type(policy).__name__} drafts before it submits, but a token's exit comes after"
@@ -231,11 +229,6 @@ class Workbench:
         self._first_stage: FirstStage | None = None
 
     def runner(self, name: str, plan: ExecutorPlan | None = None) -> ModelRunner:
-        """Returns a runner of the "draft" or "middle" model, for ``DraftModelSource``.
-
-        Raises:
-            UserError: there is no such model, or the clock's profile has no cost for it.
-        """
         profile = self.clock.profile
         if name == "draft":
             return self.draft_runner(plan)
@@ -251,10 +244,7 @@ class Workbench:
 
         If ``plan`` distributes the draft over several processes, these share it by tensor
         parallelism and end with the executor that ``parts`` builds for this plan, or with
-        ``release``.
-
-        Raises:
-            RankFailure: a rank failed while loading.
+        ``release``. RankFailure: a rank failed while loading.
         """
         if self.ranks is not None and isinstance(plan, PipelinePlan) and plan.distributed:
             place = plan.placements.get("draft")
@@ -263,10 +253,8 @@ class Workbench:
         return self.pair.runner("draft", self.meter)
 
     def source_pair(self) -> ModelPair:
-        """Returns the pair for token sources.
-
-        If other processes run the target, a source that needs target layers loads these alone, and
-        this process never holds the whole target.
+        """Returns the pair for token sources; if other processes run the target, this process loads
+        single layers of it at most.
         """
         return self.pair if self.ranks is None else self.pair.without_target()
 
@@ -344,7 +332,6 @@ class Workbench:
         return parts
 
     def runtime(self, serving: ServingRules) -> dict[str, Callable[[], Any]]:
-        """Returns factories of the objects that executors and sources may request by name."""
         blocks = serving.num_blocks, serving.block_tokens
         ranks, seed = self.ranks, self.draws.seed
         return {
@@ -392,11 +379,7 @@ The parts are made in this order: plan of the executor, policy, verifier, source
 
 
 def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
-    """Builds and checks the parts of a resolved plain configuration (``conf/config.yaml``).
-
-    Raises:
-        UserError: an unknown key, a bad value, or parts that do not fit together.
-    """
+    """Builds and checks the parts of a resolved plain configuration (``conf/config.yaml``)."""
     meter, timeline = Meter(), Timeline() if cfg.get("trace") else None
     clock = build_clock(cfg["clock"], meter, timeline=timeline)
     ranks = _ranks(cfg, pair, clock)
@@ -407,10 +390,8 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
 def build_parts(
     cfg: Mapping[str, Any], bench: Workbench, *, verifier: Verifier | None = None
 ) -> Parts:
-    """Builds the parts of a configuration on a workbench.
-
-    Clock and seed are those of the workbench, not of ``cfg``. A given ``verifier`` replaces the
-    configuration's.
+    """Builds the parts of a configuration with clock, seed and models of a workbench; a given
+    ``verifier`` replaces the configuration's.
     """
     pair, executor = bench.pair, plan_executor(cfg["executor"], bench.pair)
     plan = executor.plan
@@ -458,9 +439,8 @@ def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
 
 
 def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | None:
-    """Returns the processes of a distributed executor, or None if everything runs in this process.
-
-    A simulated clock runs all ranks in this process: it computes their times instead of measuring.
+    """Returns the processes of a distributed executor; None if everything runs in this process, as
+    on a simulated clock, which computes the ranks' times.
     """
     node = cfg["executor"]
     if node.get("transport") != "distributed" or clock.kind is ClockKind.SIMULATED:

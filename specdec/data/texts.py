@@ -21,7 +21,6 @@ Turn = tuple[str, str] | tuple[IntArray, IntArray]
 
 
 def read_turns(path: Path) -> Iterator[tuple[str, dict[str, Any], Turn]]:
-    """Yields (name of the line for messages, its object, its turn) of a JSON lines file."""
     for number, entry in read_records(path):
         where = f"{path} line {number}"
         yield where, entry, turn_of(entry, where)
@@ -37,10 +36,8 @@ def turn_of(entry: dict[str, Any], where: str) -> Turn:
 
 
 def tokenized(turn: Turn, tokenizer: Callable[[], Any], where: str) -> tuple[IntArray, IntArray]:
-    """Returns prompt and completion of a turn as int64[T] each.
-
-    ``tokenizer`` loads the tokenizer of transformers and is called only for text; ``where`` is the
-    turn's name for messages.
+    """Returns prompt and completion of a turn as int64[T] each; ``tokenizer`` loads the tokenizer
+    and is called only for text.
     """
     prompt, output = turn
     if isinstance(prompt, str):

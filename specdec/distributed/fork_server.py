@@ -34,7 +34,6 @@ _POLL_S = 0.05
 
 
 def main(argv: list[str]) -> int:
-    """Forks ranks 1 .. SIZE - 1 and waits until all have ended or standard input closes."""
     address, port, size, logs = argv[0], int(argv[1]), int(argv[2]), Path(argv[3])
     keep_logs = argv[4] == "keep"
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -82,7 +81,6 @@ def _watch(ranks: dict[int, int]) -> bool:
 
 
 def _run_rank(address: str, port: int, rank: int, size: int, logs: Path) -> NoReturn:
-    """Runs a rank in the forked process, with its output redirected to its log."""
     status = 1
     try:
         log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

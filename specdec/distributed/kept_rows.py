@@ -64,7 +64,6 @@ class Keepers:
         self._of.pop(request_id, None)
 
     def connect(self, answers: Answers) -> Answers:
-        """Gives distributions that stayed on the last rank access to it."""
         if not isinstance(answers.probs, RemoteProbs):
             return answers
         return replace(answers, probs=replace(answers.probs, keeper=self._of[answers.request]))
@@ -81,26 +80,20 @@ class Keepers:
 
 @dataclass(frozen=True, slots=True)
 class KeeperOfRequest:
-    """Access to the kept rows of one request; implements ``specdec.device.RowKeeper``."""
-
     request: int
     transform: SamplingTransform
     ask: Callable[[Query], torch.Tensor]
 
     def rows(self, node_ids: IntArray) -> FloatArray:
-        """Fetches float64[A, V]: the distributions after answered nodes of the tree."""
         logits = self.ask(Query(self.request, node_ids))
         return on_host(_probs(self.transform, logits))
 
     def values(self, node_id: int, tokens: IntArray) -> FloatArray:
-        """Fetches float64[len(tokens)]: probabilities of tokens after an answered node."""
         values: FloatArray = self.ask(Query(self.request, np.array([node_id]), tokens)).numpy()
         return values
 
 
 class KeptRows:
-    """The last rank's logits of answered nodes, by request."""
-
     def __init__(self) -> None:
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
         self._of: dict[int, SamplingTransform] = {}
@@ -116,10 +109,8 @@ class KeptRows:
     def keep(
         self, batch: Batch, answers: Sequence[Answers], logits: torch.Tensor
     ) -> tuple[Answers, ...]:
-        """Stores ``logits`` [W, V] of answers whose whole distributions would have to be sent.
-
-        Returns:
-            The answers, of whose kept distributions there are only the values of children.
+        """Stores ``logits`` [W, V] of answers whose whole distributions would have to be sent, and
+        returns the answers with only the values of children of these.
         """
         left, start = list[Answers](), 0
         for tree, answer in zip(batch.trees, answers, strict=True):
@@ -135,7 +126,6 @@ class KeptRows:
         return tuple(left)
 
     def answer(self, query: Query) -> torch.Tensor:
-        """Returns the body of the reply: logits [A, V], or float64[len(tokens)]."""
         rows = torch.stack([self._rows[query.request][i] for i in query.node_ids.tolist()])
         if query.tokens is None:
             return rows
@@ -170,7 +160,6 @@ def _at(probs: Probs, rows: IntArray, tokens: IntArray) -> FloatArray:
 
 
 def _probs(transform: SamplingTransform, logits: torch.Tensor) -> Probs:
-    """Computes the distributions that ``ModelAnswerer`` would put into answers for these logits."""
     if transform.params.greedy:
         return transform.proposal_probs(logits)
     return transform.distribution(logits)

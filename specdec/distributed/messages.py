@@ -65,29 +65,21 @@ class Kind(IntEnum):
 
 REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN, Kind.EARLY, Kind.ROWS)
 
-ReplyKey: TypeAlias = tuple[Kind, int]
-"""Kind of a reply, and the rank that sends it."""
+ReplyKey: TypeAlias = tuple[Kind, int]  # kind of a reply, and the rank that sends it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRequest:
-    """The part of a request that ranks receive.
-
-    Attributes:
-        max_cached: maximum number of tokens in its caches.
-        tokens: int64[T], the prompt, if the transform reads it; otherwise empty.
-    """
+    """The part of a request that ranks receive."""
 
     id: int
-    max_cached: int
+    max_cached: int  # maximum number of tokens in its caches
     sampling: SamplingParams
-    tokens: IntArray
+    tokens: IntArray  # int64[T], the prompt, if the transform reads it; otherwise empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Input of a step; closes take effect before opens, and opens before the batch."""
-
     closes: tuple[int, ...] = ()
     opens: tuple[OpenedRequest, ...] = ()
     batch: Batch
@@ -98,8 +90,6 @@ class Entry:
 
 
 class Ending(NamedTuple):
-    """End of a step: its input and its commits, without hidden states."""
-
     entry: Entry
     commits: tuple[Commit, ...]
 
@@ -118,7 +108,6 @@ class Message(NamedTuple):
     body: Any = None
 
     def pack(self) -> IntArray:
-        """Returns int64[n], whose first element is n."""
         file = io.BytesIO()
         pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
         pickler.dispatch_table = _REDUCERS
@@ -153,17 +142,14 @@ _REDUCERS = {**copyreg.dispatch_table, torch.Tensor: _reduce_tensor}
 
 HEARTBEAT_S = 1.0
 
-ANY_FAILED = "failed"
-"""This key is set after the first ``failed_key`` of any rank."""
+ANY_FAILED = "failed"  # this key is set after the first ``failed_key`` of any rank
 
 
 def started_key(rank: int) -> str:
-    """This key is set when the rank's process runs."""
     return f"started/{rank}"
 
 
 def ready_key(session: int, rank: int) -> str:
-    """This key is set when the rank has loaded its part of a session."""
     return f"ready/{session}/{rank}"
 
 
@@ -178,7 +164,6 @@ def failed_key(rank: int) -> str:
 
 
 def captured_key(number: int, rank: int) -> str:
-    """This key is set when the rank has captured its CUDA graphs before timed run ``number``."""
     return f"captured/{number}/{rank}"
 
 

@@ -50,8 +50,6 @@ _MAX_PENDING = 16
 
 
 class Worker:
-    """Models, sessions and connections of a rank's process."""
-
     def __init__(
         self,
         store: dist.Store,
@@ -63,8 +61,8 @@ class Worker:
     ) -> None:
         """Joins the group; blocks until all ranks have.
 
-        The process ends when the store, which is on rank 0's machine, does not answer for
-        ``timeout_s`` (None: waits for ever): nothing else says that the link to it is gone.
+        The process ends when the store does not answer for ``timeout_s`` (None: waits for ever):
+        nothing else says that the link to rank 0's machine is gone.
         """
         self.rank = rank
         self._unanswered = 0  # heartbeat intervals since the store has answered
@@ -83,7 +81,6 @@ class Worker:
             threading.Thread(target=self._watch_store, args=(timeout_s,), daemon=True).start()
 
     def serve(self) -> None:
-        """Handles rank 0's messages until STOP; raises ``PeerLost`` if a connection breaks."""
         with torch.inference_mode():
             while True:
                 message = Message.unpack(self.link.receive())
@@ -154,7 +151,6 @@ class Worker:
         return self.connections.join(peers, device)
 
     def _pair(self, plan: SessionPlan | DraftPlan) -> ModelPair:
-        """Returns the plan's models, on this rank's device."""
         if plan.threads is not None:
             torch.set_num_threads(plan.threads)
         model = dict(plan.model)
@@ -170,7 +166,6 @@ class Worker:
         return self._pairs[key]
 
     def report(self, session: int) -> dict[str, object]:
-        """Returns the session report with bytes sent, CPU seconds and peak memory."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         sent = self.connections.num_bytes
         used = {"bytes_sent": sent, "cpu_s": time.process_time(), "peak_bytes": peak}
@@ -178,7 +173,6 @@ class Worker:
         return {**ran.report(), **used}
 
     def _send_heartbeats(self) -> None:
-        """Reports that the process is alive, and its current operation; runs in its own thread."""
         number = 0
         while True:
             current = self._current
@@ -191,9 +185,8 @@ class Worker:
             threading.Event().wait(HEARTBEAT_S)
 
     def _watch_store(self, timeout_s: float) -> None:
-        """Ends the process; runs in its own thread, since all others may wait for the network.
-
-        Intervals are counted, not seconds, so that a process that was stopped goes on.
+        """Ends the process; its own thread counts intervals, so that a process that was stopped
+        continues.
         """
         while self._unanswered * HEARTBEAT_S <= timeout_s:
             threading.Event().wait(HEARTBEAT_S)
@@ -215,8 +208,8 @@ def serve(
 ) -> int:
     """Runs a rank (arguments as in ``Worker``) until rank 0 stops it; returns its exit status.
 
-    A failure is written to the store for rank 0 (``failed_key``) as ``kind`` ("user",
-    "raised" or "lost"), ``text`` and ``peer``; the status is then 1.
+    A failure is written to the store (``failed_key``) as ``kind`` ("user", "raised" or "lost"),
+    ``text`` and ``peer``; the status is then 1.
     """
     try:
         Worker(store, rank, size, loopback=loopback, timeout_s=timeout_s).serve()

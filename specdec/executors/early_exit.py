@@ -40,17 +40,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The target's layers between two exits.
+    """The target's layers between two exits."""
 
-    Attributes:
-        stage: the layers and the exit head after the last of them.
-        layer: number of target layers before that exit.
-        stages: number of stages of the latency profile that the layers are charged as.
-    """
-
-    stage: ExitStage
-    layer: int
-    stages: int
+    stage: ExitStage  # the layers and the exit head after the last of them
+    layer: int  # number of target layers before that exit
+    stages: int  # number of stages of the latency profile that the layers are charged as
 
 
 class FirstStage:
@@ -82,9 +76,8 @@ class FirstStage:
         clock: Clock,
         meter: Meter,
     ) -> FirstStage:
-        """Loads the layers before the last exit, with the exit heads.
-
-        ``layers`` has the number of layers before each exit, increasing; the plan prices them.
+        """Loads the layers before the last exit, with the exit heads, at ``layers`` (increasing);
+        the plan prices them.
         """
         bounds = plan.bounds(pair, pair.exit_layer)
         segments = [
@@ -98,7 +91,6 @@ class FirstStage:
         return FirstStage(segments=segments, clock=clock)
 
     def page(self, num_blocks: int, block_tokens: int) -> None:
-        """Switches to paged caches of ``num_blocks`` blocks; must precede the first request."""
         self._segments = tuple(
             replace(segment, stage=segment.stage.paged(num_blocks, block_tokens))
             for segment in self._segments
@@ -115,10 +107,8 @@ class FirstStage:
     ) -> tuple[BoolArray, list[torch.Tensor]]:
         """Returns logits at exit number ``at``; missing ones cost one packed pass per segment.
 
-        Returns:
-            (available bool[W], logits [V] of each available node). A node is unavailable if its
-            request's prefill is not complete, or if it was submitted before its logits were
-            requested.
+        Returns (available bool[W], logits [V] of each available node). Not available are nodes in a
+        prefill, and those submitted before their logits were requested.
         """
         for number in range(at + 1):
             missing = []
@@ -137,9 +127,8 @@ class FirstStage:
         return available, [row for row in rows if row is not None]
 
     def hidden(self, batch: Batch) -> torch.Tensor:
-        """Returns [R, E]: hidden states of a batch after the last exit, in packing order.
-
-        Computes the prompt rows, and the segments that nodes have not passed yet.
+        """Returns [R, E]: hidden states of a batch after the last exit, in packing order, computing
+        what its rows have not passed.
         """
         prompts: dict[int, torch.Tensor] = {}
         for number, segment in enumerate(self._segments):
@@ -166,7 +155,6 @@ class FirstStage:
             results.close(request_id)
 
     def _missing(self, number: int, request: RequestState, slots: IntArray) -> IntArray:
-        """Returns sorted int64 slots: ``slots`` and ancestors that have not passed the segment."""
         cache, tree = self._segments[number].stage.cache(request.id), request.tree
         if cache.cached_len < request.prefix_len:
             return slots[:0]
@@ -176,14 +164,11 @@ class FirstStage:
     def _compute(
         self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor], *, wants_exits: bool
     ) -> dict[int, torch.Tensor]:
-        """Runs one segment, and stores the results of tree nodes.
+        """Runs one segment over rows that have passed those before it, and stores the results of
+        tree nodes.
 
-        Args:
-            batch: rows that have passed the segments before it.
-            prompts: request -> hidden states of its prompt rows after the previous segment.
-
-        Returns:
-            Request -> hidden states of its prompt rows after this segment.
+        ``prompts`` maps requests to hidden states of their prompt rows after the previous segment;
+        returned are those after this one.
         """
         clock, segment = self._clock, self._segments[number]
         before = self._packed(number - 1, batch, prompts) if number else None
@@ -212,7 +197,6 @@ class FirstStage:
     def _packed(
         self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor]
     ) -> torch.Tensor:
-        """Removes the batch's stored rows after segment ``number``, and returns them as [R, E]."""
         parts = []
         for item in row_items(batch):
             if item.prefill is not None:
@@ -224,8 +208,6 @@ class FirstStage:
 
 
 class _WholeTarget(Stage):
-    """Combines the first stage and the remaining layers into one stage."""
-
     def __init__(self, first_stage: FirstStage, rest: Stage) -> None:
         self._parts = (first_stage, rest)
 
@@ -251,10 +233,8 @@ class EarlyExitExecutor(LocalExecutor):
 
     @classmethod
     def plan(cls, models: ModelPair, *, stages: Count | None = None) -> EarlyExitPlan:
-        """Places all layers on the controller's device.
-
-        ``stages`` is the number of stages that a latency profile prices. Default: ceil(layers /
-        exit layer).
+        """Places all layers on the controller's device; ``stages`` (default: ceil(layers / exit
+        layer)) is the number that a latency profile prices.
         """
         stages = stages or -(-models.num_layers // models.exit_layer)
         return EarlyExitPlan.of_stages(models, stages)
@@ -272,7 +252,6 @@ class EarlyExitExecutor(LocalExecutor):
         blocks: Blocks,
         first_stage: FirstStage | None = None,
     ) -> EarlyExitExecutor:
-        """Loads the layers after ``first_stage``, which ``source=early_exit`` has created."""
         if first_stage is None:
             raise UserError(
                 "executor=early_exit verifies drafts of the target's first layers: use it with"

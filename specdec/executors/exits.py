@@ -34,16 +34,14 @@ class ExitHead(Stage):
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
     ) -> StageOutput:
-        """Returns logits [W, V] in the order of ``batch.trees`` from packed hidden states [R, E].
-
-        Without ``wants_logits`` it only updates its cache.
+        """Returns logits [W, V] in the order of ``batch.trees`` from packed hidden states [R, E],
+        or only updates its cache.
         """
         raise NotImplementedError
 
 
 class NormHead(ExitHead):
     def __init__(self, *, norm: nn.Module, output: nn.Module, meter: Meter) -> None:
-        """Wraps the modules; ``meter`` counts every pass under the name "exit"."""
         self._norm = norm
         self._output = output
         self._meter = meter

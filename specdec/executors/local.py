@@ -51,7 +51,6 @@ class LocalExecutor(Executor):
 
     @classmethod
     def plan(cls, models: ModelPair) -> ExecutorPlan:
-        """Places all models on the controller's device, which stores shared matrices once."""
         shared = models.shared_bytes
         placements = {
             name: Placement(ranks=(CONTROLLER,), weight_bytes=(size - shared.get(name, 0),))
@@ -88,7 +87,6 @@ class LocalExecutor(Executor):
         self.stages[0].open(request)
 
     def submit(self, batch: Batch) -> None:
-        """Stores the batch; the pass runs in ``collect``."""
         self._batch = batch
         if batch.num_tokens:
             self.counters.count(batch)

@@ -36,12 +36,8 @@ class OverRanks(Protocol):
     def __call__(
         self, plan: Any, needs: Needs, *, bounds: Sequence[tuple[int, int]], exits: Sequence[int]
     ) -> Any:
-        """Starts or joins the processes and returns an ``Executor``.
-
-        Args:
-            plan: a ``PipelinePlan``.
-            bounds: half-open layer ranges of the devices.
-            exits: number of layers before each early exit.
+        """Starts or joins the processes of a ``PipelinePlan`` and returns an ``Executor``;
+        ``bounds`` are half-open layer ranges of the devices, ``exits`` the layers before each exit.
         """
         ...
 
@@ -134,7 +130,6 @@ class ModelPair:
         raise AssertionError(self.exit_layer)
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:
-        """Returns the runner of the "draft" or "middle" model; ``UserError`` if there is none."""
         raise UserError(f"{self._label} has no {name} model; choose a source without one")
 
     def artefact(self, kind: type[A], **options: Any) -> A:
@@ -163,11 +158,9 @@ class ModelPair:
         )
 
     def prompts(self) -> list[tuple[int, IntArray]] | None:
-        """Returns (id, int64[T]) of each recorded prompt; None if prompts come from ``data=``."""
         return None
 
     def conditions(self) -> dict[str, Any]:
-        """Returns the conditions of a recorded run, which replace those of the configuration."""
         return {}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:

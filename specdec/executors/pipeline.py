@@ -79,7 +79,6 @@ class PipelineExecutor(Executor):
 
     @classmethod
     def plan(cls, models: ModelPair, **options: Any) -> PipelinePlan:
-        """Plans layers, devices and sizes; the keys are those of ``PipelineOptions``."""
         keys = PipelineOptions(**options)
         stages = keys.stages or -(-models.num_layers // models.exit_layer)
         return PipelinePlan.of(
@@ -99,7 +98,6 @@ class PipelineExecutor(Executor):
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> Any:
-        """Loads the stages, in this process or (``over_ranks``) in others."""
         exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
         needs = deliverable(needs, pair.num_layers, exits=bool(exits))
         bounds = plan.bounds(pair, exits[0] if exits else None)
@@ -144,7 +142,6 @@ class PipelineExecutor(Executor):
             stage.open(request)
 
     def submit(self, batch: Batch) -> None:
-        """Passes the batch to the first stage, and charges every stage for its batch."""
         self._step = batch.step
         self._tick += 1
         self._in_flight.enter(self._tick, batch)
@@ -159,14 +156,12 @@ class PipelineExecutor(Executor):
                     self._charges.exit(i, flight.batch.num_nodes)
 
     def ready(self) -> bool:
-        """Returns whether every stage has finished, judged at the controller's time."""
         return not self._charges.busy()
 
     def due_s(self) -> float | None:
         return self._charges.due_s()
 
     def collect(self, *, wait: bool = True) -> Output:
-        """Runs every stage once, and answers the batch that has passed the last one."""
         output, flights = Output(step=self._step), self._flights()
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
@@ -188,7 +183,6 @@ class PipelineExecutor(Executor):
         return with_hidden(output, last.batch, last.captured)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Prunes, moves the surviving rows to the next stage, and ends the step."""
         if commits:
             for stage in self.stages:
                 stage.commit(commits)
@@ -205,7 +199,6 @@ class PipelineExecutor(Executor):
 
     @property
     def stage_rows(self) -> list[int]:
-        """Rows computed per stage; pruned rows are not computed by later stages."""
         return [stage.rows for stage in self.stages]
 
     @property
@@ -238,7 +231,6 @@ class StepCharges:
         self._larger = [(rank, num) for rank, num in enumerate(devices, 1) if num > 1]
 
     def compute(self, rows: Sequence[int], num_nodes: int) -> None:
-        """Charges all stages for ``rows``, and the last for an output head on ``num_nodes``."""
         clock = self._clock
         self._clock.fan_out(self._ranks)
         self._clock.charge_each(self._ranks, Work.STAGE, rows)
@@ -249,7 +241,6 @@ class StepCharges:
         clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
 
     def exit(self, stage: int, num_nodes: int) -> None:
-        """Charges stage number ``stage`` (from 0) for an exit head on ``num_nodes`` rows."""
         self._clock.charge(self._ranks[stage], Work.EXIT, num_nodes)
 
     def busy(self) -> bool:

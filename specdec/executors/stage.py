@@ -56,15 +56,12 @@ _FEW_LOGITS = 1 << 18  # of all rows: their argmax takes less than a walk along 
 
 @dataclass(frozen=True, slots=True)
 class RowItem:
-    """The rows of one request: its prefill chunk first, then its tree nodes."""
-
     request: int
     prefill: PrefillChunk | None
     tree: TreeRows | None
 
     @property
     def prefill_tokens(self) -> IntArray:
-        """int64[T], empty without a chunk."""
         return _NONE if self.prefill is None else self.prefill.tokens
 
     @property
@@ -82,7 +79,6 @@ def row_items(batch: Batch) -> list[RowItem]:
 
 
 def tree_row_index(items: list[RowItem]) -> IntArray:
-    """Returns int64[W]: packed indices of the tree rows, in the order of ``batch.trees``."""
     if all(item.prefill is None for item in items):
         return np.arange(sum([item.num_rows for item in items]))
     parts, start = [], 0
@@ -96,11 +92,8 @@ def tree_row_index(items: list[RowItem]) -> IntArray:
 def with_hidden(
     output: Output, batch: Batch, captured: Mapping[HiddenName, torch.Tensor]
 ) -> Output:
-    """Adds the hidden states of a batch that has passed the target to its output.
-
-    Args:
-        output: one ``Answers`` per request with tree rows, in the order of ``batch.trees``.
-        captured: name -> [R, E], in packing order.
+    """Adds the hidden states ``captured`` (name -> [R, E], in packing order) of a batch that has
+    passed the target to its ``Answers``.
     """
     answers = {answer.request: answer for answer in output.answers}
     prompts, trees = _by_item(batch, captured)
@@ -146,24 +139,19 @@ def _by_item(
 
 @dataclass(slots=True)
 class InFlight:
-    """A batch between two stages.
+    """A batch between two stages."""
 
-    Attributes:
-        batch: the rows that have not been pruned.
-        hidden: [R, E], output of the previous stage; None before the first stage and for stages
-            without a model.
-        captured: name -> [R, E], hidden states captured by earlier stages.
-    """
-
-    batch: Batch
+    batch: Batch  # the rows that have not been pruned
+    # [R, E], output of the previous stage; None before the first stage and for stages without a
+    # model
     hidden: torch.Tensor | None = None
+    # name -> [R, E], hidden states captured by earlier stages
     captured: dict[HiddenName, torch.Tensor] = field(default_factory=dict)
     version: int = 0  # of the ``InFlightRows`` by which it was last pruned
 
     def prune(self, commits: Mapping[int, Commit], closed: Collection[int] = ()) -> None:
-        """Drops rows of nodes that a commit did not keep, and all rows of closed requests.
-
-        Hidden states are pruned like the caches (SpecPipe 3.3.2, second phase of a step).
+        """Drops rows of nodes that a commit did not keep, and all rows of closed requests (SpecPipe
+        3.3.2, second phase of a step).
         """
         num_rows = self.batch.num_tokens
         self.batch, index = _surviving(self.batch, commits, closed)
@@ -228,7 +216,6 @@ class InFlightRows:
             self._flights[tick] = InFlight(batch, version=self._version)
 
     def commit(self, tick: int, commits: Sequence[Commit]) -> None:
-        """Records the commits at the end of step ``tick``; rows of finished requests die."""
         self._version += bool(commits)
         for commit in commits:
             self._latest[commit.request] = (tick, commit)
@@ -260,13 +247,11 @@ class InFlightRows:
         return None
 
     def take(self, tick: int) -> InFlight | None:
-        """Returns the live rows like ``alive``, and removes the batch."""
         flight = self.alive(tick)
         self.drop(tick)
         return flight
 
     def drop(self, tick: int) -> None:
-        """Removes the batch that was submitted at ``tick``, if any."""
         self._flights.pop(tick, None)
 
 
@@ -275,29 +260,21 @@ class InFlightRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """Results of a stage for one batch.
+    """Results of a stage for one batch."""
 
-    Attributes:
-        hidden: [R, E], input of the next stage; None for a stage without a model.
-        logits: [W, V] in the order of ``batch.trees``; last stage only.
-        captured: name -> [R, E], the hidden states that the stage captures.
-        exit_logits: number of target layers before an exit -> [W, V] of its head.
-    """
-
+    # [R, E], input of the next stage; None for a stage without a model
     hidden: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
+    logits: torch.Tensor | None = None  # [W, V] in the order of ``batch.trees``; last stage only
+    # name -> [R, E], the hidden states that the stage captures
     captured: Mapping[HiddenName, torch.Tensor] = field(default_factory=dict)
+    # number of target layers before an exit -> [W, V] of its head
     exit_logits: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Stage:
-    """A slice of the target. The base class has no model and computes nothing.
+    """A slice of the target. The base class has no model and computes nothing."""
 
-    Attributes:
-        layers: the slice of a model; None without one.
-    """
-
-    layers: ModelStage | None = None
+    layers: ModelStage | None = None  # the slice of a model; None without one
 
     def open(self, request_id: int, max_len: int) -> None:
         """Allocates the cache of a request of at most ``max_len`` entries, nodes included."""
@@ -313,9 +290,8 @@ class Stage:
         """Frees the request's cache."""
 
     def paged(self, num_blocks: int | None, block_tokens: int) -> Stage:
-        """Returns the same layers with their caches in pools of blocks.
-
-        Returns itself if ``num_blocks`` is None or the stage has no key-value caches.
+        """Returns the same layers with caches in pools of blocks; itself if there are none or
+        ``num_blocks`` is None.
         """
         return self
 
@@ -329,7 +305,6 @@ class ModelStage(Stage):
         self._caches: dict[int, TreeCache] = {}
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Allocates the request's cache, which grows if it needs more."""
         make, pool = self.runner.new_cache, self.pool
         self._caches[request_id] = make(max_len) if pool is None else make(max_len, pool)
 
@@ -394,8 +369,6 @@ def split_layers(
 
 
 class AnsweredRequest(Protocol):
-    """The part of ``RequestState`` that stages and answerers read."""
-
     @property
     def id(self) -> int: ...
 
@@ -406,9 +379,7 @@ class AnsweredRequest(Protocol):
     def sampling(self) -> SamplingParams: ...
 
     @property
-    def tokens(self) -> IntArray:
-        """int64[T], the prompt; read only if the sampling transform needs histories."""
-        ...
+    def tokens(self) -> IntArray: ...
 
 
 class Answerer:
@@ -446,7 +417,6 @@ class OpenRequests:
             self._paths.open(request.id, request.tokens)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Appends retired nodes to the token histories."""
         self._paths.commit(commits)
 
     def close(self, request_id: int) -> None:
@@ -458,7 +428,6 @@ class ModelAnswerer(OpenRequests, Answerer):
     """Samples from the target's logits with each request's own transform and keyed draws."""
 
     def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:
-        """``needs_probs``: whether answers include distributions (``Needs.target_probs``)."""
         super().__init__()
         self._draws = draws
         self._needs_probs = needs_probs
@@ -500,7 +469,6 @@ class ModelAnswerer(OpenRequests, Answerer):
         logits: torch.Tensor,
         histories: Sequence[list[IntArray] | None],
     ) -> tuple[Answers, ...]:
-        """Answers requests that have equal sampling parameters."""
         tokens, probs = self._sample(trees, logits, histories)
         answers, start = [], 0
         for tree in trees:
@@ -522,7 +490,6 @@ class ModelAnswerer(OpenRequests, Answerer):
         logits: torch.Tensor,
         histories: Sequence[list[IntArray] | None],
     ) -> tuple[IntArray, Probs | None]:
-        """Returns tokens and, if needed, distributions of requests with equal parameters."""
         transform = self._of[trees[0].request]
         params = transform.params
         uniforms = _NO_DRAWS
@@ -601,9 +568,8 @@ class ExitReader(OpenRequests):
         self._sample = sample
 
     def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
-        """Returns candidates of every tree row at the exit after ``layer`` layers.
-
-        ``logits``: [W, V] in the order of ``batch.trees``.
+        """Returns candidates of every tree row at the exit after ``layer`` layers, from [W, V] in
+        the order of ``batch.trees``.
         """
         exits, start = [], 0
         for rows in batch.trees:
@@ -630,11 +596,7 @@ class ExitReader(OpenRequests):
 
 
 class PipelineStage:
-    """A stage with what reads its results: the answerer on the last stage, and exit heads' reader.
-
-    Attributes:
-        rows: number of rows computed so far; pruned rows are not computed by later stages.
-    """
+    """A stage with the answerer (on the last one) and the exit heads' reader."""
 
     def __init__(
         self, stage: Stage, *, answerer: Answerer | None = None, exits: ExitReader | None = None
@@ -651,7 +613,6 @@ class PipelineStage:
             reader.open(request)
 
     def compute(self, flight: InFlight) -> tuple[StageOutput, tuple[Exits, ...]]:
-        """Computes the batch; ``flight.hidden`` becomes the input of the next stage."""
         self.rows += flight.batch.num_tokens
         out = self.stage.run(flight.batch, flight.hidden)
         flight.hidden = out.hidden
@@ -662,7 +623,6 @@ class PipelineStage:
         return out, exits
 
     def answer(self, batch: Batch, out: StageOutput) -> tuple[Answers, ...]:
-        """Samples after every tree row of a computed batch; returns () before the last stage."""
         if self._answerer is None or not batch.trees:
             return ()
         return self._answerer.answer(batch, out.logits)

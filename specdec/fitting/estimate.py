@@ -28,21 +28,16 @@ _RESCALE = 16  # positions after which forward probabilities are normalised
 
 
 class Observations(NamedTuple):
-    """Segments of consecutive positions."""
-
     hits: Tensor  # int64[T, S], 1, 0 or _UNKNOWN, which also fills the end of a segment
     depths: Tensor  # int64[T, S], depth of the draft token below its root, from 0
     weights: Tensor  # float64[S], how often the segment occurred
 
     @property
     def num_known(self) -> float:
-        """The weighted number of verified draft tokens."""
         return float(((self.hits != _UNKNOWN) * self.weights).sum())
 
 
 class ModelSize(NamedTuple):
-    """The number of classes, and the index of the parameter that each depth uses."""
-
     classes: int = 1
     bins: tuple[int, ...] = (0,)
 
@@ -106,7 +101,6 @@ def measured(requests: Sequence[RequestLog]) -> tuple[float, float]:
 
 
 def predicted(model: AcceptanceModel, requests: Sequence[RequestLog]) -> float:
-    """Predicts tokens per pass for passes with the draft tokens of the requests."""
     if any(request.adaptive for request in requests):
         return model.adaptive_tokens_per_pass()
     numbers, passes = draft_tokens(requests)

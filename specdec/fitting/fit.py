@@ -28,8 +28,6 @@ _LEAST = 20  # verified draft tokens, fewer are refused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutCheck:
-    """Compares measured tokens per pass of some requests with a model's prediction."""
-
     name: str
     requests: int
     draft_tokens: float  # mean number per pass
@@ -60,8 +58,6 @@ class HeldOutCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedModel:
-    """The model that was fitted to all requests, and the result of checking it."""
-
     model: AcceptanceModel
     tail: RankTail  # ranks of the target's token where the first candidate is wrong
     tail_source: str
@@ -73,7 +69,6 @@ class FittedModel:
     notes: tuple[str, ...] = ()  # what was inferred rather than stated in the logs
 
     def model_option(self) -> dict[str, Any]:
-        """Returns the keys of ``model=synthetic`` that this model sets."""
         model = self.model
         option = {
             "weights": model.weights[0],
@@ -108,7 +103,6 @@ class FittedModel:
         )
 
     def report(self, lengths: Sequence[int]) -> str:
-        """Describes the model, its checks, and the tokens per pass of chains of such lengths."""
         model, classes = self.model, len(self.model.top1)
         by_depth = "hit rates by depth" if model.depth.any() else "no dependence on the depth"
         lines = [
@@ -180,7 +174,6 @@ def fit_logs(
 def _check(
     model: AcceptanceModel, name: str, fitted: Sequence[RequestLog], new: Sequence[RequestLog]
 ) -> HeldOutCheck:
-    """Predicts new requests; the interval has the relative sampling errors of both parts."""
     if not new:
         raise UserError(f"{name!r} has no target passes, so it cannot be a check")
     value, (mean, _) = predicted(model, new), measured(new)

@@ -46,32 +46,25 @@ _MOST_ADAPTIVE = 64  # draft tokens per pass of the adaptive schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceModel:
-    """The parameters of the model; by default one group, one class and no dependence on the depth.
+    """The parameters; by default one group, one class and no dependence on the depth."""
 
-    Attributes:
-        top1: float64[C], hit rate at depth 0.
-        stay: float64[C], probability to keep the class at the next position.
-        depth: float64[D], added to the log odds at each depth; the last entry also applies beyond
-            D.
-        group_shares: float64[G], share of the prompts in each group.
-        weights: float64[G, C], distribution of a newly drawn class; rows sum to 1.
-    """
-
-    top1: FloatArray
+    top1: FloatArray  # float64[C], hit rate at depth 0
+    # float64[C], probability to keep the class at the next position
     stay: FloatArray = field(default_factory=lambda: np.zeros(1))
+    # float64[D], added to the log odds at each depth; the last entry also applies beyond D
     depth: FloatArray = field(default_factory=lambda: np.zeros(1))
+    # float64[G], share of the prompts in each group
     group_shares: FloatArray = field(default_factory=lambda: np.ones(1))
+    # float64[G, C], distribution of a newly drawn class; rows sum to 1
     weights: FloatArray = field(default_factory=lambda: np.ones((1, 1)))
 
     def hit_rates(self, num_depths: int) -> FloatArray:
-        """Returns float64[C, num_depths], the hit rate by class and depth."""
         added = self.depth[np.minimum(np.arange(num_depths), len(self.depth) - 1)]
         odds = logit(np.clip(self.top1, _EDGE, 1.0 - _EDGE))
         rates: FloatArray = expit(odds[:, None] + added)
         return rates
 
     def hit_rate(self) -> float:
-        """Returns the share of positions whose first draft token is right."""
         occupied = self.weights / np.maximum(1.0 - self.stay, _EDGE)
         return float(self.group_shares @ (occupied @ self.top1 / occupied.sum(axis=1)))
 
@@ -128,13 +121,10 @@ class AcceptanceModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTail:
-    """The parameters of a tail, as in the module's formula."""
-
     decay: float
     miss: float
 
     def shares(self) -> FloatArray:
-        """Returns float64[63], P(rank r | not first) for r = 2 to 64."""
         shape = _RANKS**-self.decay
         result: FloatArray = shape * (1.0 - self.miss) / shape.sum()
         return result
@@ -142,9 +132,8 @@ class RankTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankVector:
-    """Measured shares of the target token's rank among the draft's candidates.
-
-    ``shares`` is float64[R], for ranks 1, 2, ...; ``miss`` is the share without a right candidate.
+    """Measured shares of the target token's rank 1, 2, ... among the draft's candidates, and of
+    misses.
     """
 
     name: str
@@ -164,7 +153,6 @@ def rank_vector(name: str, shares: Sequence[float] | FloatArray, miss: float) ->
 
 
 def fit_tail(vector: RankVector) -> RankTail:
-    """Fits a tail by maximum likelihood; ``miss`` reproduces the share beyond the R ranks."""
     below = vector.shares[1 : len(_RANKS) + 1]
     if below.sum() <= 0.0:
         return RankTail(decay=2.0, miss=float(vector.miss > 0.0))
@@ -180,7 +168,6 @@ def fit_tail(vector: RankVector) -> RankTail:
 
 
 def tail_of(hit_rate: float) -> RankTail:
-    """Returns the tail that the regressions predict for a draft of this hit rate."""
     odds = float(logit(np.clip(hit_rate, 0.005, 0.995)))
     decay = float(np.clip(_DECAY[0] + _DECAY[1] * odds, 0.5, 3.0))
     return RankTail(decay=decay, miss=float(expit(_MISS[0] + _MISS[1] * odds)))

@@ -194,7 +194,6 @@ def _config(
 
 
 def _streaming(streamer: BaseStreamer) -> Callable[[DecodeState], None]:
-    """Puts new tokens into the streamer after each step, one by one as ``generate`` does."""
     num_put = 0
 
     def put(state: DecodeState) -> None:
@@ -224,7 +223,6 @@ class _Batch:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
     ) -> None:
-        """Takes a call as prepared by ``generate``, warpers of sampling and pad token included."""
         for processor in processors:
             if isinstance(processor, _WITH_MEMORY):
                 raise UserError(
@@ -258,7 +256,6 @@ class _Batch:
             )
 
     def prompts(self) -> list[TokenPrompt]:
-        """Returns the rows without their padding; ids are row numbers."""
         rows = zip(self.input_ids.cpu().numpy(), self.padding, strict=True)
         return [TokenPrompt(i, np.array(row[pad:], np.int64)) for i, (row, pad) in enumerate(rows)]
 
@@ -296,7 +293,6 @@ class _Batch:
         return SamplingParams(**keys, processors=tuple(processors))  # type: ignore[arg-type]
 
     def joined(self, outputs: Sequence[Sequence[int]]) -> Tensor:
-        """Returns int64[B, T']: the rows with their new tokens, padded on the right."""
         longest, ids = max(map(len, outputs)), self.input_ids
         new = [[*output, *[self._pad] * (longest - len(output))] for output in outputs]
         return torch.cat([ids, torch.tensor(new, dtype=ids.dtype, device=ids.device)], dim=1)
@@ -348,7 +344,6 @@ def _ids(value: int | Sequence[int] | Tensor | None) -> list[int]:
 
 
 def _plain(warper: Any) -> bool:
-    """Whether a warper has the values that ``generate`` gives it without beams."""
     values = vars(warper)
     fills = values.get("filter_value", -float("inf"))
     return fills == -float("inf") and values.get("min_tokens_to_keep", 1) == 1
@@ -389,7 +384,6 @@ def _check_call(
 
 
 def _padding_of(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
-    """Returns the number of padding tokens on the left of each row."""
     num_rows, length = input_ids.shape
     mask = model_kwargs.get("attention_mask")
     seen = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids.dtype)

@@ -80,7 +80,6 @@ def _range(values: list[float]) -> list[float] | None:
 
 
 def speed_ratios(runs: Sequence[Run], ar_runs: Sequence[Run]) -> list[float]:
-    """Returns the ratio of decode speeds of each repeat in which both are known."""
     pairs = zip(runs, ar_runs, strict=True)
     speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
     return [speed / plain for speed, plain in speeds if speed is not None and plain]
@@ -186,7 +185,6 @@ def decode_phases(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
-    """float64[P]: ratio of decode speeds per prompt, with repeats pooled."""
     return _ratios(paired_phases(runs, ar_runs).groupby("id").sum()).to_numpy()
 
 
@@ -222,7 +220,6 @@ def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
 def _interval(
     table: pd.DataFrame, statistic: Callable[..., Any], num_resamples: int = 2000
 ) -> list[float] | None:
-    """Resamples the rows of a table, whose columns are the arguments of ``statistic``."""
     from scipy.stats import bootstrap  # takes most of a second to import
 
     if len(table) < 2 or not (table.sum() > 0).all():

@@ -11,10 +11,8 @@ NGRAM = 8
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.bool_]:
-    """Marks, as bool[T], the generated tokens that end an n-gram generated before.
-
-    The first n - 1 are False, and an n-gram's first occurrence is not marked; overlapping n-grams
-    count.
+    """Marks, as bool[T], the generated tokens that end an n-gram generated before (overlapping ones
+    count).
     """
     row = np.asarray(tokens, np.int64)
     repeated = np.zeros(len(row), np.bool_)

@@ -147,7 +147,6 @@ def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
 def _drafted_by(
     results: Sequence[RequestResult], bucket_of: Callable[[RequestResult, IntArray], IntArray]
 ) -> dict[int, float]:
-    """Averages over the tokens of each bucket; ``bucket_of`` gets the positions of an output."""
     buckets = [bucket_of(r, np.arange(len(r.origins))) for r in results]
     drafted = pd.Series([origin >= 0 for r in results for origin in r.origins], dtype=float)
     return drafted.groupby(np.concatenate([np.zeros(0, int), *buckets])).mean().to_dict()

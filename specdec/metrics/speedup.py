@@ -32,7 +32,6 @@ class SpeedupLaw:
         return self.plain / (alpha * self.accepted + (1.0 - alpha) * self.rejected)
 
     def of(self, metrics: dict[str, Any]) -> float | None:
-        """Returns the speed-up at a run's measured acceptance rate; None if that is undefined."""
         alpha = metrics[self.alpha]
         return None if alpha is None else self.speedup(alpha)
 

@@ -27,7 +27,6 @@ class DecodePhase:
 
 
 def decode_phase(result: RequestResult) -> DecodePhase:
-    """Returns a request's decode phase, which is empty if all tokens were emitted together."""
     times = np.asarray(result.emitted_s, np.float64)
     if not len(times):
         return DecodePhase(0, 0.0, times)
@@ -42,7 +41,6 @@ def all_gaps(results: Sequence[RequestResult]) -> npt.NDArray[np.float64]:
 
 
 def decode_speed(results: Sequence[RequestResult]) -> float | None:
-    """Returns tokens per second over all decode phases; None if they take no time."""
     phases = [decode_phase(result) for result in results]
     seconds = sum(phase.seconds for phase in phases)
     return sum(phase.tokens for phase in phases) / seconds if seconds > 0 else None

@@ -8,5 +8,4 @@ from transformers import PreTrainedConfig
 
 
 def config_value(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
-    """Returns a key's value, or ``default`` if the family lacks the key or the value is empty."""
     return getattr(config, name, None) or default

@@ -28,18 +28,15 @@ class _Unrolled:
         self._visible_AT: Tensor | None = None
 
     def first(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends causally in step 0 and stores keys and values for later steps."""
         self._first[layer], self._own[layer] = (key, value), []
         return causal(layer, query, key, value)
 
     def choose(self, rows_A: Tensor) -> None:
-        """Sets the rows of later steps; each sees the rows of step 0 up to itself."""
         length = next(iter(self._first.values()))[0].shape[2]
         columns_T = torch.arange(length, device=rows_A.device)
         self._visible_AT = columns_T <= rows_A[:, None]
 
     def later(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends to rows of step 0 and to each row's own keys of steps 1 to s."""
         keys, values = self._first[layer]
         own = self._own[layer]
         own.append((key, value))

@@ -32,22 +32,16 @@ from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of an exit head after ``layer`` layers of the target.
+    """The weights of an exit head after ``layer`` layers of the target."""
 
-    Attributes:
-        kind: "norm" or "transformer" (``model.exit_head``).
-        tensors: ``norm.weight``, ``output.weight`` (default: the target's matrix), ``output.ids``
-            (default: all tokens) and, for a transformer head, ``layer.*`` with the target's
-            parameter names.
-    """
-
-    kind: str
+    kind: str  # "norm" or "transformer" (``model.exit_head``)
     layer: int
+    # ``norm.weight``, ``output.weight`` (default: the target's matrix), ``output.ids`` (default:
+    # all tokens) and, for a transformer head, ``layer.*`` with the target's parameter names
     tensors: Mapping[str, Tensor]
 
     @classmethod
     def from_pair(cls, pair: Any, *, layer: int) -> HeadWeights:
-        """Returns the head after ``layer`` layers; untrained if the pair has no folder of heads."""
         if pair.heads_folder is None:
             return untrained_head(pair.part(layer, pair.num_layers), pair.options.exit_head, layer)
         return read_head(pair.heads_folder, pair.options.exit_head, layer)
@@ -58,7 +52,6 @@ class HeadWeights:
 
 
 def read_head(folder: Path, kind: str, layer: int) -> HeadWeights:
-    """Reads ``folder``/KIND-LAYER.safetensors."""
     path = folder / f"{kind}-{layer}.safetensors"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob("*.safetensors"))) or "no heads"
@@ -75,9 +68,8 @@ VOCABULARY = "vocabulary.safetensors"
 
 
 def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, Tensor]:
-    """Reads a head's weights by name; its metadata, such as its kind, must equal ``expected``.
-
-    An output matrix that the folder's heads share is among them.
+    """Reads a head's weights by name, with an output matrix that the folder shares; ``expected`` is
+    in its metadata.
     """
     tensors, metadata = _read(path)
     stored = {key: metadata.get(key) for key in expected}
@@ -105,9 +97,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, object]) -> None:
-    """Writes a head, which ``read_tensors`` reads; ``about`` has its kind, layer and offset.
-
-    ``about["reduced"]`` says whether its output matrix is one of a draft vocabulary.
+    """Writes a head for ``read_tensors``; ``about`` has its kind, layer, offset, and whether its
+    matrix is ``reduced``.
     """
     metadata = {"format": "pt"} | {key: str(value) for key, value in about.items()}
     write_bytes(path, save(dict(tensors), metadata=metadata))
@@ -134,7 +125,6 @@ class ReducedOutput(nn.Linear):
     places: Tensor
 
     def __init__(self, weight: Tensor, ids: Tensor, vocab_size: int) -> None:
-        """``weight`` is [U, E], ``ids`` int[U]."""
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("places", places_of(ids, vocab_size).to(weight.device))
@@ -144,7 +134,6 @@ class ReducedOutput(nn.Linear):
 
 
 def places_of(ids: Tensor, vocab_size: int) -> Tensor:
-    """Returns ``ReducedOutput.places``."""
     ids = ids.long()
     if len(ids) and int(ids.max()) >= vocab_size:
         raise UserError(
@@ -160,7 +149,6 @@ def spread(logits: Tensor, places: Tensor) -> Tensor:
 
 
 def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:
-    """Combines the target's final norm, output matrix and next layer into an untrained head."""
     tensors = {f"norm.{n}": p for n, p in final_norm(target).named_parameters()}
     tensors["output.weight"] = target.get_output_embeddings().weight
     if kind == "transformer":

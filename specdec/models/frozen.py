@@ -29,7 +29,6 @@ class FrozenModel(nn.Module):
     def __init__(
         self, model: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32
     ) -> None:
-        """Wraps a model, of which no parameter requires gradients afterwards."""
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.config = model.config.get_text_config()
@@ -82,7 +81,6 @@ class FrozenModel(nn.Module):
             return self._output(x_BSE).to(x_BSE.device).float()
 
     def run_layer(self, layer: nn.Module, x_BSE: Tensor, number: int) -> Tensor:
-        """Returns the residual stream after ``layer``, which runs in place of layer ``number``."""
         if number not in self._single:
             self._single[number] = _OneLayer(self.model, number)
         with self.autocast():
@@ -90,15 +88,12 @@ class FrozenModel(nn.Module):
 
 
 class _Output:
-    """A copy of the module tree without layers, whose norm and output head are used."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = shared_copy(model)
         keep_layers(self._model, 0, 0)
         self._norm = final_norm(model, self._model)
 
     def __call__(self, x_BSE: Tensor) -> Tensor:
-        """Returns the logits of the residual stream after the last layer."""
         norm: Tensor = next(self._norm.parameters())
         x_BSE = x_BSE.to(norm.device, norm.dtype)
         hook = self._norm.register_forward_pre_hook(lambda _, args: (x_BSE, *args[1:]))

@@ -80,7 +80,6 @@ def random_model(
 
 
 def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Translates Llama's config entries to the family's; adds special tokens and inner sizes."""
     width = sizes["hidden_size"]
     entries: dict[str, Any] = sizes | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     if family in {"gpt2", "gpt_bigcode", "opt", "gpt_neox"}:
@@ -96,10 +95,8 @@ def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def window_options(family: str, window: int, num_layers: int) -> dict[str, Any]:
-    """Returns config entries for ``random_model`` that give layers a sliding window.
-
-    Keys at least ``window`` positions back are masked. Gemma's layers alternate between window and
-    full attention, Qwen's first layer has full attention; other families have windows only.
+    """Returns config entries for ``random_model`` that give layers a sliding window of so many
+    positions; Gemma's layers alternate with full attention, Qwen's first layer has full attention.
     """
     if family not in WINDOWED:
         raise UserError(

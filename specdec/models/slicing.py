@@ -31,7 +31,6 @@ class _Layers(nn.ModuleList):
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of the module tree that shares all parameters and buffers with ``model``."""
     memo: dict[int, Any] = {id(t): t for t in chain(model.parameters(), model.buffers())}
     memo |= {id(module): object.__new__(type(module)) for module in model.modules()}
     for module in model.modules():
@@ -47,7 +46,6 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def layers_name(model: PreTrainedModel) -> str:
-    """Returns the name of the list of decoder layers in ``model``, such as "model.layers"."""
     num_layers = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
@@ -82,7 +80,6 @@ def final_norm(model: PreTrainedModel, copied: PreTrainedModel | None = None) ->
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Returns the name for this model, whose ``forward`` must be a method of transformers."""
     return _of_forward(type(model).forward)
 
 
@@ -95,9 +92,8 @@ def _of_forward(forward: Callable[..., Any]) -> str:
 def hidden_states(
     target: PreTrainedModel, tokens: Tensor, names: Sequence[HiddenName]
 ) -> tuple[Tensor, Tensor]:
-    """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V].
-
-    They come from transformers' own forward on ``tokens``, int64[B, T].
+    """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V], by
+    transformers' own forward on int64[B, T].
     """
     found: dict[HiddenName, Tensor] = {}
 

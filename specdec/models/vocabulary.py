@@ -65,9 +65,8 @@ class Vocabulary:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, size: int, end: int | None, name: str
     ) -> None:
-        """Reads a fast tokenizer (tokenizer.json) that does not join words itself (WordPiece).
-
-        ``size`` is that of the model's vocabulary, which may be padded.
+        """Reads a fast tokenizer (tokenizer.json) that does not join words itself (WordPiece);
+        ``size`` may be padded.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -96,7 +95,6 @@ class Vocabulary:
         self._encoder = _continuing(described)
 
     def _drop_unknown(self, model: dict[str, Any]) -> None:
-        """Removes the unknown token, which has no text."""
         unknown = model.get("unk_token")
         token = model.get("unk_id") if unknown is None else model["vocab"].get(unknown)
         if token is not None and token < len(self.tokens):
@@ -107,7 +105,6 @@ class Vocabulary:
         return list(self._encoder.encode(text, add_special_tokens=False).ids)
 
     def by_bytes(self) -> dict[bytes, int]:
-        """Maps the bytes of each token to its id; of equal ones to the lowest id."""
         found: dict[bytes, int] = {}
         for token, data in enumerate(self.tokens):
             if data:
@@ -116,7 +113,6 @@ class Vocabulary:
 
 
 def _reader(decoder: dict[str, Any] | None, name: str) -> Any:
-    """Chooses a function from a token's text to its bytes, by the tokenizer's decoder."""
     kinds = {step["type"] for step in _steps(decoder, "decoders")}
     if "WordPiece" in kinds:
         raise UserError(
@@ -148,7 +144,6 @@ def _steps(node: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
 
 
 def _continuing(described: dict[str, Any]) -> Tokenizer:
-    """Returns the tokenizer without what it puts before a text (spaces, special tokens)."""
     kept = [s for s in _steps(described.get("normalizer"), "normalizers") if s["type"] != "Prepend"]
     before = _steps(described.get("pre_tokenizer"), "pretokenizers")
     for step in before:
@@ -194,7 +189,6 @@ class Translation:
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
-        """Intersects two vocabularies; a UserError if they have no token in common."""
         self._target, self._draft = target, draft
         own = draft.by_bytes()
         pairs = {own[data]: token for data, token in target.by_bytes().items() if data in own}
@@ -212,10 +206,8 @@ class Translation:
         self._cached = lru_cache(_CACHED)(self._extended)
 
     def translated(self, tokens: Iterable[int]) -> Tail:
-        """Translates a whole text, such as a prompt.
-
-        The target's token for the beginning of a text becomes what the draft's tokenizer puts
-        there.
+        """Translates a whole text, such as a prompt; the token for its beginning becomes what the
+        draft's tokenizer puts there.
         """
         ids = list(tokens)
         if ids and ids[0] == self._target.begin:
@@ -235,9 +227,8 @@ class Translation:
         return self._cached(tail, token)
 
     def num_final(self, tokens: Sequence[int]) -> int:
-        """Returns the number of first draft tokens that further text does not change.
-
-        They end before the last word or the last special token; without tokens, the number is 0.
+        """Returns the number of first draft tokens that further text does not change: up to the
+        last word or special token.
         """
         texts = self._draft.tokens
         first = max(0, len(tokens) - _WINDOW)
@@ -265,7 +256,6 @@ class Translation:
         return Tail((*tail.tokens[:start], *new.tokens), new.rest)
 
     def _encoded(self, data: bytes) -> Tail:
-        """Encodes whole characters, then further bytes one by one if the draft has such tokens."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(data)
         rest = decoder.getstate()[0]
@@ -284,12 +274,10 @@ _GAPS_SET = frozenset(_GAPS[at : at + 1] for at in range(len(_GAPS)))
 
 
 def _continues(data: bytes | None) -> bool:
-    """Returns whether a token begins within a character of UTF-8."""
     return bool(data) and data is not None and 0x80 <= data[0] < 0xC0
 
 
 def _specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """Maps special target tokens to draft tokens of equal content, and the ends of text."""
     there = draft.special
     found = {token: there[text] for text, token in target.special.items() if text in there}
     if (
@@ -303,10 +291,7 @@ def _specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
 
 
 class TranslatedDraft:
-    """The draft's runner, and the translation between its vocabulary and the target's.
-
-    ``vocab_size`` is V; ``weight_bytes`` are the bytes of weights that a pass reads.
-    """
+    """The draft's runner, and the translation between its vocabulary and the target's (V)."""
 
     def __init__(
         self, runner: ModelRunner, translation: Translation, *, vocab_size: int, weight_bytes: int
@@ -316,7 +301,6 @@ class TranslatedDraft:
 
     @classmethod
     def from_pair(cls, pair: Any, *, meter: Meter) -> TranslatedDraft:
-        """Builds the pair's ``translated`` model, which must share tokens with the target."""
         translation = Translation(pair.vocabulary("target"), pair.vocabulary(TRANSLATED))
         runner = pair.runner(TRANSLATED, meter)
         size = sum(p.nbytes for p in pair.model(TRANSLATED).parameters())
@@ -342,10 +326,9 @@ class TranslatedDraft:
 
 
 def simple_tokenizer(vocab_size: int) -> dict[str, Any]:
-    """Returns tokenizer.json of a byte-level BPE tokenizer: letters, then pairs of letters.
-
-    There are at most 64 letters, so that a text can be cut into tokens in many ways. Tokens beyond
-    all pairs have no text.
+    """Returns tokenizer.json of a byte-level BPE tokenizer: at most 64 letters, then pairs of
+    letters, so that a text can be cut into tokens in many ways. Tokens beyond all pairs have no
+    text.
     """
     letters = _LETTERS[: isqrt(vocab_size - 1) + 1]
     pairs = [(a, letters[(n + d) % len(letters)]) for d, n, a in _offsets(letters)]
@@ -363,7 +346,6 @@ def simple_tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def _offsets(letters: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Returns (distance, number, letter) of all pairs of letters, near ones first."""
     numbers = range(1, len(letters) + 1), range(len(letters))
     return [(d, n, letters[n]) for d, n in product(*numbers)]
 
@@ -373,10 +355,9 @@ def other_tokenizer(
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Derives another byte-level BPE tokenizer from the tokenizer.json ``described``.
 
-    It keeps the first ``merges`` merges, so that tokens of the others are dropped, and adds
-    ``joined`` tokens, each joined from two kept ones. Returns its tokenizer.json, and the old
-    tokens that each new token's text consists of. ``seed`` determines the numbers of tokens and the
-    pairs.
+    It keeps the first ``merges`` merges and adds ``joined`` tokens of two kept ones each. Returns
+    its tokenizer.json, and the old tokens that each new token's text consists of. ``seed``
+    determines numbers and pairs.
     """
     model = described["model"]
     old, kept = model["vocab"], [list(pair) for pair in model["merges"]]
@@ -403,15 +384,13 @@ def other_tokenizer(
 
 
 def fast_tokenizer(described: dict[str, Any], **special: str) -> PreTrainedTokenizerFast:
-    """Creates transformers' tokenizer from tokenizer.json; ``special`` may be ``eos_token`` etc."""
     backend = Tokenizer.from_str(json.dumps(described))
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def with_vocabulary(model: PreTrainedModel, parts: Sequence[Sequence[int]]) -> PreTrainedModel:
-    """Returns a copy of a model with other tokens; ``parts`` lists the old tokens of each new one.
-
-    The rows of a new token are the means of those of its old tokens.
+    """Returns a copy of a model with other tokens, whose rows are the means of their ``parts``, the
+    old tokens of each.
     """
     changed = copy.deepcopy(model)
     inputs, outputs = changed.get_input_embeddings(), changed.get_output_embeddings()

@@ -113,7 +113,6 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def configs(self) -> Sequence[PreTrainedConfig]:
-        """Configurations of all models; weights are not loaded for them."""
         folders = [info.path for info in self._infos.values()]
         return [AutoConfig.from_pretrained(folder).get_text_config() for folder in folders]
 
@@ -126,7 +125,6 @@ class PretrainedPair(HuggingFacePair):
         layers: tuple[int, int] | None = None,
         group: Collective | None = None,
     ) -> PreTrainedModel:
-        """Loads a whole model, only some of its layers, or only this rank's shares of them."""
         bits = self.options.bits_of(name)
         loaded = load_model(
             self._infos[name],
@@ -178,9 +176,8 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def weight_bytes(self) -> Mapping[str, int]:
-        """Bytes of each model's weights, by name, without loading more than one layer of it.
-
-        Quantised layers are taken to shrink as much as the layer in the middle does.
+        """Bytes of each model's weights, by name; quantised layers are taken to shrink as much as
+        the middle one does, which alone is loaded.
         """
         sizes = {name: self._bytes(name, info) for name, info in self._infos.items()}
         if self._eagle is not None and (head := self.eagle_files) is not None:
@@ -190,7 +187,6 @@ class PretrainedPair(HuggingFacePair):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of all weights while models run; copies in sessions stay beside PyTorch's."""
         needed = sum(self.weight_bytes.values())
         if self.backend == "onnx":
             needed += sum(weight_bytes(info, self.dtype) for info in self._infos.values())

@@ -32,9 +32,7 @@ from specdec.parts.fields import Count, Text, validated
 from specdec.sources.synthetic import HiddenPair
 from specdec.types import IntArray
 
-EDITS = "edits"
-"""Value of ``model.texts`` for the turns of ``data.edits``."""
-
+EDITS = "edits"  # value of ``model.texts`` for the turns of ``data.edits``
 _COPIES = "use source=suffix or source=prompt_lookup, or model=tiny or model=hf"
 _DRAFT = "name its folder in model.draft, or use source=suffix or source=prompt_lookup"
 
@@ -45,7 +43,6 @@ class GivenTexts(HiddenPair):
     def __init__(
         self, texts: list[tuple[int, IntArray, IntArray]], *, vocab_size: int, end: int
     ) -> None:
-        """Takes (id, prompt, completion) per request; the token ``end`` follows each completion."""
         self.vocab_size = vocab_size
         self._end = end
         self._prompts = [(i, prompt) for i, prompt, _ in texts]
@@ -123,7 +120,6 @@ class TranscriptModels(RecordedPair):
         return self.hidden.prompts()
 
     def conditions(self) -> dict[str, Any]:
-        """Replaces the configuration's conditions: sampling has no effect on given text."""
         note = "the target's text is given: passes and tokens are exact, times are not a target's"
         return {"sampling": "given text", "dtype": None, "replay": note, **self._facts}
 
@@ -139,7 +135,6 @@ class TranscriptModels(RecordedPair):
         raise UserError(f"model=transcript has no {name} model; {_DRAFT}")
 
     def fitted_source(self, source: Any, policy: Any) -> Any:
-        """Returns the source unchanged; ``runner`` refuses a draft model that does not exist."""
         return source
 
 

@@ -30,7 +30,6 @@ FILLED = {
 
 
 def locate(target: object, where: str, base: type | None = None) -> type:
-    """Imports the class that ``_target_`` names in the node at ``where``."""
     at = f"{where}._target_={target}"
     try:
         cls = resolve_name(str(target))
@@ -57,11 +56,9 @@ def check_values(
 ) -> None:
     """Checks a section of a configuration against the parameters of a function or class.
 
-    Args:
-        given: parameters that the section may not contain, since the program passes them.
-        also: keys that are allowed but not required; their values are checked only if they are
-            parameters of ``make``.
-        complete: whether parameters with defaults are required too.
+    ``given`` parameters are passed by the program, so the section may not have them; keys in
+    ``also`` are allowed beyond the parameters; ``complete``: parameters with defaults are required
+    too.
     """
     label, prefix = label or where or "the configuration", where and f"{where}."
     plain, required, _ = signature_of(make)
@@ -89,10 +86,8 @@ def build_part(
 ) -> Any:
     """Constructs the parts nested in a node, then the part itself.
 
-    Args:
-        runtime: argument name -> factory of the object that is passed if the node lacks that key.
-            With None the node is only checked, and None is returned.
-        known: keys that are allowed besides the class's own parameters.
+    ``runtime`` maps an argument to a factory of the object that is passed if the node lacks that
+    key; with None the node is only checked. Keys ``known`` are allowed besides the parameters.
     """
     label = label or where
     if isinstance(node, list):
@@ -129,7 +124,6 @@ def build_part(
 
 
 def check_class(cls: type, base: type | None, at: str) -> None:
-    """Refuses a class that does not subclass ``base`` or is abstract; messages call it ``at``."""
     if base is None:
         return
     if not issubclass(cls, base):

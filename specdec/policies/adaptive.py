@@ -60,8 +60,6 @@ class _Mean:
 
 @dataclass(slots=True)
 class _Round:
-    """A round of a request that has not ended; ``first`` if the round before had another arm."""
-
     arm: int
     began_s: float
     num_tokens: int
@@ -216,7 +214,6 @@ class Adaptive(TreePolicy):
         return max(range(len(self.rounds)), key=lambda arm: (self._rate(record, arm), -arm))
 
     def _rate(self, record: _Record, arm: int) -> float:
-        """Returns the expected tokens per second of an arm."""
         cost = self._costs[arm].value
         return self._gain(record, arm) / cost if cost > 0.0 else 0.0
 

@@ -140,7 +140,6 @@ class BestFirst(TreePolicy):
         return as_nodes((r, best_unsubmitted(r.tree, self.bs, self._min_score)) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Asynchronous form: expands ``d`` times, or until the target is ready."""
         if not self.asynchronous:
             return False
         growing = live_requests(state)
@@ -160,11 +159,11 @@ class BestFirst(TreePolicy):
         unanswered: dict[int, IntArray],
         min_mass: float = 0.0,
     ) -> list[RequestState]:
-        """Expands the ``w`` most probable leaves of each request in one call of the source.
+        """Expands the ``w`` most probable leaves of each request, unless their total probability is
+        below ``min_mass``, in one call of the source.
 
-        Leaves with a smaller total probability than ``min_mass`` are not expanded. ``unanswered``
-        collects the slots, by request id, for which the source had no candidates in this call of
-        the policy. Returns the requests that had leaves to expand.
+        ``unanswered`` collects the slots, by request id, without candidates in this call of the
+        policy. Returns the requests that had leaves to expand.
         """
         leaves = []
         for request in requests:
@@ -194,7 +193,6 @@ class BestFirst(TreePolicy):
 
 
 def _mass(tree: TokenTree, slots: IntArray) -> float:
-    """Returns the draft probability that the target's path contains one of the leaves."""
     return sum(map(exp, tree.scores.take(slots).tolist()))
 
 

@@ -58,7 +58,6 @@ class FreePasses(TreePolicy):
         raise NotImplementedError
 
     def can_submit(self, state: DecodeState) -> bool:
-        """Whether the next ``select`` has nodes for the target; called after ``grow``."""
         raise NotImplementedError
 
 
@@ -90,7 +89,6 @@ class FreeDraft(FreePasses):
                 events.start(Nodes(((request.id, request.tree.ids[open_bottom(request)]),)), 1)
 
     def grow(self, state: DecodeState, event: Event) -> None:
-        """Turns the candidate of a pass that ended into a node, unless its parent was pruned."""
         assert event.ticket is not None
         for request_id, ids in event.ticket.nodes.items:
             request = state.requests.get(request_id)

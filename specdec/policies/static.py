@@ -83,13 +83,11 @@ class Static(TreePolicy):
     drafts_waiting = True
 
     def prepared(self, request: RequestState) -> bool:
-        """Whether the request's tree is completely drafted and ready for its turn."""
         return request.id in self._complete
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Grows trees of waiting requests until the target is ready, if requests take turns.
-
-        With ``draft_overlap="rule"``, one pass drafts ahead.
+        """Grows trees of waiting requests until the target is ready, if requests take turns; "rule"
+        makes one pass ahead.
         """
         live = live_requests(state)
         if state.turn is not None and self.draft_overlap != "full":
@@ -125,7 +123,6 @@ class Static(TreePolicy):
         self._submitted_s.pop(request_id, None)
 
     def _next_ahead(self, request: RequestState) -> tuple[int, IntArray]:
-        """Returns the level that ``rule`` expands next, and its slots (none after the last)."""
         if request.id not in self._ahead:
             return -1, np.arange(len(request.tree))
         level, ids = self._ahead[request.id]
@@ -168,7 +165,6 @@ class Static(TreePolicy):
     def _grow_hidden(
         self, state: DecodeState, source: TokenSource, requests: Sequence[RequestState]
     ) -> None:
-        """Grows the trees as if drafting had begun with the verification before it."""
         if not requests:
             return
         clock = state.clock

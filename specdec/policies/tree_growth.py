@@ -31,7 +31,6 @@ NO_SLOTS: IntArray = np.zeros(0, np.int64)
 
 
 def live_requests(state: DecodeState) -> list[RequestState]:
-    """Returns the requests that are not finished, in order of admission."""
     return [request for request in state.requests.values() if not request.finished]
 
 
@@ -52,20 +51,17 @@ def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
 
 
 def last_position(request: RequestState) -> int:
-    """Returns the position of the last token that the request can emit.
-
-    Nodes beyond it are never created: the model may not have such a position.
+    """Returns the position of the last token that the request can emit, beyond which a model may
+    have no positions.
     """
     return request.num_prompt - 1 + request.stop.max_new_tokens
 
 
 def as_nodes(selected: Iterable[tuple[RequestState, IntArray]]) -> Nodes:
-    """Converts (request, int64[W_r] slots) pairs to ``Nodes``; drops pairs without slots."""
     return Nodes(tuple([(r.id, r.tree.ids[slots]) for r, slots in selected if len(slots)]))
 
 
 def unsubmitted(requests: Iterable[RequestState]) -> Nodes:
-    """Returns all nodes of the requests' trees that were not submitted yet, parents first."""
     return as_nodes([(r, (r.tree.submitted_at < 0).nonzero()[0]) for r in requests])
 
 
@@ -75,10 +71,8 @@ def expand(
     selected: Sequence[tuple[RequestState, IntArray]],
     k: int,
 ) -> list[IntArray]:
-    """Makes one growth round: stores the source's candidates for the selected nodes in the trees.
-
-    ``selected`` has pairs (request, int64[W_r] slots of unexpanded nodes), each request at most
-    once. Returns int64[W_r] per pair: the number of candidates of each node.
+    """Makes one growth round for pairs (request, int64[W_r] slots of unexpanded nodes), each
+    request once; returns int64[W_r] per pair: the number of candidates of each node.
     """
     nodes = as_nodes(selected)
     if not nodes.items:
@@ -202,9 +196,8 @@ def best_leaves(
 
 
 def best_of_level(request: RequestState, level: int, num: int) -> IntArray:
-    """Returns the slots of the most probable nodes ``level`` steps below the root, int64[<= num].
-
-    Candidates among them become nodes. The result is empty if no child could be emitted.
+    """Returns the slots of the most probable nodes and candidates ``level`` steps below the root,
+    int64[<= num]; none if no child could be emitted.
     """
     tree = request.tree
     if tree.positions[0] + level >= last_position(request):
@@ -316,11 +309,9 @@ class FixedWidth(TreePolicy):
         return False
 
     def _append_level(self, request: RequestState) -> IntArray:
-        """Adds a level below the deepest one; returns its slots, int64[<= width], maybe none."""
         return append_best(request.tree, growable_level(request), self.width, self.children)
 
 
 def _submitting(request: RequestState, step: int) -> bool:
-    """Whether the root and the newest submitted level allow a further level in this step."""
     submitted_at = request.tree.submitted_at
     return bool(submitted_at[0] >= 0) and int(submitted_at.max()) == step

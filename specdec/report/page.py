@@ -37,8 +37,6 @@ _MAX_TREES_BYTES = 12_000_000
 
 @dataclass(frozen=True, slots=True)
 class ResultsReport:
-    """Results of a folder, ready for display."""
-
     folder: Path
     results: tuple[Result, ...]  # one per strategy and run folder, with its baseline
     rows: tuple[Mapping[str, Any], ...]  # of ``tables.shown_rows``, of complete runs
@@ -63,7 +61,6 @@ def load_report(folder: str | Path) -> ResultsReport:
 
 
 def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges conditions of several runs; of those that vary only the title's are kept, joined."""
     shared: dict[str, Any] = {}
     for key in dict.fromkeys(key for each in conditions for key in each):
         values = list(dict.fromkeys(str(each.get(key)) for each in conditions))
@@ -76,7 +73,6 @@ def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _row(result: Result) -> Mapping[str, Any]:
-    """Returns the table row of a comparison, or computes it from the run and its baseline."""
     summary = result.summary
     assert summary is not None
     if "speedup_wall" in summary:
@@ -116,7 +112,6 @@ def _comparison(report: ResultsReport) -> bytes | None:
 def text_of(
     report: ResultsReport, prompt: int
 ) -> list[tuple[Result, RequestResult, Sequence[int] | None]]:
-    """Returns per strategy the output of one prompt and its ``token_ends``."""
     outputs = [(result, output) for result in report.results for output in result.results]
     texts = [(r, o, r.ends.get(str(prompt))) for r, o in outputs if o.id == prompt]
     if not texts:
@@ -126,9 +121,8 @@ def text_of(
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
-    """Returns the first traced run's pictures by name, and the trees for the template.
-
-    The trees of the first two traced runs are side by side if they decode the same prompts.
+    """Returns the first traced run's pictures by name, and the trees of one, or of two that decode
+    the same prompts.
     """
     styles, tracks = styles_of(report.results), list[Track]()
     pictures: dict[str, bytes | None] = {}

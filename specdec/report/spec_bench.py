@@ -32,10 +32,9 @@ _TASK_OF = {category: task for task, categories in TASKS.items() for category in
 def answers_of(
     prompts: Mapping[int, Prompt], repeats: Sequence[Sequence[RequestResult]], strategy: str
 ) -> list[Answer]:
-    """Builds a strategy's answers, one per question, with a choice per repeat.
-
-    Each turn of a dialogue is a request. ``wall_time`` is the time from admission to the last token
-    by the run's clock, prefill included. Prompts without ``question_id`` have no answer.
+    """Builds a strategy's answers, one per question, with a choice per repeat and a request per
+    turn; ``wall_time`` is from admission to the last token by the run's clock. Prompts without
+    ``question_id`` have no answer.
     """
     turns: list[dict[int, list[RequestResult]]] = [{} for _ in repeats]
     for questions, results in zip(turns, repeats, strict=True):
@@ -72,7 +71,6 @@ def _choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
 
 
 def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Path | None:
-    """Writes one answer per line; without answers it writes no file and returns None."""
     if not answers:
         return None
     text = "".join(json.dumps(answer) + "\n" for answer in answers)
@@ -96,7 +94,6 @@ def by_category(
 
 
 def _table(answers: Sequence[Answer]) -> pd.DataFrame:
-    """Returns a row per question and repeat; questions without a category are left out."""
     rows = [
         (
             *(answer["question_id"], choice["index"], task_of(answer["category"])),
@@ -125,5 +122,4 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def task_of(category: str) -> str:
-    """Returns Spec-Bench's task of a category; categories of other sets are unchanged."""
     return _TASK_OF.get(category, category)

@@ -12,18 +12,11 @@ from specdec.errors import UserError
 
 
 class BlockBudget:
-    """Counts the blocks that admitted requests have claimed.
-
-    Attributes:
-        peak_blocks: largest number of blocks claimed at a time so far.
-    """
+    """Counts the blocks that admitted requests have claimed; ``peak_blocks`` is the most so far."""
 
     def __init__(self, *, kv_tokens: int, block_tokens: int, tree_nodes: int) -> None:
-        """Starts with all blocks free.
-
-        Args:
-            kv_tokens: tokens and tree nodes per stage, rounded down to whole blocks.
-            tree_nodes: largest number of cached nodes of one request's tree.
+        """Starts with all blocks free, of ``kv_tokens`` tokens and tree nodes per stage, rounded
+        down to whole blocks; ``tree_nodes`` is the most that one request caches.
         """
         self.num_blocks = kv_tokens // block_tokens
         self.block_tokens = block_tokens
@@ -41,11 +34,9 @@ class BlockBudget:
         return sum(self._claims.values())
 
     def need(self, num_prompt: int, max_new_tokens: int) -> int:
-        """Returns the largest number of blocks that a request may need."""
         return -(-(num_prompt + max_new_tokens + self._tree_nodes) // self.block_tokens)
 
     def check(self, request_id: int, num_prompt: int, max_new_tokens: int) -> None:
-        """Raises ``UserError`` for a request that needs more blocks than the whole pool has."""
         need = self.need(num_prompt, max_new_tokens)
         if need > self.num_blocks:
             raise UserError(
@@ -57,7 +48,6 @@ class BlockBudget:
             )
 
     def admit(self, request_id: int, num_prompt: int, max_new_tokens: int) -> bool:
-        """Claims a request's blocks and returns True; returns False if they are not free."""
         need = self.need(num_prompt, max_new_tokens)
         if self.num_claimed + need > self.num_blocks:
             return False

@@ -27,13 +27,9 @@ class Feeding(StrEnum):
 
 
 class Turns:
-    """Selects the requests of a step, the longest waiting first, so that none starves."""
-
     def __init__(self, *, feeding: Feeding, in_flight: int, policy: TreePolicy) -> None:
-        """Starts a run; ``in_flight`` is ``Executor.in_flight``.
-
-        If the policy ``drafts_waiting``, then while other requests are in flight a request is
-        skipped until the policy has ``prepared`` it, so that its drafting delays no other.
+        """Starts a run. If the policy ``drafts_waiting``, a request is skipped until the policy has
+        ``prepared`` it, as long as others are in flight, so that its drafting delays no other.
         """
         self._in_flight = in_flight
         self._policy = policy
@@ -44,7 +40,6 @@ class Turns:
         self._last: dict[int, int] = {}
 
     def take(self, state: DecodeState) -> frozenset[int] | None:
-        """Returns the ids of the requests that this step may feed, or None for all."""
         if self._feeding is Feeding.DYNAMIC:
             return None
         live = [r for r in state.requests.values() if not r.finished]
@@ -59,7 +54,6 @@ class Turns:
         return chosen
 
     def _has_work(self, request: RequestState) -> bool:
-        """Returns False during prefill, while answers are awaited, and at the last position."""
         if request.prefill_sent < request.num_prefill:
             return False
         tree = request.tree

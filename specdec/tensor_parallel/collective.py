@@ -17,8 +17,6 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Collective:
-    """One rank of a tensor-parallel group; subclasses implement the communication."""
-
     def __init__(self, *, rank: int, size: int) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not in a group of {size}")
@@ -59,18 +57,15 @@ class Collective:
         return torch.cat(list(self._gather(total)))[: tensor.numel()].view_as(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Concatenates every rank's [..., n] to [..., size * n], in rank order."""
         if self.size == 1:
             return tensor
         parts = [tensor] * self.size if self._paused else self._gather(tensor.contiguous())
         return torch.cat(list(parts), -1)  # einops would stack and copy once more
 
     def _gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Returns every rank's ``tensor`` in rank order; the caller must not change them."""
         raise NotImplementedError
 
     def _exchange(self, slices: Tensor) -> Tensor:
-        """Sends row i of [size, n] to rank i; returns the rows received, in rank order."""
         raise NotImplementedError
 
 

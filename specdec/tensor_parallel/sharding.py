@@ -54,14 +54,10 @@ def shard_modules(
 ) -> dict[str, Cut]:
     """Replaces a model's linear layers in place by shares with weights on the meta device.
 
-    Args:
-        group_size: maps the number of inputs of a whole matrix to the size of groups of inputs that
-            must not be divided, because they share a quantisation scale; 0 means that any split is
-            allowed. A share of heads that would divide a group gets the whole group, and zeros as
-            the activations of the other heads.
-
-    Returns:
-        Parameter name -> share of the whole parameter, which the caller must assign to it.
+    ``group_size`` maps the number of inputs of a whole matrix to the size of groups that must not
+    be divided, because they share a quantisation scale (0: none); a share of heads that would
+    divide one gets the whole group, and zeros as the activations of the other heads. Returns
+    parameter name -> share, which the caller must assign.
     """
     cuts: dict[str, Cut] = {}
     for path, module, style in list(planned(model)):
@@ -94,7 +90,6 @@ def _pieces(
     group: Collective,
     group_size: Callable[[int], int],
 ) -> tuple[Piece, ...]:
-    """Returns the share of ``total`` outputs (column styles) or inputs (row styles) of a layer."""
     if style in (COLUMN, ROW) and ("attn" in path or "attention" in path):
         config = model.config.get_text_config()
         num_heads = int(config.num_attention_heads)
@@ -111,7 +106,6 @@ def _pieces(
 
 
 def planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields (path, module, style) of every linear layer to shard; the output head is last."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings()
     embeddings = {name for name, m in model.base_model.named_modules() if m is embedding}

@@ -116,7 +116,6 @@ class TokenTree:
         return self._candidates.view(np.float64)[: self._size, :, _LOGPROB]
 
     def copy(self) -> Self:
-        """Returns an independent copy that shares the rows of probabilities and hidden states."""
         tree = copy(self)
         tree._ints, tree._floats = self._ints.copy(), self._floats.copy()
         tree._flags, tree._candidates = self._flags.copy(), self._candidates.copy()
@@ -261,7 +260,6 @@ class TokenTree:
         return first if matches[first] else NO_NODE
 
     def children(self, slot: int) -> IntArray:
-        """Returns int64[C], the slots of the children in order of creation."""
         return (self.parents == slot).nonzero()[0]
 
     def path(self, slot: int) -> IntArray:

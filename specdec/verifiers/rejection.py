@@ -80,7 +80,6 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
 
 
 def _in_sampling_order(tree: TokenTree, slot: int, children: IntArray) -> IntArray:
-    """Returns int64[C], the children's tokens, which must be a prefix of the sampled candidates."""
     tokens = tree.tokens[children]
     assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
         "children must be taken in sampling order"
@@ -109,7 +108,6 @@ def _support(tree: TokenTree, slot: int) -> tuple[IntArray, FloatArray]:
 
 
 def _without(draft: FloatArray, token: int) -> FloatArray:
-    """Returns float64[V], the distribution from which the next sibling was drawn."""
     draft = draft.copy()
     draft[token] = 0.0
     return draft / draft.sum()

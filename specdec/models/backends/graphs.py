@@ -81,8 +81,6 @@ class Arena:
 
 
 class Arenas:
-    """Assigns arenas to caches and reuses them when a cache is garbage-collected."""
-
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
         self._free: dict[int, list[Arena]] = {}
@@ -103,7 +101,6 @@ class Arenas:
         return current[0] if current else None
 
     def _assign(self, current: list[Arena], size: int) -> Arena:
-        """Replaces the current arena by one of at least ``size`` slots."""
         # Few sizes, so that later requests can reuse arenas and the graphs captured over them; a
         # larger arena that is free has graphs already, a new one of the right size has none.
         capacity = max(LEAST_CONTEXT, 1 << (size - 1).bit_length())
@@ -224,7 +221,6 @@ class Graphs(Backend):
     """Runs passes of few rows over static buffers, one graph per shape; others run by ``eager``."""
 
     def __init__(self, eager: Eager, *, captures: bool) -> None:
-        """``captures`` says whether passes become CUDA graphs; else they run without graphs."""
         if eager.attention is Attention.TWO_LEVEL:
             raise UserError(
                 "model.attention=two_level splits the context on the host, which a captured pass"
@@ -246,14 +242,12 @@ class Graphs(Backend):
 
     @property
     def num_captured(self) -> int:
-        """Returns the number of captured graphs or, without graphs, of shapes used so far."""
         return len(self._ready)
 
     def new_cache(self, capacity: int) -> TreeCache:
         return self.arenas.new_cache(capacity)
 
     def serves(self, rows: Sequence[Rows]) -> bool:
-        """Returns whether rows and requests are few enough and all caches are in arenas."""
         parts = [part for part in rows if len(part)]
         return 0 < len(parts) <= _MAX_REQUESTS and all(
             len(part) <= ROW_COUNTS[-1]
@@ -298,7 +292,6 @@ class Graphs(Backend):
         return self._ready[shape]()
 
     def begin_timed(self) -> None:
-        """Captures all shapes up to those that have occurred."""
         occurred_shapes, self._occurred = list(self._occurred), {}
         device = self.layers.spec.device
         guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()

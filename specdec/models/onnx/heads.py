@@ -81,7 +81,6 @@ def _output(head: EagleHead) -> nn.Linear:
 
 
 def _fused(writer: GraphWriter, head: EagleHead, features: str) -> str:
-    """Adds the operations of ``EagleHead.states``."""
     config = head.config
     if config.version == 1:
         return features
@@ -97,7 +96,6 @@ def _fused(writer: GraphWriter, head: EagleHead, features: str) -> str:
 
 
 def _layer(writer: GraphWriter, index: int, layer: Any, stream: str, embedded: str) -> str:
-    """Adds one layer of the head, which maps the residual stream to the next."""
     residual = inputs = stream
     if layer.first:
         normed, _ = writer.norm(layer.hidden_norm, stream, None)
@@ -159,7 +157,6 @@ class OnnxHead:
         is_feature: BoolArray,
         logits_rows: IntArray,
     ) -> tuple[Tensor, Tensor]:
-        """Runs one session call; ``is_feature``, bool[R], marks rows whose state is a feature."""
         num_rows, num_logits = len(rows), len(logits_rows)
         num_features, num_own = len(features), len(states)
         # Sizes are at least 1: graphs with none are not tested.
@@ -181,7 +178,6 @@ class OnnxHead:
     def _arrays(
         self, num_rows: int, num_logits: int, num_features: int, num_own: int
     ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
-        """Returns input arrays and output shapes of a pass; see ``CacheSession.memory``."""
         shared, rows = self._session.shared_array, (1, num_rows)
         inputs: dict[str, Array] = {
             "tokens": np.empty(rows, np.int64),
@@ -200,7 +196,6 @@ class OnnxHead:
 
 
 def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:
-    """Joins rows that are adjacent in one cache."""
     joined: Rows | None = None
     for part in rows:
         if not len(part):

@@ -33,8 +33,6 @@ _ONE_ROW: IntArray = np.zeros(1, np.int64)
 
 
 class Onnx(Backend):
-    """Runs every pass in one ONNX Runtime session, one request after another."""
-
     def __init__(self, eager: Eager, bits: int | None = None) -> None:
         """Builds the session and compares a few tokens with eager passes.
 
@@ -78,7 +76,6 @@ class Onnx(Backend):
     def _run_one(
         self, rows: Rows, hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        """Runs one session call over at least one row of one request."""
         wants_logits = self.layers.wants_logits(logits_rows)
         if not wants_logits:
             logits_rows = _ONE_ROW
@@ -105,7 +102,6 @@ class Onnx(Backend):
     def _arrays(
         self, num_rows: int, num_logits: int | None
     ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
-        """Returns input arrays and output shapes for R rows and A logits rows (None: all)."""
         rows = (1, num_rows)
         inputs: dict[str, Array] = {"positions": np.empty(rows, np.int64)}
         if self.layers.is_first:
