@@ -126,9 +126,6 @@ class Decoder:
             overrides: as on the command line of ``specdec run``.
             config_dirs: further configuration trees (``--config-dir``).
             pair: models to share with other decoders; built from ``model=`` if omitted.
-
-        Raises:
-            UserError: anything that the command line refuses.
         """
         cfg = _config(overrides, config_dirs)
         if cfg["strategy"]["kind"] != "parts":
@@ -364,9 +361,8 @@ def stream(
     pair: ModelPair | None = None,
     chat: bool = False,
 ) -> Iterator[Step]:
-    """Decodes one prompt and yields the tokens of each step; arguments are those of ``generate``.
-
-    Stop iterating to cancel.
+    """Decodes one prompt and yields the tokens of each step, as ``Decoder.stream``. Stop iterating
+    to cancel.
     """
     with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
         yield from decoder.stream(prompt, prompt_id=prompt_id, chat=chat)
@@ -385,9 +381,6 @@ def verify(
         overrides, config_dirs: see ``Decoder``.
         checks: names of the checks; None for all.
         depth: "standard", or "full" for deeper checks.
-
-    Raises:
-        UserError: anything that the command line refuses.
     """
     from specdec.certify.certify import certify as run_checks
 
@@ -452,11 +445,7 @@ def compare(
         overrides: as on the command line, ``repeats=`` among them.
         config_dirs: further configuration trees (``--config-dir``).
         pair: models to use; built from ``model=`` if omitted.
-        output_dir: folder for the result files; None: they are deleted. A comparison that the
-            folder has already is completed, or returned if it is complete.
-
-    Raises:
-        UserError: anything that the command line refuses.
+        output_dir: folder for the result files, where a comparison is resumed; None: none are kept.
     """
     if isinstance(strategies, str) or isinstance(overrides, str):
         raise UserError("strategies and overrides are lists, as in compare(['ar', 'suffix'], [])")

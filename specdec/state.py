@@ -102,11 +102,8 @@ class RequestState:
         sampling: SamplingParams,
         arrival_s: float = 0.0,
     ) -> None:
-        """Creates the request with a tree that has only the root, the prompt's last token.
-
-        Args:
-            request_id: the prompt's id, which keys its random draws (not its arrival order).
-            prompt: int64[T], T >= 1.
+        """Creates the request with a tree that has only the root, the last token of ``prompt``
+        (int64[T], T >= 1); ``request_id`` keys its random draws.
         """
         if not len(prompt):
             raise ValueError(
@@ -178,14 +175,6 @@ class RequestState:
 
 @dataclass(slots=True)
 class Load:
-    """Concurrency and KV occupancy of a run; the scheduler counts them once per step.
-
-    Attributes:
-        request_steps: sum over steps of the number of open requests.
-        kv_token_steps: sum over steps of their KV entries (``RequestState.num_cached_tokens``).
-        kv_peak_tokens: maximum of these KV entries over the steps.
-    """
-
     request_steps: int = 0
     kv_token_steps: int = 0
     kv_peak_tokens: int = 0
@@ -217,10 +206,8 @@ class DecodeState:
         self.draws, self.clock, self.meter = draws, clock, meter
 
     def drafting(self) -> AbstractContextManager[None]:
-        """Attributes all work of the controller inside the block to drafting.
-
-        The kind of work alone does not tell: layers and heads of the target also draft (early
-        exits, Medusa).
+        """Attributes all work of the controller inside the block to drafting: layers and heads of
+        the target draft, too (early exits, Medusa).
         """
         return Drafting(self.clock, self.meter)
 
@@ -252,9 +239,8 @@ class DecodeState:
                 tree.drop_known_children(slots[live])
 
     def receive(self, output: Output) -> list[RequestState]:
-        """Stores answers and early hidden states; returns the requests whose root is answered.
-
-        Results of closed requests and of pruned nodes are dropped.
+        """Stores answers and early hidden states of open requests and live nodes; returns the
+        requests whose root is answered.
         """
         for answers in output.answers:
             if (request := self.requests.get(answers.request)) is not None:

@@ -70,12 +70,7 @@ class Planned:
 
 
 def planned(cls: type[Executor], pair: ModelPair, **keys: Any) -> Planned:
-    """Plans an executor, for ``Workbench.parts``.
-
-        executor = planned(PipelineExecutor, pair, stages=8)
-
-    The keys are those of the executor's configuration.
-    """
+    """Plans an executor, for ``Workbench.parts``: ``planned(PipelineExecutor, pair, stages=8)``."""
     return Planned(cls, cls.plan(pair, **keys))
 
 
@@ -169,10 +164,8 @@ class Parts:
         prefill_chunk: int = 512,
         on_finish: Callable[[RequestState], None] | None = None,
     ) -> Iterator[list[Commit]]:
-        """Decodes ``requests`` and yields the commits of each step.
-
-        Every step runs in inference mode; the caller's code between steps does not. The arguments
-        after ``state`` are those of ``FifoScheduler``.
+        """Decodes ``requests`` and yields the commits of each step, each run in inference mode; the
+        arguments after ``state`` are those of ``FifoScheduler``.
         """
         scheduler = self.scheduler(
             requests=requests,
@@ -219,7 +212,7 @@ class Workbench:
         """Stores the shared objects; models are loaded on first use.
 
         The default clock is the wall clock. ``ranks`` starts the processes of distributed
-        executors; without it everything runs in this process.
+        executors.
         """
         self.pair = pair
         self.meter = Meter() if meter is None else meter
@@ -287,13 +280,9 @@ class Workbench:
 
         Args:
             executor: see ``planned``; default: the local executor.
-            stages: in place of ``executor``: number of stages of a pipeline with one device each.
-                With ``ranks`` every device is a process.
+            stages: in place of ``executor``: number of stages of a pipeline with one device each,
+                with ``ranks`` a process each.
             serving: how requests share the target; by default each step feeds all of them.
-
-        Raises:
-            UserError: parts that do not fit together, or more stages than layers.
-            RankFailure: a rank failed while loading.
         """
         if executor is None:
             transport = "in_process" if self.ranks is None else "distributed"
@@ -476,16 +465,11 @@ def build(
 
     Args:
         preset: its name (``specdec list strategies``).
-        bench: models, clock and seed. Default: those of the configuration, which are the bundled
-            pair and the wall clock.
+        bench: models, clock and seed. Default: the bundled pair and the wall clock.
         verifier: replaces the preset's.
-        keys: values of the preset's keys, named shortly (``width`` for ``policy.width``) or in full
-            (``**{"policy.width": 4}``). The name of a group chooses one of its options
-            (``executor="pipeline"``). None leaves the preset's value. ``stages`` moves a preset of
-            one device to a pipeline.
-
-    Raises:
-        UserError: an unknown preset, key or option, a bad value, or parts that do not fit together.
+        keys: values of the preset's keys (``width``, or in full ``**{"policy.width": 4}``) or
+            options of its groups (``executor="pipeline"``); None leaves the preset's. ``stages``
+            moves a preset of one device to a pipeline.
     """
     # Imported here: Hydra is not needed to put parts together.
     from specdec.config.hydra import compose_config

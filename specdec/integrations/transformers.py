@@ -75,7 +75,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
     Attributes:
         sequences: int64[B, T], prompts and new tokens, as without ``custom_generate``.
-        origins: for each row and new token the index of the source that proposed it; -1 for none.
+        origins: per row and new token the index of the proposing source; -1 for none.
         finish_reasons: per row eos, length or criteria.
         metrics: metrics of the call (docs/metrics.md).
     """
@@ -103,10 +103,10 @@ def generate(
 ) -> Tensor | SpeculativeOutput:
     """Decodes with a strategy of this library; for ``custom_generate=`` of ``model.generate``.
 
-    transformers prepares the arguments up to ``generation_config``; the others are given to
-    ``model.generate``, which does not pass on ``streamer`` and ``assistant_model``. Greedy tokens
-    equal those of ``model.generate`` itself, up to ties within the rounding of the dtype (``exact``
-    removes these); sampled tokens have its distribution.
+    transformers prepares the arguments up to ``generation_config`` and does not pass on
+    ``streamer`` and ``assistant_model``. Greedy tokens equal those of ``model.generate`` itself, up
+    to ties within the rounding of the dtype (``exact`` removes these); sampled tokens have its
+    distribution.
 
     Args:
         input_ids: int64[B, T], padded on the left.
@@ -117,15 +117,12 @@ def generate(
         eagle_head, exact: see ``LoadedPair``.
         overrides: of source, policy, verifier, executor and serving, as on the command line.
         config_dirs: further configuration trees (``--config-dir``).
-        seed: seed of the draws; if None, sampling takes one from torch's global generator.
+        seed: of the draws; if None, sampling takes one from torch's global generator.
         token_streamer: receives the prompt and each new token; for one row only.
-        model_kwargs: further prepared arguments; those that would have an effect are refused.
+        model_kwargs: prepared arguments; those that would have an effect are refused.
 
     Returns:
         int64[B, T'], shorter rows padded; a ``SpeculativeOutput`` with ``return_dict_in_generate``.
-
-    Raises:
-        UserError: an argument that cannot be honoured, or a strategy that does not fit.
     """
     _check_call(model, generation_config, model_kwargs)
     batch = _Batch(
@@ -207,12 +204,8 @@ def _streaming(streamer: BaseStreamer) -> Callable[[DecodeState], None]:
 
 
 class _Batch:
-    """The rows of a call of ``generate``.
-
-    Attributes:
-        input_ids: int64[B, T], padded on the left.
-        padding: number of padding tokens of each row.
-        samples: whether tokens are sampled rather than greedy.
+    """The rows of a call of ``generate``: ``input_ids`` int64[B, T] with ``padding`` tokens on the
+    left.
     """
 
     def __init__(
@@ -322,10 +315,8 @@ class _CriteriaStop(StopRules):
 
 @dataclass(frozen=True, slots=True, eq=False)  # hashed by identity, as processors are
 class _InBatch:
-    """Processors of a batch for one of its rows.
-
-    Some processors store a value per row, or count the padding. They get a batch in which every row
-    is this one, with its padding.
+    """Processors of a batch for one of its rows: as some store a value per row, or count the
+    padding, they get a batch in which every row is this one.
     """
 
     processors: LogitsProcessorList

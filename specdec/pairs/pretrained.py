@@ -41,11 +41,10 @@ _UNTRAINED = Path("untrained")  # value of ``eagle_head``
 
 
 class PretrainedPair(HuggingFacePair):
-    """Models from local folders, from the hub, or from the bundled family.
+    """Models from local folders, from the hub, or from the bundled family; the defaults are those
+    of ``model=hf``.
 
         pair = PretrainedPair(target="path/to/target", draft="path/to/draft")
-
-    The defaults are those of ``model=hf``.
     """
 
     @validated
@@ -72,9 +71,6 @@ class PretrainedPair(HuggingFacePair):
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
             eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
             path: the target's file in ``model=gguf``, where ``target`` refers to it.
-
-        Raises:
-            UserError: a path without a usable model, or vocabularies that differ.
         """
         super().__init__(options)
         target = path or target
@@ -245,12 +241,11 @@ build_pretrained = with_flat_options(PretrainedPair)
 
 
 class LoadedPair(HuggingFacePair):
-    """Models that the caller has loaded, in their own dtype and on their own device.
+    """Models that the caller has loaded, used as they are, in their own dtype and on their own
+    device.
 
         pair = LoadedPair(target=model, draft=small, tokenizer=tokenizer)
         specdec.generate("def fib(n):", pair=pair)
-
-    The models are not changed; their weights are not copied.
     """
 
     def __init__(
@@ -272,10 +267,6 @@ class LoadedPair(HuggingFacePair):
             eagle_head: folder of an EAGLE head trained for the target.
             eos_ids: tokens that end a request. Default: none.
             exact: whether a row's result must have the same bits in every pass (docs/exact.md).
-
-        Raises:
-            UserError: models in training mode, on several devices, of different types, or with
-                different vocabularies.
         """
         models = {"target": target} | ({} if draft is None else {"draft": draft})
         for name, model in models.items():

@@ -243,12 +243,8 @@ def plan(
     Args:
         overrides: words as on the command line: model=, data=, sampling=, and options of the plan.
         config_dirs: further configuration trees (``--config-dir``).
-        output_dir: folder for the files of the plan; a search in it is resumed. None keeps no
-            files.
+        output_dir: folder for the files of the plan, where a search is resumed; None keeps none.
         keys: options of the plan (``PlanOptions``) as values.
-
-    Raises:
-        UserError: anything that the command line refuses.
     """
     for name, value in (("overrides", overrides), ("config_dirs", config_dirs)):
         if isinstance(value, str):
