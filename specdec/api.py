@@ -22,7 +22,7 @@ from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.report import results
 from specdec.report.results import Result
-from specdec.runs.jobs import compare_jobs, stop_rules, with_pair
+from specdec.runs.jobs import NoProgress, compare_jobs, stop_rules, with_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt, decoded
 from specdec.state import DecodeState, RequestState
 
@@ -481,13 +481,9 @@ def compare(
     )
 
 
-class _Notes:
+class _Notes(NoProgress):
     def __init__(self) -> None:
         self.texts: list[str] = []
-
-    def phase(self, label: str, total: int | None) -> None: ...
-
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
 
     def note(self, text: str) -> None:
         self.texts.append(text)

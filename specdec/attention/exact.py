@@ -62,10 +62,9 @@ class Context:
     _masks: dict[tuple[bool, int | None], Tensor | None] = field(default_factory=dict)
 
     def mask(self, *, own: bool, window: int | None) -> Tensor | None:
-        """Returns bool, true at keys that a row must not see; None if there are no such keys.
-
-        It broadcasts with scores [G, U, N, R / U, P, B]. ``own`` selects the keys in ``slots``
-        instead of those in the leading blocks.
+        """Returns bool, broadcasting with scores [G, U, N, R / U, P, B], true at keys that a row
+        must not see: in ``slots`` (``own``) or in the leading blocks; None if there are no such
+        keys.
         """
         key = (own, window)
         if key not in self._masks:
@@ -168,9 +167,8 @@ def exact_attention(
 def _key_sets(
     key: Tensor, value: Tensor, context: Context, dtype: torch.dtype
 ) -> Iterator[tuple[bool, Tensor, Tensor]]:
-    """Yields sets of keys [G, U, N, B, D] and values [G, U, N, B, D + ones] by position.
-
-    The first item says whether each row has its own keys (U = R) or all share one set (U = 1).
+    """Yields (whether each row has its own keys: U = R, else 1; keys [G, U, N, B, D]; values [G, U,
+    N, B, D + ones]).
     """
     if context.num_blocks:
         num_slots, width = context.num_slots, context.num_blocks * BLOCK
@@ -227,9 +225,8 @@ class _KeySet:
         return self.rows.amax(-1).amax(2).flatten(1, 2)  # two steps: faster than both at once
 
     def weighted(self, top: Tensor) -> Iterator[Tensor]:
-        """Yields weighted values and sums of the weights, [G, R, P, D + ones], for each block.
-
-        It subtracts ``top`` [G, R, P] from the scores in place.
+        """Yields weighted values and sums of the weights, [G, R, P, D + ones], for each block;
+        subtracts ``top`` [G, R, P] from the scores in place.
         """
         groups, num_sets, _, num_rows, per_group, _ = self.rows.shape
         self.rows.sub_(top.view(groups, num_sets, 1, num_rows, per_group, 1))
@@ -249,9 +246,8 @@ def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Applies an elementwise function so that an element has the same bits in every tensor.
 
     On a CPU torch computes exp, tanh and the like in vector registers, but what is left over at the
-    end of a tensor, or of a thread's share of it, by scalar functions, whose last bit may differ.
-    Here pieces fill whole registers and run on one thread. Sums, products, quotients and roots are
-    rounded exactly and need no such care.
+    end of a tensor, or of a thread's share, by scalar functions, whose last bit may differ. Pieces
+    fill whole registers and run on one thread.
     """
     if tensor.is_cuda:
         return function(tensor)

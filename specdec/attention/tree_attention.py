@@ -120,9 +120,8 @@ class Contiguous:
         return self.tensor
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies slots; every source is read before any target is written.
-
-        One gather over all layers is followed by one write per range of adjacent targets.
+        """Copies slots, reading every source first: one gather over all layers, then one write per
+        range of adjacent targets.
         """
         index = to_device(sources, self.tensor.device)
         gathered = self.tensor.index_select(3, index)
@@ -147,9 +146,8 @@ def layer_views(tensor: Tensor) -> Tensor:
 
 
 class BlockPool:
-    """A pool of blocks of ``block_tokens`` slots each, shared by all requests of one stage.
-
-    ``peak`` is the largest number of blocks that were in use at the same time so far.
+    """A pool of blocks of ``block_tokens`` slots each, shared by all requests of one stage, of
+    which at most ``peak`` were in use at the same time so far.
     """
 
     def __init__(self, *, spec: CacheSpec, num_blocks: int, block_tokens: int) -> None:
@@ -287,8 +285,8 @@ class TreeCache:
     """Keys and values of one request in one runner, for all layers.
 
     Attributes:
-        cached_len: committed tokens in the prefix region. ``rows`` already counts the rows that it
-            returns; the runner's ``forward`` writes their keys and values.
+        cached_len: committed tokens in the prefix region; ``rows`` counts those that it returns,
+            which the runner's ``forward`` writes.
         node_ids: int64[T], node ids of the tree region, in slot order.
         node_positions: int64[T], their absolute positions.
     """
@@ -336,10 +334,10 @@ class TreeCache:
     def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
         """Reserves slots for the rows of one pass; ``ModelRunner.forward`` must follow.
 
-        ``prefix_tokens``, int64[R - W], are allowed only while the tree region is empty. They get
-        the positions from ``cached_len`` on and causal visibility. A node sees the prefix, its
-        ancestors among the entries and the earlier rows, and itself; the mask need not be square
-        (SwiftSpec 3.1). Nodes whose parents have no entry follow the last token of the prefix.
+        ``prefix_tokens``, int64[R - W], get the positions from ``cached_len`` on and causal
+        visibility, while the tree region is empty. A node sees the prefix, its ancestors among the
+        entries and the earlier rows, and itself (the mask need not be square, SwiftSpec 3.1); nodes
+        whose parents have no entry follow the last token of the prefix.
         """
         start, num_prefix = self.cached_len + self.num_nodes, len(prefix_tokens)
         num_rows = num_prefix + (0 if tree is None else len(tree.tokens))
@@ -395,10 +393,9 @@ class TreeCache:
     def commit(self, commit: Commit) -> None:
         """Moves retired entries into the prefix, keeps the kept entries and drops the others.
 
-        Retired nodes are moved in path order as long as they have entries and continue the prefix.
-        If some have none, ``cached_len`` < ``commit.prefix_len`` afterwards, and the missing tokens
-        must be passed as ``prefix_tokens``. One gather over all layers copies only the entries that
-        change slots. A second call for the same step does nothing.
+        Retired nodes are moved in path order as long as they have entries and continue the prefix;
+        if some have none, the missing tokens must be passed as ``prefix_tokens``. One gather over
+        all layers copies only what changes slots. A second call for the same step does nothing.
         """
         if commit.step <= self._step:
             return
@@ -473,8 +470,8 @@ class ScoreOptions:
 class PassPlan:
     """The plan of one pass, as the attention function and the runner's hooks use it.
 
-    ``captured`` maps names to hidden states [1, sum R, E], filled by hooks. ``hidden``, [1, sum R,
-    E], is the input of the first layer of a slice that is not the first, else None.
+    ``captured`` maps names to hidden states [1, sum R, E]; ``hidden``, [1, sum R, E], is the input
+    of a slice that is not the first.
     """
 
     def __init__(self, *, first_layer: int, hidden: Tensor | None) -> None:
@@ -501,8 +498,8 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Computes attention of one layer, with the signature that transformers calls.
 
-    Maps query [1, H, sum R, D], and key and value [1, G, sum R, D] of this pass's rows, to [1, sum
-    R, H, D]; the second result, None, replaces the attention weights.
+    Maps query [1, H, sum R, D], and key and value [1, G, sum R, D] of this pass's rows, to ([1, sum
+    R, H, D], None).
     """
     if specdec_plan is None:
         kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
@@ -519,10 +516,8 @@ AttentionInterface.register(OPAQUE, torch.compiler.disable(tree_attention))
 
 
 class PassCache:
-    """Replaces transformers' cache: records the current layer and returns the rows' keys unchanged.
-
-    ``PassPlan.attend`` writes them into the requests' caches. ``first_layer`` is a global index,
-    ``layer`` counts within the slice (-1 before the first layer).
+    """Replaces transformers' cache: records the current layer (``layer`` within the slice, -1
+    before the first) and returns the rows' keys unchanged, which ``PassPlan.attend`` writes.
     """
 
     is_compileable = False
@@ -544,10 +539,9 @@ class Visibility:
     """Which cache slots each row of a pass attends to, as tensors on the device.
 
     Every row sees the slots before ``first`` and none from ``end`` on (``lengths``: int32[2],
-    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on each row sees.
-    ``causal`` is true if each row sees exactly the slots up to its own, as in a chunk of a prompt.
-    On the host, ``full`` says that every row sees every slot, and ``split`` is ``first``; captured
-    passes leave them at False and 0.
+    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on. ``causal``: each
+    row sees exactly the slots up to its own. On the host, ``full`` says that every row sees every
+    slot, and ``split`` is ``first``; captured passes leave them at False and 0.
     """
 
     def __init__(
@@ -579,9 +573,8 @@ class Visibility:
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def mask(self, window: int | None = None, folds: int = 1) -> Tensor:
-        """Returns the additive mask [folds * R, C]: 0 where a row sees a slot, else the minimum.
-
-        ``folds`` is the number of copies of the rows, one after the other; see ``folded_heads``.
+        """Returns the additive mask [folds * R, C], 0 where a row sees a slot, of so many copies of
+        the rows; see ``folded_heads``.
         """
         if folds > 1 and (window, folds) not in self._masks:
             self._masks[window, folds] = repeat(self.mask(window), "r c -> (p r) c", p=folds)
@@ -731,14 +724,13 @@ def dense_attention(
     scaling: float | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Calls torch's ``scaled_dot_product_attention`` with one mask over all slots.
+    """Calls torch's ``scaled_dot_product_attention`` with one mask over all slots, [R, C] or for
+    the folded heads [P R, C].
 
-    On CUDA, only cuDNN supports a mask together with grouped query heads, and cuDNN makes a new
-    execution plan for every context length, which takes longer than many passes. So on CUDA the P
-    query heads of each key/value head are folded into rows of one head, and cuDNN is excluded.
-
-    ``mask``, [R, C] or repeated for the folded heads [P R, C], is added to the scores; None means
-    that every row sees every slot. ``softcap`` is explained in ``capped_attention``.
+    On CUDA, only cuDNN supports a mask together with grouped query heads, and it makes a new
+    execution plan for every context length. So there the P query heads of each key/value head are
+    folded into rows of one head, and cuDNN is excluded. ``softcap`` is explained in
+    ``capped_attention``.
     """
     if softcap is not None:
         return capped_attention(query, key, value, mask, scaling, softcap)

@@ -96,9 +96,8 @@ class Prices:
 
 
 def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:
-    """Interpolates the cost curve of a parallel degree between the two nearest in ``curves``.
-
-    All ``curves`` (degree -> curve) have the same ``tokens``.
+    """Interpolates the cost curve of a parallel degree between the two nearest in ``curves``
+    (degree -> curve, all of the same ``tokens``).
     """
     by_degree = {int(number): curve for number, curve in curves.items()}
     if degree in by_degree:

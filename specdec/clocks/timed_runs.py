@@ -42,10 +42,8 @@ def end_timed_run() -> None:
 
 @contextmanager
 def timed_run() -> Iterator[None]:
-    """Marks the block as a timed run, within which no CUDA graph is captured.
-
-    A capture takes as long as several passes. Shapes seen before the run are captured before it;
-    shapes seen first within it run without a graph until it has ended.
+    """Marks the block as a timed run, within which no CUDA graph is captured: shapes seen first
+    within it run without a graph until it has ended.
     """
     begin_timed_run()
     try:

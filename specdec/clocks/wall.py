@@ -44,10 +44,8 @@ class _Stopwatch:
         self._start = at
 
     def take(self) -> tuple[float, bool]:
-        """Returns the start of the work, and whether it continues the work charged before.
-
-        The start is the planned one; without a plan, the first metered model call; without a model
-        call, the last start or end.
+        """Returns the start of the work (the planned one, else the first metered model call, else
+        the last start or end), and whether it continues the work charged before.
         """
         called, planned = self._meter.take_began(), self._planned
         self._planned = False

@@ -105,9 +105,8 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
 def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Returns the clock's section, with a ``caveat`` if its times cannot be compared with others.
 
-    A profile has the time of one stage of its testbed. With another number of stages the simulated
-    target is larger or smaller than the testbed's. On a measured clock, devices that share a
-    process run one after the other.
+    A profile has the time of one stage of its testbed: with another number of stages the simulated
+    target is another. On a measured clock, devices that share a process run one after the other.
     """
     clock, executor = dict(config["clock"]), config.get("executor", {})
     several = (executor.get(key) or 1 for key in ("stages", *_DEGREES.values()))

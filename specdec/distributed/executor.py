@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +26,8 @@ from specdec.executors.pipeline import StepCharges
 from specdec.executors.stage import InFlight, InFlightRows, with_early, with_hidden
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
+from specdec.state import RequestState
 from specdec.types import Answers, Batch, Commit, Exits, Output
-
-if TYPE_CHECKING:
-    from specdec.state import RequestState
 
 _NO_TOKENS = np.zeros(0, np.int64)
 _EARLY = (Kind.EXITS, Kind.EARLY)  # replies that are of use before the step ends
@@ -165,7 +163,7 @@ class DistributedExecutor(Executor):
         return None if self._times is None else self._times.due_s()
 
     def set_wakeup(self, event: threading.Event) -> bool:
-        self._group.wakeup = event
+        self._group.inbox.wakeup = event
         return True
 
     def poll(self) -> Output | None:
@@ -230,7 +228,7 @@ class DistributedExecutor(Executor):
 
     @property
     def bytes_sent(self) -> int:
-        return self._group.num_bytes
+        return self._group.connections.num_bytes
 
     @property
     def stage_of_rank(self) -> dict[int, int]:

@@ -61,9 +61,8 @@ def main(argv: list[str]) -> int:
 
 
 def _watch(ranks: dict[int, int]) -> bool:
-    """Reports each rank's end and removes it from ``ranks`` (pid -> rank).
-
-    Returns True if standard input closed, False if all ranks ended first.
+    """Reports each rank's end and removes it from ``ranks`` (pid -> rank); returns whether standard
+    input closed before all had ended.
     """
     _print_event({"pids": sorted(ranks)})
     with selectors.DefaultSelector() as selector:

@@ -24,12 +24,7 @@ from specdec.distributed.messages import (
     Kind,
     Message,
     ReplyKey,
-    captured_key,
-    failed_key,
-    heartbeat_key,
-    ready_key,
-    report_key,
-    started_key,
+    store_key,
 )
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.transport import Connections, ControlLink, PeerLost
@@ -66,8 +61,8 @@ class RankGroup:
         self._session_ids = itertools.count(1)
         self._report_ids = itertools.count()
         self._failures = FailureDetector(store=store, size=size, processes=processes)
-        self._inbox = Inbox(range(1, size))
-        started = [started_key(rank) for rank in range(1, size)]
+        self.inbox = Inbox(range(1, size))
+        started = [store_key("started", rank) for rank in range(1, size)]
         self._hosts: list[str] = []  # of ranks 1 .. size - 1, if a launcher has started them
         self.wait_for(started)
         if processes is None:
@@ -100,18 +95,10 @@ class RankGroup:
             raise self.failed()
         return made[0]
 
-    @property
-    def wakeup(self) -> threading.Event | None:
-        return self._inbox.wakeup
-
-    @wakeup.setter
-    def wakeup(self, event: threading.Event | None) -> None:
-        self._inbox.wakeup = event
-
     def open_session(self, plan: SessionPlan) -> int:
         session = self.announce(plan)
         self.await_ready(session, plan.members)
-        self._inbox.listen({rank: self._links[rank] for rank in plan.repliers})
+        self.inbox.listen({rank: self._links[rank] for rank in plan.repliers})
         return session
 
     def announce(self, plan: SessionPlan | DraftPlan) -> int:
@@ -122,7 +109,7 @@ class RankGroup:
         return session
 
     def await_ready(self, session: int, ranks: Iterable[int]) -> None:
-        self.wait_for([ready_key(session, rank) for rank in ranks])
+        self.wait_for([store_key("ready", session, rank) for rank in ranks])
 
     def begin_timed(self) -> None:
         """Makes ranks capture CUDA graphs now, so that they need not during a timed run."""
@@ -130,7 +117,7 @@ class RankGroup:
             return
         number, ranks = next(self._report_ids), range(1, self.size)
         self.send(Message(Kind.BEGIN_TIMED, tick=number), ranks)
-        keys = [captured_key(number, rank) for rank in ranks]
+        keys = [store_key("captured", number, rank) for rank in ranks]
         self.wait_for(keys)
         for key in keys:
             self._store.delete_key(key)
@@ -150,7 +137,7 @@ class RankGroup:
     def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
         number = next(self._report_ids)
         self.send(Message(Kind.REPORT, session, number), ranks)
-        keys = [report_key(session, number, rank) for rank in ranks]
+        keys = [store_key("report", session, number, rank) for rank in ranks]
         self.wait_for(keys)
         reports = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:
@@ -165,19 +152,15 @@ class RankGroup:
         except PeerLost as lost:
             raise self.failed(lost) from None
 
-    @property
-    def num_bytes(self) -> int:
-        return self.connections.num_bytes
-
     def has_reply(self, key: ReplyKey) -> bool:
-        return self._inbox.has(key)
+        return self.inbox.has(key)
 
     def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
         """Waits for the body of a reply to step ``tick``; drops earlier ones of this key."""
         waiting = False
         while True:
             try:
-                received = self._inbox.take(key, _POLL_S)
+                received = self.inbox.take(key, _POLL_S)
             except PeerLost as lost:
                 raise self.failed(lost) from None
             if received is None:
@@ -229,7 +212,7 @@ class RankGroup:
         if self._processes is not None:
             self._processes.wait(_GRACE_S)
             self._processes.kill()
-        self._inbox.join(_GRACE_S)
+        self.inbox.join(_GRACE_S)
 
     def kill(self) -> None:
         if not self.alive:
@@ -237,7 +220,7 @@ class RankGroup:
         self.alive = False
         if self._processes is not None:
             self._processes.kill()
-            self._inbox.join(_GRACE_S)
+            self.inbox.join(_GRACE_S)
 
     def _kill_with(self, error: BaseException) -> BaseException:
         self.kill()
@@ -422,7 +405,7 @@ class FailureDetector:
         reports = {}
         with suppress(RuntimeError):
             for rank in self._ranks:
-                key = failed_key(rank)
+                key = store_key("failed", rank)
                 if self._store.check([key]):
                     reports[rank] = json.loads(self._store.get(key))
         return reports
@@ -431,11 +414,11 @@ class FailureDetector:
         if self._store.check([ANY_FAILED]):
             self._alarm = True
         for rank in self._ranks:
-            if rank not in self._beating and self._store.check([heartbeat_key(rank)]):
+            if rank not in self._beating and self._store.check([store_key("heartbeat", rank)]):
                 self._beating.append(rank)
         if not self._beating:
             return
-        beats = self._store.multi_get([heartbeat_key(rank) for rank in self._beating])
+        beats = self._store.multi_get([store_key("heartbeat", rank) for rank in self._beating])
         now = time.monotonic()
         for rank, beat in zip(self._beating, beats, strict=True):
             number, operation = json.loads(beat)

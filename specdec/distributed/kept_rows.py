@@ -1,15 +1,13 @@
 """Distributions that the last rank keeps, and of which rank 0 fetches what a verifier reads.
 
-A row of 128,256 probabilities takes a megabyte in float64, and verifiers read few rows: rejection
+A row of 128,256 probabilities takes a megabyte in float64, and verifiers read few: rejection
 sampling needs the probabilities of the children's tokens, and a whole row only after it has
-rejected a child. So the last rank keeps the logits of answered nodes until they are pruned. With
-the answers it sends the probability of each node's token after its parent, if that was answered in
-the same batch. Rank 0 asks for everything else with a ``QUERY``; whole rows are sent as logits in
-the model's type, from which rank 0 computes the same probabilities.
+rejected a child. So the last rank keeps the logits of answered nodes until they are pruned, and
+sends with the answers the probability of each node's token after its parent, if that was in the
+same batch. Rank 0 asks for everything else with a ``QUERY``; whole rows are sent as logits.
 
-Distributions that filters have cut on the host are small and sent with the answers instead
-(``SupportProbs``). Transforms that read histories are applied on the last rank only, so their rows
-are sent with the answers too.
+Distributions that filters have cut are small and sent with the answers (``SupportProbs``), as are
+those of transforms that read histories, which the last rank alone applies.
 
 Shape letters: W tree rows, A queried nodes, V vocabulary.
 """
@@ -18,19 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
+from specdec.clocks.meter import Meter
 from specdec.device import Probs, RemoteProbs, RowKeeper, on_host
+from specdec.distributed.group import RankGroup
 from specdec.distributed.messages import Kind, Message, OpenedRequest
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Answers, Batch, Commit, FloatArray, IntArray, NodeMap, TreeRows
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.distributed.group import RankGroup
 
 _NOT_SENT = cast("RowKeeper", None)
 

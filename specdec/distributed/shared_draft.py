@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -23,12 +23,10 @@ from specdec.distributed.messages import Kind, Message
 from specdec.distributed.plan import DraftPlan
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.distributed.transport import PeerLost
+from specdec.models.runner import ModelRunner, RunnerOutput
+from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.tensor_parallel.collective import Collective
 from specdec.types import Commit, IntArray, TreeRows
-
-if TYPE_CHECKING:
-    from specdec.models.runner import ModelRunner, RunnerOutput
-    from specdec.pairs import HuggingFacePair, ModelPair
 
 
 class Call(NamedTuple):
@@ -42,7 +40,9 @@ class Call(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Calls since the last forward pass, and the pass that follows them."""
+    """Calls since the last forward pass, and the pass over ``rows`` (numbers of the calls of
+    ``rows``) that follows; ``logits_rows`` None: all.
+    """
 
     calls: list[Call]
     rows: list[int]  # the pass's rows, as numbers of the calls of ``rows`` since the last pass

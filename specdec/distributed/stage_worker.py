@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,11 +27,9 @@ from specdec.distributed.transport import (
     RowSender,
 )
 from specdec.executors.stage import ExitReader, InFlight, InFlightRows, PipelineStage, Stage
+from specdec.pairs import ModelPair
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
-
-if TYPE_CHECKING:
-    from specdec.pairs import ModelPair
 
 _MAX_PENDING = 16  # hidden states may be large
 

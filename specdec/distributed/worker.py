@@ -27,12 +27,7 @@ from specdec.distributed.messages import (
     HEARTBEAT_S,
     Kind,
     Message,
-    captured_key,
-    failed_key,
-    heartbeat_key,
-    ready_key,
-    report_key,
-    started_key,
+    store_key,
 )
 from specdec.distributed.plan import DraftPlan, SessionPlan, own_gpu
 from specdec.distributed.shared_draft import DraftSession
@@ -67,7 +62,7 @@ class Worker:
         self.rank = rank
         self._unanswered = 0  # heartbeat intervals since the store has answered
         self._store = store
-        store.set(started_key(rank), socket.gethostname())
+        store.set(store_key("started", rank), socket.gethostname())
         self.connections = Connections(store, rank, size, loopback=loopback)
         self.link = ControlLink(self.connections.peer(0, max_pending=_MAX_PENDING))
         self._pairs: dict[str, ModelPair] = {}
@@ -102,13 +97,15 @@ class Worker:
             self._sessions[session].query(tick, body)
         elif kind is Kind.BEGIN_TIMED:
             begin_timed_run()
-            self._store.set(captured_key(tick, self.rank), "1")
+            self._store.set(store_key("captured", tick, self.rank), "1")
         elif kind is Kind.END_TIMED:
             end_timed_run()
         elif kind is Kind.SETUP:
             self._set_up(session, body)
         elif kind is Kind.REPORT:
-            self._store.set(report_key(session, tick, self.rank), json.dumps(self.report(session)))
+            self._store.set(
+                store_key("report", session, tick, self.rank), json.dumps(self.report(session))
+            )
         elif kind is Kind.RELEASE:
             closed = self._sessions.pop(session, None) or self._drafts.pop(session, None)
             _log(f"session {session}: closed after {closed.rows if closed else 0} rows")
@@ -126,7 +123,7 @@ class Worker:
             what = f"stage {part.group}, layers {part.layers}"
         self._loading = ""
         _log(f"session {session}: {what} ready after {time.monotonic() - start:.1f} s")
-        self._store.set(ready_key(session, self.rank), "1")
+        self._store.set(store_key("ready", session, self.rank), "1")
 
     def _stage(self, session: int, plan: SessionPlan) -> StageSession:
         before, after = plan.neighbours(self.rank)
@@ -179,8 +176,10 @@ class Worker:
             doing = self._loading or (current.doing if current is not None else "idle")
             number += 1
             with suppress(RuntimeError):
-                self._store.set(heartbeat_key(self.rank), json.dumps([number, doing]))
-                self._store.check([heartbeat_key(self.rank)])  # ``set`` waits for no answer
+                self._store.set(store_key("heartbeat", self.rank), json.dumps([number, doing]))
+                self._store.check(
+                    [store_key("heartbeat", self.rank)]
+                )  # ``set`` waits for no answer
                 self._unanswered = 0
             threading.Event().wait(HEARTBEAT_S)
 
@@ -208,7 +207,7 @@ def serve(
 ) -> int:
     """Runs a rank (arguments as in ``Worker``) until rank 0 stops it; returns its exit status.
 
-    A failure is written to the store (``failed_key``) as ``kind`` ("user", "raised" or "lost"),
+    A failure is written to the store (``failed/RANK``) as ``kind`` ("user", "raised" or "lost"),
     ``text`` and ``peer``; the status is then 1.
     """
     try:
@@ -225,7 +224,7 @@ def serve(
             "text": f"{type(error).__name__}: {error}" if kind == "raised" else str(error),
         }
         with suppress(RuntimeError):
-            store.set(failed_key(rank), json.dumps(report))
+            store.set(store_key("failed", rank), json.dumps(report))
             store.set(ANY_FAILED, "1")
         return 1
     return 0

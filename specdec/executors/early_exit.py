@@ -15,27 +15,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.exits import ExitStage
 from specdec.executors.layout import EarlyExitPlan
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair
-from specdec.executors.stage import Answerer, Stage, StageOutput, row_items
+from specdec.executors.stage import Answerer, Stage, StageGroup, StageOutput, row_items
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count
-from specdec.state import batch_of
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.state import DecodeState, RequestState, batch_of
 from specdec.types import Batch, BoolArray, Commit, IntArray, Needs, NodeMap, Nodes
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.sampling.keyed_draws import KeyedDraws
-    from specdec.state import DecodeState, RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +45,12 @@ class Segment:
 
 
 class FirstStage:
-    """The target's first layers with one or more exits, and their results for live nodes.
+    """The target's first layers with one or more exits (``layers`` before each), and their results
+    for live nodes.
 
     A node's hidden state after the last segment that it has passed is stored until a later segment
-    or, once the node is submitted, the rest of the target needs it.
-
-    Attributes:
-        layers: number of target layers before each exit, increasing.
-        counters: passes and rows of drafting, counted once per segment; prompt rows and rows
-            computed by ``hidden`` are not included.
+    or, once the node is submitted, the rest of the target needs it. ``counters`` has passes and
+    rows of drafting, once per segment, without those of ``hidden``.
     """
 
     def __init__(self, *, segments: Sequence[Segment], clock: Clock) -> None:
@@ -207,25 +201,10 @@ class FirstStage:
         return torch.cat(parts)
 
 
-class _WholeTarget(Stage):
-    def __init__(self, first_stage: FirstStage, rest: Stage) -> None:
-        self._parts = (first_stage, rest)
-
-    def open(self, request_id: int, max_len: int) -> None:
-        for part in self._parts:
-            part.open(request_id, max_len)
-
+class _WholeTarget(StageGroup):
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
         first_stage, rest = self._parts
         return rest.run(batch, first_stage.hidden(batch))
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        for part in self._parts:
-            part.commit(commits)
-
-    def close(self, request_id: int) -> None:
-        for part in self._parts:
-            part.close(request_id)
 
 
 class EarlyExitExecutor(LocalExecutor):
@@ -274,5 +253,5 @@ class EarlyExitExecutor(LocalExecutor):
         self, *, first_stage: FirstStage, rest: Stage, answerer: Answerer, clock: Clock, stages: int
     ) -> None:
         """``rest`` has the other layers; the clock is charged for it ``stages`` times."""
-        stage = _WholeTarget(first_stage, rest)
+        stage = _WholeTarget((first_stage, rest))
         super().__init__(stage=stage, answerer=answerer, clock=clock, stages=stages)

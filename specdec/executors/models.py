@@ -81,9 +81,8 @@ class ModelPair:
     about: Mapping[str, Any] = _NOTHING
 
     def section(self) -> dict[str, Any]:
-        """Returns a section ``model`` of a configuration that describes this pair.
-
-        It has the names of the models, by which results are labelled: ``target`` and ``draft``.
+        """Returns a section ``model`` of a configuration that describes this pair, with the names
+        ``target`` and ``draft`` for labels.
         """
         models = self.about.get("model")
         models = models if isinstance(models, Mapping) else {}
@@ -94,23 +93,20 @@ class ModelPair:
     def stage(
         self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
-        """Loads the target's layers ``first`` .. ``last`` (exclusive).
-
-        ``capture`` names hidden states of these layers that every pass returns.
+        """Loads the target's layers ``first`` .. ``last`` (exclusive), whose passes return the
+        hidden states ``capture``.
         """
         raise NotImplementedError
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Returns the object that turns the target's logits into answers.
-
-        ``needs_probs`` says whether answers include the whole target distribution.
+        """Returns the object that turns the target's logits into answers, with distributions if
+        ``needs_probs``.
         """
         return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
     def without_target(self) -> Self:
-        """Returns the pair for a process in which other processes run the target.
-
-        It loads single layers of the target for heads that use them, but not the whole target.
+        """Returns the pair for a process in which other processes run the target: it loads single
+        layers of it at most.
         """
         return self
 
@@ -123,9 +119,8 @@ class ModelPair:
         )
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """Loads the target's layers ``first`` .. ``last`` (exclusive) with exit heads.
-
-        ``exits`` has the number of target layers before each exit.
+        """Loads the target's layers ``first`` .. ``last`` (exclusive) with exit heads after
+        ``exits`` target layers.
         """
         raise AssertionError(self.exit_layer)
 
@@ -133,14 +128,12 @@ class ModelPair:
         raise UserError(f"{self._label} has no {name} model; choose a source without one")
 
     def artefact(self, kind: type[A], **options: Any) -> A:
-        """Loads weights or tables that accompany the models, such as ``MedusaHeads``.
+        """Loads weights or tables that accompany the models, such as ``MedusaHeads``; UserError if
+        the pair has none.
 
         The class loads itself: ``kind.from_pair(pair, **options)`` with a ``HuggingFacePair``, of
         which ``part`` gives layers, norm and output matrix of the target, ``heads_folder`` the
         folder of trained heads and ``token_samples()`` text for n-gram counts.
-
-        Raises:
-            UserError: the pair cannot provide it.
         """
         raise UserError(
             f"{kind.__name__} needs a model or text, which {self._label} does not have; {REAL},"
@@ -148,10 +141,9 @@ class ModelPair:
         )
 
     def sequences(self, model: str) -> Any:
-        """Returns the target's given tokens and the ranks of them by "draft" or "middle".
-
-        The result is a ``specdec.sources.synthetic.HiddenPair``, for ``SyntheticSource``.
-        ``UserError`` if the pair has real models, or no ranks of that model.
+        """Returns the target's given tokens and the ranks of them by "draft" or "middle", a
+        ``specdec.sources.synthetic.HiddenPair``; UserError if the pair has real models, or no
+        ranks.
         """
         raise UserError(
             "source=synthetic proposes for model=synthetic only; choose source=draft_model"
@@ -164,9 +156,8 @@ class ModelPair:
         return {}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
-        """Replaces draft models in the source's configuration node by the pair's own draft.
-
-        ``UserError`` if that draft cannot serve them.
+        """Replaces draft models in the source's configuration node by the pair's own draft, or
+        refuses them.
         """
         return source
 
@@ -176,10 +167,9 @@ class ModelPair:
 
 
 def deliverable(needs: Needs, num_layers: int, *, exits: bool = False) -> Needs:
-    """Returns ``needs`` without hidden states that the target's stages cannot deliver.
-
-    They deliver the residual stream of their layers, and for the last layer also the state after
-    the final norm; stages with exit heads deliver none.
+    """Returns ``needs`` without hidden states that the target's stages cannot deliver: they have
+    the residual stream of their layers, and of the last layer the normed state; with exit heads
+    none.
     """
 
     def given(names: Sequence[HiddenName]) -> tuple[HiddenName, ...]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from specdec.clocks import Clock, ClockKind, Work
 from specdec.clocks.build import check_in_process
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.exits import ExitStage
 from specdec.executors.layout import PipelineOptions, PipelinePlan
@@ -29,23 +30,16 @@ from specdec.executors.stage import (
 )
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.state import RequestState
 from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Output
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.sampling.keyed_draws import KeyedDraws
-    from specdec.state import RequestState
 
 
 class PipelineExecutor(Executor):
     """Runs the target as a pipeline: N stages on ranks 1 .. N, controller and draft on rank 0.
 
-    Attributes:
-        latency, in_flight: N, the number of stages.
-        counters: batches and rows that entered the first stage.
-        hidden: hidden states that the answers contain; they move with their rows from the stage
-            that captures them to the last one.
-        early_hidden: hidden states that the outputs contain as soon as a stage has computed them.
+    States of ``hidden`` move with their rows from the stage that captures them to the last one;
+    those of ``early_hidden`` are returned at once. ``counters`` has what entered the first stage.
     """
 
     def __init__(
@@ -218,10 +212,8 @@ class StepCharges:
     """Charges ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
 
     All stages start with the step, which ends when the slowest has finished. On the wall clock of
-    one process, charges of other ranks are predictions (paced) or ignored (measured).
-
-    A profile prices one device. The devices of a stage run one after the other within a step, with
-    a transfer between them (PipeDec 3.1: "nodes in group G must execute tasks sequentially").
+    one process, charges of other ranks are predictions (paced) or ignored (measured). The devices
+    of a stage, of which a profile prices one, run one after the other (PipeDec 3.1).
     """
 
     def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
@@ -255,12 +247,8 @@ class StepCharges:
         self._clock.barrier(self._ranks)
 
     def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
-        """Charges pruning, then the transfer of hidden states and answers.
-
-        Args:
-            pruned: number of nodes that the pruning examines; 0 without a commit.
-            rows: rows that each stage but the last transmits.
-            answered: whether the last stage sends answers to the controller.
+        """Charges pruning of ``pruned`` nodes, then the transfer of ``rows`` by each stage but the
+        last, and of answers.
         """
         ranks = self._ranks
         self._clock.fan_out(ranks)

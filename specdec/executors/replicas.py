@@ -7,17 +7,19 @@ a batch's paths that it lacks along with the batch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import sleep
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from specdec.clocks import CONTROLLER, Clock, ClockKind
 from specdec.clocks.build import check_in_process
+from specdec.clocks.meter import Meter
 from specdec.errors import RankFailure, UserError
 from specdec.executors.layout import PipelinePlan, StageLayout
 from specdec.executors.local import LocalExecutor
@@ -25,6 +27,7 @@ from specdec.executors.models import Blocks, ModelPair, OverRanks
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.parts.fields import Count
+from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.state import RequestState, tree_rows
 from specdec.types import (
     NO_NODE,
@@ -43,12 +46,6 @@ from specdec.types import (
 
 _LOOK_EVERY_S = 1e-3  # between two looks at the copies' processes
 
-if TYPE_CHECKING:
-    import threading
-
-    from specdec.clocks.meter import Meter
-    from specdec.sampling.keyed_draws import KeyedDraws
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasPlan(ExecutorPlan):
@@ -59,10 +56,8 @@ class ReplicasPlan(ExecutorPlan):
 
 
 class ReplicasExecutor(Executor):
-    """Runs N copies of the target on ranks 1 .. N, which answer up to N batches at the same time.
-
-    Attributes:
-        counters: batches and nodes submitted; rows that a copy computes again are not counted.
+    """Runs N copies of the target on ranks 1 .. N, which answer up to N batches at the same time;
+    ``counters`` leave out rows that a copy computes again.
     """
 
     latency = None
@@ -258,10 +253,9 @@ class ReplicasExecutor(Executor):
 
 
 class TargetCopy:
-    """One copy of the target, and a record of what its caches contain.
-
-    The controller keeps the record, so that it needs no messages: each batch brings the missing
-    entries of its paths, and commits have the same effect on the record as on the caches.
+    """One copy of the target, and a record of what its caches contain, which needs no messages:
+    each batch brings the missing entries of its paths, and commits act on the record as on the
+    caches.
     """
 
     def __init__(self, executor: Executor, clock: Clock, rank: int | None) -> None:

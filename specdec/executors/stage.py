@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -189,12 +189,11 @@ class InFlightRows:
     """The batches in flight, the open requests, and the latest commit of each.
 
     The controller and all ranks see the same batches, commits, opens and closes in the same order,
-    so they agree on how many rows cross each link of the pipeline without sending the counts. Rows
-    are pruned on demand, by the latest commit of each request alone: what it keeps, all earlier
-    commits have kept too.
+    so they agree on how many rows cross each link without sending counts. Rows are pruned on
+    demand, by the latest commit of each request alone: what it keeps, all earlier ones have kept.
 
-    A *tick* is the executor's step number. It is never reset, unlike steps, which restart in each
-    run. A batch is on stage n (from 1) in the n-th step from the tick at which it entered.
+    A *tick* is the executor's step number, which no new run resets. A batch is on stage n (from 1)
+    in the n-th step from the tick at which it entered.
     """
 
     def __init__(self) -> None:
@@ -296,6 +295,25 @@ class Stage:
         return self
 
 
+class StageGroup(Stage):
+    """Parts that are opened, committed and closed together."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+
+    def open(self, request_id: int, max_len: int) -> None:
+        for part in self._parts:
+            part.open(request_id, max_len)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        for part in self._parts:
+            part.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        for part in self._parts:
+            part.close(request_id)
+
+
 class ModelStage(Stage):
     def __init__(self, *, runner: ModelRunner, pool: BlockPool | None = None) -> None:
         """Wraps the layers of ``runner``; with ``pool`` the caches are paged."""
@@ -347,8 +365,8 @@ def split_layers(
 ) -> list[tuple[int, int]]:
     """Returns half-open layer ranges, as even as possible, with the shorter stages last.
 
-    The last stage also computes the output head, which costs as much as ``head_layers`` layers, so
-    it gets fewer (two fewer in the papers). The split minimizes the cost of the slowest stage.
+    The last stage also computes the output head, which costs as much as ``head_layers`` layers; the
+    split minimizes the cost of the slowest stage.
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(
@@ -434,20 +452,17 @@ class ModelAnswerer(OpenRequests, Answerer):
         self._follows = False
 
     def follow(self) -> None:
-        """From now on, samples only after rows that may be on the target's path.
-
-        A row cannot be on it if the target's token after its parent is not the row's token; it gets
-        ``NO_TOKEN``. Distributions, if needed, are still those of all rows.
+        """From now on, samples only after rows that may be on the target's path: others, whose
+        token is not the target's after their parent, get ``NO_TOKEN``.
         """
         self._follows = True
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """Samples the target's next token after every tree row by its keyed draw.
 
-        If probabilities are needed, the answers include the processed distributions; for a greedy
-        request the model's own at temperature 1, by which lossy verifiers compare tokens (the
-        one-hot distribution of greedy decoding follows from the tokens). If all requests have equal
-        parameters they share one call, and one copy from a device.
+        With them come, if needed, the processed distributions; for a greedy request the model's own
+        at temperature 1, by which lossy verifiers compare tokens. Requests of equal parameters
+        share one call.
         """
         assert logits is not None, "the last stage must compute logits"
         if not batch.trees:

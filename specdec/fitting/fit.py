@@ -131,8 +131,8 @@ def fit_logs(
 ) -> FittedModel:
     """Fits a model to logs of one pair; ranks come from the log with a rank vector, if any.
 
-    The model is fitted to all requests. One of the same size, fitted without every ``holdout``-th
-    request, predicts these; the tokens per pass of further logs (``checks``) are predicted too.
+    One of the same size, fitted without every ``holdout``-th request, predicts these; the tokens
+    per pass of further logs (``checks``) are predicted too.
     """
     vectors = [log.vector for log in logs if log.vector is not None]
     if len(vectors) > 1:

@@ -218,9 +218,8 @@ def _lengths(key: str, node: Node, options: ReadOptions) -> RequestLog | None:
 
 
 def _trace(node: Node, options: ReadOptions) -> RequestLog:
-    """Reads passes that start at every position, and picks those that follow each other.
-
-    With ``draft_tokens``, passes are cut to chains of that length.
+    """Reads passes that start at every position, and picks those that follow each other, cut to
+    ``draft_tokens``.
     """
     emitted = _whole(node["acc_len"], "acc_len", 1)
     longest = options.draft_tokens or max(int(emitted.max()) - 1, 1)

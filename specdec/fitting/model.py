@@ -69,27 +69,22 @@ class AcceptanceModel:
         return float(self.group_shares @ (occupied @ self.top1 / occupied.sum(axis=1)))
 
     def tokens_per_pass(self, num_draft_tokens: int) -> float:
-        """Returns the expected emitted tokens per target pass of a chain of K draft tokens.
-
-        Prompts are assumed to be equally long, so groups are averaged by their passes per token.
+        """Returns the expected emitted tokens per target pass of a chain of K draft tokens, over
+        equally long prompts.
         """
         return self._tokens([num_draft_tokens], [0], [0])
 
     def adaptive_tokens_per_pass(self) -> float:
-        """Returns the same under the schedule of transformers' assisted generation.
-
-        The next pass has two more draft tokens if all were accepted, otherwise one less, but at
-        least 1.
+        """Returns the same under the schedule of transformers' assisted generation: two more draft
+        tokens after all were accepted, otherwise one less, at least 1.
         """
         states = np.arange(_MOST_ADAPTIVE)
         more, less = np.minimum(states + 2, states[-1]), np.maximum(states - 1, 0)
         return self._tokens((states + 1).tolist(), more.tolist(), less.tolist())
 
     def _tokens(self, counts: Sequence[int], more: Sequence[int], less: Sequence[int]) -> float:
-        """Averages over passes of ``counts[i]`` draft tokens.
-
-        After such a pass, i becomes ``more[i]`` if all tokens were accepted, else ``less[i]``. Then
-        i and the class at the starts of passes form a Markov chain, so the average is exact.
+        """Averages over passes of ``counts[i]`` draft tokens, after which i becomes ``more[i]`` if
+        all were accepted, else ``less[i]``: with the class a Markov chain, so the average is exact.
         """
         hits, size = self.hit_rates(max(counts) + 1), (len(counts), len(self.top1))
         passes_per_token = []

@@ -92,11 +92,9 @@ def of_totals(accepted: float, drafted: float, passes: float, k: int | None) -> 
 
 
 def with_draft_tokens(log: AcceptanceLog) -> list[RequestLog]:
-    """Returns the requests of a log that have passes, all with draft tokens per pass.
-
-    If the log does not have them, they follow transformers' schedule, if every pass obeys it and
-    the longest pass exceeds its first number. Otherwise they are the largest number accepted in the
-    log.
+    """Returns the requests of a log that have passes, all with draft tokens per pass: by
+    transformers' schedule, if every pass obeys it and the longest exceeds its first number, else
+    the most accepted.
     """
     requests = [request for request in log.requests if request.counts.any()]
     unknown = [request for request in requests if request.drafted is None]

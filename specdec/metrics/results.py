@@ -1,6 +1,5 @@
-"""Raw counts of finished requests and of whole runs, from which all rates are derived.
-
-Baselines and our own strategies fill the same two classes.
+"""Raw counts of finished requests and of whole runs, also of baselines, from which all rates are
+derived.
 """
 
 from __future__ import annotations

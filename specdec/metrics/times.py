@@ -15,10 +15,8 @@ _Seconds = Sequence[float] | npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """A request after its first emission.
-
-    Tokens emitted together with the first one belong to the prefill; the decode phase starts at
-    that time with the next token.
+    """A request after its first emission, at whose time the decode phase starts with the next
+    token.
     """
 
     tokens: int  # emitted later than the first
@@ -49,8 +47,7 @@ def decode_speed(results: Sequence[RequestResult]) -> float | None:
 def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[str, float | None]:
     """Returns latencies and speeds by name (docs/metrics.md); undefined ones are None.
 
-    ``tokens_per_s`` equals 1000 / ``tbt_ms_mean``: both cover the decode phases, where tokens of
-    one emission have a gap of 0. ``clock_s`` is the duration of the run on its clock.
+    ``tokens_per_s`` equals 1000 / ``tbt_ms_mean``: tokens of one emission have a gap of 0.
     """
     gaps, new_tokens = all_gaps(results), sum(len(result.output) for result in results)
     means = [phase.gaps_s.mean() for phase in map(decode_phase, results) if phase.tokens]

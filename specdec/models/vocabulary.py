@@ -23,6 +23,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
@@ -33,7 +34,7 @@ _WINDOW = 16  # draft tokens that are tokenised again with each new one, at most
 _CACHED = 1 << 16  # number of cached results
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"  # SentencePiece's mark of a space
-_GAPS = b" \t\n\r"
+_GAPS = {b" ", b"\t", b"\n", b"\r"}
 
 TRANSLATED = "translated"
 """Name of the model in ``model=`` and in the meter."""
@@ -42,14 +43,7 @@ _BPE_SPACE = "\u0120"  # the space of byte-level BPE
 _LETTERS = [_BPE_SPACE, *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789."]
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Maps characters to bytes as in byte-level BPE (GPT-2), printable bytes to themselves."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
+_ALPHABET = {char: byte for byte, char in bytes_to_unicode().items()}  # of byte-level BPE
 
 
 class Vocabulary:
@@ -236,7 +230,7 @@ class Translation:
             before, here = texts[tokens[at - 1]], texts[tokens[at]]
             if before is None or here is None:
                 return at
-            if here[:1] in _GAPS_SET and before[-1:] not in _GAPS_SET:
+            if here[:1] in _GAPS and before[-1:] not in _GAPS:
                 return at
         while first and _continues(texts[tokens[first]]):
             first -= 1
@@ -268,9 +262,6 @@ class Translation:
     def _bytes(self, token: int) -> bytes:
         texts = self._target.tokens
         return (texts[token] if token < len(texts) else None) or b""
-
-
-_GAPS_SET = frozenset(_GAPS[at : at + 1] for at in range(len(_GAPS)))
 
 
 def _continues(data: bytes | None) -> bool:

@@ -31,7 +31,7 @@ from specdec.planning.measuring import ModelsHere, calibrated, measured_here
 from specdec.planning.options import MEASURED, PlanOptions, split_words
 from specdec.planning.search import Search
 from specdec.report.provenance import provenance
-from specdec.runs.jobs import Progress, run_job
+from specdec.runs.jobs import NoProgress, Progress, run_job
 
 SEARCH_FILE = "search.json"  # its presence in a folder says that the search was complete
 _EVALUATIONS = "evaluations.jsonl"
@@ -217,16 +217,6 @@ def check_job(request: PlanRequest, folder: Path, progress: Progress) -> PlanVer
         config = run_job_of(words, [*request.extra, folder]).config
         run = _once(config, folder / "check", progress)
     return check_run(plan["expected"], units_of_run(run))
-
-
-class NoProgress:
-    """A ``Progress`` that shows nothing."""
-
-    def phase(self, label: str, total: int | None) -> None: ...
-
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 def plan(

@@ -3,17 +3,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import Index, Share, Text, validated
 from specdec.policies.tree_growth import as_nodes, ready_requests
+from specdec.state import DecodeState, RequestState
 from specdec.types import Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 _TRIALS = 2  # rounds of each arm before any is preferred
 _PRIOR_ROUNDS = 4.0  # weight of other requests in a request's own gain

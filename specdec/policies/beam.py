@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
@@ -14,10 +14,8 @@ from specdec.policies.tree_growth import (
     expand,
     ready_requests,
 )
+from specdec.state import DecodeState
 from specdec.types import Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 
 @validated

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 from math import exp
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -18,11 +18,9 @@ from specdec.policies.tree_growth import (
     live_requests,
     ready_requests,
 )
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import IntArray, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 _FROM_TWO = expects("it must be a whole number of at least 2; the root alone is policy=root_only")
 

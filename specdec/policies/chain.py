@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +12,9 @@ from specdec.policies.tree_growth import (
     ready_requests,
     unsubmitted,
 )
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 
 class Chain(TreePolicy):

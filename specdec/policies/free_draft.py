@@ -6,16 +6,12 @@ If the source is not asynchronous, a pass runs when it is started, and the targe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.policies.tree_growth import append_best, live_requests, open_bottom
+from specdec.state import DecodeState, RequestState
 from specdec.types import NO_NODE, Event, EventKind, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 
 class FreePasses(TreePolicy):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,11 +17,9 @@ from specdec.clocks import LatencyProfile, Work
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.sampling.transform import top_set
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import FloatArray, IntArray, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 _LOWEST = float(np.finfo(np.float64).min)  # a lower bound of every score but -inf
 

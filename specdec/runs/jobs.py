@@ -62,6 +62,10 @@ class Progress(Protocol):
         """Prints a line or a table."""
 
 
+class NoProgress(Progress):
+    """Shows nothing."""
+
+
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
     """Decodes a workload with one strategy; resumes after the prompts in ``requests.jsonl``.
     Returns the content of ``summary.json``, which is written last.

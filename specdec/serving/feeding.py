@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
+from specdec.interfaces import TreePolicy
 from specdec.policies.tree_growth import last_position
-
-if TYPE_CHECKING:
-    from specdec.interfaces import TreePolicy
-    from specdec.state import DecodeState, RequestState
+from specdec.state import DecodeState, RequestState
 
 
 class Feeding(StrEnum):

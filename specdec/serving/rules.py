@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from specdec.errors import UserError
-from specdec.interfaces import Scheduler
+from specdec.interfaces import Executor, Scheduler, TokenSource, TreePolicy
 from specdec.parts.build import build_part
 from specdec.parts.fields import Count, Positive, Text, signature_of, validated
 from specdec.serving.arrivals import arrival_times
 from specdec.serving.blocks import BlockBudget
 from specdec.serving.feeding import Feeding
-
-if TYPE_CHECKING:
-    from specdec.interfaces import Executor, TokenSource, TreePolicy
-    from specdec.state import RequestState
+from specdec.state import RequestState
 
 
 @validated

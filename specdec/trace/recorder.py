@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,10 +12,8 @@ from specdec.clocks import Clock, ClockReport, Span, Timeline
 from specdec.clocks.interface import MAX_SPANS
 from specdec.device import Probs, on_host
 from specdec.interfaces import Executor
+from specdec.state import RequestState
 from specdec.types import NO_NODE, NO_TOKEN, Batch, Commit, FloatArray, IntArray, Output
-
-if TYPE_CHECKING:
-    from specdec.state import RequestState
 
 MAX_STEPS = 4000  # steps beyond this number are not recorded; the run continues
 _DIGITS = 6  # decimals of probabilities, their logarithms and seconds
