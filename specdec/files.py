@@ -1,7 +1,5 @@
 """Writes result files atomically; reads JSON and YAML with errors that say what is wrong."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -20,8 +20,6 @@ independent of the decode loop (``Oracle``, ``plain_decode``), test requests (``
 distributions of table models, and observers of caches while a strategy runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

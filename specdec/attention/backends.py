@@ -7,8 +7,6 @@ Shape letters: H query heads, G key/value heads, P = H / G, D head size, R rows 
 slots, M columns of the tree mask.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from functools import cache
 from typing import Any

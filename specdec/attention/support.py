@@ -1,7 +1,5 @@
 """Checks that return why Triton, flash-attn or torch.compile cannot run here; None if they can."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module

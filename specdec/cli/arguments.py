@@ -1,7 +1,5 @@
 """Reads the words after a command: flags, names, and overrides in Hydra's grammar."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

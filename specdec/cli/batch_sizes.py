@@ -1,7 +1,5 @@
 """``specdec compare 'batch_size=[1,2,4]'``: every row at several batch sizes, as curves."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Collection, Sequence
 from copy import deepcopy

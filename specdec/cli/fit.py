@@ -1,7 +1,5 @@
 """``specdec fit`` fits an acceptance model to acceptance measured elsewhere."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The console script ``specdec`` dispatches to a command and maps errors to exit statuses."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import os

@@ -5,8 +5,6 @@ therefore never raises: it writes a record of its outcome, and the sweep lists a
 end. Records are files, because joblib and submitit run jobs in other processes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

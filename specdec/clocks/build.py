@@ -1,7 +1,5 @@
 """Builds the clock that ``clock=`` names: a built-in kind, or a class outside this library."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Divides the controller's wall time into model calls, declared waits and overhead (the rest)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Marks timed runs, so that CUDA graphs are captured before them and never within them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol

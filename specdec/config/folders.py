@@ -1,7 +1,5 @@
 """Folders of results: their names, stored configurations, locks and completeness."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Composes configurations from overrides; Hydra's errors become one line with a suggestion."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Jobs are checked configurations in the form that the engine takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads the configuration tree on disk: its folder, groups and options."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from functools import cache

@@ -3,8 +3,6 @@
 That is costs by degree of parallelism and draft, and expansions by the ratio of costs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any

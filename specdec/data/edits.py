@@ -1,15 +1,10 @@
 """Sessions in which an agent edits files of the standard library, turn by turn.
 
-They are made from held-out modules (``data.stdlib``) without downloads and without a model: rules
-apply the edits, so each turn has a prompt and the completion of a model that follows it. In turns
-of kind ``rewrite`` the prompt contains the file and the completion is its whole new version. In
-turns of kind ``resume`` the agent continues in a new context, as after a summary, and the file
-occurs only in earlier turns.
-
-All choices are keyed by names (CRC-32), so the turns depend on nothing but the Python version.
+They are made from held-out modules (``data.stdlib``) without a model: rules apply the edits, so
+each turn has a prompt and the completion of a model that follows it. In turns of kind ``rewrite``
+the prompt contains the file and the completion is its whole new version; in turns of kind
+``resume`` the file occurs only in earlier turns. All choices are keyed by names (CRC-32).
 """
-
-from __future__ import annotations
 
 import ast
 import builtins

@@ -5,8 +5,6 @@ other subsets are skipped but counted: random draws are keyed by the index, whic
 depend on ``data.subset``. Formats without subsets ignore it.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

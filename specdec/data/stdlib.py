@@ -4,8 +4,6 @@ They exist on every machine: a function's imports, signature and docstring, with
 modules that training never reads (``train.corpus``).
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

@@ -1,7 +1,5 @@
 """Prompts with the text that a model wrote after them, as text or as token ids, from JSON lines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ ranks with early exits with candidates, and ranks whose hidden states a part nee
 sides know from ``InFlightRows`` which rows are alive.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

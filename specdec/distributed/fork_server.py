@@ -13,8 +13,6 @@ argument says whether to keep LOGS at the end. The process prints one JSON line 
 {"pids": [...]} after forking, then {"rank": r, "status": s} per ended rank (negative: signal).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

@@ -1,7 +1,5 @@
 """Rank 0's connection to a group of ranks: sessions, messages, replies, and who failed first."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import queue

@@ -1,7 +1,5 @@
 """Starts the ranks of one machine: free port, no restarts, thread limits, no orphans."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

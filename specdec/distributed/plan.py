@@ -5,8 +5,6 @@ On GPUs every process has one of its own. If target and draft share their device
 of the draft, share a GPU: N devices, N + 1 processes. No NCCL communicator contains both.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

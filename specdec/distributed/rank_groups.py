@@ -4,8 +4,6 @@ A group is either started here, by the first executor that needs it, or was star
 Slurm (``use_group``).
 """
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager

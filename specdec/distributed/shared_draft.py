@@ -4,8 +4,6 @@ Rank 0 records every call on a cache of the draft and sends the list with each f
 other ranks thus cache the same entries (for their own heads) and join the pass's collectives.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Sequence

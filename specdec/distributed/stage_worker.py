@@ -4,8 +4,6 @@ The rows that a rank computes in a step were sent at the end of the previous ste
 but the first starts on them as soon as they arrive; the first waits for the controller's batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks started by torchrun or Slurm: every process runs the same command, rank 0 included."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

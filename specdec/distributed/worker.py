@@ -3,8 +3,6 @@
 ``fork_server`` runs it for ``specdec run``, ``torchrun`` for torchrun and Slurm.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

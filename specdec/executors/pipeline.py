@@ -4,8 +4,6 @@ With a simulated clock this is the simulator; the distributed executor runs the 
 (``specdec.executors.stage``) over messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -4,8 +4,6 @@ Shape letters: S segments, T positions, C classes, D depths. Segments are the la
 there are many of them, and only one to three classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

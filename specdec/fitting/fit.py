@@ -1,7 +1,5 @@
 """Fits an acceptance model to logs, and checks it on requests that it has not seen."""
 
-from __future__ import annotations
-
 import json
 import math
 import textwrap

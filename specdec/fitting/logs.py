@@ -6,8 +6,6 @@ wherever in the document the object is. Sources of the engines' keys: vLLM #4891
 log line). All histograms count accepted draft tokens, without the target's own.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

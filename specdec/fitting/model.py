@@ -23,8 +23,6 @@ of drafts from 68M to 7B (docs/calibration.md has their sources).
 Shape letters: G groups, C classes, D depths, K draft tokens per pass, R ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

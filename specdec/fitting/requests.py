@@ -3,8 +3,6 @@
 Shape letters: N passes, or kinds of passes if a log has only counts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

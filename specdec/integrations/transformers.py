@@ -8,8 +8,6 @@ Processors and criteria are called once per node or token with the sequence that
 they must depend on their arguments alone. Shape letters: B rows of the batch, T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -6,8 +6,6 @@ torch multiplies 1 to 64 rows more slowly by a plain weight [N, E] than oneDNN b
 Shape letters: E inputs, N outputs.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

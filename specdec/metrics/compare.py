@@ -2,8 +2,6 @@
 of tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from statistics import median

@@ -1,7 +1,5 @@
 """Measures looping text, which raises the acceptance rate of every speculative method."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Derives all rates from raw counts; one without a denominator, or that does not apply, is None."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

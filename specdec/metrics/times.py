@@ -1,7 +1,5 @@
 """Times per token and per request, from emission times on the run's clock."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

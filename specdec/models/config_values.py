@@ -1,7 +1,5 @@
 """Reads a transformers configuration, whose keys depend on the family of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedConfig

@@ -1,17 +1,13 @@
 """Reads and writes folders of EAGLE heads: config.json and safetensors, in both known layouts.
 
-The authors' layout names the first layer of EAGLE-3 ``midlayer.*`` and has a flat Llama config; the
-layout of ``speculators`` names it ``layers.0.*`` and nests that config. Layer ids in configs count
-the streams that *enter* layers (transformers' ``hidden_states[id]``), so id i is the output of
-layer i - 1.
-
-Untrained heads are what training starts from; tests use them, or fit them in seconds.
+The authors' layout names the first layer of EAGLE-3 ``midlayer.*`` and has a flat Llama config;
+that of ``speculators`` names it ``layers.0.*`` and nests the config. Layer ids in configs count the
+streams that *enter* layers, so id i is the output of layer i - 1. Untrained heads are what training
+starts from.
 
 Shape letters: B sequences, T tokens, E hidden size, S feature size, V vocabulary, U draft
 vocabulary.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -51,12 +47,8 @@ _RATE = 2e-2  # of fitted ones
 
 
 class HeadFiles:
-    """A folder with a head, as it is on disk.
-
-    Attributes:
-        config: content of config.json.
-        version: 1 or 3, see ``EagleConfig``.
-        shapes: name -> shape of each tensor; names as in ``EagleHead``, and ``d2t``.
+    """A folder with a head, as it is on disk: ``config`` is the content of config.json, ``version``
+    1 or 3, ``shapes`` maps tensors (named as in ``EagleHead``, and ``d2t``) to their shapes.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -6,8 +6,6 @@ else reveals the error.
 Shape letters: S tokens of a text, A drafts.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence

@@ -42,14 +42,10 @@ class HeadOutput:
 
 
 class EagleRunner:
-    """Runs a head over the rows of one or more requests.
+    """Runs a copy of a head over the rows of one or more requests.
 
-    Attributes:
-        head: a copy of the modules that shares their weights.
-        max_positions: largest number of rows of a cache.
-        weight_bytes: bytes of weights that a pass reads, including those shared with the target,
-            but not rows of the embedding matrix.
-        own_bytes: bytes of the head's own weights.
+    ``weight_bytes`` are those that a pass reads, including those shared with the target but not the
+    embedding's rows; ``own_bytes`` those of the head's own weights.
     """
 
     def __init__(
@@ -122,8 +118,8 @@ class EagleRunner:
         """Runs one packed pass and fills the caches.
 
         Args:
-            rows: results of ``TreeCache.rows`` or ``rewritten`` in packing order; several of one
-                cache see those before them.
+            rows: results of ``TreeCache.rows`` or ``rewritten``; several of one cache see those
+                before.
             features: [F, S], the target's hidden states of the position before each of F rows.
             feature_rows: int64[F], packed indices of these rows, increasing.
             states: [R - F, E], the head's own output at the parents of the other rows, in packed

@@ -9,8 +9,6 @@ Shape letters: B sequences, S positions, T = S - 1 rows, A chosen rows, E hidden
 feature, H query heads, G key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -58,14 +56,9 @@ def unroll(
 ) -> Iterator[Tensor]:
     """Yields the head's outputs of each step, [B, T, E] for step 0, then [B, A, E].
 
-    Row i of step s embeds token i + 1 + s of the text and predicts the one after it, with the
-    target's features up to position i. At step 0 there are rows for all positions but the last.
-
-    Args:
-        tokens_BS: int64[B, S].
-        features: [B, S, F], hidden states ``head.config.names`` of the target, concatenated.
-        steps: number of steps, at least 1.
-        rows_A: int64[A], rows of the later steps; each at most S - 1 - steps. Default: all such.
+    Row i of step s embeds token i + 1 + s of ``tokens_BS`` and predicts the one after it, with the
+    target's ``features`` [B, S, F] up to position i. At step 0 there are rows for all positions but
+    the last; ``rows_A``, int64[A], at most S - 1 - steps, are those of later steps. Default: all.
     """
     attention = _Unrolled()
     length = tokens_BS.shape[1] - 1

@@ -1,7 +1,5 @@
 """Execution options of a runner: CUDA graphs, fused kernels, ``torch.compile``, backend."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,12 +1,10 @@
 """Exit heads of any transformers model, which compute logits from an inner layer's hidden states.
 
-A norm head is a norm and an output matrix. A transformer head is a decoder layer of the target's
-kind, a norm and an output matrix (PPSD 5.3); a runner treats it as the last layer of a model of
-``layer`` + 1 layers, so no family needs specific code.
+A norm head is a norm and an output matrix; a transformer head has a decoder layer of the target's
+kind before them (PPSD 5.3), which a runner treats as the last layer of a model of ``layer`` + 1.
 
-Heads may predict a draft vocabulary of fewer tokens: their output matrix has a row for each of
-them, and ``output.ids`` are their ids in the target. A folder's heads that share such a matrix
-store it once, in ``vocabulary.safetensors``.
+Heads may predict a draft vocabulary: their output matrix has a row for each of its tokens, and
+``output.ids`` are the ids in the target. A matrix that a folder's heads share is stored once.
 
 Shape letters: R rows, E hidden size, V vocabulary, U draft vocabulary.
 """
@@ -117,9 +115,8 @@ def save_vocabulary(ids: Tensor, matrix: Tensor, folder: Path) -> None:
 
 
 class ReducedOutput(nn.Linear):
-    """An output matrix of a draft vocabulary; other tokens have the logit -inf.
-
-    ``places``, int64[V], has each token's row in the matrix, and U for those without one.
+    """An output matrix of a draft vocabulary; other tokens have the logit -inf. ``places``,
+    int64[V], has each token's row in the matrix, U for those without one.
     """
 
     places: Tensor
@@ -160,8 +157,8 @@ def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeight
 def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
     """Returns a model of ``head.layer`` + 1 layers with the head's last layer, norm and output.
 
-    The other layers, and a norm head's last layer, are the target's; they are shared and never run.
-    ``target`` is not changed; it may be some layers of ``load_model`` only.
+    The other layers, and a norm head's last layer, are those of ``target`` (perhaps only some
+    layers of ``load_model``), shared and never run.
     """
     own = shared_copy(target)
     layers = keep_layers(own, 0, head.layer + 1)

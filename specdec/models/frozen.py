@@ -1,8 +1,7 @@
 """Whole-sequence passes of a frozen model of any family, with access to its layers.
 
-transformers' own forward runs every part, so no family needs specific code: a single layer, or the
-final norm and the output head alone, run in a copy of the module tree whose list of layers is cut.
-Gradients pass through; the model itself gets none.
+A single layer, or the final norm and output head alone, run by transformers' own forward in a copy
+of the module tree whose list of layers is cut. Gradients pass through; the model itself gets none.
 
 Shape letters: B sequences, S positions, E hidden size, V vocabulary.
 """
@@ -21,9 +20,8 @@ from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_
 
 
 class FrozenModel(nn.Module):
-    """A model whose weights do not change, and its parts.
-
-    Products run in ``compute_dtype`` by torch.autocast; weights and residuals keep their dtype.
+    """A model whose weights do not change, and its parts; products run in ``compute_dtype`` by
+    torch.autocast.
     """
 
     def __init__(
@@ -56,9 +54,8 @@ class FrozenModel(nn.Module):
         return self.model.get_output_embeddings()
 
     def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
-        """Returns residual streams, float32[B, S, E], after these numbers of layers and after all.
-
-        The last one is taken before the final norm.
+        """Returns residual streams, float32[B, S, E], after these numbers of layers and after all
+        (before the norm).
         """
         streams: dict[int, Tensor] = {}
         numbers = {*after, self.num_layers}

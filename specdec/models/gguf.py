@@ -5,8 +5,6 @@ with the file's configuration, tokenizer and chat template. Stages, shares of ma
 then load single tensors of the folder, as of any other model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import sys

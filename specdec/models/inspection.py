@@ -1,10 +1,6 @@
-"""Checks a model folder before loading it: fast, and without importing torch.
-
-Every wrong model path or damaged folder raises a ``UserError`` that names the value and the remedy,
-instead of a traceback in a worker minutes later.
+"""Checks a model folder before loading it, fast and without importing torch: every wrong path or
+damaged folder raises a ``UserError`` that names the value and the remedy.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -39,10 +35,8 @@ _LFS = b"version "  # first bytes of a git-lfs pointer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Properties of a model folder; sizes are 0 if the config omits them.
-
-    ``tied`` says whether the output head shares the embeddings' weights; ``tensors`` maps tensor
-    names to the file names of their shards.
+    """Properties of a model folder, sizes 0 if the config omits them; ``tied``: the output head has
+    the embeddings' weights; ``tensors`` maps names to the files of their shards.
     """
 
     path: Path

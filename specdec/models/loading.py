@@ -65,20 +65,19 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads a model, or some of its layers, in evaluation mode and without gradients.
 
-    Of layers first .. last - 1 it reads the tensors of these layers, the embeddings if first is 0,
-    the output head if last ends the model, and the parameters outside the layers (norms). All
-    others stay on the meta device. Pass the result to ``ModelRunner`` with the same layers.
+    Of layers first .. last - 1 it reads their tensors, the embeddings if first is 0, the output
+    head if last ends the model, and the parameters outside the layers (norms); all others stay on
+    the meta device. Pass the result to ``ModelRunner`` with the same layers.
 
     Args:
         model: a result of ``inspect_model``, or a path or id.
         dtype: a key of ``DTYPES``.
         layers: (first, last); None: the whole model, by transformers' own loader.
-        group: tensor-parallel group, with ``layers`` only: this rank's shares of linear layers are
-            read. None: whole layers.
+        group: tensor-parallel group, with ``layers`` only: this rank's shares of linear layers.
         quantization: a value of ``Quantization``. With ``layers``, each matrix is cut, then
             quantised, before the next one is read.
         loaded_before: with ``layers`` only: parameters that are shared instead of read again; those
-            that are read are added. None: all are read.
+            that are read are added.
     """
     info = inspect_model(model)
     kind, where = torch_dtype(dtype), usable_device(device)

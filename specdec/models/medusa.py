@@ -37,9 +37,8 @@ _SAMPLE = 3  # states of the comparison with eager passes
 
 
 class MedusaHeads:
-    """K heads on the hidden states after the target's last layer, whose index is ``layer``.
-
-    ``head_bytes`` is the average number of bytes of weights that one head reads per pass.
+    """K heads on the hidden states after the target's last layer, whose index is ``layer``;
+    ``head_bytes`` is the mean number of bytes of weights that one reads per pass.
     """
 
     def __init__(
@@ -95,9 +94,8 @@ class MedusaHeads:
 
 
 class MedusaHead:
-    """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for that of the target.
-
-    With a draft vocabulary ``output`` is [U, E], and ``places`` as in ``exits.ReducedOutput``.
+    """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for that of the target; with
+    a draft vocabulary [U, E], and ``places`` as in ``exits.ReducedOutput``.
     """
 
     def __init__(self, target: PreTrainedModel, weights: Weights) -> None:

@@ -6,8 +6,6 @@ magnitude in a block has the lowest code, so that rounding a rounded matrix chan
 Shape letters: N outputs, K inputs, B = ceil(K / 32) blocks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

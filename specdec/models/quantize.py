@@ -1,12 +1,8 @@
 """Weight-only quantisation of a model's linear layers by torchao (SwiftSpec 5).
 
-Only the decoder layers' matrices are quantised, not the embeddings and the output head; arithmetic
-uses the activations' dtype. Losslessness of a quantised target is measured against plain decoding
-of the same quantised model.
-
-One rank's share of a model is cut first and then quantised. The shares of a quantised matrix have
-the integers and scales of the whole matrix, so together they are the model of plain decoding; only
-sums over the ranks are added in another order.
+Only the decoder layers' matrices are quantised; arithmetic uses the activations' dtype. One rank's
+share of a matrix is cut first and has the integers and scales of the whole one, so together the
+shares are the model of plain decoding; only sums over the ranks are added in another order.
 """
 
 from __future__ import annotations

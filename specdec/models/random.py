@@ -1,7 +1,5 @@
 """Small models of any family with random weights, for tests and ``model=random``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -39,15 +37,9 @@ def random_model(
     max_positions: int = 256,
     options: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Returns a model of ``family`` with weights from a normal distribution.
-
-    The same arguments give the same weights; the global generator is not used.
-
-    Args:
-        family: a model type of transformers; those of ``CERTIFIED`` are tested.
-        dtype: a key of ``loading.DTYPES``.
-        scale: standard deviation of every weight; larger values give more peaked predictions.
-        options: additional entries of the family's config, such as {"sliding_window": 8}.
+    """Returns a model of ``family`` with weights from a normal distribution of deviation ``scale``,
+    the same for the same arguments, without the global generator; ``options`` are further entries
+    of the family's config.
     """
     kind = torch_dtype(dtype)
     sizes = {

@@ -1,9 +1,9 @@
 """Forward passes of a model, or of a slice of its layers, over this library's caches.
 
-A runner cuts its slice out of a copy of the module tree, which shares all parameters with the given
-model. Hooks insert and extract hidden states, so that transformers' own forward runs the slice and
-no family needs specific code. A ``Backend`` computes the passes: ``Eager`` calls that forward; CUDA
-graphs, ONNX Runtime and exact passes are modules of their own, imported when a runner has them.
+A runner cuts its slice out of a copy of the module tree, which shares all parameters. Hooks insert
+and extract hidden states, so transformers' own forward runs the slice and no family needs specific
+code. A ``Backend`` computes the passes: ``Eager`` calls that forward; CUDA graphs, ONNX Runtime and
+exact passes are modules of their own, imported when a runner has them.
 
 Shape letters: R rows of one request, A rows whose logits are computed, E hidden size, V vocabulary.
 """
@@ -407,13 +407,11 @@ class ModelRunner:
         execution: Execution = PLAIN,
         group: Collective | None = None,
     ) -> None:
-        """Prepares the slice and runs one token through it as a check.
-
-        Models of families outside ``CERTIFIED`` should first pass ``check_family``.
+        """Prepares the slice and runs one token through it as a check; families outside
+        ``CERTIFIED`` should first pass ``check_family``.
 
         Args:
             model: the whole model, or layers of it as loaded; it is not changed.
-            name: "target", "draft", ...
             first_layer, last_layer: the slice; None: to the last layer.
             capture: hidden states, of layers of the slice, that every pass returns.
             attention: a value of ``Attention``.
@@ -488,12 +486,8 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 class Probe(PassPlan):
-    """A plan that records the shapes of keys and rejects unsupported attention arguments.
-
-    Attributes:
-        shapes: index within the slice -> (key/value heads G, head size D).
-        options: index within the slice -> how the layer computes its scores.
-        windowed: layers of the slice with a sliding window.
+    """A plan that records the shapes of keys, the options by layer of the slice and which have a
+    sliding window, and rejects unsupported attention arguments.
     """
 
     def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor | None) -> None:

@@ -1,7 +1,5 @@
 """The layers of any transformers model: their names, copies that share parameters, cut lists."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Sequence

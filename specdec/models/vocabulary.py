@@ -157,9 +157,8 @@ def _continuing(described: dict[str, Any]) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a text in draft tokens; further text may change the last ``tokens``.
-
-    ``rest`` are the bytes after them that are not a whole character yet, and no draft tokens.
+    """The end of a text in draft tokens; further text may change the last ``tokens``, and ``rest``
+    are the bytes after them that are no whole character and no draft tokens.
     """
 
     tokens: tuple[int, ...]
@@ -174,8 +173,7 @@ class Translation:
 
     A sequence of target tokens has one sequence of draft tokens, computed token by token: its last
     word, as far as it is within the last 16 draft tokens, is tokenised again with the bytes of each
-    new token. So the result depends on the tokens alone, and the tokens before the last word are
-    final.
+    new token. So the tokens before the last word are final.
 
     Attributes:
         draft_ids: int64[I], draft tokens of the intersection.

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 

@@ -8,8 +8,6 @@ lines with the number of tokens that a chain emits from each position.
 Shape letters: L generated tokens of a request, P recorded positions of all requests, K candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,14 +90,9 @@ def record_request(
 ) -> RecordedRequest:
     """Ranks the target's tokens in the draft's distribution, at every position of a request.
 
-    The draft reads the target's committed tokens, and candidates are scored by the transform of
-    sources (``SamplingTransform.top``). So an entry equals the result of ``expand`` for the node on
-    the target's path at that position.
-
-    Args:
-        runner: runner of the whole draft, with a meter that is not the run's.
-        prompt: int64[T >= 1].
-        output: int64[L >= 1], generated tokens.
+    The draft reads the target's committed tokens (``prompt`` int64[T >= 1], ``output`` int64[L >=
+    1]), and candidates are scored by the transform of sources, so an entry equals the result of
+    ``expand`` for the node on the target's path. The runner's meter is not the run's.
     """
     transform = SamplingTransform(sampling)
     tokens = np.concatenate([prompt, output])
@@ -237,12 +230,11 @@ def _damage(head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
 def read_traces(path: str | Path, method: str | None = None) -> Record:
     """Reads an acceptance trace: JSON lines, plain or gzipped.
 
-    A line has ``id``, the prompt's length as ``num_prompt`` or as the list ``prompt_token_ids``,
-    and ``acc_len``, or an object with ``acc_len`` under the name ``method``. Entry i of ``acc_len``
-    is the number of tokens that a pass emits after i generated ones: the accepted ones and one of
-    the target. If the line also has ``generated_token_ids``, the shorter of the two lists counts.
-    An id that is not a number is replaced by the line's number; lines without a generated token are
-    skipped.
+    A line has ``id`` (else the line's number), the prompt's length as ``num_prompt`` or as the list
+    ``prompt_token_ids``, and ``acc_len``, or an object with ``acc_len`` under the name ``method``.
+    Entry i of ``acc_len`` is the number of tokens that a pass emits after i generated ones: the
+    accepted ones and one of the target. If the line also has ``generated_token_ids``, the shorter
+    of the two lists counts.
     """
     if not Path(path).is_file():
         raise UserError(f"model.record={path}: no such file")

@@ -2,16 +2,12 @@
 
 A record (``model=replay``) has, for every position of every prompt, the draft's probabilities and
 the rank of the target's token. Strategies do not depend on the tokens themselves, so these are made
-up: hidden sequences of the recorded lengths. A node on the target's path gets the recorded
-candidates of its position, with the target's token at its recorded rank. A node off the path gets
-those of another position of the same prompt, drawn by keyed hash, because the record has no
-candidates after a wrong token. This is an approximation if nodes off the path compete for the
-budget.
+up. A node on the target's path gets the recorded candidates of its position, with the target's
+token at its recorded rank; one off the path gets those of another position of the same prompt,
+drawn by keyed hash: an approximation if nodes off the path compete for the budget.
 
 Shape letters: P recorded positions of all requests, K candidates, n given positions.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -48,9 +44,9 @@ _CHAINS = (".Chain", ".RootOnly")  # policies without branches
 class RecordedPair(ModelPair):
     """A pair whose target is a token sequence per request that is given instead of computed.
 
-    The draft is represented by its ranks of the target's tokens (``hidden``), drawn from an
-    acceptance model or recorded. ``SyntheticSource`` proposes from these; other sources with a
-    draft are refused. ``hidden_middle`` has a middle model's ranks of the same tokens.
+    The draft's ranks of the target's tokens (``hidden``) are drawn or recorded. ``SyntheticSource``
+    proposes from these; other sources with a draft are refused. ``hidden_middle`` is a middle
+    model's.
     """
 
     is_synthetic = True
@@ -158,10 +154,8 @@ class SyntheticAnswerer(Answerer):
         self._tokens: dict[int, IntArray] = {}  # request id -> hidden tokens by position
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """Answers with the given token after every row's position.
-
-        A node off the target's path gets the same answer as the node on it. This answer is never
-        used: a verifier follows matching children from the root and reads only answers on the path.
+        """Answers with the given token after every row's position, also off the target's path,
+        where a verifier does not read it.
         """
         return tuple(
             Answers(

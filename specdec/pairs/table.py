@@ -1,7 +1,5 @@
-"""Pairs given by tables of logits: the next token depends only on the last one.
-
-All distributions are known exactly, so distribution tests can run strategies for thousands of
-requests. Tables have the same slices, caches and logits per node as models.
+"""Pairs given by tables of logits: the next token depends only on the last one, so all
+distributions are known exactly. Tables have the same slices, caches and logits per node as models.
 
 Shape letters: V vocabulary, S rows of a table (token t has row t modulo S), R rows of a pass.
 """
@@ -43,10 +41,8 @@ _SAMPLE_LENGTH = 16
 
 
 class TablePair(ModelPair):
-    """Target and draft as tables of logits given the last token; the draft is also the exit.
-
-    Deeper exits interpolate towards the target: at twice ``exit_layer`` the logits are halfway. The
-    first exit is shallow enough that strategies with several exits use all of them.
+    """Target and draft as tables of logits given the last token; the draft is also the exit, and
+    deeper exits interpolate towards the target: at twice ``exit_layer`` the logits are halfway.
     """
 
     option = "table"

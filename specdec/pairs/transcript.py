@@ -1,16 +1,13 @@
 """A target that writes given texts (``model=transcript``), with or without a draft model.
 
-Under ``verifier=match`` the tokens per pass on a workload depend only on the text that the target
-writes. Here the text is given: the turns of ``data.edits``, or prompts and completions of a file,
-such as the log of a larger model. Sources that copy from text need no more. With ``draft`` a real
-draft model proposes after every token, right or wrong, so acceptance and numbers of passes are
-exactly those beside the target. There are no probabilities of the target and no times of its own
-(use ``clock=simulated``).
+Under ``verifier=match`` the tokens per pass depend only on the text that the target writes: here
+the turns of ``data.edits``, or prompts and completions of a file, such as the log of a larger
+model. With ``draft`` a real draft model proposes after every token, so acceptance is exactly that
+beside the target. There are no probabilities of the target and no times of its own (use
+``clock=simulated``).
 
 Shape letters: T tokens of a request, n given positions.
 """
-
-from __future__ import annotations
 
 import zlib
 from pathlib import Path

@@ -8,8 +8,6 @@ key of the section or node, ``label`` is what messages call it (default: the key
 the base class that a class must have (None: any).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Set
 from inspect import isabstract
 from pkgutil import resolve_name

@@ -8,8 +8,6 @@ Calls from Python and keys of a configuration are checked alike, strictly: ``"3"
 tuple.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """The answer of a finished search: ranking, what decides it, what would change it; its check."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """``specdec plan``: reads the request, measures what has to be measured, searches and answers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -17,8 +17,6 @@ and drafting precedes it (Leviathan et al. 2023, section 3.3, with measured toke
 times that depend on the rows).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

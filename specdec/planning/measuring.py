@@ -1,19 +1,15 @@
 """Measures a plan's models on this machine: passes, the controller's time, and last candidates.
 
-Passes are measured as ``specdec profile`` does, but over the context of the record and over as many
-requests as are planned for. A simulated clock charges passes of models alone; a real step also
-selects nodes, packs rows, draws and judges tokens and moves cache entries. The measured time of
-short runs of a few presets and sizes (``PROBES``), minus the simulated time of the same runs, is
-modelled as a linear combination of passes, requests and rows. Its coefficients, at least 0, are
-added to the cost curves (``with_controller``).
+Passes are measured as ``specdec profile`` does, over the context of the record and the planned
+requests. A real step also selects nodes, packs rows, draws and judges tokens and moves cache
+entries: the measured time of short runs of a few presets and sizes (``PROBES``), minus the
+simulated time of the same, is modelled as a linear combination of passes, requests and rows, whose
+coefficients, at least 0, are added to the cost curves (``with_controller``).
 
-After the search each of the last candidates decodes prompts of the record for real, in turns of a
-fraction of a second with the others, and the same prompts in simulation. The ratio of the two times
-per token then scales all its costs (``calibrated``), so that ranking, intervals and the written
-profile agree with the runs. Since the prompts are the same, the ratio has no variance from prompts.
+After the search each of the last candidates decodes prompts of the record for real, in turns with
+the others, and the same prompts in simulation: the ratio of times per token scales its costs
+(``calibrated``), so that ranking, intervals and the written profile agree with the runs.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

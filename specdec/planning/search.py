@@ -4,8 +4,6 @@ Candidates are compared on the same prompts. The uncertainty of a ratio is estim
 prompts anew (``Times.resampled``), as many as there is information (``effective``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

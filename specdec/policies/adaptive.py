@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -27,8 +25,7 @@ class Arm:
 
     Attributes:
         name: label in printed lines.
-        member: index into ``TokenSource.members`` of the source that proposes. None, or a source
-            without members: the whole source proposes.
+        member: index into ``TokenSource.members`` of the source; None: the whole source.
     """
 
     name: Text

@@ -4,8 +4,6 @@ If the source is not asynchronous, a pass runs when it is started, and the targe
 ``sources.Background`` makes any source asynchronous.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from specdec.interfaces import Events, TokenSource, TreePolicy
@@ -15,14 +13,11 @@ from specdec.types import NO_NODE, Event, EventKind, Nodes
 
 
 class FreePasses(TreePolicy):
-    """Base of policies that start draft passes until the target is ready.
+    """Base of policies that start draft passes until the target is ready, at most ``ahead`` tokens
+    below the root.
 
-    Rejection verifiers are not allowed: they would keep the target's distribution, but the output
-    for a seed would depend on the times of passes.
-
-    Attributes:
-        ahead: maximum number of tokens below the root.
-        feeds_busy_target: whether a step also ends when a busy target can be given more nodes.
+    Rejection verifiers, whose output for a seed would depend on times, are not allowed.
+    ``feeds_busy_target``: a step also ends when a busy target can be given more nodes.
     """
 
     value_dependent = False

@@ -6,8 +6,6 @@ together, so that all requests share one draft forward.
 Shape letters: N nodes, W selected nodes, K candidates per node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """``specdec profile``: measures latency profiles; proposes trees, groupings and splits."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from operator import itemgetter

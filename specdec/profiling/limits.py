@@ -4,8 +4,6 @@ A pass of R rows takes at least the longer of two times: that of moving its byte
 copy bandwidth, and that of its floating-point operations at the machine's GEMM rate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every repeat covers all numbers of tokens, so that a drift of the machine affects them equally.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Lines below a table that say what its rows suggest, and what to run next."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Staged Speculative Decoding (2308.04623), Figure 3, shows tokens in this way.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

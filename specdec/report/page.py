@@ -1,7 +1,5 @@
 """Renders one self-contained HTML page per results folder: table, plots, texts and timeline."""
 
-from __future__ import annotations
-
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

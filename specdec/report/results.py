@@ -1,7 +1,5 @@
 """Writes ``requests.jsonl``; reads run folders as objects or pandas frames (docs/results.md)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -6,8 +6,6 @@ tokens are over all steps of all questions. The script counts the baseline's tok
 its text again; here both are counted as they were generated.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

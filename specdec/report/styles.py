@@ -5,8 +5,6 @@ tell them apart (tests/unit/test_styles.py computes the distances). Presets that
 differ in their form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count

@@ -1,7 +1,5 @@
 """Comparison tables for the terminal and in Markdown, with the same columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ A chunk of the stream holds what the server sends at once: one token, the tokens
 several. All tokens of a chunk get the time at which the chunk arrived.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,11 +1,9 @@
-"""Runs other runtimes in worker processes, each with a Python environment of its own.
+"""Runs other runtimes in worker processes, each with a Python environment of its own below
+``SPECDEC_CACHE``.
 
-Environments and converted models are stored below ``SPECDEC_CACHE``, by default
-``~/.cache/specdec``. Messages are lines of JSON over the worker's standard input and output. The
-worker measures the times itself, so that they exclude the messages.
+Messages are lines of JSON over the worker's standard input and output; the worker measures times
+itself.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json

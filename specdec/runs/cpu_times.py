@@ -3,8 +3,6 @@
 docs/metrics.md states the rules. A measurement is one prompt decoded once by one strategy.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -5,8 +5,6 @@ There are three kinds: ``hf_generate`` (plain), ``hf_assisted`` (draft model) an
 derived as for every other strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ of half a second, one after the other, then differ by more than the strategies d
 such a change affects all strategies alike.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from math import inf

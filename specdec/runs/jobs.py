@@ -1,7 +1,5 @@
 """``specdec run`` and ``specdec compare`` turn prompts into a folder of results."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A runtime reports how many target passes a request took, but not which tokens ea
 longest gaps between tokens are taken to separate the passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 ``PartsRunner`` runs this library's decode loop; ``hf_generate`` and ``rival`` run other programs.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -11,8 +11,6 @@ Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K
 stored entries of a row, T tokens of a history, B banned pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite

@@ -1,7 +1,5 @@
 """Arrival times of requests: all at once, a Poisson process, or read from a file."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -6,8 +6,6 @@ claims blocks for its longest prefix and its largest tree until it finishes: no 
 blocks, and no request is preempted.
 """
 
-from __future__ import annotations
-
 from specdec.errors import UserError
 
 

@@ -1,7 +1,5 @@
 """Selects the requests that share one step of the target (SpecPipe 4.4)."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from specdec.interfaces import TreePolicy

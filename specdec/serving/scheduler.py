@@ -1,7 +1,5 @@
 """The default scheduler: first in, first out."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace

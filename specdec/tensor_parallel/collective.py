@@ -40,12 +40,10 @@ class Collective:
     def add(self, tensor: Tensor) -> Tensor:
         """Returns the sum over all ranks, in the dtype of ``tensor``.
 
-        Parts are added in rank order, so every rank gets the same bits, and an element's bits
-        depend neither on its index nor on the number of rows. Parts are sent in their own dtype;
-        sums of 16-bit parts are accumulated in float32 and rounded once.
-
-        Small tensors are sent whole to every rank (one exchange), large ones as slices, each summed
-        by one rank (two exchanges of 2 / size of the bytes). Both give the same bits.
+        Parts are sent in their own dtype and added in rank order (16-bit ones in float32, rounded
+        once), so every rank gets the same bits, whatever an element's index and the number of rows.
+        Small tensors are sent whole to every rank, large ones as slices, each summed by one rank,
+        with the same bits.
         """
         if self._paused or self.size == 1:
             return tensor

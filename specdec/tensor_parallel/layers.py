@@ -3,8 +3,6 @@
 Shape letters: R rows, I inputs, O outputs, P ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

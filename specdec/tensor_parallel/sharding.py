@@ -1,16 +1,12 @@
 """Shards a model: replaces the linear layers of transformers' modules by one rank's shares.
 
-All other code is transformers', on smaller matrices; attention modules derive their number of heads
-from the projections' outputs. Embeddings are replicated, as in transformers' plans: a lookup is
-cheap, and a tied output head is a share of them.
-
-Which layers are cut is in sharding plans: those of transformers, and our own for families without
-one. Styles have transformers' names: ``colwise`` (shards the outputs), ``rowwise`` (shards the
-inputs and sums), ``colwise_gather_output`` and ``rowwise_split_input`` (the same, but every rank
-has all activations between the layers), ``replicated...`` (not sharded).
+All other code is transformers', on smaller matrices; attention derives its number of heads from the
+projections' outputs. Embeddings are replicated. Which layers are cut is in sharding plans: those of
+transformers, and our own for families without one. Styles have transformers' names: ``colwise``
+(shards the outputs), ``rowwise`` (shards the inputs and sums), ``colwise_gather_output`` and
+``rowwise_split_input`` (the same, but every rank has all activations between the layers),
+``replicated...`` (not sharded).
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping

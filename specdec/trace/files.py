@@ -1,7 +1,5 @@
 """Writes ``trace.json`` (Chrome trace format, for Perfetto), ``trees.json``, and pages of trees."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -20,10 +20,11 @@ _DIGITS = 6  # decimals of probabilities, their logarithms and seconds
 
 
 class Judgement(NamedTuple):
-    """How the draft and the target rated the token that was decided after a node.
+    """How the draft and the target rated the token that was decided after a node; ranks are by
+    probability, 1 the most probable.
 
-    Ranks are by probability, 1 the most probable. The *top* candidate is the draft's most probable
-    one. Values are None without candidates; the target's also if its distribution is unknown.
+    The *top* candidate is the draft's most probable one. Values are None without candidates, the
+    target's also without its distribution.
     """
 
     rank: int  # of the token among the draft's candidates; 0 if it is not one

@@ -13,8 +13,6 @@ Shape letters: N nodes, W selected nodes, K candidates per node, C children, D d
 E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Self

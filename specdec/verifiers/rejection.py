@@ -1,7 +1,5 @@
 """Shape letters: V vocabulary, S support of the target distribution, C children."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

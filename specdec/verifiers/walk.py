@@ -1,7 +1,5 @@
 """Shape letters: V vocabulary, C children."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

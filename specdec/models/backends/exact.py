@@ -1,20 +1,17 @@
 """Passes in which no row's result depends on the other rows: ``model.exact=true``.
 
 Libraries choose kernels by the number of rows, and kernels add in different orders. Which numbers
-of rows give a row the same bits depends on operator, shape, type, device and number of threads, so
-it is tested when a runner is made: an operator's rows in a pass of 64 rows are the reference, and a
-number of rows is *proved* if passes of that many of them, at several offsets and in several
-layouts, give equal bits. A test is no proof for all inputs, but kernels do not choose their order
-of additions by values. A pass is then cut into passes of at most 64 rows in packing order, and each
-is padded with zero rows to a proved number. Attention takes each row's keys in the order of their
-positions (``specdec.attention.exact``); activations run in pieces; rotary tables are computed for
-always the same number of rows. Plain decoding, trees, prompts and any number of requests use the
-same passes.
+of rows give a row the same bits depends on operator, shape, type, device and threads, so it is
+tested when a runner is made: an operator's rows in a pass of 64 rows are the reference, and a
+number of rows is *proved* if passes of that many, at several offsets and in several layouts, give
+equal bits. A test is no proof for all inputs, but kernels do not choose their order of additions by
+values. A pass is then cut into passes of at most 64 rows in packing order, each padded with zero
+rows to a proved number. Attention takes each row's keys in the order of their positions
+(``specdec.attention.exact``); activations run in pieces; rotary tables are computed for always the
+same number of rows. Plain decoding, trees, prompts and any number of requests use the same passes.
 
-Proofs are cached in the process; those of matrix products, norms and attention also on disk, below
-``SPECDEC_CACHE`` (default ``~/.cache/specdec``): one small file each, named after a digest of
-everything that may decide which kernel runs or what the kernel is. A file that cannot be read or
-written is ignored.
+Proofs are cached in the process; those of matrix products, norms and attention also in small files
+below ``SPECDEC_CACHE``, named after a digest of everything that may decide which kernel runs.
 
 Shape letters: R rows, A rows whose logits are computed, E hidden size, V vocabulary.
 """

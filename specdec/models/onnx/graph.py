@@ -1,15 +1,12 @@
 """ONNX graphs of Llama-like models, for ONNX Runtime on a CPU.
 
-A graph is one pass over R rows of one request. Attention is ONNX Runtime's GroupQueryAttention,
-which appends the rows' keys and values in place to buffers of fixed capacity; the buffers are the
-request's own cache, and an additive mask says what a tree row sees. Weights are not part of the
-graph: the session reads them from memory.
+A graph is one pass over R rows of one request. ONNX Runtime's GroupQueryAttention appends the rows'
+keys and values in place to the request's own cache, and an additive mask says what a tree row sees.
+The session reads weights from memory.
 
 Shape letters: R rows, N slots in use after the pass, C capacity in slots, A rows whose logits are
 computed, E hidden size, H query heads, G key/value heads, D head size, V vocabulary.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -219,9 +216,8 @@ class GraphWriter:
         return outputs[0], outputs[3]
 
     def layer(self, index: int, layer: Any, stream: str, update: str | None) -> tuple[str, str]:
-        """Adds a decoder layer over the residual stream ``stream + update`` and returns both.
-
-        The sum is left to the next norm, whose fused operator computes it.
+        """Adds a decoder layer over the residual stream ``stream + update``, a sum that the next
+        norm's fused operator computes, and returns both.
         """
         normed, stream = self.norm(layer.input_layernorm, stream, update)
         attended = self.attention(index, layer.self_attn, normed)

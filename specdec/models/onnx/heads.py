@@ -11,8 +11,6 @@ state is an output of the head, A rows whose logits are computed, E hidden size,
 draft vocabulary, V vocabulary, K heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,7 +37,7 @@ def build_head_graph(head: EagleHead) -> Graph:
 
     Inputs: tokens and positions int64[1, R]; features [1, max(F, 1), S] and own [1, max(O, 1), E],
     of which ``order`` int64[R] chooses every row's state; logits_rows int64[A]. Outputs: states [1,
-    R, E], which children of the rows read, and logits [1, A, U].
+    R, E] and logits [1, A, U].
     """
     config = head.config
     layers = range(config.num_layers)

@@ -3,8 +3,6 @@
 Shape letters: R rows of one request, A rows whose logits are computed, E hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 
@@ -34,10 +32,9 @@ _ONE_ROW: IntArray = np.zeros(1, np.int64)
 
 class Onnx(Backend):
     def __init__(self, eager: Eager, bits: int | None = None) -> None:
-        """Builds the session and compares a few tokens with eager passes.
-
-        With ``bits`` the eager model has rounded weights (``specdec.models.packing``). PyTorch does
-        not round activations, so a second session that does not either is compared with it.
+        """Builds the session and compares a few tokens with eager passes: with ``bits``, whose
+        rounded weights (``specdec.models.packing``) the eager model has, in a session that does not
+        round activations.
         """
         self.layers = layers = eager.layers
         config = layers.model.config.get_text_config()

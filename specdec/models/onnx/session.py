@@ -3,8 +3,6 @@
 Shape letters: R rows of one request, n slots in use after the pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
