@@ -1,18 +1,14 @@
 """Builds strategies in Python from parts and shared models; refuses parts that do not fit.
 
     bench = Workbench(pair, seed=0)
-    parts = bench.parts(
-        source=DraftModelSource(runner=bench.draft_runner()),
-        policy=BestFirst(bs=32, w=4, d=6),
-        verifier=MatchVerifier(),
-    )
+    source = DraftModelSource(runner=bench.draft_runner())
+    parts = bench.parts(source=source, policy=BestFirst(bs=32, w=4), verifier=MatchVerifier())
 
 An executor is planned before models are loaded or processes started, and built afterwards. A rule
 that concerns only one policy or executor is in that class (``check``, ``check_clock``, ...).
 
-In a configuration a part is a node ``{"_target_": "package.Class", key: value, ...}``. Keys are
-constructor arguments; an argument that no configuration can state is passed by its name, if it is a
-key of ``RUNTIME``. So a part from outside this repository is one file and one YAML.
+In a configuration a part is a node ``{"_target_": "package.Class", key: value, ...}`` of
+constructor arguments; those that no configuration can state are passed by name (``RUNTIME``).
 """
 
 from __future__ import annotations

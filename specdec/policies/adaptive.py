@@ -82,15 +82,13 @@ class Adaptive(TreePolicy):
 
     An arm's *gain* is the mean number of tokens that a round of it commits: that of the request's
     own rounds, averaged with that of all requests, which has the weight of four rounds. Its *cost*
-    is the mean time of a round over all requests, from the start of one round to the start of the
-    next, on the run's clock. An arm therefore pays if its gain is above its cost divided by that of
-    plain decoding.
+    is the mean time of a round over all requests, from start to start, on the run's clock.
 
-    Other arms are tried again, the longest unused first, as long as the net time lost in such
-    rounds is at most ``explore`` of all time. Each trial has two rounds, since the first one
-    includes what a source has to catch up. Plain decoding is tried rarely: its gain is known, only
-    its cost may change. A choice uses only rounds that have ended, never future random draws. With
-    verifiers that are lossless token for token, the output does not depend on the choices.
+    Other arms are tried again, the longest unused first, in trials of two rounds (the first
+    includes what a source has to catch up), as long as the net time lost is at most ``explore`` of
+    all time. Plain decoding is tried rarely: only its cost may change. A choice uses only rounds
+    that have ended, never future random draws, so with verifiers that are lossless token for token
+    the output does not depend on it.
 
     Args:
         arms: the arms besides plain decoding, at least one.

@@ -44,10 +44,8 @@ def grow_chains(
     lengths: Sequence[tuple[RequestState, int]],
     children: int = 1,
 ) -> None:
-    """Grows a chain of first candidates below each root, with one source call per token.
-
-    ``lengths`` are pairs (request, length of its chain); a chain is shorter near the request's end.
-    ``children`` candidates are requested per node, of which the chain takes the first.
+    """Grows a chain of first candidates (of ``children`` requested) below each root, with one
+    source call per token, of these ``lengths`` (request, tokens) or shorter near the request's end.
     """
     growing = []
     for request, gamma in lengths:

@@ -31,19 +31,17 @@ class Static(TreePolicy):
 
     This is SpecInfer's expansion configuration (section 3); the default is its <1,1,3,1,1,1,1,1>.
     The topology does not depend on the candidates' values, so sampled candidates stay unbiased
-    under rejection.
-
-    ``draft_overlap`` sets when the tree after the one under verification is drafted:
+    under rejection. ``draft_overlap`` sets when the tree after the one under verification is
+    drafted:
 
     *none*: after the answer, while the target waits.
 
     *rule*: ahead of the answer. While a tree is verified, one draft pass per target step grows the
-    next tree below each of the ``guesses`` most probable next roots, which are candidates that the
-    submitted tree does not contain. If the answer ends in one of them, only the rest of its tree is
-    drafted serially. The roots are selected by value, so rejection verifiers cannot be used.
+    next tree below each of the ``guesses`` most probable next roots, candidates that the submitted
+    tree does not contain. If the answer ends in one of them, only the rest of its tree is drafted
+    serially. Rejection verifiers cannot be used, since roots are selected by value.
 
-    *full*: an upper limit that no implementation reaches: the answer is always guessed. Drafting
-    then takes no time if it is shorter than the verification before it.
+    *full*: an upper limit that no implementation reaches: the answer is always guessed.
 
     Args:
         branching: children per node, level by level from the root down; not empty.

@@ -30,10 +30,8 @@ def live_requests(state: DecodeState) -> list[RequestState]:
 
 
 def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
-    """Returns the requests whose nodes may be submitted in this step, in order of admission.
-
-    A request is ready if it is its turn, its prefill is completely submitted, it is not finished
-    and, for a ``serial`` policy, no answer is outstanding.
+    """Returns the requests whose nodes may be submitted in this step, in order of admission: it is
+    their turn, their prefill is submitted, and for a ``serial`` policy no answer is outstanding.
     """
     return [
         request
@@ -106,11 +104,11 @@ def open_bottom(request: RequestState) -> IntArray:
 
 
 def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -> IntArray:
-    """Turns the ``width`` most probable candidates of some nodes into nodes (PipeDec 3.3.3).
+    """Turns the ``width`` most probable of the first ``children`` candidates of each of the slots
+    ``parents``, int64[W], into nodes (PipeDec 3.3.3), ties in slot order.
 
-    Only the first ``children`` candidates of each of the slots ``parents``, int64[W], are
-    considered; ties are in slot order. Returns the new slots, int64[<= width], in the order of
-    their parents (breadth-first, SpecPipe 3.2.1).
+    Returns the new slots, int64[<= width], in the order of their parents (breadth-first, SpecPipe
+    3.2.1).
     """
     logprobs = tree.candidate_logprobs.take(parents, axis=0)[:, :children]  # [W, K]
     scores = (logprobs + tree.scores.take(parents)[:, None]).ravel()
@@ -131,18 +129,12 @@ def most_probable(
 ) -> IntArray:
     """Selects the ``num`` highest-scoring nodes and candidates; selected candidates become nodes.
 
-    With ``tree.scores`` for both scores it is the best connected subgraph (SwiftSpec Alg. 1): a
-    child's score is at most its parent's, so the best nodes are connected. Ties go to nodes before
-    candidates, then in slot order.
+    With ``tree.scores`` for both scores it is the best connected subgraph (SwiftSpec Alg. 1), since
+    a child's score is at most its parent's. Ties go to nodes before candidates, then in slot order.
 
-    Args:
-        node_scores: float64[N]; -inf excludes a node.
-        parent_scores: float64[N], added to the log-probabilities of each node's candidates; -inf
-            excludes them.
-        min_score: minimum score of a selected node (the root has 0).
-
-    Returns:
-        int64[<= num]: slots, in slot order.
+    ``node_scores`` float64[N]; ``parent_scores`` float64[N], added to the log-probabilities of each
+    node's candidates (-inf excludes); ``min_score`` of a selected node (the root has 0). Returns
+    int64[<= num]: slots, in slot order.
     """
     num_nodes = len(tree)
     candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
@@ -159,10 +151,8 @@ def most_probable(
 
 
 def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> IntArray:
-    """Returns the slots of the most probable unsubmitted nodes and candidates, int64[<= num].
-
-    The candidates become nodes; parents come first. With the submitted nodes they are connected: a
-    child's score is at most its parent's, and ties go to nodes before candidates.
+    """Returns the slots of the most probable unsubmitted nodes and candidates, int64[<= num],
+    parents first; the candidates become nodes. With the submitted nodes they are connected.
     """
     node_scores = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
     return most_probable(tree, node_scores, tree.scores, num, min_score)
@@ -171,10 +161,10 @@ def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> I
 def best_leaves(
     request: RequestState, num: int, *, excluded: IntArray = NO_SLOTS, min_score: float = -np.inf
 ) -> IntArray:
-    """Returns the slots of the most probable leaves, int64[<= num]; candidates become nodes.
+    """Returns the slots of the most probable leaves, int64[<= num], without ``excluded``;
+    candidates become nodes.
 
-    A *leaf* is an unexpanded node or an untaken candidate that can have children: one at the last
-    position that the request can emit is not a leaf. The slots ``excluded`` are not returned.
+    A *leaf* is an unexpanded node or an untaken candidate that can have children.
     """
     tree = request.tree
     scores, closed = tree.scores, tree.expanded
@@ -213,25 +203,22 @@ def draft_passes(profile: LatencyProfile | None, *, stages: int = 1, rows: int =
 @validated
 @dataclass(eq=False, kw_only=True)
 class FixedWidth(TreePolicy):
-    """Gives each level the ``width`` candidates of highest cumulative probability.
-
-    The candidates of a level are the ``children`` best of each node of the level above (SpecPipe
-    3.3.3, PipeDec 3.3).
+    """Gives each level the ``width`` candidates of highest cumulative probability, among the
+    ``children`` best of each node of the level above (SpecPipe 3.3.3, PipeDec 3.3).
 
     *Pipelined form* (``levels_per_step`` set): each step submits that many levels. The draft
-    forward of the newest level runs in ``overlap`` while the pipeline computes. Its candidates are
-    selected in the next ``select``, after the step's pruning, which leaves more valid nodes
-    (PipeDec 3.3.4). If pruning empties the deepest levels, growth continues at the deepest
-    remaining level, whose candidates are stored. Additional levels of a step are grown in
-    ``overlap`` from the candidates known then. Hits need an executor of latency 2 or more.
+    forward of the newest level runs in ``overlap`` while the pipeline computes; its candidates are
+    selected in the next ``select``, after the step's pruning (PipeDec 3.3.4). If pruning empties
+    the deepest levels, growth continues at the deepest remaining level. Additional levels of a step
+    are grown in ``overlap`` from the candidates known then. Hits need an executor of latency 2 or
+    more.
 
     *Serial form* (``levels_per_step`` None): ``select`` grows ``depth`` levels and submits the tree
-    whole. Nothing more is submitted until it is answered.
+    whole.
 
     With a source that proposes through ``Output.exits`` (PPSD), a level is expanded once its exits
-    have arrived. Width 1 with 1 child is PPSD's own chain. Such a chain also grows in the turns of
-    other requests: rejection verifiers draw differently for a node with and without children, so
-    whether a node has a child when it is tested must not depend on the batch.
+    have arrived. Width 1 with 1 child is PPSD's own chain, which also grows in the turns of other
+    requests: whether a node has a child when rejection tests it must not depend on the batch.
 
     Args:
         width: maximum number of nodes per level (SpecPipe: 64, PipeDec: 32).
@@ -285,10 +272,8 @@ class FixedWidth(TreePolicy):
         return unsubmitted(requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Expands the newest level, and grows the additional levels of a multi-level step.
-
-        A root is expanded during its request's prefill, so that both models' prefills run in
-        parallel (PipeDec 3.4).
+        """Expands the newest level, and grows the additional levels of a multi-level step; a root
+        is expanded during its prefill, so that both models' run in parallel (PipeDec 3.4).
         """
         if source.needs.exits:
             return False  # no node has passed the exit since ``select``

@@ -1,7 +1,6 @@
 """Admission to a paged cache: a request is admitted when the blocks that it may need are free.
 
-Each stage of the target has a pool of equal blocks (``kv_cache.BlockPool``). All stages cache the
-same prefixes, and the first stage the most tree nodes, so one budget serves all stages. A request
+The first stage caches the most tree nodes, so one budget serves the pools of all stages. A request
 claims blocks for its longest prefix and its largest tree until it finishes: no stage runs out of
 blocks, and no request is preempted.
 """

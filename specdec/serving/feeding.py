@@ -10,10 +10,9 @@ from specdec.state import DecodeState, RequestState
 class Feeding(StrEnum):
     """Which requests a step may feed to the target; the others wait for later steps.
 
-    ``DYNAMIC``: all requests, as one ragged batch (SpecPipe-DB's dynamic batching).
-    ``MICRO_BATCHES``: the open requests in as many groups as batches can be in flight, one group
-    per step, so that plain decoding keeps all stages of a pipeline busy (PP-vLLM's mini-batches).
-    ``ITERATION``: one request per step (the iteration-based scheduling of SpecPipe and SpecInfer).
+    ``DYNAMIC``: all, as one ragged batch (SpecPipe-DB). ``MICRO_BATCHES``: the open requests in as
+    many groups as batches can be in flight, one per step (PP-vLLM's mini-batches). ``ITERATION``:
+    one request per step (the iteration-based scheduling of SpecPipe and SpecInfer).
     """
 
     DYNAMIC = "dynamic"

@@ -23,19 +23,16 @@ class RejectionVerifier(Verifier):
     children of a node are rejected, the *correction token* is drawn from the residual distribution;
     if a node has no children, the *bonus token* is drawn from the target.
 
-    On a chain this is Leviathan et al. 2023, Alg. 1 (Chen et al. 2023, Alg. 2). On a tree it is the
+    On a chain this is Leviathan et al. 2023, Alg. 1 (Chen et al. 2023, Alg. 2); on a tree the
     multi-round form of SpecInfer (Miao et al. 2024, Alg. 2, verify_stochastic): children are tested
-    in turn, each against the residual distribution left by the rejections before it. SpecInfer's
-    siblings are independent draws; here they are drawn without replacement, so the draft
-    distribution is renormalised without the earlier siblings, as in recursive rejection sampling
-    (Jeon et al. 2024, RSD) and Sequoia (Chen et al. 2024, Alg. 1).
+    in turn, each against the residual distribution left by the rejections before it. Siblings are
+    drawn without replacement, so the draft distribution is renormalised without the earlier ones,
+    as in recursive rejection sampling (Jeon et al. 2024, RSD) and Sequoia (Chen et al. 2024, Alg.
+    1).
 
     A node's children must be a prefix of its sampled candidates (asserted here) and be selected
-    independently of their values (checked at composition). With a greedy target the target
-    distribution is one-hot, and the output equals greedy decoding.
-
-    If the target's distributions are in another process, a whole row is fetched only where the
-    first child is rejected.
+    independently of their values (checked at composition). With a greedy target the output equals
+    greedy decoding. A row in another process is fetched only where the first child is rejected.
     """
 
     needs = Needs(target_probs=True, draft_probs=True)

@@ -227,10 +227,9 @@ def config(
     cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES
 ) -> dict[str, Any]:
     """The cell's resolved configuration, on a pipeline of few stages."""
-    values = deepcopy(base())
-    for group in AXES:
-        values[group] = deepcopy(option(group, getattr(cell, group)))
-    values["serving"] = deepcopy(option("serving", serving_of(cell)))
+    chosen = {group: option(group, getattr(cell, group)) for group in AXES}
+    chosen["serving"] = option("serving", serving_of(cell))
+    values = deepcopy({**base(), **chosen})
     executor = values["executor"]
     if executor.get("stages"):
         executor["stages"] = stages
