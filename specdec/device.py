@@ -26,7 +26,6 @@ _Array: TypeAlias = npt.NDArray[np.float64]
 
 
 def to_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Copies a tensor to the host, waiting for pending work of its device."""
     array: npt.NDArray[Any] = tensor.cpu().numpy()
     return array
 

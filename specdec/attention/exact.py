@@ -198,8 +198,6 @@ def _blocks(
 
 @dataclass(slots=True)
 class _KeySet:
-    """Scores of all rows over some blocks."""
-
     scores: Tensor  # [G, U, N, M, B]; rows of padding have zeros
     rows: Tensor  # [G, U, N, R / U, P, B], a view of ``scores`` without the padding
     values: Tensor  # [G, U, N, B, D + ones]
@@ -261,7 +259,6 @@ def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def row_ranges(rows: Sequence[Rows], size: int) -> Iterator[list[RowRange]]:
-    """Cuts the packed rows of a pass into passes of at most ``size`` rows, in packing order."""
     current: list[RowRange] = []
     room = size
     for part in rows:
@@ -278,7 +275,6 @@ def row_ranges(rows: Sequence[Rows], size: int) -> Iterator[list[RowRange]]:
 
 
 def packed(parts: Sequence[RowRange], name: str, num_rows: int) -> IntArray:
-    """Returns int64[num_rows]: "tokens" or "positions" of the rows, then zeros as padding."""
     array = np.zeros(num_rows, np.int64)
     offset = 0
     for part in parts:

@@ -457,8 +457,6 @@ OPAQUE = "specdec_opaque"
 
 @dataclass(slots=True)
 class ScoreOptions:
-    """How a layer computes its scores, as transformers passes it."""
-
     scaling: float | None = None  # factor of the scores; None means 1 / sqrt(D)
     # keys at least this many positions back are masked; None: no sliding window
     window: int | None = None
@@ -601,7 +599,6 @@ class RequestPart:
     """One request's rows in a pass; caches masks in the dtype and on the device of its cache."""
 
     def __init__(self, rows: Rows, offset: int = 0) -> None:
-        """``offset`` is the number of rows that precede these in the pass."""
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
         self._bits: dict[bool, Visibility] = {}

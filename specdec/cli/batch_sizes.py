@@ -35,8 +35,6 @@ _NOT_RECORDED = frozenset([*PARTS, *COMPARE, *_OTHERS])
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """A checked comparison at several batch sizes."""
-
     sizes: Annotated[tuple[Count, ...], Field(min_length=1)]  # batch sizes, increasing
     comparison: Comparison  # the rows, composed at the largest size
     # an additional row, plain decoding on another latency profile; None for no such row

@@ -89,8 +89,6 @@ class LatencyProfile:
 
 
 class Prices:
-    """Caches costs of a profile in seconds, since a run needs the same few again and again."""
-
     def __init__(self, profile: LatencyProfile, scale: float) -> None:
         self.seconds = cache(lambda kind, num: profile.ms(kind, num) * 1e-3 * scale)
 

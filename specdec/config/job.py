@@ -159,8 +159,6 @@ def _schema(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One strategy on one workload."""
-
     name: str
     config: dict[str, Any]
     output_dir: str | None
@@ -337,8 +335,6 @@ COMPARISON_FILE = "comparison.json"  # if this file exists in a folder, the comp
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The checked jobs of ``specdec compare``, one per row, each measured ``repeats`` times."""
-
     jobs: tuple[Job, ...]
     repeats: int
     output_dir: str | None

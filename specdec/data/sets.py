@@ -54,8 +54,6 @@ class Hub:
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A benchmark."""
-
     places: tuple[SetFile, ...]  # possible files in the data folder, in the order of preference
     hub: Hub | None = None  # copy on the hub that loads without remote code, if there is one
     # values of ``data.subset``; None without subsets, () where the files name them

@@ -181,7 +181,6 @@ class DistributedExecutor(Executor):
         return None
 
     def collect(self, *, wait: bool = True) -> Output:
-        """Waits for the step's replies: answers, exits, and hidden states of the answered rows."""
         replies: dict[ReplyKey, Any] = {}
         if self._expected:
             with self._meter.waiting():

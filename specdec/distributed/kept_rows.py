@@ -40,8 +40,6 @@ class Query(NamedTuple):
 
 
 class Keepers:
-    """Rank 0's access to the rows that the last rank of a session keeps."""
-
     def __init__(
         self, *, group: RankGroup, session: int, rank: int, meter: Meter, timeout_s: float
     ) -> None:

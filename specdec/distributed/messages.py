@@ -49,8 +49,6 @@ ReplyKey: TypeAlias = tuple[Kind, int]  # kind of a reply, and the rank that sen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRequest:
-    """The part of a request that ranks receive."""
-
     id: int
     max_cached: int  # maximum number of tokens in its caches
     sampling: SamplingParams

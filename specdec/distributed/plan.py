@@ -21,8 +21,6 @@ _LOCAL_RANK = "LOCAL_RANK"  # set by torchrun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """One rank's part of the target."""
-
     layers: tuple[int, int]  # half-open range of the target's layers
     # number of its stage, from 1. A stage may consist of several ranks that work one after the
     # other within a step (PipeDec's G).
@@ -58,8 +56,6 @@ class ExitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Common part of the plans that rank 0 sends to other ranks."""
-
     # model and clock: nodes of the resolved configuration
     model: Mapping[str, Any]
     clock: Mapping[str, Any]
@@ -68,8 +64,6 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan(_Plan):
-    """A pipeline over ranks 1 .. N."""
-
     ranks: tuple[RankPlan, ...]  # parts of ranks 1 .. N.
     seed: int
     needs_probs: bool  # whether answers include distributions

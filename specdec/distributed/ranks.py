@@ -16,8 +16,6 @@ from specdec.types import Needs
 
 
 class Ranks:
-    """Starts the processes (ranks) of one strategy: pipeline stages, and shares of the draft."""
-
     def __init__(
         self,
         *,

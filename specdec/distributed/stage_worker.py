@@ -33,8 +33,6 @@ _MAX_PENDING = 16  # hidden states may be large
 
 
 class StageLinks:
-    """A rank's connections within a session: to the stages before and after, and to rank 0."""
-
     def __init__(
         self,
         stage: Stage,

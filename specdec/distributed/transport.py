@@ -225,7 +225,6 @@ class Peer:
         self.num_bytes = 0
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
-        """Sends a contiguous tensor, which must not change afterwards."""
         try:
             self._pending.append((self._group.send([tensor], self._index, tag), tensor))
             self.num_bytes += tensor.nbytes

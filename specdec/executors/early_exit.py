@@ -37,8 +37,6 @@ from specdec.types import Batch, BoolArray, Commit, IntArray, Needs, NodeMap, No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The target's layers between two exits."""
-
     stage: ExitStage  # the layers and the exit head after the last of them
     layer: int  # number of target layers before that exit
     stages: int  # number of stages of the latency profile that the layers are charged as
@@ -208,8 +206,6 @@ class _WholeTarget(StageGroup):
 
 
 class EarlyExitExecutor(LocalExecutor):
-    """Verifies drafts of the target's first layers with its remaining layers; latency 1."""
-
     @classmethod
     def plan(cls, models: ModelPair, *, stages: Count | None = None) -> EarlyExitPlan:
         """Places all layers on the controller's device; ``stages`` (default: ceil(layers / exit

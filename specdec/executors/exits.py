@@ -30,8 +30,6 @@ from specdec.types import Batch, HiddenName
 
 
 class ExitHead(Stage):
-    """Computes logits from hidden states after the exit layer. The base class has no cache."""
-
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
     ) -> StageOutput:

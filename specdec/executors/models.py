@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
@@ -29,17 +29,10 @@ REAL = "use model=tiny, model=hf or model=random"
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-
-class OverRanks(Protocol):
-    """Runs the stages of a pipeline in separate processes; the runtime object ``over_ranks``."""
-
-    def __call__(
-        self, plan: Any, needs: Needs, *, bounds: Sequence[tuple[int, int]], exits: Sequence[int]
-    ) -> Any:
-        """Starts or joins the processes of a ``PipelinePlan`` and returns an ``Executor``;
-        ``bounds`` are half-open layer ranges of the devices, ``exits`` the layers before each exit.
-        """
-        ...
+OverRanks: TypeAlias = Callable[..., Any]
+"""(``PipelinePlan``, ``Needs``, ``bounds`` of layers, ``exits``) -> ``Executor``, whose
+stages run in separate processes; the runtime object ``over_ranks``.
+"""
 
 
 class ModelPair:

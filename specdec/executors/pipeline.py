@@ -215,7 +215,6 @@ class StepCharges:
     """
 
     def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
-        """``devices`` is the number of devices of each stage."""
         self._clock = clock
         self._ranks = range(1, len(devices) + 1)
         self._larger = [(rank, num) for rank, num in enumerate(devices, 1) if num > 1]
@@ -241,7 +240,6 @@ class StepCharges:
         return max((at for at in ends if at is not None), default=None)
 
     def finish(self) -> None:
-        """Makes the controller wait for the slowest stage."""
         self._clock.barrier(self._ranks)
 
     def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:

@@ -49,8 +49,6 @@ _LOOK_EVERY_S = 1e-3  # between two looks at the copies' processes
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasPlan(ExecutorPlan):
-    """The plans of the copies, before they are built."""
-
     copies: tuple[PipelinePlan, ...]
     distributed: bool
 

@@ -70,7 +70,6 @@ class RowItem:
 
 
 def row_items(batch: Batch) -> list[RowItem]:
-    """Groups the batch's rows by request, in packing order, which is the same on every stage."""
     if not batch.prefills:
         return [RowItem(tree.request, None, tree) for tree in batch.trees]
     chunks = {chunk.request: chunk for chunk in batch.prefills}
@@ -139,8 +138,6 @@ def _by_item(
 
 @dataclass(slots=True)
 class InFlight:
-    """A batch between two stages."""
-
     batch: Batch  # the rows that have not been pruned
     # [R, E], output of the previous stage; None before the first stage and for stages without a
     # model
@@ -226,7 +223,6 @@ class InFlightRows:
         return self._opened.get(request_id, tick + 1) <= tick
 
     def prune(self, tick: int, flight: InFlight) -> None:
-        """Drops the dead rows of the batch that was submitted at ``tick``."""
         requests = {rows.request for rows in flight.batch.trees}
         requests.update(chunk.request for chunk in flight.batch.prefills)
         closed = {request_id for request_id in requests if not self.is_open(request_id, tick)}
@@ -234,7 +230,6 @@ class InFlightRows:
         flight.prune({r: commit for r, (at, commit) in latest.items() if at >= tick}, closed)
 
     def alive(self, tick: int) -> InFlight | None:
-        """Returns the live rows of the batch submitted at ``tick``; None if there are none."""
         flight = self._flights.get(tick)
         if flight is not None:
             if flight.version != self._version:
@@ -259,8 +254,6 @@ class InFlightRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """Results of a stage for one batch."""
-
     # [R, E], input of the next stage; None for a stage without a model
     hidden: torch.Tensor | None = None
     logits: torch.Tensor | None = None  # [W, V] in the order of ``batch.trees``; last stage only
@@ -296,8 +289,6 @@ class Stage:
 
 
 class StageGroup(Stage):
-    """Parts that are opened, committed and closed together."""
-
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
 
@@ -316,7 +307,6 @@ class StageGroup(Stage):
 
 class ModelStage(Stage):
     def __init__(self, *, runner: ModelRunner, pool: BlockPool | None = None) -> None:
-        """Wraps the layers of ``runner``; with ``pool`` the caches are paged."""
         self.runner = runner
         self.pool = pool
         self.layers = self
@@ -401,8 +391,6 @@ class AnsweredRequest(Protocol):
 
 
 class Answerer:
-    """Turns a batch that has passed the last stage into answers."""
-
     def follow(self) -> None:
         """Allows later answers to leave out the tokens that ``Needs.all_answers`` names."""
 
@@ -421,8 +409,6 @@ class Answerer:
 
 
 class OpenRequests:
-    """Per open request: its sampling transform, and the tokens of its paths if that reads them."""
-
     def __init__(self) -> None:
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
         self._of: dict[int, SamplingTransform] = {}  # request id -> one of these
@@ -571,8 +557,6 @@ def _along_paths(
 
 
 class ExitReader(OpenRequests):
-    """Turns exit logits into candidates, on the rank that has the exit layers."""
-
     def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
         """If ``sample``, candidates are sampled and come with their distributions (for rejection
         verifiers); otherwise they are the ``num_candidates`` most probable tokens.
@@ -611,8 +595,6 @@ class ExitReader(OpenRequests):
 
 
 class PipelineStage:
-    """A stage with the answerer (on the last one) and the exit heads' reader."""
-
     def __init__(
         self, stage: Stage, *, answerer: Answerer | None = None, exits: ExitReader | None = None
     ) -> None:

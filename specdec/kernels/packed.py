@@ -47,8 +47,6 @@ def packed_problem(device: torch.device | str, dtype: torch.dtype) -> str | None
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose packed weight is not a parameter."""
-
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight = linear.weight

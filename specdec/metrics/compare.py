@@ -164,7 +164,6 @@ def paired_phases(runs: Sequence[Run], ar_runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def decode_phases(runs: Sequence[Run]) -> pd.DataFrame:
-    """Returns ``tokens`` and ``seconds`` of each decode phase; index: repeat and prompt id."""
     rows = [
         (repeat, result.id, phase.tokens, phase.seconds)
         for repeat, run in enumerate(runs)

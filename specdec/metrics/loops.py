@@ -24,6 +24,5 @@ def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.boo
 
 
 def loop_share(outputs: Iterable[Sequence[int]], n: int = NGRAM) -> float | None:
-    """Returns the share of ``repeated_ngrams`` in all outputs; None without tokens."""
     repeated = np.concatenate([np.zeros(0, bool), *(repeated_ngrams(out, n) for out in outputs)])
     return int(repeated.sum()) / len(repeated) if len(repeated) else None

@@ -43,8 +43,6 @@ Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """Sizes and variants of a head."""
-
     version: Literal[1, 3]  # 1 (also EAGLE-2 and HASS) or 3
     # target layers, from 0, whose outputs the head reads, in the order of its ``fc``; for version 1
     # the target's last layer, read after the final norm
@@ -115,7 +113,6 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
-    """Attends causally over the sequence itself; see ``Attend``."""
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
 
@@ -279,8 +276,6 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Llama's projections and rotary embeddings around ``attend``."""
-
     def __init__(self, config: EagleConfig, index: int, *, width: int) -> None:
         super().__init__()
         self.index, self.head_dim = index, config.head_dim

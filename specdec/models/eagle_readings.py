@@ -28,8 +28,6 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One way to read a head."""
-
     config: EagleConfig
     name: str = AS_ON_DISK  # what is read otherwise than the folder says
     read_by: str = ""  # software that reads heads in this way; "" if unknown

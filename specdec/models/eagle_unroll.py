@@ -18,8 +18,6 @@ from specdec.models.eagle import EagleHead, causal
 
 
 class _Unrolled:
-    """Attention of the steps; see ``models.eagle.Attend``."""
-
     def __init__(self) -> None:
         self._first: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values of step 0
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # layer -> those of later steps

@@ -30,8 +30,6 @@ from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of an exit head after ``layer`` layers of the target."""
-
     kind: str  # "norm" or "transformer" (``model.exit_head``)
     layer: int
     # ``norm.weight``, ``output.weight`` (default: the target's matrix), ``output.ids`` (default:

@@ -102,8 +102,6 @@ class _Output:
 
 
 class _OneLayer:
-    """A copy of the module tree, sharing its weights, that runs one layer on a given input."""
-
     def __init__(self, model: PreTrainedModel, number: int) -> None:
         self._model = shared_copy(model)
         self._layers = keep_layers(self._model, number, number + 1)

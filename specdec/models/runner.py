@@ -68,8 +68,6 @@ def round_up(number: int, choices: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSlice:
-    """Some layers of a model, and what running one token through them has shown."""
-
     # a copy of the module tree with these layers only, which shares the weights
     model: PreTrainedModel
     first_layer: int  # global index of the first layer
@@ -104,8 +102,6 @@ class ModelSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOutput:
-    """Outputs of one pass."""
-
     # [sum R, E], after the slice's last layer, before any final norm: the next stage's input
     hidden: Tensor
     # [A, V]; None if no row was requested, or if the slice is not the last
@@ -156,8 +152,6 @@ def refuse_wrong(found: Iterable[Tensor], expected: Iterable[Tensor], what: str)
 
 
 class Backend:
-    """Computes the passes of one slice."""
-
     layers: ModelSlice
 
     def run(

@@ -55,7 +55,6 @@ def layers_name(model: PreTrainedModel) -> str:
 
 
 def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn.ModuleList:
-    """Reduces the layers of ``model``, and its config, to first .. last - 1; returns the layers."""
     name, config = layers_name(model), model.config.get_text_config()
     layers = _Layers(list(model.get_submodule(name))[first_layer:last_layer])  # type: ignore[arg-type]
     config.num_hidden_layers = len(layers)

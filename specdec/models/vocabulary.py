@@ -95,7 +95,6 @@ class Vocabulary:
             self.tokens[token] = None
 
     def encode(self, text: str) -> list[int]:
-        """Tokenises a text that continues another, so that nothing is put before it."""
         return list(self._encoder.encode(text, add_special_tokens=False).ids)
 
     def by_bytes(self) -> dict[bytes, int]:
@@ -280,8 +279,6 @@ def _specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
 
 
 class TranslatedDraft:
-    """The draft's runner, and the translation between its vocabulary and the target's (V)."""
-
     def __init__(
         self, runner: ModelRunner, translation: Translation, *, vocab_size: int, weight_bytes: int
     ) -> None:

@@ -67,8 +67,6 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The requests of a run, in its order, and their origin."""
-
     requests: tuple[RecordedRequest, ...]
     vocab_size: int = 0  # vocabulary of the models; 0 for a trace
     weight_bytes: tuple[int, int] = (0, 0)  # of the target and of the draft

@@ -101,8 +101,6 @@ class RecordedPair(ModelPair):
 
 
 class SyntheticModels(RecordedPair):
-    """Draws target tokens and the draft's ranks from an acceptance model."""
-
     @validated
     def __init__(
         self,

@@ -49,8 +49,6 @@ PositiveShare = Annotated[float, Field(gt=0, le=1), expects("it must be above 0 
 
 
 class Signature(NamedTuple):
-    """The parameters of a callable; ``plain`` are those that a configuration can set."""
-
     plain: Mapping[str, pydantic.TypeAdapter[Any]]  # name -> validator
     required: tuple[str, ...]  # names in ``plain`` that have no default
     objects: Mapping[str, Any]  # name -> type hint, None where it exists for type checkers only

@@ -446,8 +446,6 @@ def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A metric of plan and run; ``low`` to ``high`` is the 95 % interval of such a run."""
-
     name: str
     planned: float
     low: float

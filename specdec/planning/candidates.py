@@ -137,9 +137,9 @@ def presets(
     """Returns the presets that can be simulated, without layouts, and why the others cannot.
 
     With ``pair``, models that reproduce the acceptance of a draft, plain decoding is added to
-    ``names``, of which none is all. Without it the real models decode, so sources may read tokens
-    and hidden states; unless runs correct the costs (``measured``), those with a model or head of
-    their own are refused, since a profile lacks their times.
+    ``names`` (none: all). Without it the real models decode, so sources may read tokens and hidden
+    states; unless runs correct the costs (``measured``), those with a model or head of their own
+    are refused.
     """
     known = options("strategy", extra)
     for name in names:

@@ -103,8 +103,6 @@ def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Base of the machines that price the work of a layout."""
-
     name: str
     devices: int
     note: str = ""  # origin of the times

@@ -50,8 +50,6 @@ _FileName = Annotated[
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilingOptions:
-    """The section ``profiling``, whose keys conf/profiling.yaml describes."""
-
     name: _FileName
     use: Text | None
     tokens: _Counts

@@ -42,7 +42,6 @@ class ResultsReport:
 
 
 def load_report(folder: str | Path) -> ResultsReport:
-    """Reads a folder; compares jobs of a sweep with its ``ar`` job under the same conditions."""
     found = read(folder)
     if not any(result.records for result in found):
         raise UserError(f"{folder}: no prompt has finished yet; there is nothing to report")
@@ -83,7 +82,6 @@ def _row(result: Result) -> Mapping[str, Any]:
 
 
 def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
-    """Writes ``report.html``, with ``num_texts`` texts per strategy, and its pictures."""
     results = [result for result in report.results if result.records]
     timeline, trees = _trace(report)
     drawn: dict[str, bytes | None] = {

@@ -39,8 +39,6 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One line of ``requests.jsonl``."""
-
     strategy: str  # name of the preset
     repeat: int  # index from 0
     result: RequestResult

@@ -9,8 +9,6 @@ from specdec.errors import UserError
 
 
 class BlockBudget:
-    """Counts the blocks that admitted requests have claimed; ``peak_blocks`` is the most so far."""
-
     def __init__(self, *, kv_tokens: int, block_tokens: int, tree_nodes: int) -> None:
         """Starts with all blocks free, of ``kv_tokens`` tokens and tree nodes per stage, rounded
         down to whole blocks; ``tree_nodes`` is the most that one request caches.

@@ -20,8 +20,6 @@ from specdec.state import RequestState
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRules:
-    """Rules that a scheduler follows."""
-
     feeding: Feeding = Feeding.DYNAMIC  # which requests share a step
     # a step with prompt tokens feeds no tree nodes; False: both share steps
     prefill_first: bool = False

@@ -70,8 +70,6 @@ def even(total: int, *, rank: int, size: int, unit: int = 1) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class WholeGroups:
-    """A share that is extended to whole groups of entries."""
-
     pieces: tuple[Piece, ...]  # the extended share
     # int64[extended size], index of each entry in the original share; the size of that share for
     # entries that it lacks

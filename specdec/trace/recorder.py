@@ -37,8 +37,6 @@ class Judgement(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """The probabilities that draft and target gave to the children of an answered node."""
-
     tokens: IntArray  # [K], the draft's candidates
     logprobs: FloatArray  # [K]; -inf for those in the tree
     target: Probs | None  # float64[V]; None if the run does not compute it

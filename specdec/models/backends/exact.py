@@ -190,8 +190,6 @@ class _Activation(nn.Module):
 
 
 class _Rotary(nn.Module):
-    """A rotary embedding whose tables are always computed for the largest number of rows."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self._inner = inner
@@ -204,8 +202,6 @@ class _Rotary(nn.Module):
 
 
 class _CappedOutput(nn.Module):
-    """An output head followed by the soft cap of its logits."""
-
     def __init__(self, inner: nn.Module, softcap: float) -> None:
         super().__init__()
         self.weight = inner.weight

@@ -32,14 +32,11 @@ QUANTISED = "MatMulNBits"
 
 
 def mask_name(window: int | None) -> str:
-    """Returns the graph's input name for the mask of layers with this sliding window."""
     return "mask" if window is None else f"mask_{window}"
 
 
 @dataclass(kw_only=True, eq=False)
 class Graph:
-    """A model's graph and the weights that it reads."""
-
     model: bytes  # serialised ``onnx.ModelProto``; its initializers are external data
     # name -> array of every large initializer, float32 or packed codes
     weights: dict[str, np.ndarray[Any, Any]]
@@ -103,8 +100,6 @@ def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
 
 @dataclass
 class GraphWriter:
-    """Collects nodes, inputs and weights of one graph."""
-
     config: PreTrainedConfig
     # the module of the rotary embeddings; None in a graph without attention
     rotary: Callable[..., Any] | None = None
