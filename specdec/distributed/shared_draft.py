@@ -38,8 +38,8 @@ class Call(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Calls since the last forward pass, and the pass over ``rows`` (numbers of the calls of
-    ``rows``) that follows; ``logits_rows`` None: all.
+    """Calls since the last forward pass, and the pass over ``rows`` (numbers of calls) that
+    follows.
     """
 
     calls: list[Call]

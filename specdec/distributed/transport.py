@@ -290,7 +290,6 @@ class ControlLink:
             self._peer.send(tensor[_FRAME_WORDS:], MESSAGES + _REST)
 
     def receive(self) -> IntArray:
-        """Waits for the next message; may be called by another thread than ``send``."""
         if self._posted is None:
             frames = [torch.zeros(_FRAME_WORDS, dtype=torch.int64) for _ in range(2)]
             self._posted = _Posted(self._peer, MESSAGES, frames)

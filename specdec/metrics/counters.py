@@ -33,8 +33,6 @@ class SourceCounters:
 
 @dataclass(slots=True, kw_only=True)
 class ExecutorCounters:
-    """Raw counts of an executor's target work; ``RunTotals`` has them too."""
-
     passes: int = 0  # batches with tree nodes
     prefill_passes: int = 0  # batches with prompt rows only
     rows: int = 0  # tree nodes

@@ -82,7 +82,6 @@ def weight_formats(model: PreTrainedModel, kind: str) -> dict[str, WeightFormat]
 
 
 def scale_inputs(inputs: int, kind: str) -> int:
-    """Returns how many of a whole matrix's inputs share a scale; 0: all of a row, or no scales."""
     if kind != Quantization.INT4:
         return 0
     fitting = [size for size in GROUP_SIZES if inputs % size == 0]

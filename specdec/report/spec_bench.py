@@ -78,10 +78,11 @@ def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Pat
 def by_category(
     answers: Sequence[Answer], baseline: Sequence[Answer] | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns figures per Spec-Bench task, or per category of other sets, and over all questions.
+    """Returns figures per Spec-Bench task, or category of other sets, and over all questions; empty
+    without.
 
-    ``tokens_per_s`` is a mean over questions, ``accept_length`` over steps; ``speedup`` over the
-    baseline's answers is the median over repeats. Empty without categories.
+    ``tokens_per_s`` is a mean over questions, ``accept_length`` over steps; ``speedup`` the median
+    over repeats.
     """
     table = _table(answers)
     if table.empty:

@@ -60,8 +60,12 @@ class Progress(Protocol):
         """Prints a line or a table."""
 
 
-class NoProgress(Progress):
-    """Shows nothing."""
+class NoProgress:
+    def phase(self, label: str, total: int | None) -> None: ...
+
+    def advance(self, count: int = 1, detail: str = "") -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:

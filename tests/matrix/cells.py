@@ -156,7 +156,17 @@ assert tuple(f.name for f in fields(Cell)) == AXES
 @cache
 def option(group: str, name: str) -> dict[str, Any]:
     """The resolved node of one option."""
-    return compose_config([f"{group}={name}"]).values[group]
+    if group not in (*AXES, "serving"):
+        return compose_config([f"{group}={name}"]).values[group]
+    return _options([*options(group)].index(name))[group]
+
+
+@cache
+def _options(number: int) -> dict[str, Any]:
+    """Options of that number in every axis, composed at once: an option is read alone."""
+    named = {group: [*options(group)] for group in (*AXES, "serving")}
+    words = [f"{group}={names[number % len(names)]}" for group, names in named.items()]
+    return compose_config(words).values
 
 
 @cache
