@@ -78,10 +78,8 @@ def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Pat
 def by_category(
     answers: Sequence[Answer], baseline: Sequence[Answer] | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns figures per Spec-Bench task, or category of other sets, and over all questions; empty
-    without.
-
-    ``tokens_per_s`` is a mean over questions, ``accept_length`` over steps; ``speedup`` the median
+    """Returns figures per Spec-Bench task, or category of other sets, and over all questions:
+    ``tokens_per_s`` is a mean over questions, ``accept_length`` over steps, ``speedup`` the median
     over repeats.
     """
     table = _table(answers)
